@@ -1,0 +1,61 @@
+"""Errors that a user can act on: each names the file, key, tensor or layer, and the fix."""
+
+from __future__ import annotations
+
+
+class G4Error(Exception):
+    """Base of every expected error; the command line prints it without a traceback.
+
+    `exit_code` is what the command line returns: 1 a check failed, 2 wrong usage or bad
+    input, 3 the environment lacks something.
+    """
+
+    exit_code = 2
+
+
+class SpecError(G4Error):
+    """A spec or config is wrong: file, line, key path, what was found and what would be right."""
+
+
+class ParseError(G4Error):
+    """The text of a graph cannot be read: line number and the expected form."""
+
+
+class VerifyError(G4Error):
+    """A graph breaks a rule of the IR: node, declared and inferred types."""
+
+
+class PassError(G4Error):
+    """A pass failed or broke its contract: pass, value, passes that ran before."""
+
+
+class PlanError(G4Error):
+    """A limit does not fit: which one, by how much, and what would fit."""
+
+
+class WeightsError(G4Error):
+    """A checkpoint is wrong: file and tensor, expected and found."""
+
+
+class LowerError(G4Error):
+    """A backend cannot lower an op: backend, op, value, and where to add it."""
+
+
+class EngineError(G4Error):
+    """An engine directory is wrong: file, reason, and the fix."""
+
+
+class InputError(G4Error):
+    """A request is wrong: the argument, its value and the limit."""
+
+
+class CheckError(G4Error):
+    """A numeric check failed."""
+
+    exit_code = 1
+
+
+class MissingError(G4Error):
+    """The environment lacks something: what, and the way to get it."""
+
+    exit_code = 3

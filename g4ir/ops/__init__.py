@@ -1,0 +1,24 @@
+"""The ops: one file per family, every op in this one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import attention, elementwise, embed, linear, mlp, moe, norm, rope
+from .base import Op, Sample
+
+_FAMILIES: tuple[tuple[Any, ...], ...] = (
+    (linear.linear, linear.concat, linear.split, linear.heads, linear.merge_heads),
+    (elementwise.add, elementwise.mul, elementwise.scale, elementwise.softcap),
+    (elementwise.last_row, elementwise.row_start),
+    (norm.rms_norm, norm.norm_residual),
+    (rope.rope_table, rope.rope, rope.norm_rope),
+    (attention.attention, attention.cache_write),
+    (mlp.glu, mlp.glu_packed),
+    (moe.router, moe.experts),
+    (embed.embedding, embed.stack_layers, embed.unstack_layers),
+)
+
+OPS: dict[str, Op] = {o.name: o for family in _FAMILIES for o in family}
+
+__all__ = ["OPS", "Op", "Sample"]

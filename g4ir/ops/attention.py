@@ -1,0 +1,145 @@
+"""Attention over a cache and the cache's update.
+
+A cache is `[C, B, n, d]`, slot-major, so that its first slots are contiguous and a short
+context reads only a prefix. Position p lives in slot p mod C: a ring where C is the window, a
+plain list where C is at least the sequence length. Which position a slot holds follows from
+the number of tokens written, so no mask is stored and the order of slots is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require, wide
+
+
+def slot_positions(written: Any, slots: int) -> Any:
+    """[slots, B]: the newest position p = slot (mod slots) with p < written; < 0 where empty."""
+    import torch
+
+    j = torch.arange(slots, device=written.device)[:, None]
+    return written - 1 - torch.remainder(written - 1 - j, slots)
+
+
+def visible(key_pos: Any, query_pos: Any, window: int) -> Any:
+    """[B, S, T] bool: keys that exist, are not in the future and lie within the window of
+    `window` keys that ends at the query (rule 16); window 0 sees all the past."""
+    key = key_pos.t()[:, None, :]
+    query = query_pos[:, :, None]
+    mask = (key >= 0) & (key <= query)
+    return mask & (key > query - window) if window else mask
+
+
+@op
+class attention:
+    """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
+
+    q [B,S,nq,d]; positions i64[B,S] of the queries; written i64[B] tokens that the cache
+    holds; cache_k, cache_v [C,B,n,d]; k, v [B,S,n,d] the chunk, not yet in the cache. Scores,
+    probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
+    comes from positions. A query without a visible key yields a finite value nobody reads.
+    """
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(
+        q: Type, positions: Type, written: Type, cache_k: Type, cache_v: Type, *fresh: Type,
+        window: int, scale: float, softcap: float,
+    ) -> Type:  # fmt: skip
+        require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
+        require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
+        b, s, heads, d = q.shape
+        require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
+        require(written == Type("i64", (b,)), f"attention: written {written}, q {q}")
+        require(cache_k == cache_v, f"attention: caches {cache_k} and {cache_v} differ")
+        n = cache_k.shape[2]
+        fits = cache_k.shape[1:] == (b, n, d) and cache_k.dtype == q.dtype
+        require(fits, f"attention: cache {cache_k} does not fit q {q}")
+        fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
+        require(fits, f"attention: {heads} query heads do not divide into {n} groups")
+        require(len(fresh) in (0, 2), "attention: fresh keys and values come together")
+        for x in fresh:
+            fits = x == Type(q.dtype, (b, s, n, d))
+            require(fits, f"attention: fresh {x} does not fit q {q} and cache {cache_k}")
+        return q
+
+    @staticmethod
+    def reference(
+        q: Any, positions: Any, written: Any, cache_k: Any, cache_v: Any, *fresh: Any,
+        window: int, scale: float, softcap: float,
+    ) -> Any:  # fmt: skip
+        import torch
+
+        key_pos = slot_positions(written, cache_k.shape[0])
+        keys, values = cache_k, cache_v
+        if fresh:
+            keys, values = (
+                torch.cat((old, new.transpose(0, 1)))
+                for old, new in zip((keys, values), fresh, strict=True)
+            )
+            key_pos = torch.cat((key_pos, positions.t()))
+        mask = visible(key_pos, positions, window)
+        b, s, heads, d = q.shape
+        n = keys.shape[2]
+        grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
+        scores = grouped @ keys.permute(1, 2, 3, 0)[:, :, None] * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+        weights = wide(scores).softmax(-1).to(q.dtype)
+        out = weights @ values.permute(1, 2, 0, 3)[:, :, None]
+        return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        """Two products over every slot of the cache and, in a chunk, the causal half of it."""
+        slots, s = int(ins[3].shape[0]), int(ins[0].shape[1])
+        keys = slots + (s + 1) // 2 if len(ins) > 5 else slots
+        return 4 * ins[0].numel() * keys
+
+    samples = [
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
+                "f32[2,5,2,8]", "f32[2,5,2,8]"),
+               {"window": 4, "scale": 1.0, "softcap": 0.0}, {1: (9, 14), 2: (9, 10)}),
+        Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[16,2,1,8]", "f32[16,2,1,8]"),
+               {"window": 0, "scale": 1.0, "softcap": 20.0}, {1: (6, 7), 2: (7, 8)}),
+        Sample(("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8,1,2,8]", "f32[8,1,2,8]"),
+               {"window": 8, "scale": 1.0, "softcap": 0.0}, {1: (29, 30), 2: (30, 31)}),
+    ]  # fmt: skip
+
+
+@op
+class cache_write:
+    """The cache after the chunk: its last valid tokens in their slots, the rest unchanged
+
+    cache [C,B,n,d]; new [B,S,n,d], of which row b has lengths[b] valid tokens that start at
+    position start[b]. Padding is never written and a row of length 0 is untouched. Any S, also
+    S > C: only the last C valid tokens of a row remain.
+    """
+
+    @staticmethod
+    def infer(cache: Type, new: Type, start: Type, lengths: Type) -> Type:
+        require(cache.rank == 4, f"cache_write: {cache} is not [C, B, n, d]; new {new}")
+        b, n, d = cache.shape[1:]
+        fits = new.rank == 4 and (new.shape[0], *new.shape[2:]) == (b, n, d)
+        require(fits and new.dtype == cache.dtype, f"cache_write: {new} does not fit {cache}")
+        require(start == lengths == Type("i64", (b,)), f"cache_write: {start}, {lengths}")
+        return cache
+
+    @staticmethod
+    def reference(cache: Any, new: Any, start: Any, lengths: Any) -> Any:
+        import torch
+
+        source = slot_positions(start + lengths, cache.shape[0]) - start
+        index = source.clamp(min=0, max=new.shape[1] - 1)[:, :, None, None].expand_as(cache)
+        picked = new.transpose(0, 1).gather(0, index)
+        return torch.where((source >= 0)[:, :, None, None], picked, cache)
+
+    flops = staticmethod(lambda ins, outs: 0)
+    nbytes = staticmethod(lambda ins, outs: 2 * ins[1].nbytes())
+    samples = [
+        Sample(("f32[4,2,2,8]", "f32[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}),
+        Sample(("f32[4,2,2,8]", "f32[2,1,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 2)}),
+    ]

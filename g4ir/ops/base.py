@@ -1,0 +1,142 @@
+"""What an op is: one class that holds everything the program knows about it.
+
+An op class gives
+  infer(*types, **attrs)      types in -> types out, or ValueError that names both
+  reference(*tensors, **attrs)  torch; the definition (or `expand` for a fused op)
+  expand(b, *values, **attrs)   the fused op in simpler ops
+  flops(ins, outs, **attrs)     multiply and add count as two; default: one per output element
+  nbytes(ins, outs, **attrs)    bytes moved; default: every input and output once
+  rows       inputs whose row [b, s] alone decides row [b, s] of every output
+  glue       a view or gather that backends run between compiled programs
+  fold       may run in the weight prologue
+  samples    inputs and attrs from which tests are generated
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..types import Type, parse_type
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated test: input types as text, attrs, and [low, high) for integer inputs."""
+
+    inputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    ints: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    def types(self) -> tuple[Type, ...]:
+        return tuple(parse_type(t) for t in self.inputs)
+
+
+@dataclass(frozen=True)
+class Op:
+    """The record that `@op` makes of an op class."""
+
+    name: str
+    doc: str
+    infer: Callable[..., Any]
+    reference: Callable[..., Any] | None
+    expand: Callable[..., Any] | None
+    flops: Callable[..., int]
+    nbytes: Callable[..., int]
+    rows: tuple[int, ...]
+    glue: bool
+    fold: bool
+    samples: tuple[Sample, ...]
+    attrs: Mapping[str, str]
+
+    def infer_types(self, types: tuple[Type, ...], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
+        """`infer`, always as a tuple; ValueError where an attribute is not of its kind."""
+        for name, value in attrs.items():
+            kind = self.attrs.get(name)
+            fits = kind is not None and _KINDS[kind](value)
+            require(fits, f"attribute {name}={value!r}: expected {kind or self._expected()}")
+        return as_tuple(self.infer(*types, **attrs))
+
+    def _expected(self) -> str:
+        return f"one of {', '.join(self.attrs)}" if self.attrs else "none"
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+#: annotation of an attribute -> whether a value is one
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "float": lambda x: _is_int(x) or (isinstance(x, float) and math.isfinite(x)),
+    "str": lambda x: isinstance(x, str),
+    "bool": lambda x: isinstance(x, bool),
+    "tuple[int, ...]": lambda x: isinstance(x, tuple) and all(map(_is_int, x)),
+    "tuple[bool, ...]": lambda x: isinstance(x, tuple) and all(isinstance(i, bool) for i in x),
+}
+
+
+def _attributes(infer: Callable[..., Any]) -> dict[str, str]:
+    """Keyword of `infer` -> its annotation, a key of `_KINDS`."""
+    parameters = inspect.signature(infer).parameters.values()
+    kinds = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    unknown = {k for k in kinds.values() if k not in _KINDS}
+    if unknown:
+        raise TypeError(f"{infer.__qualname__}: attribute of kind {', '.join(sorted(unknown))}")
+    return kinds
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _default_flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> int:
+    return sum(t.numel() for t in outs)
+
+
+def _default_nbytes(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> int:
+    return sum(t.nbytes() for t in (*ins, *outs))
+
+
+def op(cls: type) -> Op:
+    """Check an op class and turn it into its record."""
+    parts = vars(cls)
+
+    def part(name: str, default: Any = None) -> Any:
+        value = parts.get(name, default)
+        return value.__func__ if isinstance(value, staticmethod) else value
+
+    if not cls.__doc__ or part("infer") is None:
+        raise TypeError(f"op {cls.__name__} needs a docstring and infer")
+    if (part("reference") is None) == (part("expand") is None):
+        raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
+    if not parts.get("samples"):
+        raise TypeError(f"op {cls.__name__} needs samples")
+    return Op(
+        name=cls.__name__,
+        doc=cls.__doc__,
+        infer=part("infer"),
+        reference=part("reference"),
+        expand=part("expand"),
+        flops=part("flops", _default_flops),
+        nbytes=part("nbytes", _default_nbytes),
+        rows=parts.get("rows", ()),
+        glue=parts.get("glue", False),
+        fold=parts.get("fold", True),
+        samples=tuple(parts["samples"]),
+        attrs=_attributes(part("infer")),
+    )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless the condition holds; the verifier adds the node."""
+    if not condition:
+        raise ValueError(message)
+
+
+def wide(x: Any) -> Any:
+    """fp32, or wider where the input is wider: the fp32 islands of the reference model."""
+    return x if x.element_size() >= 4 else x.float()

@@ -1,0 +1,122 @@
+"""Pointwise ops, softcap, and the choice of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require
+
+
+@op
+class add:
+    """a + b, rounded to their dtype"""
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(a: Type, b: Type) -> Type:
+        require(a == b, f"add: {a} and {b} differ")
+        return a
+
+    @staticmethod
+    def reference(a: Any, b: Any) -> Any:
+        return a + b
+
+    samples = [Sample(("f32[2,3,8]", "f32[2,3,8]"))]
+
+
+@op
+class mul:
+    """x * w, w of one element or of x's last dim (layer scalar: semantics rule 9)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type) -> Type:
+        fits = w.rank == 1 and w.shape[0] in (1, x.shape[-1]) and w.dtype == x.dtype
+        require(fits, f"mul: {w} does not fit {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, w: Any) -> Any:
+        return x * w
+
+    samples = [Sample(("f32[2,3,8]", "f32[1]")), Sample(("f32[2,3,8]", "f32[8]"))]
+
+
+@op
+class scale:
+    """x * value: a Python float, so the factor is not rounded to x's dtype first (rule 3, 4)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, value: float) -> Type:
+        return x
+
+    @staticmethod
+    def reference(x: Any, *, value: float) -> Any:
+        return x * value
+
+    samples = [Sample(("f32[2,3,8]",), {"value": 0.7071067811865476})]
+
+
+@op
+class softcap:
+    """tanh(x / cap) * cap in x's dtype, three roundings (rule 22)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, cap: float) -> Type:
+        require(cap > 0, f"softcap: cap {cap} is not positive")
+        return x
+
+    @staticmethod
+    def reference(x: Any, *, cap: float) -> Any:
+        import torch
+
+        return torch.tanh(x / cap) * cap
+
+    samples = [Sample(("f32[2,3,8]",), {"cap": 30.0})]
+
+
+@op
+class last_row:
+    """y[b, 0] = x[b, lengths[b] - 1]; for an empty row any row (its result is not used)"""
+
+    glue = True
+
+    @staticmethod
+    def infer(x: Type, lengths: Type) -> Type:
+        fits = x.rank >= 2 and lengths == Type("i64", (x.shape[0],))
+        require(fits, f"last_row: lengths {lengths} do not fit {x}")
+        return x.with_shape(x.shape[0], 1, *x.shape[2:])
+
+    @staticmethod
+    def reference(x: Any, lengths: Any) -> Any:
+        import torch
+
+        row = torch.arange(x.shape[0], device=x.device)
+        return x[row, (lengths - 1).clamp(min=0)].unsqueeze(1)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    nbytes = staticmethod(lambda ins, outs, **_: 2 * outs[0].nbytes())
+    samples = [Sample(("f32[2,5,8]", "i64[2]"), ints={1: (0, 6)})]
+
+
+@op
+class row_start:
+    """start[b] = positions[b, 0]: tokens that the caches hold before this chunk"""
+
+    @staticmethod
+    def infer(positions: Type) -> Type:
+        require(positions.dtype == "i64" and positions.rank == 2, f"row_start: {positions}")
+        return positions.with_shape(positions.shape[0])
+
+    @staticmethod
+    def reference(positions: Any) -> Any:
+        return positions[:, 0].contiguous()
+
+    samples = [Sample(("i64[2,5]",), ints={0: (0, 9)})]

@@ -1,0 +1,68 @@
+"""Token embeddings and the layout of per-layer embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require
+
+
+@op
+class embedding:
+    """table[ids] * scale, scale rounded to the table's dtype first (rules 1, 2)"""
+
+    rows = (1,)
+    fold = False
+
+    @staticmethod
+    def infer(table: Type, ids: Type, *, scale: float) -> Type:
+        require(table.rank == 2 and ids.dtype == "i64", f"embedding: {table}, ids {ids}")
+        return Type(table.dtype, (*ids.shape, table.shape[1]))
+
+    @staticmethod
+    def reference(table: Any, ids: Any, *, scale: float) -> Any:
+        import torch
+
+        return table[ids] * torch.tensor(scale).to(table.dtype)
+
+    nbytes = staticmethod(lambda ins, outs, **_: 2 * outs[0].nbytes() + ins[1].nbytes())
+    samples = [Sample(("f32[11,8]", "i64[2,3]"), {"scale": 39.191835884530846}, {1: (0, 11)})]
+
+
+@op
+class unstack_layers:
+    """[layers, B, S, P] -> one [B, S, P] per layer"""
+
+    glue = True
+
+    @staticmethod
+    def infer(x: Type) -> tuple[Type, ...]:
+        require(isinstance(x.shape[0], int), f"unstack_layers: {x} has no layer count")
+        return (x.with_shape(*x.shape[1:]),) * int(x.shape[0])
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        return tuple(x.unbind(0))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    nbytes = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[3,2,5,4]",))]
+
+
+@op
+class stack_layers:
+    """[B, S, layers, P] -> [layers, B, S, P], so that each layer's slice is contiguous"""
+
+    @staticmethod
+    def infer(x: Type) -> Type:
+        require(x.rank == 4, f"stack_layers: {x} is not [B, S, layers, P]")
+        b, s, n, p = x.shape
+        return x.with_shape(n, b, s, p)
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        return x.permute(2, 0, 1, 3).contiguous()
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,5,3,4]",))]

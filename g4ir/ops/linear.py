@@ -1,0 +1,128 @@
+"""Matrix product with a weight, and the data movement around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Dim, Type
+from .base import Sample, op, require
+
+
+@op
+class linear:
+    """y[..., o] = sum_i x[..., i] * w[o, i]"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type) -> Type:
+        require(w.rank == 2 and x.shape[-1] == w.shape[1], f"linear: x {x} does not fit w {w}")
+        require(x.dtype == w.dtype, f"linear: x {x} and w {w} differ in dtype")
+        return x.with_shape(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    def reference(x: Any, w: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.linear(x, w)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return 2 * outs[0].numel() * int(ins[1].shape[1])
+
+    samples = [Sample(("f32[2,3,16]", "f32[24,16]")), Sample(("f32[1,1,33]", "f32[7,33]"))]
+
+
+@op
+class concat:
+    """The inputs one after the other along `axis`."""
+
+    @staticmethod
+    def infer(*xs: Type, axis: int) -> Type:
+        first, total = xs[0], 0
+        require(0 <= axis < first.rank, f"concat: {first} has no axis {axis}")
+        for x in xs:
+            same = x.shape[:axis] + x.shape[axis + 1 :] == (
+                first.shape[:axis] + first.shape[axis + 1 :]
+            )
+            size = x.shape[axis]
+            require(
+                x.dtype == first.dtype and same and isinstance(size, int),
+                f"concat: {x} does not fit {first} along axis {axis}",
+            )
+            total += int(size)
+        return first.with_shape(*first.shape[:axis], total, *first.shape[axis + 1 :])
+
+    @staticmethod
+    def reference(*xs: Any, axis: int) -> Any:
+        import torch
+
+        return torch.cat(xs, axis)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[4,8]", "f32[2,8]", "f32[3,8]"), {"axis": 0})]
+
+
+@op
+class split:
+    """Cut the last dim into pieces of the given sizes, one result each."""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, sizes: tuple[int, ...]) -> tuple[Type, ...]:
+        fits = sum(sizes) == x.shape[-1] and all(n > 0 for n in sizes)
+        require(fits, f"split: sizes {sizes} do not add up to {x}")
+        return tuple(x.with_shape(*x.shape[:-1], n) for n in sizes)
+
+    @staticmethod
+    def reference(x: Any, *, sizes: tuple[int, ...]) -> Any:
+        return tuple(x.split(list(sizes), -1))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,3,12]",), {"sizes": (6, 4, 2)})]
+
+
+@op
+class heads:
+    """[..., n * d] -> [..., n, d]"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, n: int) -> Type:
+        size = x.shape[-1]
+        fits = isinstance(size, int) and n > 0 and size % n == 0
+        require(fits, f"heads: {x} does not split into {n}")
+        return x.with_shape(*x.shape[:-1], n, int(size) // n)
+
+    @staticmethod
+    def reference(x: Any, *, n: int) -> Any:
+        return x.unflatten(-1, (n, -1))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,3,12]",), {"n": 4})]
+
+
+@op
+class merge_heads:
+    """[..., n, d] -> [..., n * d]"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type) -> Type:
+        n, d = _ints(x.shape[-2:])
+        return x.with_shape(*x.shape[:-2], n * d)
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        return x.flatten(-2)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,3,4,8]",))]
+
+
+def _ints(dims: tuple[Dim, ...]) -> tuple[int, ...]:
+    require(all(isinstance(d, int) for d in dims), f"dims {dims} must be ints")
+    return tuple(int(d) for d in dims)

@@ -1,0 +1,70 @@
+"""The gated activation of the MLP and of the per-layer embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require
+
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
+
+
+def activate(x: Any, act: str) -> Any:
+    """The activation by its Hugging Face name."""
+    from torch.nn import functional as f
+
+    if act == "gelu_pytorch_tanh":
+        return f.gelu(x, approximate="tanh")
+    others: dict[str, Callable[[Any], Any]] = {"gelu": f.gelu, "silu": f.silu, "relu": f.relu}
+    return others[act](x)
+
+
+@op
+class glu:
+    """act(gate) * up, two roundings (rule 11; also rule 8 with the per-layer row as up)"""
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(gate: Type, up: Type, *, act: str) -> Type:
+        require(gate == up, f"glu: gate {gate} and up {up} differ")
+        require(act in ACTIVATIONS, f"glu: unknown activation {act!r}")
+        return gate
+
+    @staticmethod
+    def reference(gate: Any, up: Any, *, act: str) -> Any:
+        return activate(gate, act) * up
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 8 * outs[0].numel()
+
+    samples = [Sample(("f32[2,3,16]",) * 2, {"act": a}) for a in ACTIVATIONS]
+
+
+@op
+class glu_packed:
+    """act(first half of x) * second half of x"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, act: str) -> Type:
+        size = x.shape[-1]
+        require(isinstance(size, int) and size % 2 == 0, f"glu_packed: {x} has no two halves")
+        require(act in ACTIVATIONS, f"glu_packed: unknown activation {act!r}")
+        return x.with_shape(*x.shape[:-1], int(size) // 2)
+
+    @staticmethod
+    def expand(b: Any, x: Any, *, act: str) -> Any:
+        half = x.type.shape[-1] // 2
+        gate, up = b.emit("split", x, sizes=(half, half))
+        return b.emit("glu", gate, up, act=act)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 8 * outs[0].numel()
+
+    samples = [Sample(("f32[2,3,32]",), {"act": "gelu_pytorch_tanh"})]

@@ -1,0 +1,122 @@
+"""Router and routed experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require, wide
+from .mlp import activate
+
+
+@op
+class router:
+    """weights, indices of the top_k experts (rules 23, 24)
+
+    scores = (x * scale) * root @ proj^T, each step rounded to x's dtype; softmax over the
+    experts, top-k, division by their sum and the per-expert scale in fp32. `x` is already
+    normalised; root = hidden_size^-0.5 is a Python float and stays unrounded.
+    """
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(
+        x: Type, scale: Type, proj: Type, per_expert: Type, *, top_k: int, root: float
+    ) -> tuple[Type, Type]:
+        experts = proj.shape[0]
+        require(scale.shape == x.shape[-1:], f"router: scale {scale} does not fit {x}")
+        fits = proj.rank == 2 and proj.shape[1] == x.shape[-1]
+        require(fits, f"router: proj {proj} does not fit {x}")
+        for w in (scale, proj):
+            require(w.dtype == x.dtype, f"router: {w} and {x} differ in dtype")
+        require(per_expert.shape == (experts,), f"router: {per_expert} does not fit {proj}")
+        require(isinstance(experts, int) and 0 < top_k <= experts, f"router: top_k {top_k}")
+        lead = x.shape[:-1]
+        wide_dtype = "f64" if x.dtype == "f64" else "f32"
+        return Type(wide_dtype, (*lead, top_k)), Type("i64", (*lead, top_k))
+
+    @staticmethod
+    def reference(
+        x: Any, scale: Any, proj: Any, per_expert: Any, *, top_k: int, root: float
+    ) -> tuple[Any, Any]:
+        import torch
+
+        scores = torch.nn.functional.linear(x * scale * root, proj)
+        probabilities = wide(scores).softmax(-1)
+        weights, index = torch.topk(probabilities, top_k, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return weights * per_expert[index], index
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 2 * ins[0].numel() * int(ins[2].shape[0])
+
+    samples = [
+        Sample(("f32[2,3,16]", "f32[16]", "f32[8,16]", "f32[8]"), {"top_k": 2, "root": 0.25}),
+        Sample(("f32[1,1,16]", "f32[16]", "f32[6,16]", "f32[6]"), {"top_k": 6, "root": 0.25}),
+    ]
+
+
+@op
+class experts:
+    """y = sum over slots of weight * down[e] @ (act(gate) * up), gate, up = gate_up[e] @ x
+
+    Products are rounded to x's dtype; weighting and the sum over the slots, in top-k rank
+    order, are fp32 and cast once (rules 24, 25: the reference's grouped form).
+    gate_up [E, 2I, D] holds the gate rows first; down [E, D, I].
+    """
+
+    rows = (0, 1, 2)
+
+    @staticmethod
+    def infer(x: Type, weights: Type, index: Type, gate_up: Type, down: Type, *, act: str) -> Type:
+        require(gate_up.rank == 3, f"experts: gate_up {gate_up} is not [E, 2I, D]; x {x}")
+        experts, double, hidden = gate_up.shape
+        require(hidden == x.shape[-1], f"experts: gate_up {gate_up} does not fit {x}")
+        even = isinstance(double, int) and double % 2 == 0
+        require(
+            even and down.shape == (experts, hidden, int(double) // 2),
+            f"experts: down {down} does not fit gate_up {gate_up}",
+        )
+        for w in (gate_up, down):
+            require(w.dtype == x.dtype, f"experts: {w} and {x} differ in dtype")
+        fits = weights.shape == index.shape and weights.shape[:-1] == x.shape[:-1]
+        fits = fits and index.dtype == "i64"
+        require(fits, f"experts: weights {weights} and index {index} do not fit {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, weights: Any, index: Any, gate_up: Any, down: Any, *, act: str) -> Any:
+        import torch
+
+        tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
+        out = wide(tokens).new_zeros(*slots.shape, tokens.shape[-1])
+        for e in slots.unique().tolist():
+            token, slot = torch.where(slots == e)
+            gate, up = torch.nn.functional.linear(tokens[token], gate_up[e]).chunk(2, -1)
+            y = torch.nn.functional.linear(activate(gate, act) * up, down[e])
+            out[token, slot] = wide(y) * weights.flatten(0, -2)[token, slot, None]
+        return out.sum(1).to(x.dtype).view_as(x)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        double, hidden = ins[3].shape[1:]
+        return 3 * ins[2].numel() * int(double) * int(hidden)
+
+    @staticmethod
+    def nbytes(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        """Weights of the expected number of distinct experts, E * (1 - (1 - k/E)^tokens)."""
+        x, weights, index, gate_up, down = ins
+        count, k = int(gate_up.shape[0]), int(index.shape[-1])
+        tokens = index.numel() // k
+        hit = count * (1 - (1 - k / count) ** tokens)
+        read = (gate_up.nbytes() + down.nbytes()) / count * hit
+        return int(read) + sum(t.nbytes() for t in (x, weights, index, *outs))
+
+    samples = [
+        Sample(("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[8,24,16]", "f32[8,16,12]"),
+               {"act": "gelu_pytorch_tanh"}, {2: (0, 8)}),
+        Sample(("f32[1,1,16]", "f32[1,1,2]", "i64[1,1,2]", "f32[4,24,16]", "f32[4,16,12]"),
+               {"act": "silu"}, {2: (1, 2)}),
+    ]  # fmt: skip

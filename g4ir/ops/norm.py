@@ -1,0 +1,94 @@
+"""RMS normalisation, alone and fused with the residual add around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require, wide
+
+
+@op
+class rms_norm:
+    """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type | None = None, *, eps: float) -> Type:
+        require(eps > 0, f"rms_norm: eps {eps} is not positive")
+        if w is not None:
+            fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
+            require(fits, f"rms_norm: weight {w} does not fit {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, w: Any = None, *, eps: float) -> Any:
+        h = wide(x)
+        h = h * (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
+        if w is not None:
+            h = h * wide(w)
+        return h.to(x.dtype)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 4 * outs[0].numel()
+
+    samples = [
+        Sample(("f32[2,3,33]", "f32[33]"), {"eps": 1e-6}),
+        Sample(("f32[2,3,4,8]",), {"eps": 1e-6}),
+    ]
+
+
+@op
+class norm_residual:
+    """h = (residual + rms_norm(x, w_post)) [* scalar]; n_i = rms_norm(h [, w_i])
+
+    One op from the end of a block to the input of the next (rules 6 to 9). Inputs after
+    w_post: the scalar where `scaled`, then one weight for each True in `weighted`, which has
+    an entry per pre-norm that follows. Results: h, then the pre-norms.
+    """
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(
+        x: Type, residual: Type, w_post: Type, *rest: Type,
+        eps: float, scaled: bool, weighted: tuple[bool, ...],
+    ) -> tuple[Type, ...]:  # fmt: skip
+        require(x == residual, f"norm_residual: {x} and residual {residual} differ")
+        want = int(scaled) + sum(weighted)
+        require(len(rest) == want, f"norm_residual: {len(rest)} extra inputs, expected {want}")
+        for w in (w_post, *rest[int(scaled) :]):
+            fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
+            require(fits, f"norm_residual: weight {w} does not fit {x}")
+        for w in rest[: int(scaled)]:
+            require(w == Type(x.dtype, (1,)), f"norm_residual: scalar {w} does not fit {x}")
+        return (x,) * (1 + len(weighted))
+
+    @staticmethod
+    def expand(
+        b: Any, x: Any, residual: Any, w_post: Any, *rest: Any,
+        eps: float, scaled: bool, weighted: tuple[bool, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
+        if scaled:
+            h = b.emit("mul", h, rest[0])
+        weights = iter(rest[int(scaled) :])
+        norms = [
+            b.emit("rms_norm", h, *([next(weights)] if has else []), eps=eps) for has in weighted
+        ]
+        return (h, *norms)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 4 * sum(t.numel() for t in outs) + 2 * outs[0].numel()
+
+    samples = [
+        Sample(("f32[2,3,16]",) * 2 + ("f32[16]", "f32[1]", "f32[16]"),
+               {"eps": 1e-6, "scaled": True, "weighted": (True,)}),
+        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
+               {"eps": 1e-6, "scaled": False, "weighted": (True, True, False)}),
+        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",),
+               {"eps": 1e-6, "scaled": False, "weighted": ()}),
+    ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type, torch_dtype
+from .base import Sample, op, require
+
+
+def inverse_frequencies(kind: str, theta: float, dim: int, fraction: float, factor: float) -> Any:
+    """fp32 [dim / 2]: theta^(-2j/dim) / factor; `proportional` keeps the first
+    int(fraction * dim // 2) and sets the rest to zero, so those dims are not rotated (rule 14)."""
+    import torch
+
+    j = torch.arange(0, dim, 2, dtype=torch.int64).float()
+    frequencies = 1.0 / (theta ** (j / dim))
+    if kind == "proportional":
+        frequencies[int(fraction * dim // 2) :] = 0.0
+    return frequencies / factor
+
+
+@op
+class rope_table:
+    """cos, sin of positions * inverse_frequencies, [B, S, dim]; fp32, then cast to `dtype`"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(
+        positions: Type, *, kind: str, theta: float, dim: int, fraction: float, factor: float,
+        dtype: str,
+    ) -> tuple[Type, Type]:  # fmt: skip
+        require(positions.dtype == "i64" and positions.rank == 2, f"rope_table: {positions}")
+        require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
+        require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not made of pairs")
+        require(theta > 0 and factor > 0, f"rope_table: theta {theta}, factor {factor}")
+        table = Type(dtype, (*positions.shape, dim))
+        return table, table
+
+    @staticmethod
+    def reference(
+        positions: Any, *, kind: str, theta: float, dim: int, fraction: float, factor: float,
+        dtype: str,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        import torch
+
+        table = inverse_frequencies(kind, theta, dim, fraction, factor).to(positions.device)
+        angles = positions.float()[..., None] * table
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(torch_dtype(dtype)), angles.sin().to(torch_dtype(dtype))
+
+    samples = [
+        Sample(("i64[2,5]",), {"kind": "default", "theta": 10000.0, "dim": 8, "fraction": 1.0,
+                               "factor": 1.0, "dtype": "f32"}, {0: (0, 4000)}),
+        Sample(("i64[2,5]",), {"kind": "proportional", "theta": 1e6, "dim": 32, "fraction": 0.25,
+                               "factor": 2.0, "dtype": "f32"}, {0: (0, 4000)}),
+    ]  # fmt: skip
+
+
+def rotate_half(x: Any) -> Any:
+    import torch
+
+    low, high = x.chunk(2, -1)
+    return torch.cat((-high, low), -1)
+
+
+@op
+class rope:
+    """x * cos + rotate_half(x) * sin in x's dtype, three roundings; x is [B, S, n, d] (rule 14)"""
+
+    rows = (0, 1, 2)
+
+    @staticmethod
+    def infer(x: Type, cos: Type, sin: Type) -> Type:
+        want = x.with_shape(*x.shape[:2], x.shape[-1])
+        require(x.rank == 4 and cos == sin == want, f"rope: tables {cos}, {sin} do not fit {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, cos: Any, sin: Any) -> Any:
+        return x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return 3 * outs[0].numel()
+
+    samples = [Sample(("f32[2,3,4,8]", "f32[2,3,8]", "f32[2,3,8]"))]
+
+
+@op
+class norm_rope:
+    """rope(rms_norm(x, w), cos, sin): the per-head norm of Q or K and its rotation (rule 12)"""
+
+    rows = (0, 2, 3)
+
+    @staticmethod
+    def infer(x: Type, w: Type, cos: Type, sin: Type, *, eps: float) -> Type:
+        fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
+        require(fits, f"norm_rope: weight {w} does not fit {x}")
+        want = x.with_shape(*x.shape[:2], x.shape[-1])
+        fits = x.rank == 4 and cos == sin == want
+        require(fits, f"norm_rope: tables {cos}, {sin} do not fit {x}")
+        return x
+
+    @staticmethod
+    def expand(b: Any, x: Any, w: Any, cos: Any, sin: Any, *, eps: float) -> Any:
+        return b.emit("rope", b.emit("rms_norm", x, w, eps=eps), cos, sin)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 7 * outs[0].numel()
+
+    samples = [Sample(("f32[2,3,4,8]", "f32[8]", "f32[2,3,8]", "f32[2,3,8]"), {"eps": 1e-6})]

@@ -1,0 +1,554 @@
+"""Strict reading of YAML into frozen dataclasses, directed by their type annotations.
+
+The text is turned into a tree of nodes that remember file and line, and every scalar is
+converted by the type of the field that wants it: YAML 1.1 would read `1e-6` as a string and
+`on` as True. Anchors, aliases, tags, merge keys and duplicate keys are refused, and size,
+depth and node count are capped, so no input makes the reader slow or recursive.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from g4ir.errors import SpecError
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 12
+MAX_NODES = 10_000
+MAX_INT = 2**31 - 1
+MAX_SHOWN = 40  # characters of a wrong value that a message repeats
+
+NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+TRUES = frozenset({"true", "yes", "on"})
+FALSES = frozenset({"false", "no", "off"})
+INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+REAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+# --- constraints, written as Annotated[...] on a field and shown in the JSON Schema ------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """lo <= value <= hi, or lo < value with `open_low`."""
+
+    lo: float
+    hi: float
+    open_low: bool = False
+
+    def broken(self, value: float) -> str | None:
+        """What is wrong with the value, or None."""
+        if value > self.hi:
+            return f"must be at most {self.hi:g}"
+        if not value >= self.lo or (self.open_low and value == self.lo):  # `not`: also NaN
+            return f"must be {'above' if self.open_low else 'at least'} {self.lo:g}"
+        return None
+
+    def schema(self) -> dict[str, Any]:
+        low = "exclusiveMinimum" if self.open_low else "minimum"
+        return {low: self.lo, "maximum": self.hi}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few words; an alias is stored as the word it stands for."""
+
+    words: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def broken(self, value: str) -> str | None:
+        """What is wrong with the word, or None."""
+        if value in self.words or value in dict(self.aliases):
+            return None
+        return f"must be {' or '.join(self.words)}{did_you_mean(value, self.words)}"
+
+    def normal(self, value: str) -> str:
+        return dict(self.aliases).get(value, value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": [*self.words, *dict(self.aliases)]}
+
+
+@dataclass(frozen=True)
+class Length:
+    """lo <= number of items <= hi."""
+
+    lo: int
+    hi: int
+
+    def broken(self, value: tuple[Any, ...]) -> str | None:
+        """What is wrong with the list, or None."""
+        if self.lo <= len(value) <= self.hi:
+            return None
+        want = f"{self.lo}" if self.lo == self.hi else f"{self.lo} to {self.hi}"
+        return f"must have {want} items, has {len(value)}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"minItems": self.lo, "maxItems": self.hi}
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Text of a given form; `like` shows one."""
+
+    form: str
+    like: str
+
+    def broken(self, value: str) -> str | None:
+        """What is wrong with the text, or None."""
+        return None if re.fullmatch(self.form, value) else f"must look like {self.like}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"pattern": f"^{self.form}$"}
+
+
+Count = Annotated[int, Range(1, MAX_INT)]
+Index = Annotated[int, Range(0, MAX_INT)]
+Positive = Annotated[float, Range(0, 1e30, open_low=True)]
+Fraction = Annotated[float, Range(0, 1, open_low=True)]
+
+
+# --- the tree ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in a file; line 0 means the whole file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A leaf: its text, and whether it was plain (unquoted)."""
+
+    text: str
+    plain: bool
+    where: Where
+
+
+@dataclass(frozen=True)
+class Seq:
+    """A list."""
+
+    items: tuple[Node, ...]
+    where: Where
+
+
+@dataclass(frozen=True)
+class Map:
+    """A mapping; `keys` holds the place of each key."""
+
+    entries: dict[str, Node]
+    keys: dict[str, Where]
+    where: Where
+
+
+Node: TypeAlias = Scalar | Seq | Map
+
+
+def fail(where: Where, path: str, message: str) -> SpecError:
+    """The error `file:line: key.path: message`."""
+    return SpecError(f"{where}: {path}: {message}" if path else f"{where}: {message}")
+
+
+def shown(text: str) -> str:
+    """A value as it is repeated in a message: quoted, on one line, cut."""
+    return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "...")
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest valid word, or nothing."""
+    near = difflib.get_close_matches(word[:100], list(valid), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def read_tree(path: Path) -> Map:
+    """The mapping in a YAML file. SpecError if it cannot be read or is not plain YAML."""
+    return parse_tree(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as err:  # ValueError: a NUL in the name
+        reason = err.strerror if isinstance(err, OSError) else str(err)
+        raise SpecError(f"{path}: cannot be read ({reason}); give a spec file") from None
+    return data
+
+
+def parse_tree(data: bytes, file: str) -> Map:
+    """The mapping in YAML bytes; `file` is what errors call it."""
+    start = Where(file, 0)
+    if len(data) > MAX_BYTES:
+        raise fail(start, "", f"larger than {MAX_BYTES} bytes; a spec is a short YAML file")
+    try:
+        text = data.decode("utf-8-sig")
+        root = _Composer(file).run(yaml.parse(text, Loader=yaml.SafeLoader))
+    except UnicodeDecodeError as err:
+        raise fail(start, "", f"is not UTF-8 text (byte {err.start}); give YAML") from None
+    except yaml.MarkedYAMLError as err:
+        line = err.problem_mark.line + 1 if err.problem_mark else 0
+        problem = " ".join(part for part in (err.context, err.problem) if part)
+        raise fail(Where(file, line), "", f"is not valid YAML ({problem}); fix it") from None
+    except yaml.YAMLError as err:
+        reason = str(err).splitlines()[0]
+        raise fail(start, "", f"is not valid YAML ({reason}); fix it") from None
+    except (ValueError, OverflowError) as err:  # PyYAML on an escape outside Unicode
+        raise fail(start, "", f"is not valid YAML ({err}); fix it") from None
+    if not isinstance(root, Map):
+        raise fail(start, "", "must be a mapping of keys; begin with `schema: 1`")
+    return root
+
+
+class _Composer:
+    """Builds the tree from parser events with an explicit stack, so depth costs no recursion."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.nodes = 0
+        self.open: list[tuple[Where, list[Node] | None, Map | None, list[Scalar]]] = []
+        self.root: Node | None = None
+
+    def run(self, events: Iterator[Any]) -> Node | None:
+        for event in events:
+            self._step(event, Where(self.file, event.start_mark.line + 1))
+        return self.root
+
+    def _step(self, event: Any, where: Where) -> None:
+        self._refuse(event, where)
+        match event:
+            case yaml.ScalarEvent():
+                self._add(Scalar(event.value, event.style is None, where))
+            case yaml.SequenceStartEvent():
+                self._push(where, [], None)
+            case yaml.MappingStartEvent():
+                self._push(where, None, Map({}, {}, where))
+            case yaml.SequenceEndEvent():
+                start, items, _, _ = self.open.pop()
+                self._add(Seq(tuple(items or ()), start))
+            case yaml.MappingEndEvent():
+                _, _, mapping, _ = self.open.pop()
+                assert mapping is not None
+                self._add(mapping)
+
+    def _refuse(self, event: Any, where: Where) -> None:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise fail(where, "", f"has more than {MAX_NODES} values; a spec is short")
+        if isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
+            raise fail(where, "", "has a second document; keep one spec per file")
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise fail(where, "", "uses an anchor or alias; write the value out, or use `extends`")
+        tag = getattr(event, "tag", None)
+        if tag:
+            raise fail(where, "", f"has the tag {shown(tag)}; leave tags out")
+
+    def _push(self, where: Where, items: list[Node] | None, mapping: Map | None) -> None:
+        if len(self.open) >= MAX_DEPTH:
+            raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
+        if self._wants_key():
+            raise fail(where, "", "a key must be a plain word")
+        self.open.append((where, items, mapping, []))
+
+    def _wants_key(self) -> bool:
+        return bool(self.open) and self.open[-1][2] is not None and not self.open[-1][3]
+
+    def _add(self, node: Node) -> None:
+        if not self.open:
+            self.root = node
+            return
+        _, items, mapping, pending = self.open[-1]
+        if items is not None:
+            items.append(node)
+        elif mapping is not None and pending:
+            key = pending.pop()
+            mapping.entries[key.text] = node
+        elif mapping is not None and isinstance(node, Scalar):
+            self._add_key(mapping, node)
+            pending.append(node)
+
+    def _add_key(self, mapping: Map, key: Scalar) -> None:
+        if key.text == "<<" and key.plain:
+            raise fail(key.where, "", "uses a merge key `<<`; use `extends` instead")
+        if key.text in mapping.keys:
+            first = mapping.keys[key.text].line
+            raise fail(
+                key.where, join("", key.text), f"is given twice (first on line {first}); keep one"
+            )
+        mapping.keys[key.text] = key.where
+
+
+def merge(base: Map, over: Map) -> Map:
+    """`over` laid on `base`: mappings merge key by key, anything else replaces."""
+    entries, keys = dict(base.entries), dict(base.keys)
+    for key, node in over.entries.items():
+        old = entries.get(key)
+        both = isinstance(old, Map) and isinstance(node, Map)
+        entries[key] = merge(old, node) if both else node  # type: ignore[arg-type]
+        keys[key] = over.keys[key]
+    return Map(entries, keys, over.where)
+
+
+# --- tree -> dataclass ------------------------------------------------------------------------
+
+Hints = dict[str, Any]
+
+
+def hints_of(cls: type) -> Hints:
+    """Resolved annotations of a dataclass, constraints kept."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> Any:
+    """The dataclass from a mapping; every key checked, every value converted by field type.
+
+    `hints` replaces annotations (used where a union is decided by another key).
+    Raises SpecError naming file, line and key path.
+    """
+    if not isinstance(node, Map):
+        raise fail(node.where, path, f"expected a mapping with {_names(cls)}, found {_kind(node)}")
+    hints = hints_of(cls) if hints is None else hints
+    by_name = {f.name: f for f in fields(cls)}
+    for key in node.entries:
+        if key not in by_name:
+            raise fail(node.keys[key], join(path, key), unknown_key(key, by_name))
+    missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
+    if missing:
+        raise fail(node.where, join(path, missing[0]), "is missing; add it")
+    return cls(
+        **{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()},
+    )
+
+
+def required(f: Field[Any]) -> bool:
+    """Whether a dataclass field has no default."""
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def join(path: str, key: str) -> str:
+    """Dotted key path; an overlong key is cut."""
+    key = key if len(key) <= MAX_SHOWN and key.isprintable() else shown(key)
+    return f"{path}.{key}" if path else key
+
+
+def unknown_key(key: str, valid: Iterable[str]) -> str:
+    """The message for a key that does not exist: the nearest valid name, or all of them."""
+    valid = list(valid)
+    near = did_you_mean(key, valid)
+    return f"unknown key{near or '; valid keys here: ' + ', '.join(valid)}"
+
+
+def _names(cls: type) -> str:
+    return ", ".join(f.name for f in fields(cls))
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, Scalar):
+        return "nothing" if is_null(node) else shown(node.text)
+    return "a list" if isinstance(node, Seq) else "a mapping"
+
+
+def is_null(node: Node) -> bool:
+    """Whether the node is a YAML null."""
+    return isinstance(node, Scalar) and node.plain and node.text in NULLS
+
+
+def convert(node: Node, hint: Any, path: str) -> Any:
+    """The value of a node as the annotation wants it. Raises SpecError."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, *rules = get_args(hint)
+        return _constrained(convert(node, base, path), rules, node, path)
+    if origin in (Union, types.UnionType):
+        return _optional(node, get_args(hint), path)
+    if origin is tuple:
+        return _items(node, get_args(hint)[0], path)
+    if is_dataclass(hint):
+        return build(typing.cast(type, hint), node, path)
+    return _leaf(node, hint, path)
+
+
+def _constrained(value: Any, rules: list[Any], node: Node, path: str) -> Any:
+    for rule in rules:
+        problem = rule.broken(value)
+        if problem:
+            found = f", found {shown(node.text)}" if isinstance(node, Scalar) else ""
+            raise fail(node.where, path, problem + found)
+        value = rule.normal(value) if isinstance(rule, OneOf) else value
+    return value
+
+
+def _optional(node: Node, members: tuple[Any, ...], path: str) -> Any:
+    inner = [m for m in members if m is not type(None)]
+    if len(inner) < len(members) and is_null(node):
+        return None
+    if len(inner) > 1:  # decided by the caller through `hints`
+        raise TypeError(f"{path}: a union of {inner} needs a hint")
+    return convert(node, inner[0], path)
+
+
+def _items(node: Node, hint: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(node, Seq):
+        raise fail(node.where, path, f"expected a list, found {_kind(node)}; write [a, b]")
+    return tuple(convert(item, hint, f"{path}[{i}]") for i, item in enumerate(node.items))
+
+
+def _leaf(node: Node, kind: type, path: str) -> Any:
+    noun, parse = LEAVES[kind]
+    if not isinstance(node, Scalar) or is_null(node):
+        raise fail(node.where, path, f"expected {noun}, found {_kind(node)}")
+    value = parse(node)
+    if value is None:
+        quoted = "" if node.plain else " (leave the quotes out)"
+        raise fail(node.where, path, f"expected {noun}, found {shown(node.text)}{quoted}")
+    return value
+
+
+def _to_int(node: Scalar) -> int | None:
+    if not (node.plain and len(node.text) <= 24 and INTEGER.fullmatch(node.text)):
+        return None
+    return int(node.text)
+
+
+def _to_float(node: Scalar) -> float | None:
+    if not (node.plain and len(node.text) <= 64 and REAL.fullmatch(node.text)):
+        return None
+    value = float(node.text)
+    return value if math.isfinite(value) else None
+
+
+def _to_bool(node: Scalar) -> bool | None:
+    word = node.text.lower()
+    if not node.plain or word not in TRUES | FALSES:
+        return None
+    return word in TRUES
+
+
+def _to_str(node: Scalar) -> str | None:
+    return node.text if len(node.text) <= 200 and node.text.isprintable() else None
+
+
+LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
+    int: ("an integer", _to_int),
+    float: ("a finite number", _to_float),
+    bool: ("true or false", _to_bool),
+    str: ("a word", _to_str),
+}
+
+
+def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH) -> Node:
+    """A parsed JSON value as a tree, so that it is converted by the same rules as YAML."""
+    if depth == 0:
+        raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        entries = {str(k): tree_of(v, where, depth - 1) for k, v in value.items()}
+        return Map(entries, dict.fromkeys(entries, where), where)
+    if isinstance(value, (list, tuple)):
+        return Seq(tuple(tree_of(v, where, depth - 1) for v in value), where)
+    if isinstance(value, str):
+        return Scalar(value, False, where)
+    words = {None: "null", True: "true", False: "false"}
+    known = value is None or isinstance(value, bool)
+    huge = isinstance(value, int) and abs(value) > 10**30  # a long repr is costly, or refused
+    text = words[value] if known else "a huge integer" if huge else repr(value)
+    return Scalar(text, True, where)
+
+
+def violations(value: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(key path, message) for each Python value that its annotation does not allow.
+
+    Reading makes such values impossible; this guards dataclasses built in Python.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        inner = list(violations(value, args[0], path))
+        yield from inner or [(path, p) for p in _broken(value, args[1:])]
+    elif origin in (Union, types.UnionType):
+        options = [a for a in args if isinstance(value, _plain_type(a))]
+        yield from violations(value, options[0], path) if options else [(path, _expected(args))]
+    elif not isinstance(value, _plain_type(hint)) or (hint is not bool and value is True):
+        yield path, _expected((hint,))
+    elif origin is tuple:
+        for i, item in enumerate(value):
+            yield from violations(item, args[0], f"{path}[{i}]")
+    elif is_dataclass(hint):
+        for name, inner_hint in hints_of(typing.cast(type, hint)).items():
+            yield from violations(getattr(value, name), inner_hint, join(path, name))
+
+
+def _broken(value: Any, rules: Iterable[Any]) -> Iterator[str]:
+    for rule in rules:
+        problem = rule.broken(value)
+        if problem or (isinstance(rule, OneOf) and value not in rule.words):
+            yield f"{problem or 'must be ' + rule.normal(value)}, found {shown(str(value))}"
+
+
+def _plain_type(hint: Any) -> Any:
+    """What isinstance wants for an annotation; an int is a number too."""
+    if get_origin(hint) is Annotated:
+        return _plain_type(get_args(hint)[0])
+    return (int, float) if hint is float else get_origin(hint) or hint
+
+
+def _expected(hints: tuple[Any, ...]) -> str:
+    names = [getattr(_plain_type(h), "__name__", "number") for h in hints]
+    return f"must be {' or '.join(names)}"
+
+
+# --- JSON Schema ------------------------------------------------------------------------------
+
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+
+def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
+    """Adds the JSON Schema of a dataclass and its parts to `defs`; returns its name there.
+
+    `partial` drops the required keys: a file with `extends` gives only what differs.
+    """
+    name = cls.__name__ + ("Patch" if partial else "")
+    if name not in defs:
+        defs[name] = {}  # keeps a recursive type from looping
+        hints = hints_of(cls)
+        defs[name] = {
+            "type": "object",
+            "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
+            "additionalProperties": False,
+            "properties": {f.name: schema_of(hints[f.name], partial, defs) for f in fields(cls)},
+            "required": [] if partial else [f.name for f in fields(cls) if required(f)],
+        }
+    return name
+
+
+def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of one annotation."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        out = schema_of(args[0], partial, defs)
+        for rule in args[1:]:
+            out |= rule.schema()
+        return out
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [schema_of(a, partial, defs) for a in args]}
+    if origin is tuple:
+        return {"type": "array", "items": schema_of(args[0], partial, defs)}
+    if hint is type(None):
+        return {"type": "null"}
+    if is_dataclass(hint):
+        return {"$ref": f"#/$defs/{schema_defs(typing.cast(type, hint), partial, defs)}"}
+    return {"type": JSON_TYPES[hint]}

@@ -1,0 +1,48 @@
+"""glu(x @ gate, x @ up)  ->  glu_packed(x @ concat(gate, up))"""
+
+from __future__ import annotations
+
+from g4ir.ir import Builder, Graph, Node, splice
+
+from . import Note, ignore
+
+
+def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
+    """One matrix product for the two halves of a gated MLP."""
+    producers, users = g.producers(), g.users()
+    params = {v.name for v in g.params}
+    for act in list(g.find("glu")):
+        pair = [producers.get(v.name) for v in act.inputs]
+        reason = _refusal(pair, users, params)
+        if reason:
+            note(act.out.name, f"left: {reason}")
+            continue
+        gate, up = (n for n in pair if n)
+        g = splice(g, [gate, up, act], _packed(gate, up, act))
+        note(act.out.name, "packed")
+    return g
+
+
+def _refusal(
+    pair: list[Node | None], users: dict[str, list[Node]], params: set[str]
+) -> str | None:
+    gate, up = pair
+    if not (gate and up and gate.op == up.op == "linear"):
+        return "its inputs are not two projections"
+    if gate.inputs[0] != up.inputs[0]:
+        return f"{gate.out} and {up.out} project different inputs"
+    if any(n.inputs[1].name not in params for n in (gate, up)):
+        return "a weight is no parameter"
+    if any(len(users[n.out.name]) > 1 for n in (gate, up)):
+        return "a projection has another user"
+    return None
+
+
+def _packed(gate: Node, up: Node, act: Node) -> list[Node]:
+    b = Builder()
+    weights = (gate.inputs[1], up.inputs[1])
+    scope = weights[0].name.rpartition(".")[0]
+    w = b.emit("concat", *weights, axis=0, name=f"{scope}.w_gate_up")
+    y = b.emit("linear", gate.inputs[0], w, name=f"{scope}.gate_up")
+    b.emit("glu_packed", y, name=act.out.name, **act.attrs)
+    return b.nodes

@@ -1,0 +1,88 @@
+"""h = residual + rms_norm(x, w); [h = h * scalar]; n_i = rms_norm(h [, w_i])  ->  norm_residual
+
+Crosses the layer boundary: the pre-norm of the next block is made with the residual it norms.
+The three norms of one residual in a layer with experts share their rsqrt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4ir.ir import Builder, Graph, Node, Value, splice
+
+from . import Note, ignore
+
+
+def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
+    """Post-norm, residual add, layer scalar and the following pre-norms in one op."""
+    for name in [n.out.name for n in g.find("add")]:
+        match = _match(g, name, note)
+        if match:
+            g = splice(g, match.nodes(), match.fused())
+            note(name, f"fused with {len(match.pre)} pre-norms")
+    return g
+
+
+@dataclass(frozen=True)
+class _Match:
+    add: Node
+    post: Node
+    scalar: Node | None
+    pre: tuple[Node, ...]
+
+    @property
+    def residual(self) -> Value:
+        return next(v for v in self.add.inputs if v != self.post.out)
+
+    @property
+    def result(self) -> Value:
+        return (self.scalar or self.add).out
+
+    def nodes(self) -> list[Node]:
+        return [self.post, self.add, *([self.scalar] if self.scalar else []), *self.pre]
+
+    def fused(self) -> list[Node]:
+        b = Builder()
+        extra = [self.scalar.inputs[1]] if self.scalar else []
+        extra += [n.inputs[1] for n in self.pre if len(n.inputs) > 1]
+        b.emit(
+            "norm_residual", self.post.inputs[0], self.residual, self.post.inputs[1], *extra,
+            eps=self.post.attrs["eps"], scaled=self.scalar is not None,
+            weighted=tuple(len(n.inputs) > 1 for n in self.pre),
+            name=[self.result.name, *(n.out.name for n in self.pre)],
+        )  # fmt: skip
+        return b.nodes
+
+
+def _match(g: Graph, name: str, note: Note) -> _Match | None:
+    producers, users = g.producers(), g.users()
+    add = producers[name]
+    # The second input is the branch; where both are norms, the first stays the residual.
+    post = next(
+        (p for v in reversed(add.inputs) if (p := producers.get(v.name)) and _is_post(p)), None
+    )
+    if post is None:
+        note(name, "left: adds no weighted norm")
+        return None
+    if len(users[post.out.name]) > 1 or add.inputs[0] == add.inputs[1]:
+        note(name, f"left: {post.out} has another user")
+        return None
+    after = users.get(name, [])
+    scaled = [n.op for n in after] == ["mul"] and after[0].inputs[0] == add.out
+    scalar = after[0] if scaled and after[0].inputs[1].type.shape == (1,) else None
+    result = (scalar or add).out
+    pre = tuple(
+        n for n in users.get(result.name, [])
+        if n.op == "rms_norm" and n.inputs[0] == result and n.attrs == post.attrs
+        and not _feeds_add(n, users)
+    )  # fmt: skip
+    return _Match(add, post, scalar, pre)
+
+
+def _is_post(n: Node) -> bool:
+    return n.op == "rms_norm" and len(n.inputs) == 2
+
+
+def _feeds_add(norm: Node, users: dict[str, list[Node]]) -> bool:
+    """Such a norm is the post-norm of its own residual add."""
+    return [u.op for u in users.get(norm.out.name, [])] == ["add"]

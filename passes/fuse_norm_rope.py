@@ -1,0 +1,25 @@
+"""rope(rms_norm(x, w), cos, sin)  ->  norm_rope(x, w, cos, sin)"""
+
+from __future__ import annotations
+
+from g4ir.ir import Builder, Graph, splice
+
+from . import Note, ignore
+
+
+def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
+    """The per-head norm of Q or K and its rotation in one op."""
+    producers, users = g.producers(), g.users()
+    for n in list(g.find("rope")):
+        norm = producers.get(n.inputs[0].name)
+        if norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
+            note(n.out.name, "left: its input is not a weighted norm")
+            continue
+        if len(users[norm.out.name]) > 1:
+            note(n.out.name, f"left: {norm.out} has another user")
+            continue
+        b = Builder()
+        b.emit("norm_rope", *norm.inputs, *n.inputs[1:], name=n.out.name, **norm.attrs)
+        g = splice(g, [norm, n], b.nodes)
+        note(n.out.name, "fused")
+    return g

@@ -1,0 +1,44 @@
+"""heads(x @ wq), heads(x @ wk), heads(x @ wv)  ->  heads of split(x @ concat(wq, wk, wv))
+
+K=V layers pack Q and K; a layer that reads another's keys and values has Q only and is left.
+"""
+
+from __future__ import annotations
+
+from g4ir.ir import Builder, Graph, Node, splice
+
+from . import Note, ignore
+
+
+def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
+    """One matrix product for the attention projections of one input."""
+    users, params = g.users(), {v.name for v in g.params}
+    groups: dict[str, list[Node]] = {}
+    for n in g.find("linear"):
+        if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
+            if n.inputs[1].name not in params:
+                note(n.out.name, f"left: its weight {n.inputs[1]} is no parameter")
+                continue
+            groups.setdefault(n.inputs[0].name, []).append(n)
+    for group in groups.values():
+        if len(group) == 1:
+            note(group[0].out.name, "left: the only projection of its input")
+            continue
+        g = splice(g, group, _packed(group))
+        note(group[0].out.name, f"packed with {', '.join(str(n.out) for n in group[1:])}")
+    return g
+
+
+def _packed(group: list[Node]) -> list[Node]:
+    b, outs, weights = Builder(), [n.out for n in group], [n.inputs[1] for n in group]
+    w = b.emit("concat", *weights, axis=0, name=join([v.name for v in weights]))
+    y = b.emit("linear", group[0].inputs[0], w, name=join([v.name for v in outs]))
+    sizes = tuple(int(v.type.shape[-1]) for v in outs)
+    b.emit("split", y, sizes=sizes, name=[v.name for v in outs])
+    return b.nodes
+
+
+def join(names: list[str]) -> str:
+    """`L0.attn.wq`, `L0.attn.wk` -> `L0.attn.wqk`"""
+    first = names[0]
+    return first + "".join(n[-1] for n in names[1:])

@@ -1,0 +1,107 @@
+"""last_row(f(x))  ->  f(last_row(x)), up to the last layer that owns keys and values
+
+Everything that only the last token's logits need runs on the last valid row of each sequence.
+Attention there reads the cache after the chunk was written, as in decode, so that the tail of
+prefill and a decode step are the same program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.ir import Builder, Graph, Node, Value, drop_dead, order, rebuild
+
+from . import Note, ignore
+
+
+def last_token_only(g: Graph, note: Note = ignore) -> Graph:
+    """Move the choice of the last row as far up as every use allows."""
+    sink = next((n for n in g.find("last_row") if n.out in g.outputs), None)
+    if sink is None:
+        note(g.outputs[0].name, "left: every row is asked for")
+        return g
+    region = _region(g, sink)
+    if sink.inputs[0].name not in region:
+        note(sink.out.name, f"left: {sink.inputs[0]} has another user")
+        return g
+    return _narrow(g, sink, region, note)
+
+
+def _region(g: Graph, sink: Node) -> set[str]:
+    """Names of values of which only the last row is read."""
+    users, region = g.users(), set[str]()
+    for n in reversed(g.nodes):
+        reads = {v: users.get(v.name, []) for v in n.outputs}
+        if not any(reads.values()) or not n.definition.rows:
+            continue
+        if all(_last_only(v, read, sink, region) for v, read in reads.items()):
+            region.update(v.name for v in n.outputs)
+    return region
+
+
+def _last_only(v: Value, users: list[Node], sink: Node, region: set[str]) -> bool:
+    def fine(n: Node) -> bool:
+        if n is sink:
+            return True
+        at = {i for i, x in enumerate(n.inputs) if x == v}
+        return bool(n.outputs) and n.outputs[0].name in region and at <= set(n.definition.rows)
+
+    return all(fine(n) for n in users)
+
+
+def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
+    b = Builder()
+    lengths = sink.inputs[1]
+    last: dict[str, Value] = {}
+
+    def narrow(v: Value) -> Value:
+        if v.name in region:
+            return v
+        if v.name not in last:
+            last[v.name] = b.emit("last_row", v, lengths, name=f"{v.name}.last")
+            note(f"{v.name}.last", "chosen before, not after")
+        return last[v.name]
+
+    end = _end(g, b)
+    nodes: list[Node] = []
+    for n in g.nodes:
+        if n is sink:
+            continue
+        if n.outputs[0].name in region:
+            rows = n.definition.rows
+            n = replace(n, inputs=tuple(
+                narrow(v) if i in rows else v for i, v in enumerate(n.inputs)
+            ))  # fmt: skip
+            if n.op == "attention":
+                n = _read_written(g, n, end)
+        nodes += [*b.nodes, n]
+        b.nodes.clear()
+    result = Value(sink.out.name, sink.inputs[0].type)
+    nodes = [_renamed(n, sink.inputs[0].name, result) for n in nodes]
+    return drop_dead(rebuild(order(replace(g, nodes=tuple(nodes)))))
+
+
+def _end(g: Graph, b: Builder) -> Value | None:
+    """Tokens in the cache after the chunk: start + lengths."""
+    write = next(g.find("cache_write"), None)
+    if write is None:
+        return None
+    for n in g.find("add"):
+        if n.inputs == write.inputs[2:]:
+            return n.out
+    value = b.emit("add", *write.inputs[2:], name="end")
+    assert isinstance(value, Value)
+    return value
+
+
+def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
+    """The same attention, over the caches that the chunk was written to."""
+    if len(n.inputs) == 5 or end is None:
+        return n
+    q, positions = n.inputs[:2]
+    caches = tuple(g.next[v.name] for v in n.inputs[3:5])
+    return replace(n, inputs=(q, positions, end, *caches))
+
+
+def _renamed(n: Node, name: str, value: Value) -> Node:
+    return replace(n, outputs=tuple(value if v.name == name else v for v in n.outputs))

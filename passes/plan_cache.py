@@ -1,0 +1,73 @@
+"""A full-length cache per layer  ->  rings for sliding layers, one cache for layers that share
+
+state [C,B,n,d] of a layer with a window of W keys   ->  state [W,B,n,d]
+state written with the keys of another layer's state ->  that layer's state, written once
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from g4ir.errors import PassError
+from g4ir.ir import Graph, Node, Value, drop_dead, rebuild
+
+from . import Note, ignore
+
+
+def plan_cache(g: Graph, note: Note = ignore) -> Graph:
+    """Caches that hold what attention can see, each once."""
+    g = _alias(g, note)
+    windows = _windows(g)
+    state = tuple(_resized(v, windows[v.name], note) for v in g.state)
+    return rebuild(replace(g, state=state))
+
+
+def _alias(g: Graph, note: Note) -> Graph:
+    """Let a state that repeats another's writes be that other state."""
+    owners: dict[tuple[Value, ...], Node] = {}
+    rename: dict[str, Value] = {}
+    dropped: set[str] = set()
+    for n in g.find("cache_write"):
+        state = n.inputs[0]
+        owner = owners.setdefault(n.inputs[1:], n)
+        if owner is not n:
+            rename[state.name], rename[n.out.name] = owner.inputs[0], owner.out
+            dropped.add(state.name)
+            note(state.name, f"reads {owner.inputs[0]}")
+    if not dropped:
+        return g
+    g = replace(
+        g, state=tuple(v for v in g.state if v.name not in dropped),
+        next={k: v for k, v in g.next.items() if k not in dropped},
+        nodes=tuple(n for n in g.nodes
+                    if not (n.op == "cache_write" and n.inputs[0].name in dropped)),
+    )  # fmt: skip
+    return drop_dead(rebuild(g, rename))
+
+
+def _windows(g: Graph) -> dict[str, set[int]]:
+    """State name -> the windows of the attentions that read it, before or after its write."""
+    origin = {v.name: name for name, v in g.next.items()} | {v.name: v.name for v in g.state}
+    table: dict[str, set[int]] = defaultdict(set)
+    for n in g.find("attention"):
+        for v in n.inputs[3:5]:
+            if v.name in origin:
+                window = n.attrs["window"]
+                assert isinstance(window, int)
+                table[origin[v.name]].add(window)
+    return table
+
+
+def _resized(v: Value, windows: set[int], note: Note) -> Value:
+    if len(windows) > 1:
+        raise PassError(f"plan_cache: {v} is read with windows {sorted(windows)}")
+    window = next(iter(windows), 0)
+    if v.type.shape[0] != "C":
+        note(v.name, f"left: it has {v.type.shape[0]} slots already")
+        return v
+    if not window:
+        note(v.name, "linear: its readers see all the past")
+        return v
+    note(v.name, f"ring of {window} slots")
+    return Value(v.name, v.type.with_shape(window, *v.type.shape[1:]))

@@ -1,0 +1,37 @@
+"""rope_table(p), ... rope_table(p)  ->  one rope_table(p) for each set of attributes
+
+The tables move to the front of the graph, so that they belong to no layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.ir import Graph, Node, Value, rebuild
+
+from . import Note, ignore
+
+_SHARED = "rope"
+
+
+def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
+    """One table per rope kind and position input for the whole graph."""
+    if all(n.outputs[0].name.startswith(_SHARED) for n in g.find("rope_table")):
+        return g
+    shared: dict[tuple[object, ...], Node] = {}
+    rename: dict[str, Value] = {}
+    for n in g.find("rope_table"):
+        key = (n.inputs, tuple(sorted(n.attrs.items())))
+        table = shared.setdefault(key, _named(n, len(shared)))
+        rename.update({v.name: t for v, t in zip(n.outputs, table.outputs, strict=True)})
+        note(n.outputs[0].name, f"shared as {table.outputs[0]}")
+    rest = tuple(n for n in g.nodes if n.op != "rope_table")
+    return rebuild(replace(g, nodes=(*shared.values(), *rest)), rename)
+
+
+def _named(n: Node, index: int) -> Node:
+    outputs = tuple(
+        Value(f"{_SHARED}{index}.{part}", v.type)
+        for part, v in zip(("cos", "sin"), n.outputs, strict=True)
+    )
+    return replace(n, outputs=outputs)

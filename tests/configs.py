@@ -1,0 +1,231 @@
+"""Small specs for numeric tests: the released variants shrunk, and random legal ones.
+
+`shrink` knows no variant: it scales sizes and cuts layers, and keeps every structural field.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from g4ir.spec import (
+    FULL,
+    SLIDING,
+    AttentionKind,
+    Moe,
+    Ple,
+    Rope,
+    Spec,
+    Text,
+    Tokens,
+    canonical,
+    check_spec,
+    load_spec,
+)
+
+VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+WINDOW = 8
+VOCAB = 256
+RANDOM_SEEDS = range(20)
+TOKENS = Tokens(bos=2, eos=(1,), pad=0)
+
+
+# --- shrinking --------------------------------------------------------------------------------
+
+
+def shrink(spec: Spec) -> Spec:
+    """A spec of the same structure that runs in milliseconds.
+
+    Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
+    each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
+    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying.
+    """
+    text = spec.text
+    layers, shared = _layers(text)
+    heads = _head_divisor(text)
+    small = replace(
+        text,
+        vocab_size=VOCAB,
+        hidden_size=_size(text.hidden_size, 32),
+        intermediate_size=_size(text.intermediate_size, 64),
+        num_hidden_layers=layers,
+        num_kv_shared_layers=shared,
+        num_attention_heads=text.num_attention_heads // heads,
+        sliding=replace(_kind(text.sliding, heads), window=WINDOW),
+        full=_kind(text.full, heads),
+        max_position_embeddings=1024,
+        moe=text.moe and replace(
+            text.moe, num_experts=8, top_k_experts=2,
+            intermediate_size=_size(text.moe.intermediate_size, 32),
+        ),
+        ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
+    )  # fmt: skip
+    return check_spec(
+        replace(
+            spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small, tokens=TOKENS,
+            vision=None, audio=None,
+        )
+    )  # fmt: skip
+
+
+def _size(value: int, by: int) -> int:
+    return max(16, round(value / by / 8) * 8)
+
+
+def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
+    """head_dim 256, 512 -> 32, 64."""
+    count = kind.num_key_value_heads // heads
+    return replace(kind, head_dim=kind.head_dim // 8, num_key_value_heads=count)
+
+
+def _head_divisor(text: Text) -> int:
+    """The largest divisor of all head counts that leaves two where there were several."""
+    counts = [k.num_key_value_heads for k in (text.sliding, text.full)]
+    common = gcd(text.num_attention_heads, *counts)
+    fits = (d for d in range(common, 0, -1) if common % d == 0)
+    return next(d for d in fits if all(n == 1 or n // d > 1 for n in counts))
+
+
+def _layers(text: Text) -> tuple[int, int]:
+    """(layers, shared layers) in whole repeats of the pattern: two of each kind own K and V."""
+    period = len(text.pattern)
+    for repeats in range(2, 99):
+        share = text.num_kv_shared_layers / text.num_hidden_layers
+        shared = round(repeats * share) or int(share > 0)
+        if repeats - shared >= 2:
+            return repeats * period, shared * period
+    raise AssertionError(f"{text.num_kv_shared_layers} shared layers leave no owners")
+
+
+# --- drawing ----------------------------------------------------------------------------------
+
+
+def random_spec(seed: int) -> Spec:
+    """A legal spec with every structural choice drawn; the same for a seed on every machine."""
+    rng = random.Random(seed)
+    while True:
+        text = _random_text(rng)
+        spec = Spec(name=f"random-{seed}", model_type="gemma4", dtype="f32", text=text,
+                    tokens=TOKENS)  # fmt: skip
+        if _shares_legally(text):
+            return check_spec(canonical(spec))
+
+
+def _random_text(rng: random.Random) -> Text:
+    layers = rng.randint(3, 8)
+    heads = rng.choice((2, 3, 4, 6))
+    vocab = rng.choice((128, 250))
+    hidden = rng.choice((32, 40, 56))
+    return Text(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=rng.choice((48, 72)),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        pattern=_random_pattern(rng, layers),
+        sliding=_random_kind(rng, heads, rng.choice((16, 32)), rng.choice((4, 8, 13))),
+        full=_random_kind(rng, heads, rng.choice((32, 64)), None),
+        max_position_embeddings=512,
+        num_kv_shared_layers=rng.choice((0, rng.randint(1, layers - 1))),
+        use_double_wide_mlp=rng.random() < 0.5,
+        moe=_random_moe(rng, layers) if rng.random() < 0.5 else None,
+        ple=Ple(rng.choice((8, 12)), vocab + rng.choice((0, 6))) if rng.random() < 0.5 else None,
+        rms_norm_eps=rng.choice((1e-6, 1e-5)),
+        final_logit_softcapping=rng.choice((None, 30.0)),
+        attn_logit_softcapping=rng.choice((None, None, 20.0)),
+        tie_word_embeddings=rng.random() < 0.7,
+    )
+
+
+def _random_pattern(rng: random.Random, layers: int) -> tuple[str, ...]:
+    """n:1 as in the released models, or anything; the last layer is always a full one."""
+    ratio = rng.choice((1, 2, 3, 5, None))
+    if ratio is None:
+        return (*(rng.choice((SLIDING, FULL)) for _ in range(layers - 1)), FULL)
+    return (*((SLIDING,) * ratio + (FULL,)) * layers,)[: layers - 1] + (FULL,)
+
+
+def _random_kind(
+    rng: random.Random, heads: int, head_dim: int, window: int | None
+) -> AttentionKind:
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    rope = rng.choice((
+        Rope("default", 10000.0),
+        Rope("proportional", 1000000.0, rng.choice((0.25, 0.5, 1.0)), rng.choice((None, 4.0))),
+    ))  # fmt: skip
+    tied = rng.random() < (0.5 if window is None else 0.2)
+    return AttentionKind(head_dim, rng.choice(divisors), rope, window, tied)
+
+
+def _random_moe(rng: random.Random, layers: int) -> Moe:
+    experts = rng.choice((4, 6, 8))
+    some = tuple(sorted(rng.sample(range(layers), rng.randint(1, layers - 1))))
+    return Moe(experts, rng.randint(1, 3), rng.choice((16, 24)), rng.choice((None, some)))
+
+
+def _shares_legally(text: Text) -> bool:
+    first = text.first_kv_shared_layer
+    return set(text.layer_types[first:]) <= set(text.layer_types[:first])
+
+
+#: feature -> whether a spec has it; the random specs have each, and each is absent somewhere
+FEATURES: dict[str, Callable[[Text], Any]] = {
+    "sliding": lambda t: SLIDING in t.layer_types,
+    "window 4": lambda t: t.sliding.window == 4,
+    "window 13": lambda t: t.sliding.window == 13,
+    "K=V on full": lambda t: t.full.k_eq_v,
+    "K=V on sliding": lambda t: t.sliding.k_eq_v and SLIDING in t.layer_types,
+    "sharing": lambda t: t.num_kv_shared_layers,
+    "wide MLP": lambda t: t.num_kv_shared_layers and t.use_double_wide_mlp,
+    "per-layer embeddings": lambda t: t.ple,
+    "experts": lambda t: t.moe,
+    "experts on some layers": lambda t: t.moe and t.moe.layers,
+    "one expert a token": lambda t: t.moe and t.moe.top_k_experts == 1,
+    "final softcap": lambda t: t.final_logit_softcapping,
+    "attention softcap": lambda t: t.attn_logit_softcapping,
+    "tied head": lambda t: t.tie_word_embeddings,
+    "kv heads differ by kind": lambda t: (
+        t.full.num_key_value_heads != t.sliding.num_key_value_heads
+    ),
+    "grouped queries": lambda t: t.full.num_key_value_heads < t.num_attention_heads,
+    "rope factor": lambda t: t.full.rope.factor,
+    "partial rope": lambda t: t.full.rope.rotary_fraction < 1,
+}
+
+
+# --- by name ----------------------------------------------------------------------------------
+
+
+def combined() -> Spec:
+    """Experts, per-layer embeddings, KV sharing and K=V at 3:1: legal, though not released."""
+    base = shrink(load_spec("e2b"))
+    text = replace(
+        base.text,
+        num_hidden_layers=12,
+        num_kv_shared_layers=4,
+        num_attention_heads=4,
+        pattern=(SLIDING, SLIDING, SLIDING, FULL),
+        sliding=replace(base.text.sliding, num_key_value_heads=2),
+        full=replace(base.text.full, k_eq_v=True),
+        moe=Moe(num_experts=6, top_k_experts=2, intermediate_size=24),
+    )
+    return check_spec(replace(base, name="combined", text=text))
+
+
+SMALL = tuple(f"{v}-small" for v in VARIANTS)
+RANDOM = tuple(f"random-{i}" for i in RANDOM_SEEDS)
+NAMES = (*SMALL, "combined", *RANDOM)
+
+
+def spec_called(name: str) -> Spec:
+    """`e2b-small`, `random-7`, `combined`, or a shipped spec."""
+    if name == "combined":
+        return combined()
+    if name.startswith("random-"):
+        return random_spec(int(name.removeprefix("random-")))
+    if name.endswith("-small"):
+        return shrink(load_spec(name.removesuffix("-small")))
+    return load_spec(name)

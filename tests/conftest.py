@@ -1,0 +1,64 @@
+"""Options of the test suite.
+
+`--full` adds the tests marked `full` (minutes each) and draws twenty times as many hypothesis
+examples; without it those tests are deselected, not skipped, so a skip always means that something
+is missing on this machine. `--rewrite-golden` writes the golden files of the passes anew; read the
+difference before you keep it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# An example that takes longer than this counts as a hang. Tests whose examples are costly (they
+# build a model) set their own, smaller `max_examples`.
+_COMMON = {"deadline": timedelta(seconds=10), "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=1_000, derandomize=True, **_COMMON)
+settings.register_profile("full", max_examples=20_000, print_blob=True, **_COMMON)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare `--full` and `--rewrite-golden`."""
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption(
+        "--rewrite-golden", action="store_true", help="write tests/passes/*.g4ir anew"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the hypothesis profile before any test module is imported."""
+    settings.load_profile("full" if config.getoption("--full") else "ci")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked `full` unless they were asked for."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the run was started with `--full`: for tests that only scale their size."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def rewrite_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be written, not compared."""
+    return bool(request.config.getoption("--rewrite-golden"))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`engines(backend, spec)`: see tests/engines.py."""
+    from tests.engines import Engines
+
+    return Engines(tmp_path_factory.mktemp("engines"))

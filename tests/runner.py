@@ -1,0 +1,106 @@
+"""A session over graphs that the interpreter runs, with the interface of `engine.session`.
+
+Tests of numerics ask for `open_session` only, so that they can run on any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g4ir.interpret import empty_state, interpret
+from g4ir.ir import Program, Value, split_prologue
+from g4ir.model import build_program
+from g4ir.pipeline import run_program
+from g4ir.spec import Spec
+from tests.oracle import Oracle, graph_params, pieces
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f32"}
+Watch = Callable[[Value, Any], None]
+
+
+def open_session(
+    oracle: Oracle,
+    batch: int,
+    chunk: int,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    max_seq: int = 128,
+) -> Session:
+    """A session on the oracle's weights, prefilling in chunks of at most `chunk` tokens."""
+    dtype = DTYPES[oracle.dtype]
+    program = built_program(oracle.spec, all_logits, tuple(skip), dtype)
+    return Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
+
+
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def built_program(
+    spec: Spec, all_logits: bool = False, skip: tuple[str, ...] = (), dtype: str | None = None
+) -> Program:
+    """The graphs after the passes, kept for the next test."""
+    key = (spec, all_logits, skip, dtype)
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = run_program(build_program(spec, all_logits, dtype), skip=skip)
+    return _PROGRAMS[key]
+
+
+@dataclass
+class Session:
+    """See `open_session`. `length` i64[batch] is the number of tokens that each row holds."""
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+    batch: int
+    chunk: int
+    max_seq: int
+    all_logits: bool
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        graphs = {name: split_prologue(g) for name, g in self.program.graphs.items()}
+        self.graphs = {name: main for name, (_, main) in graphs.items()}
+        self.params: dict[str, dict[str, Any]] = {}
+        for name, (prologue, main) in graphs.items():
+            given = graph_params(self.program.graphs[name], self.tensors)
+            packed, _ = interpret(prologue, {}, given, {})
+            self.params[name] = {v.name: {**given, **packed}[v.name] for v in main.params}
+        dims = {"B": self.batch, "C": self.max_seq}
+        dtype = self.tensors["model.embed_tokens.weight"].dtype
+        self.state = empty_state(self.program.graphs["prefill"], dims, dtype)
+        self.length = torch.zeros(self.batch, dtype=torch.int64)
+
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, all_logits: bool = False
+    ) -> torch.Tensor:
+        """[B, vocab] at each row's last token, or [B, S, vocab] in an all-logits program."""
+        assert all_logits == self.all_logits
+        if lengths is None:
+            lengths = torch.full((self.batch,), tokens.shape[1])
+        outs, last = [], None
+        for start, end in pieces(tokens.shape[1], self.chunk):
+            valid = (lengths - start).clamp(0, end - start)
+            outs.append(self._run("prefill", tokens[:, start:end], valid))
+            ends = (valid > 0)[:, None]  # a later chunk replaces the row's logits
+            last = outs[-1][:, -1] if last is None else torch.where(ends, outs[-1][:, -1], last)
+        assert last is not None
+        return torch.cat(outs, 1) if all_logits else last
+
+    def decode(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
+        """i64[B] -> [B, vocab]; rows where `active` is False are left untouched."""
+        valid = torch.ones_like(tokens) if active is None else active.to(torch.int64)
+        return self._run("decode", tokens[:, None], valid)[:, 0]
+
+    def _run(self, phase: str, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        embeds, _ = interpret(self.graphs["embed"], {"tokens": tokens}, self.params["embed"], {})
+        positions = self.length[:, None] + torch.arange(tokens.shape[1])
+        inputs = {**embeds, "positions": positions, "lengths": valid}
+        outs, self.state = interpret(
+            self.graphs[phase], inputs, self.params[phase], self.state, self.watch
+        )
+        self.length = self.length + valid
+        return outs["logits"]

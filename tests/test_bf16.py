@@ -1,0 +1,288 @@
+"""bf16 against transformers in bf16: bit for bit where both run the same products, else a cosine.
+
+Ops are given the reference module's own inputs, so nothing carries over from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.interpret import interpret
+from g4ir.model import build_graph
+from g4ir.ops import OPS
+from g4ir.pipeline import PASSES
+from tests.configs import SMALL, spec_called
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, graph_params
+from tests.runner import open_session
+
+BF16 = torch.bfloat16
+NAMES = (*SMALL, "combined")
+COSINE = 0.999
+
+#: op -> largest difference allowed where the order of a sum is free, of the output's rms.
+#: One bf16 rounding is 2^-9 of a value; a value may be three times the rms.
+BUDGETS = {"attention": 2**-6, "experts": 2**-6, "layer": 2**-5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def oracle_of(name: str) -> Oracle:
+    return find_bf16_oracle(spec_called(name))
+
+
+def apply(op: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
+    reference = OPS[op].reference
+    assert reference
+    return reference(*tensors, **attrs)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def within(op: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt()
+    assert error <= BUDGETS[op], f"{op}: {error:.2e} of rms, budget {BUDGETS[op]:.2e}"
+
+
+@pytest.fixture
+def layer() -> Any:
+    """Layer 3 of the reference's smallest mixture of experts: it has a part of every kind."""
+    return oracle_of("combined").model.model.layers[3]
+
+
+# --- whole models -----------------------------------------------------------------------------
+
+
+def chunked(oracle: Oracle, size: int, prompt: int) -> torch.Tensor:
+    session = open_session(oracle, 2, size, True)
+    outs = [session.prefill(oracle.tokens[:, :prompt], all_logits=True)]
+    outs += [session.decode(column)[:, None] for column in oracle.tokens[:, prompt:].unbind(1)]
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str, size: int) -> None:
+    """Every position of a prompt in chunks and of the tokens decoded after it."""
+    oracle = oracle_of(name)
+    got = chunked(oracle, size, oracle.prompt)
+    assert got.dtype == oracle.logits.dtype == BF16
+    assert cosine(got, oracle.logits).min() > COSINE
+    clear = ~close_calls(oracle.logits.float(), oracle.self_difference)
+    assert clear.float().mean() > 0.4, "the top-1 comparison is nearly empty"
+    assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer(name: str) -> None:
+    """One chunk without past: each layer's output beside the reference's."""
+    oracle = oracle_of(name)
+    found: dict[str, torch.Tensor] = {}
+    session = open_session(oracle, 2, 64, True, skip=PASSES, max_seq=1)
+    session.watch = lambda value, tensor: found.update({value.name: tensor})
+    session.prefill(oracle.tokens, all_logits=True)
+    for i, want in enumerate(oracle.layers(oracle.tokens)):
+        got = found[f"L{i}.out"]
+        assert got.dtype == BF16
+        assert cosine(got, want).min() > COSINE, f"layer {i}"
+
+
+# --- ops that are exact -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("size", [33, 256, 1536])
+def test_rms_norm(size: int, weighted: bool) -> None:
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    module = Gemma4RMSNorm(size, eps=1e-6, with_scale=weighted).to(BF16)
+    w = [noise(size, seed=1)] if weighted else []
+    if weighted:
+        module.weight.data = w[0]
+    x = noise(5, 7, size) * 3
+    assert torch.equal(apply("rms_norm", x, *w, eps=1e-6), module(x))
+
+
+SCALES = {1536: 39.25, 2560: 50.5, 2816: 53.0, 3840: 62.0, 5376: 73.5, 256: 16.0}
+
+
+@pytest.mark.parametrize("size", SCALES)
+def test_embedding_scale_is_rounded_first(size: int) -> None:
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
+
+    module = Gemma4TextScaledWordEmbedding(20, size, 0, embed_scale=size**0.5).to(BF16)
+    ids = torch.arange(20)[None]
+    got = apply("embedding", module.weight.data, ids, scale=size**0.5)
+    assert torch.equal(got, module(ids))
+    assert torch.equal(got, module.weight.data[ids] * torch.tensor(SCALES[size], dtype=BF16))
+
+
+@pytest.mark.parametrize("name", ["e2b-small", "e4b-small", "combined"])
+def test_per_layer_inputs(name: str) -> None:
+    """The chain from token ids to each layer's row: two tables, projection, norm, sum, mean."""
+    oracle = oracle_of(name)
+    text, spec, tokens = oracle.model.model, oracle.spec, oracle.tokens
+    graph = build_graph(spec, "embed", dtype="bf16")
+    rows, _ = interpret(graph, {"tokens": tokens}, graph_params(graph, oracle.tensors), {})
+    with torch.no_grad():
+        embeds = text.embed_tokens(tokens)
+        want = text.project_per_layer_inputs(embeds, text.get_per_layer_inputs(tokens, None))
+    assert torch.equal(rows["embeds"], embeds)
+    session = open_session(oracle, 2, 64, True, skip=PASSES)
+    found: dict[str, torch.Tensor] = {}
+    session.watch = lambda value, tensor: found.update({value.name: tensor})
+    session.prefill(tokens, all_logits=True)
+    for i in range(spec.text.num_hidden_layers):
+        assert torch.equal(found[f"L{i}.ple"], want[:, :, i]), f"layer {i}"
+
+
+def test_mlp(layer: Any) -> None:
+    x, mlp = noise(3, 9, layer.hidden_size), layer.mlp
+    with torch.no_grad():
+        want = mlp(x)
+        gate, up = (apply("linear", x, p.weight) for p in (mlp.gate_proj, mlp.up_proj))
+        act = apply("glu", gate, up, act="gelu_pytorch_tanh")
+        assert torch.equal(apply("linear", act, mlp.down_proj.weight), want)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_router(layer: Any, count: int) -> None:
+    """The same experts and the same fp32 weights; the root of the size is not rounded."""
+    router, h = layer.router, noise(count, layer.hidden_size, seed=count)
+    with torch.no_grad():
+        _, weights, index = router(h)
+        got, chosen = apply(
+            "router", apply("rms_norm", h, eps=router.eps), router.scale, router.proj.weight,
+            router.per_expert_scale, top_k=index.shape[-1], root=layer.hidden_size**-0.5,
+        )  # fmt: skip
+    assert torch.equal(chosen, index)
+    assert got.dtype == weights.dtype == torch.float32
+    assert torch.equal(got, weights)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "full"])
+@pytest.mark.parametrize("variant", ["e2b", "31b"])
+def test_rope_tables_of_real_sizes(variant: str, kind: str) -> None:
+    """cos and sin from the start to position 300,000, and which dims are rotated at all."""
+    model = oracle_of("e2b-small").model.model
+    attention = getattr(spec_called(variant).text, kind)
+    module = type(model.rotary_emb)(_real_config(variant))
+    positions = torch.cat((torch.arange(40), torch.arange(0, 300_000, 977)))[None]
+    rope, dim = attention.rope, attention.head_dim
+    for dtype, name in ((torch.float32, "f32"), (BF16, "bf16")):
+        want = module(torch.zeros(1, dtype=dtype), positions, f"{kind}_attention")
+        got = apply(
+            "rope_table", positions, kind=rope.kind, theta=rope.theta, dim=dim,
+            fraction=rope.rotary_fraction, factor=rope.factor or 1.0, dtype=name,
+        )  # fmt: skip
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    live = got[1][0].abs().amax(0).nonzero().flatten().tolist()
+    pairs = rope.pairs(dim)
+    assert live == [*range(pairs), *range(dim // 2, dim // 2 + pairs)]
+
+
+def _real_config(variant: str) -> Any:
+    from transformers import AutoConfig
+
+    config = spec_called(variant).to_hf()
+    return AutoConfig.for_model(**config.get("text_config", config))
+
+
+def test_rope() -> None:
+    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+    x, cos, sin = noise(2, 5, 4, 64), noise(2, 5, 64, seed=1), noise(2, 5, 64, seed=2)
+    assert torch.equal(apply("rope", x, cos, sin), apply_rotary_pos_emb(x, cos, sin, 2))
+
+
+def test_softcap_rounds_three_times() -> None:
+    x = noise(7, 1000) * 40
+    capped = torch.tanh((x / 30).to(BF16)).to(BF16) * 30
+    assert torch.equal(apply("softcap", x, cap=30.0), capped)
+    assert apply("softcap", torch.tensor(29.9, dtype=BF16), cap=30.0) == 22.875
+    assert apply("softcap", torch.tensor(1e4, dtype=BF16), cap=30.0) == 30.0
+
+
+def test_layer_scalar() -> None:
+    h, scalar = noise(3, 5, 48), torch.tensor([0.8125], dtype=BF16)
+    assert torch.equal(apply("mul", h, scalar), h * scalar)
+
+
+# --- ops whose sums have a free order -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_experts(layer: Any, count: int) -> None:
+    """Slots are summed in fp32 and cast once, as in the reference's grouped form."""
+    h = noise(count, layer.hidden_size, seed=count)
+    with torch.no_grad():
+        _, weights, index = layer.router(h)
+        want = layer.experts(h, index, weights)
+        got = apply(
+            "experts", h, weights, index, layer.experts.gate_up_proj, layer.experts.down_proj,
+            act="gelu_pytorch_tanh",
+        )  # fmt: skip
+    within("experts", got, want)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_attention(window: int) -> None:
+    """Eager attention: scores, probabilities and result in bf16, softmax in fp32."""
+    from transformers.models.gemma4.modeling_gemma4 import eager_attention_forward
+
+    length, heads, groups, dim = 21, 4, 2, 32
+    q, k, v = (noise(2, length, n, dim, seed=n) for n in (heads, groups, groups))
+    at = torch.arange(length)
+    seen = at[None] <= at[:, None]
+    if window:
+        seen &= at[None] > at[:, None] - window
+    mask = torch.zeros(1, 1, length, length, dtype=BF16).masked_fill(~seen, torch.finfo(BF16).min)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // groups
+    want, _ = eager_attention_forward(
+        module, *(x.transpose(1, 2) for x in (q, k, v)), mask, scaling=1.0
+    )
+    past = torch.zeros(window or 40, 2, groups, dim, dtype=BF16)
+    got = apply(
+        "attention", q, at.repeat(2, 1), torch.zeros(2, dtype=torch.int64), past, past, k, v,
+        window=window, scale=1.0, softcap=0.0,
+    )  # fmt: skip
+    within("attention", got, want)
+
+
+LAYERS: dict[str, Callable[[Oracle], int]] = {
+    "sliding": lambda o: 1,
+    "full": lambda o: o.spec.text.layer_types.index("full"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_alone(name: str, kind: str) -> None:
+    """A layer that is given the reference's own input to it."""
+    oracle = oracle_of(name)
+    at = LAYERS[kind](oracle)
+    outputs = oracle.layers(oracle.tokens)
+    graph = build_graph(oracle.spec, "prefill", all_logits=True, dtype="bf16")
+    start = next(i for i, n in enumerate(graph.nodes) if n.outputs[0].name == f"L{at}.in")
+    found: dict[str, torch.Tensor] = {}
+    session = open_session(oracle, 2, 64, True, skip=PASSES, max_seq=1)
+    assert graph.nodes[start].inputs[0].name == f"L{at - 1}.out"
+    session.watch = lambda value, tensor: (
+        tensor.copy_(outputs[at - 1]) if value.name == f"L{at - 1}.out"
+        else found.update({value.name: tensor})
+    )  # fmt: skip
+    session.prefill(oracle.tokens, all_logits=True)
+    within("layer", found[f"L{at}.out"], outputs[at])

@@ -1,0 +1,535 @@
+"""fp32 logits against transformers, at every position: variants, random specs, chunks, rows.
+
+The budget of each comparison is measured on the reference itself in the same run, see
+`tests/oracle.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.interpret import run_node
+from g4ir.ir import Graph, Node, Program, rebuild
+from g4ir.model import build_program
+from g4ir.ops.attention import visible
+from g4ir.pipeline import PASSES
+from g4ir.spec import Spec, load_spec
+from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, SMALL, random_spec, spec_called
+from tests.oracle import (
+    Oracle,
+    find_oracle,
+    first_difference,
+    random_tokens,
+    relative,
+)
+from tests.runner import Session, built_program, open_session
+
+#: chunk sizes by window and prompt length
+CHUNKS: dict[str, Callable[[int, int], int]] = {
+    "1": lambda w, n: 1,
+    "W-1": lambda w, n: w - 1,
+    "W": lambda w, n: w,
+    "W+1": lambda w, n: w + 1,
+    "2W": lambda w, n: 2 * w,
+    "prime": lambda w, n: 11,
+    "all": lambda w, n: n,
+}
+MORE_SEEDS = range(len(RANDOM_SEEDS), 10 * len(RANDOM_SEEDS))
+GREEDY = 64
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def oracle_of(name: str) -> Oracle:
+    return find_oracle(spec_called(name))
+
+
+def agrees(got: torch.Tensor, want: torch.Tensor, oracle: Oracle) -> None:
+    """Every row of logits within the budget."""
+    error = relative(got, want).max().item()
+    assert error <= oracle.budget, f"{error:.2e} of rms, budget {oracle.budget:.2e}"
+
+
+def prefill_then_decode(session: Session, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits at every position: `prompt` tokens prefilled, the rest decoded."""
+    outs = [session.prefill(tokens[:, :prompt], all_logits=True)]
+    outs += [session.decode(column)[:, None] for column in tokens[:, prompt:].unbind(1)]
+    return torch.cat(outs, 1)
+
+
+# --- every position ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_in_chunks(name: str, chunk: str) -> None:
+    oracle = oracle_of(name)
+    size = CHUNKS[chunk](oracle.window, oracle.prompt)
+    tokens = oracle.tokens[:, : oracle.prompt + 2]
+    got = prefill_then_decode(open_session(oracle, 2, size, True), tokens, oracle.prompt)
+    agrees(got, oracle.logits[:, : tokens.shape[1]], oracle)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_past_three_windows(name: str) -> None:
+    oracle = oracle_of(name)
+    assert oracle.tokens.shape[1] > 3 * oracle.window
+    agrees(
+        prefill_then_decode(open_session(oracle, 2, 8, True), oracle.tokens, 3),
+        oracle.logits,
+        oracle,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", MORE_SEEDS)
+def test_more_random_specs(seed: int) -> None:
+    oracle = find_oracle.__wrapped__(random_spec(seed))  # not kept
+    for size in (CHUNKS[c](oracle.window, oracle.prompt) for c in CHUNKS):
+        session = open_session(oracle, 2, size, True)
+        agrees(prefill_then_decode(session, oracle.tokens, oracle.prompt), oracle.logits, oracle)
+
+
+def test_random_specs_have_every_feature() -> None:
+    texts = [random_spec(seed).text for seed in RANDOM_SEEDS]
+    for feature, has in FEATURES.items():
+        found = {bool(has(text)) for text in texts}
+        assert found == {True, False}, f"no random spec differs in {feature!r}"
+
+
+def test_oracle_is_strict() -> None:
+    """Seeds are chosen so that the reference agrees with itself to 1e-4 of a row's rms."""
+    assert all(oracle_of(name).budget < 4e-4 for name in NAMES)
+
+
+# --- the last token only ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [5, 9, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_last_token_graphs(name: str, size: int) -> None:
+    oracle = oracle_of(name)
+    session, n = open_session(oracle, 2, size), oracle.prompt
+    got = [session.prefill(oracle.tokens[:, :n])]
+    got += [session.decode(column) for column in oracle.tokens[:, n : n + 3].unbind(1)]
+    agrees(torch.stack(got, 1), oracle.logits[:, n - 1 : n + 3], oracle)
+
+
+# --- ragged rows ------------------------------------------------------------------------------
+
+
+def by_row(oracle: Oracle, rows: list[torch.Tensor]) -> torch.Tensor:
+    """The reference's last logits of each row, run alone."""
+    return torch.stack([oracle.run(row[None])[0, -1] for row in rows])
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded tokens and lengths; the padding is a token of its own."""
+    lengths = torch.tensor([len(row) for row in rows])
+    out = torch.full((len(rows), int(lengths.max())), 7)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out, lengths
+
+
+def cut(tokens: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ragged_rows_equal_single_rows(name: str) -> None:
+    """Rows that end in different chunks, an empty row, a second turn, then decoding."""
+    oracle = oracle_of(name)
+    w = oracle.window
+    tokens = random_tokens(oracle.spec, 5, 5 * w, seed=9)
+    session = open_session(oracle, 5, w + 1)
+    first = cut(tokens, [0, 1, w + 3, 2 * w + 2, 3 * w + 1])
+    got = session.prefill(*padded(first))
+    agrees(got[1:], by_row(oracle, first[1:]), oracle)
+
+    second = cut(tokens.flip(1), [w + 4, 2 * w, 0, 1, 3])
+    got = session.prefill(*padded(second))
+    held = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+    rows = [0, 1, 3, 4]
+    agrees(got[rows], by_row(oracle, [held[i] for i in rows]), oracle)
+    assert session.length.tolist() == [len(row) for row in held]
+
+    step = tokens[:, -1]
+    want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
+    agrees(session.decode(step), want, oracle)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_empty_row_is_untouched(name: str) -> None:
+    oracle = oracle_of(name)
+    session = open_session(oracle, 2, 5)
+    session.prefill(oracle.tokens[:, :20])
+    before = {k: v[:, 0].clone() for k, v in session.state.items()}
+    session.prefill(oracle.tokens[:, 20:33], torch.tensor([0, 13]))
+    session.decode(oracle.tokens[:, 33], torch.tensor([False, True]))
+    assert all(torch.equal(before[k], v[:, 0]) for k, v in session.state.items())
+    assert session.length.tolist() == [20, 34]
+    got = session.decode(oracle.tokens[:, 20])
+    agrees(got[:1], oracle.logits[:1, 20], oracle)
+
+
+# --- greedy text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_is_identical(name: str) -> None:
+    oracle = oracle_of(name)
+    prompt = oracle.tokens[:, :6]
+    want, logits = oracle.greedy(prompt, GREEDY)
+    session = open_session(oracle, 2, 4)
+    out = [session.prefill(prompt).argmax(-1)]
+    while len(out) < GREEDY:
+        out.append(session.decode(out[-1]).argmax(-1))
+    for got, text, seen in zip(torch.stack(out, 1), want, logits, strict=True):
+        assert first_difference(got, text, seen, oracle.budget) is None
+
+
+# --- KV sharing -------------------------------------------------------------------------------
+
+SHARING = ("e2b-small", "e4b-small", "combined")
+
+
+def layer_outputs(oracle: Oracle, chunk: int, decode: bool) -> list[torch.Tensor]:
+    """What each layer makes of the whole text, by the graphs before any pass."""
+    session = open_session(oracle, 2, chunk, True, skip=PASSES)
+    found: dict[str, list[torch.Tensor]] = {}
+    names = {f"L{i}.out" for i in range(oracle.spec.text.num_hidden_layers)}
+
+    def watch(value: Any, tensor: torch.Tensor) -> None:
+        if value.name in names:
+            found.setdefault(value.name, []).append(tensor)
+
+    session.watch = watch
+    prefill_then_decode(session, oracle.tokens, 1 if decode else oracle.tokens.shape[1])
+    return [torch.cat(found[f"L{i}.out"], 1) for i in range(len(names))]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_cached_equals_uncached_in_every_layer(name: str) -> None:
+    """Layers that read another's keys and values, with and without a cache in between."""
+    oracle = oracle_of(name)
+    runs = {"one chunk": (64, False), "chunks": (5, False), "token by token": (5, True)}
+    want = oracle.layers(oracle.tokens)
+    for label, (chunk, decode) in runs.items():
+        outputs = layer_outputs(oracle, chunk, decode)
+        for i, (got, ref) in enumerate(zip(outputs, want, strict=True)):
+            error = relative(got, ref).max().item()
+            assert error <= oracle.budget, f"layer {i}, {label}: {error:.2e}"
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_shared_layers_have_no_keys_of_their_own(name: str, phase: str) -> None:
+    spec = spec_called(name)
+    graph = built_program(spec).graphs[phase]
+    owners = [x.index for x in spec.layers() if x.donor is None]
+    names = {f"L{i}.{part}" for i in owners for part in "kv"}
+    assert {v.name for v in graph.state} == names
+    assert {n.inputs[0].name for n in graph.find("cache_write")} == names
+    shared = tuple(f"L{x.index}.attn." for x in spec.layers() if x.donor is not None)
+    parts = {v.name.rsplit(".", 1)[1] for v in graph.params if v.name.startswith(shared)}
+    assert parts == {"wq", "wo", "norm_q"}
+
+
+# --- what happens when a feature is dropped -----------------------------------------------------
+
+Change = Callable[[Graph], Graph]
+
+
+def without(*suffixes: str) -> Change:
+    """Pass the first input of nodes of this name through."""
+
+    def change(g: Graph) -> Graph:
+        gone = [n for n in g.nodes if n.outputs[0].name.endswith(suffixes)]
+        rename = {n.out.name: n.inputs[0] for n in gone}
+        kept = tuple(n for n in g.nodes if n not in gone)
+        return rebuild(replace(g, nodes=kept), rename)
+
+    return change
+
+
+def with_attrs(op: str, **changed: Callable[[Any], Any]) -> Change:
+    """Recompute attributes of all nodes of an op."""
+
+    def one(n: Node) -> Node:
+        new = {k: f(n.attrs[k]) for k, f in changed.items()} if n.op == op else {}
+        return replace(n, attrs={**n.attrs, **new})
+
+    return lambda g: replace(g, nodes=tuple(map(one, g.nodes)))
+
+
+def values_of_normed_keys(g: Graph) -> Graph:
+    """V from K after its norm, where V is the raw K."""
+    normed = {f"{n.inputs[0].name}": n for n in g.nodes if n.outputs[0].name.endswith(".k.norm")}
+
+    def one(n: Node) -> Node:
+        if n.outputs[0].name.endswith(".v.norm") and n.inputs[0].name in normed:
+            return replace(n, inputs=(normed[n.inputs[0].name].out,))
+        return n
+
+    return rebuild(replace(g, nodes=tuple(map(one, g.nodes))))
+
+
+def first_donor(g: Graph) -> Graph:
+    """Layer 10 and on read layer 0's keys, not the last sliding owner's."""
+    made = {v.name: v for n in g.nodes for v in n.outputs}
+
+    def one(n: Node) -> Node:
+        layer = n.outputs[0].name.partition(".")[0].removeprefix("L")
+        if n.op not in ("cache_write", "attention") or int(layer) < 10:
+            return n
+        return replace(n, inputs=tuple(
+            made[v.name.replace("L8.attn", "L0.attn")] if v.name.startswith("L8.attn") else v
+            for v in n.inputs
+        ))  # fmt: skip
+
+    return replace(g, nodes=tuple(map(one, g.nodes)))
+
+
+#: what is dropped -> (a spec that has it, the change)
+ABLATIONS: dict[str, tuple[str, Change]] = {
+    "V norm": ("e2b-small", without(".v.norm")),
+    "K norm": ("e2b-small", without(".k.norm")),
+    "Q norm": ("e2b-small", without(".q.norm")),
+    "input norm": ("e2b-small", without(".in", "pre.norm")),
+    "post-attention norm": ("e2b-small", without(".attn.post")),
+    "post-feedforward norm": ("e2b-small", without(".ffn.post")),
+    "dense norm beside experts": ("26b-a4b-small", without(".mlp.post")),
+    "expert norm": ("26b-a4b-small", without(".moe.post")),
+    "router norm": ("26b-a4b-small", without(".router_in")),
+    "router root": ("26b-a4b-small", with_attrs("router", root=lambda r: 1.0)),
+    "one expert less": ("26b-a4b-small", with_attrs("router", top_k=lambda k: k - 1)),
+    "embedding scale": ("31b-small", with_attrs("embedding", scale=lambda s: 1.0)),
+    "per-layer scale": ("e2b-small", with_attrs("embedding", scale=lambda s: s if s > 4 else 1.0)),
+    "per-layer context norm": ("e2b-small", without("ple.context")),
+    "per-layer post norm": ("e2b-small", without(".ple.post")),
+    "layer scalar": ("31b-small", without(*(f"L{i}.out" for i in range(12)))),
+    "window of W - 1": ("31b-small", with_attrs("attention", window=lambda w: w and w - 1)),
+    "window of W + 1": ("31b-small", with_attrs("attention", window=lambda w: w and w + 1)),
+    "no window": ("31b-small", with_attrs("attention", window=lambda w: 0)),
+    "attention scale": ("31b-small", with_attrs("attention", scale=lambda s: 0.5)),
+    "partial rotation": ("31b-small", with_attrs("rope_table", kind=lambda k: "default")),
+    "theta by kind": ("31b-small", with_attrs("rope_table", theta=lambda t: 1e4)),
+    "raw K as V": ("31b-small", values_of_normed_keys),
+    "last owner as donor": ("e2b-small", first_donor),
+    "final norm": ("31b-small", without("final.norm")),
+    "final softcap": ("31b-small", with_attrs("softcap", cap=lambda c: 1e6)),
+    "attention softcap": ("CAPPED", with_attrs("attention", softcap=lambda c: 0.0)),
+    "rope factor": ("FACTOR", with_attrs("rope_table", factor=lambda f: 1.0)),
+}  # fmt: skip
+
+
+def random_name(has: Callable[[Any], Any]) -> str:
+    """The first random spec with a feature."""
+    return next(f"random-{i}" for i in RANDOM_SEEDS if has(random_spec(i).text))
+
+
+STANDING_FOR = {
+    "CAPPED": random_name(FEATURES["attention softcap"]),
+    "FACTOR": random_name(FEATURES["rope factor"]),
+}
+
+
+def ablated_error(oracle: Oracle, change: Change) -> float:
+    program = build_program(oracle.spec, all_logits=True).map(change)
+    return program_error(oracle, program, oracle.tensors)
+
+
+def program_error(oracle: Oracle, program: Program, tensors: Any) -> float:
+    session = Session(program, tensors, 2, 128, 128, True)
+    return relative(session.prefill(oracle.tokens, all_logits=True), oracle.logits).max().item()
+
+
+@pytest.mark.parametrize("dropped", ABLATIONS)
+def test_a_dropped_feature_shows(dropped: str) -> None:
+    name, change = ABLATIONS[dropped]
+    oracle = oracle_of(STANDING_FOR.get(name, name))
+    assert ablated_error(oracle, lambda g: g) <= oracle.budget
+    assert ablated_error(oracle, change) > 30 * oracle.budget
+
+
+@pytest.mark.parametrize("part", [
+    "layer_scalar", "router.per_expert_scale", "router.scale", "q_norm.weight", "k_norm.weight",
+    "post_feedforward_layernorm_1.weight", "per_layer_projection_norm.weight",
+])  # fmt: skip
+def test_every_vector_is_used(part: str) -> None:
+    """Left at its initial ones, a norm weight, scalar or per-expert scale shows."""
+    oracle = oracle_of("combined")
+    ones = {k: torch.ones_like(v) if k.endswith(part) else v for k, v in oracle.tensors.items()}
+    assert sum(k.endswith(part) for k in ones)
+    program = built_program(oracle.spec, all_logits=True)
+    assert program_error(oracle, program, ones) > 30 * oracle.budget
+
+
+def test_every_kind_of_tensor_is_used() -> None:
+    """Each tensor of a layer, disturbed in all layers, changes the logits: none is inert."""
+    oracle = oracle_of("combined")
+    program = built_program(oracle.spec, all_logits=True)
+    kinds = {re.sub(r"layers\.\d+\.", "", k) for k in oracle.tensors} - {"lm_head.weight"}
+    for kind in sorted(kinds):
+        own = kind.removeprefix("model.")
+        changed = {k: v * 1.5 + 0.1 if k.endswith(own) else v for k, v in oracle.tensors.items()}
+        assert program_error(oracle, program, changed) > 30 * oracle.budget, kind
+
+
+# --- experts ----------------------------------------------------------------------------------
+
+
+def moe_parts(seed: int = 0) -> tuple[Any, Graph, dict[str, torch.Tensor]]:
+    """A reference layer with experts, the decode graph of its spec, and its weights."""
+    oracle = oracle_of("26b-a4b-small")
+    graph = build_program(oracle.spec).graphs["decode"]
+    prefix = "model.layers.3."
+    weights = {k.removeprefix(prefix): v for k, v in oracle.tensors.items() if k.startswith(prefix)}
+    return oracle.model.model.layers[3], graph, weights
+
+
+def route(graph: Graph, weights: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Any, Any]:
+    """Weights and indices of normalised tokens [T, hidden]."""
+    node = next(graph.find("router"))
+    names = ("router.scale", "router.proj.weight", "router.per_expert_scale")
+    chosen, index = run_node(node, [x, *(weights[n] for n in names)])
+    return chosen, index
+
+
+def mix(
+    graph: Graph, weights: dict[str, torch.Tensor], x: torch.Tensor, scale: Any, index: Any
+) -> torch.Tensor:
+    node = next(graph.find("experts"))
+    tensors = [x, scale, index, weights["experts.gate_up_proj"], weights["experts.down_proj"]]
+    (out,) = run_node(node, tensors)
+    return out
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).pow(-0.5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 33])
+def test_router_and_experts_against_grouped_mm(count: int) -> None:
+    layer, graph, weights = moe_parts()
+    assert layer.experts.config._experts_implementation == "grouped_mm"
+    h = torch.randn(count, layer.hidden_size, generator=torch.Generator().manual_seed(count))
+    scale, index = route(graph, weights, normed(h))
+    with torch.no_grad():
+        _, want_scale, want_index = layer.router(h)
+        want = layer.experts(h, want_index, want_scale)
+    assert torch.equal(index, want_index)
+    torch.testing.assert_close(scale, want_scale, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(mix(graph, weights, h, scale, index), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_all_tokens_to_one_expert(expert: int) -> None:
+    """One group holds every token in its first slot, the other groups are empty."""
+    layer, graph, weights = moe_parts()
+    h = torch.randn(17, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    index = torch.full((17, 1), expert)
+    scale = torch.rand(17, 1)
+    with torch.no_grad():
+        want = layer.experts(h, index, scale)
+    torch.testing.assert_close(mix(graph, weights, h, scale, index), want, atol=1e-5, rtol=1e-4)
+
+
+def test_per_expert_scale_is_applied_once() -> None:
+    """After the division by the sum: doubling the scales doubles the weights, exactly."""
+    layer, graph, weights = moe_parts()
+    x = normed(torch.randn(9, layer.hidden_size, generator=torch.Generator().manual_seed(2)))
+    key = "router.per_expert_scale"
+    plain, index = route(graph, {**weights, key: torch.ones(8)}, x)
+    torch.testing.assert_close(plain.sum(-1), torch.ones(9))
+    scaled, _ = route(graph, weights, x)
+    assert torch.equal(scaled, plain * weights[key][index])
+    double, _ = route(graph, {**weights, key: weights[key] * 2}, x)
+    assert torch.equal(double, scaled * 2)
+    out = mix(graph, weights, x, scaled, index)
+    torch.testing.assert_close(mix(graph, weights, x, double, index), out * 2)
+
+
+def test_a_layer_of_experts_is_two_nodes() -> None:
+    """The graph does not grow with the number of experts."""
+    graph = build_program(spec_called("26b-a4b-small")).graphs["decode"]
+    assert len([*graph.find("router")]) == len([*graph.find("experts")]) == 12
+
+
+# --- the window -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 11, 12, 13])
+def test_window_truth_table(window: int) -> None:
+    """Exactly `window` keys, the query's own included, as in the reference's mask."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    length = 12
+    at = torch.arange(length)[None]
+    got = visible(at.t(), at, window)[0]
+    rule = sliding_window_causal_mask_function(window)
+    want = torch.tensor([[bool(rule(0, 0, at[0, q], at[0, k])) for k in range(length)]
+                         for q in range(length)])  # fmt: skip
+    assert torch.equal(got, want)
+    assert got.sum(-1).tolist() == [min(q + 1, window) for q in range(length)]
+
+
+# --- a variant nobody shipped -------------------------------------------------------------------
+
+NEW_VARIANT = """\
+schema: 1
+model_type: gemma4
+dtype: f32
+text:
+  vocab_size: 300
+  hidden_size: 72
+  intermediate_size: 56
+  num_hidden_layers: 12
+  num_attention_heads: 6
+  pattern: [sliding, sliding, sliding, full]
+  num_kv_shared_layers: 3
+  use_double_wide_mlp: true
+  sliding:
+    head_dim: 24
+    num_key_value_heads: 2
+    window: 5
+    rope: {kind: default, theta: 5000.0}
+  full:
+    head_dim: 40
+    num_key_value_heads: 3
+    k_eq_v: true
+    rope: {kind: proportional, theta: 200000.0, rotary_fraction: 0.5, factor: 2.0}
+  ple: {dim: 10, vocab_size: 300}
+  moe: {num_experts: 5, top_k_experts: 3, intermediate_size: 20, layers: [0, 2, 3, 7, 9, 11]}
+  max_position_embeddings: 256
+  rms_norm_eps: 1.0e-5
+  final_logit_softcapping: 20.0
+  attn_logit_softcapping: 15.0
+  tie_word_embeddings: false
+tokens: {bos: 2, eos: [1], pad: 0}
+"""
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 7, 64])
+def test_new_variant_is_one_yaml_file(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(NEW_VARIANT)
+    spec: Spec = load_spec(file)
+    oracle = find_oracle(spec)
+    session = open_session(oracle, 2, size, True)
+    agrees(prefill_then_decode(session, oracle.tokens, oracle.prompt), oracle.logits, oracle)

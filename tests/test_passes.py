@@ -1,0 +1,466 @@
+"""The passes: golden files, the laws that all of them keep, counts per variant, the pipeline."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+
+from g4ir.errors import InputError, PassError
+from g4ir.interpret import empty_state, interpret
+from g4ir.ir import Graph, Program, Value, verify
+from g4ir.model import build_graph, build_program
+from g4ir.passes import Note
+from g4ir.pipeline import CHANGES_STATE, LEAVES, PASSES, find_pass, run_passes, run_program
+from g4ir.spec import FULL, SLIDING, Layer, Moe, Spec, check_spec, load_spec, spec_names
+from g4ir.text import parse_graph, print_graph
+
+PHASES = ("prefill", "decode")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors here are small: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- golden files -----------------------------------------------------------------------------
+
+GOLDEN = sorted((Path(__file__).parent / "passes").glob("*.g4ir"))
+CUT = "// ----\n"
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
+def test_golden(path: Path, rewrite_golden: bool) -> None:
+    """A graph, the cut, what the pass says of each candidate, and the graph after the pass.
+
+    In a `refuse` file the graph stays as it is. `pytest --rewrite-golden` writes the second part.
+    """
+    name, _, case = path.stem.partition(".")
+    before, _, after = path.read_text().partition(CUT)
+    g, notes = parse_graph(before), list[str]()
+    out = find_pass(name)(g, lambda value, reason: notes.append(f"# %{value}: {reason}\n"))
+    verify(out)
+    assert (out == g) == case.startswith("refuse")
+    assert find_pass(name)(out, lambda *_: None) == out
+    if rewrite_golden:
+        path.write_text(before + CUT + "".join(notes) + print_graph(out))
+    else:
+        assert "".join(notes) + print_graph(out) == after
+
+
+def test_every_pass_has_an_acceptance_and_a_refusal() -> None:
+    stems = [p.stem.partition(".") for p in GOLDEN]
+    assert {s for s, _, _ in stems} == set(PASSES)
+    assert {s for s, _, case in stems if not case} == set(PASSES)
+    assert {s for s, _, case in stems if case.startswith("refuse")} == set(PASSES)
+
+
+def golden_input(stem: str) -> Graph:
+    path = Path(__file__).parent / "passes" / f"{stem}.g4ir"
+    return parse_graph(path.read_text().partition(CUT)[0])
+
+
+# --- laws -------------------------------------------------------------------------------------
+
+
+def combined() -> Spec:
+    """Experts on some layers, per-layer embeddings, KV sharing, K=V and an attention softcap."""
+    spec = load_spec("tiny-ple")
+    text = replace(
+        spec.text,
+        full=replace(spec.text.full, k_eq_v=True),
+        moe=Moe(num_experts=6, top_k_experts=2, intermediate_size=24, layers=(1, 3, 6)),
+        attn_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+    )
+    return check_spec(replace(spec, name="combined", text=text))
+
+
+SPECS: dict[str, Callable[[], Spec]] = {
+    **{n: lambda n=n: load_spec(n) for n in spec_names() if n.startswith("tiny-")},  # type: ignore[misc]
+    "combined": combined,
+}
+SKIPS = {
+    "none": (), "all": PASSES,
+    **{f"no {p}": (p,) for p in PASSES},
+    **{f"only {p}": tuple(q for q in PASSES if q != p) for p in PASSES},
+}  # fmt: skip
+
+
+@cache
+def program(spec: str) -> Program:
+    return build_program(SPECS[spec]())
+
+
+@cache
+def optimised(spec: str, skip: str) -> Program:
+    return run_program(program(spec), skip=SKIPS[skip])
+
+
+def interface(g: Graph) -> tuple[Any, ...]:
+    return g.name, g.inputs, g.outputs
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_pipeline_keeps_the_laws(spec: str, skip: str) -> None:
+    """Valid, the same interface and caches, no new weights, and nothing left for a second run."""
+    for name, out in optimised(spec, skip).graphs.items():
+        g = program(spec).graphs[name]
+        verify(out)
+        assert interface(out) == interface(g)
+        assert set(out.params) <= set(g.params)
+        assert run_passes(out, skip=SKIPS[skip]) == out
+        if CHANGES_STATE & set(SKIPS[skip]):
+            assert out.state == g.state and out.next.keys() == g.next.keys()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str) -> None:
+    stages = [program(spec).graphs[phase]]
+    run_passes(stages[0], dump=lambda _, g: stages.append(g))
+    for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
+        assert interface(after) == interface(before)
+        assert before.state == after.state or name in CHANGES_STATE
+        assert find_pass(name)(after, lambda *_: None) == after
+        narrowing = name == "last_token_only" and phase == "decode"
+        assert (after == before) == narrowing, f"{name} does nothing on {phase}"
+
+
+# Chunks as (padded length, valid tokens of each row): longer than the window of 8, ragged, rows of
+# length 0, single tokens, and a chunk after them.
+CHUNKS = (
+    (11, (11, 7, 0)), (5, (0, 5, 3)), (1, (1, 1, 1)),
+    (1, (1, 0, 1)), (9, (2, 9, 9)), (1, (1, 1, 1)),
+)  # fmt: skip
+
+
+def random_weight(v: Value) -> torch.Tensor:
+    g = torch.Generator().manual_seed(crc32(v.name.encode()))
+    noise = torch.randn([int(d) for d in v.type.shape], generator=g, dtype=torch.float64)
+    return 1 + 0.3 * noise if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
+
+
+@cache
+def chunk_inputs(spec: str) -> list[dict[str, torch.Tensor]]:
+    """What each chunk feeds to the model, in float64."""
+    embed, lengths_before = program(spec).graphs["embed"], torch.zeros(3, dtype=torch.int64)
+    params = {v.name: random_weight(v) for v in embed.params}
+    vocab = SPECS[spec]().text.vocab_size
+    out = []
+    for i, (size, lengths) in enumerate(CHUNKS):
+        tokens = torch.randint(vocab, (3, size), generator=torch.Generator().manual_seed(i))
+        rows, _ = interpret(embed, {"tokens": tokens}, params, {})
+        positions = lengths_before[:, None] + torch.arange(size)
+        out.append({**rows, "positions": positions, "lengths": torch.tensor(lengths)})
+        lengths_before = lengths_before + torch.tensor(lengths)
+    return out
+
+
+@cache
+def weights(spec: str) -> dict[str, torch.Tensor]:
+    return {n: random_weight(v) for n, v in program(spec).params().items()}
+
+
+def logits(spec: str, p: Program) -> torch.Tensor:
+    """Of all chunks from empty caches, rows with tokens only: [valid rows, vocab]."""
+    state = empty_state(p.graphs["prefill"], {"B": 3, "C": 32}, torch.float64)
+    out = []
+    for inputs in chunk_inputs(spec):
+        phase = "decode" if inputs["positions"].shape[1] == 1 else "prefill"
+        results, state = interpret(p.graphs[phase], inputs, weights(spec), state)
+        out.append(results["logits"][inputs["lengths"] > 0, -1])
+    return torch.cat(out)
+
+
+@cache
+def plain_logits(spec: str) -> torch.Tensor:
+    return logits(spec, program(spec))
+
+
+@pytest.mark.parametrize("skip", [s for s in SKIPS if s != "all"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
+    """Within 1e-12 of the rms in float64, over ragged chunks and single tokens."""
+    want = plain_logits(spec)
+    worst = (logits(spec, optimised(spec, skip)) - want).abs().max() / want.pow(2).mean().sqrt()
+    assert want.isfinite().all() and worst < 1e-12
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_pass_is_the_graph_itself(spec: str) -> None:
+    assert optimised(spec, "all") == program(spec)
+
+
+def test_all_logits_agree_with_the_last_ones() -> None:
+    """With every row asked for, nothing is narrowed, and the last rows are the same."""
+    spec, got = "combined", list[torch.Tensor]()
+    p = run_program(build_program(SPECS[spec](), all_logits=True))
+    assert "last_row" not in {n.op for n in p.graphs["prefill"].nodes}
+    state = empty_state(p.graphs["prefill"], {"B": 3, "C": 32}, torch.float64)
+    for inputs in chunk_inputs(spec):
+        phase = "decode" if inputs["positions"].shape[1] == 1 else "prefill"
+        results, state = interpret(p.graphs[phase], inputs, weights(spec), state)
+        rows = (inputs["lengths"] > 0).nonzero().flatten()
+        got.append(results["logits"][rows, inputs["lengths"][rows] - 1])
+    torch.testing.assert_close(torch.cat(got), plain_logits(spec), rtol=1e-11, atol=1e-11)
+
+
+# --- counts -----------------------------------------------------------------------------------
+
+ALL = [*spec_names(), "combined"]
+
+
+@cache
+def after(spec: str, phase: str) -> tuple[tuple[Layer, ...], Spec, Graph]:
+    s = combined() if spec == "combined" else load_spec(spec)
+    return s.layers(), s, run_passes(build_graph(s, phase))
+
+
+def count(g: Graph, *ops: str) -> int:
+    return len(list(g.find(*ops)))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("spec", ALL)
+def test_numbers_of_fusions(spec: str, phase: str) -> None:
+    layers, s, g = after(spec, phase)
+    owners = [x for x in layers if x.donor is None]
+    experts, n = sum(x.has_moe for x in layers), len(layers)
+    ple = s.text.ple is not None
+    packed = sorted(len(x.outputs) for x in g.find("split"))
+    assert packed == sorted(2 if x.attention.k_eq_v else 3 for x in owners)
+    assert count(g, "glu_packed") == n and count(g, "glu") == ple * n
+    assert count(g, "norm_rope") == n + len(owners) and count(g, "rope") == 0
+    # two residual adds a layer, one between MLP and experts, one after the per-layer embedding,
+    # and the sum of that embedding's two parts
+    assert count(g, "norm_residual") == 2 * n + experts + ple * (n + 1)
+    # what is left: the norm of each V, the first norm, and the MLP's own post-norm beside experts;
+    # where only the last row goes on, the final norm is fused like any other
+    assert count(g, "rms_norm") == len(owners) + 1 + experts
+    assert count(g, "rope_table") == len(set(s.text.layer_types))
+    assert count(g, "add") == 1, "the end of the chunk"
+    # q, k, v packed; o; gate and up packed; down; gate and projection of the embedding; the head
+    assert count(g, "linear") == n * (4 + 2 * ple) + ple + 1
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("spec", ALL)
+def test_caches_are_planned(spec: str, phase: str) -> None:
+    """Two caches for each layer that owns keys and values, rings where it has a window."""
+    layers, _, g = after(spec, phase)
+    sizes = {v.name: v.type.shape[0] for v in g.state}
+    owners = [x for x in layers if x.donor is None]
+    want = {f"L{x.index}.{c}": x.attention.window or "C" for x in owners for c in "kv"}
+    assert sizes == want
+    assert g.next.keys() == sizes.keys() and count(g, "cache_write") == len(sizes)
+    for x, n in zip(layers, g.find("attention"), strict=True):
+        owner = x.index if x.donor is None else x.donor
+        assert [v.name.removesuffix(".next") for v in n.inputs[3:5]] == [
+            f"L{owner}.k", f"L{owner}.v"
+        ]  # fmt: skip
+
+
+KEYS_VALUES = ("wk", "wv", "wqk", "wqkv", "norm_k", "k", "v", "k.norm", "v.norm", "k.rope")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("spec", ALL)
+def test_a_layer_that_shares_has_no_work_on_keys_and_values(spec: str, phase: str) -> None:
+    layers, _, g = after(spec, phase)
+    names = {v.name for v in g.params} | {v.name for n in g.nodes for v in n.outputs}
+    for x in layers:
+        made = {k for k in KEYS_VALUES if f"L{x.index}.attn.{k}" in names}
+        if x.donor is not None:
+            assert not made
+        else:
+            assert ("wv" in made) != x.attention.k_eq_v and {"wk", "norm_k"} <= made
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_only_the_last_row_goes_past_the_last_owner(spec: str) -> None:
+    """After the last layer with keys and values of its own nothing is left of the chunk."""
+    layers, _, g = after(spec, "prefill")
+    last = max(x.index for x in layers if x.donor is None)
+    late = [v for n in g.nodes for v in n.outputs if v.name.endswith((".last", ".o"))
+            or _layer(v.name) > last]  # fmt: skip
+    rows = {f"L{x.index}.ple" for x in layers}
+    whole = {v.name for v in late if "S" in v.type.shape} - rows
+    assert whole == {f"L{x.index}.attn.o" for x in layers if x.index < last}
+    assert g.outputs[0].type.shape[1] == 1
+    attention = list(g.find("attention"))
+    assert all((n.out.type.shape[1] == 1) == (i >= last) for i, n in enumerate(attention))
+    # the chunk was written before its last row looks at it, as in decode
+    assert all((len(n.inputs) == 5) == (i >= last) for i, n in enumerate(attention))
+
+
+def _layer(name: str) -> int:
+    """Index of the layer of a value; the head counts as behind all of them."""
+    first = name.partition(".")[0]
+    if first in ("final", "head", "logits"):
+        return 1 << 30
+    return int(first[1:]) if first[:1] == "L" and first[1:].isdigit() else -1
+
+
+@pytest.mark.parametrize(
+    ("spec", "rings", "per_token"),
+    [("e2b", 6_291_456, 6_144), ("e4b", 20_971_520, 16_384), ("12b", 335_544_320, 16_384),
+     ("26b-a4b", 209_715_200, 20_480), ("31b", 838_860_800, 81_920)],
+)  # fmt: skip
+def test_cache_bytes(spec: str, rings: int, per_token: int) -> None:
+    """bf16, one row: a constant for the windows, and bytes for each token of the context."""
+    g = after(spec, "decode")[2]
+    sizes = {v.type.shape[0]: 0 for v in g.state}
+    for v in g.state:
+        sizes[v.type.shape[0]] += v.type.bind({"B": 1, "C": 1}).nbytes()
+    linear = sizes.pop("C")
+    assert (sum(sizes.values()), linear) == (rings, per_token)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_prefill_and_decode_share_weights_and_caches(spec: str) -> None:
+    """Both phases pack alike, so one set of packed weights serves them."""
+    packs = [
+        {n.out: n.inputs for n in after(spec, phase)[2].find("concat")} for phase in PHASES
+    ]
+    assert packs[0] == packs[1]
+    assert after(spec, "prefill")[2].state == after(spec, "decode")[2].state
+
+
+# --- pipeline ---------------------------------------------------------------------------------
+
+
+def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], Graph]) -> None:
+    def broken(g: Graph, note: Note) -> Graph:
+        return f(g)
+
+    monkeypatch.setattr(importlib.import_module(f"g4ir.passes.{name}"), name, broken)
+
+
+FIRST_LEFT = {
+    "share_rope_tables": "%L0.attn.cos = rope_table", "fuse_qkv": "%L0.attn.q.heads = heads",
+    "fuse_gate_up": "%L0.mlp.act = glu", "fuse_norm_rope": "%L0.attn.q.rope = rope",
+    "fuse_norm_residual": "%L0.mid = add", "plan_cache": "%L0.attn.out = attention",
+    "last_token_only": "%logits = last_row",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names the pass, the graph, those that ran before, and the value left."""
+    break_pass(monkeypatch, name, lambda g: g)
+    g = program("tiny-ple").graphs["prefill"]
+    before = PASSES[: PASSES.index(name)]
+    start = f"pass {name} on graph prefill" + (f" (after {', '.join(before)})" if before else "")
+    with pytest.raises(PassError) as e:
+        run_passes(g)
+    assert str(e.value).startswith(start)
+    assert f"left {FIRST_LEFT[name]}, which it should have taken" in str(e.value)
+    run_passes(g, skip=[name])
+
+
+def test_every_pass_says_what_it_leaves() -> None:
+    assert LEAVES.keys() == set(PASSES)
+
+
+@pytest.mark.parametrize("path", [p for p in GOLDEN if ".refuse" in p.name], ids=lambda p: p.stem)
+def test_a_refusal_is_not_taken_for_a_regression(path: Path) -> None:
+    g = golden_input(path.stem)
+    only = path.stem.partition(".")[0]
+    assert run_passes(g, skip=[p for p in PASSES if p != only]) == g
+    run_passes(g)
+
+
+MISDEEDS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
+    "outputs": (lambda g: replace(g, outputs=()), "inputs or outputs"),
+    "inputs": (lambda g: replace(g, inputs=g.inputs[::-1]), "inputs or outputs"),
+    "state": (
+        lambda g: replace(g, state=(*g.state, Value("more", g.state[0].type))), "changed the state",
+    ),
+    "validity": (lambda g: replace(g, nodes=g.nodes[1:]), "is not defined before its use"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_a_pass_that_breaks_its_contract_is_caught(
+    misdeed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, message = MISDEEDS[misdeed]
+    break_pass(monkeypatch, "fuse_qkv", f)
+    with pytest.raises(PassError, match=r"fuse_qkv .*after share_rope_tables") as e:
+        run_passes(program("tiny-dense").graphs["decode"])
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_candidate_gets_a_reason(spec: str) -> None:
+    notes: dict[str, dict[str, str]] = {p: {} for p in PASSES}
+    graphs = {"": program(spec).graphs["prefill"]}
+    run_passes(
+        graphs[""], dump=lambda p, g: graphs.update({p: g}),
+        note=lambda p, value, reason: notes[p].update({value: reason}),
+    )  # fmt: skip
+    before = dict(zip(PASSES, graphs.values(), strict=False))
+    candidates = {
+        "share_rope_tables": "rope_table", "fuse_gate_up": "glu", "fuse_norm_rope": "rope",
+        "fuse_norm_residual": "add",
+    }  # fmt: skip
+    for name, op in candidates.items():
+        assert notes[name].keys() == {n.outputs[0].name for n in before[name].find(op)}
+    layers = SPECS[spec]().layers()
+    assert notes["fuse_qkv"].keys() == {f"L{x.index}.attn.q" for x in layers}
+    assert notes["plan_cache"].keys() == {v.name for v in before["plan_cache"].state}
+    for x in layers:
+        packs = "left: the only" if x.donor is not None else "packed with"
+        assert notes["fuse_qkv"][f"L{x.index}.attn.q"].startswith(packs)
+        plan = {SLIDING: f"ring of {x.attention.window} slots", FULL: "linear: "}[x.kind]
+        plan = plan if x.donor is None else f"reads %L{x.donor}.k"
+        assert notes["plan_cache"][f"L{x.index}.k"].startswith(plan)
+    chosen = {n.out.name for n in graphs["last_token_only"].find("last_row")}
+    assert notes["last_token_only"].keys() == chosen
+    assert all(reason for told in notes.values() for reason in told.values())
+
+
+def test_skip_until_and_dump() -> None:
+    g = program("tiny-dense").graphs["prefill"]
+    seen: list[str] = []
+    out = run_passes(g, skip=["fuse_qkv"], until="fuse_gate_up", dump=lambda p, _: seen.append(p))
+    assert seen == ["share_rope_tables", "fuse_gate_up"]
+    assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
+    assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
+
+
+@pytest.mark.parametrize("how", [{"skip": ["fuse_all"]}, {"until": "fuse_all"}])
+def test_an_unknown_pass_is_refused_with_the_list(how: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="unknown pass 'fuse_all'; one of share_rope_tables, fuse"):
+        run_passes(program("tiny-dense").graphs["decode"], **how)
+    with pytest.raises(InputError, match="unknown pass"):
+        find_pass("fuse_all")
+
+
+def test_a_cache_read_with_two_windows_is_refused() -> None:
+    text = print_graph(golden_input("plan_cache")).replace("window=4", "window=2", 1)
+    with pytest.raises(PassError, match=r"plan_cache: %L0.k is read with windows \[2, 4\]"):
+        run_passes(parse_graph(text))
+
+
+def test_any_value_can_be_one_more_output() -> None:
+    """A value that is asked for is kept, and fusions that would swallow it are left. Tables and
+    caches are the exception: they get new names and sizes."""
+    g = program("combined").graphs["prefill"]
+    values = [v for n in g.nodes if n.op not in ("rope_table", "cache_write") for v in n.outputs]
+    for v in values[::7]:
+        asked = replace(g, outputs=(*g.outputs, v))
+        assert run_passes(asked).outputs == asked.outputs

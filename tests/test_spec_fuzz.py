@@ -1,0 +1,281 @@
+"""No input makes the spec loaders raise anything but SpecError, hang, or accept an illegal spec.
+
+The number of examples comes from the loaded hypothesis profile (`--full` raises it).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir.errors import SpecError
+from g4ir.params import counts, dead_tensors, kv_bytes, text_tensors
+from g4ir.spec import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
+
+FEWER = settings(max_examples=max(50, settings.default.max_examples // 4))  # costly or narrow
+BASES = {name: load_spec(name) for name in spec_names()}
+SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.sampled_from([2**31, 2**63, -(2**70), 10**40, 512, 1024, 262144]),
+    st.floats(),
+    st.sampled_from(["", "full", "sliding", "vision", "all", "1e-6", "bf16", "on", "e2b", "null"]),
+    st.text(max_size=8),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all nodes below the root."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    out = []
+    for key, value in items:
+        out.append((*path, key))
+        out += places(value, (*path, key)) if isinstance(value, (dict, list)) else []
+    return out
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def drop(data: st.DataObject, tree: Any, path: tuple[Any, ...]) -> None:
+    del at(tree, path[:-1])[path[-1]]
+
+
+def change(data: st.DataObject, tree: Any, path: tuple[Any, ...]) -> None:
+    at(tree, path[:-1])[path[-1]] = data.draw(values)
+
+
+def nudge(data: st.DataObject, tree: Any, path: tuple[Any, ...]) -> None:
+    """A number near the old one: these often stay legal."""
+    old = at(tree, path)
+    if isinstance(old, (int, float)):
+        at(tree, path[:-1])[path[-1]] = old + data.draw(st.integers(-2, 2))
+
+
+def add(data: st.DataObject, tree: Any, path: tuple[Any, ...]) -> None:
+    parent = at(tree, path[:-1])
+    if isinstance(parent, dict):
+        parent[data.draw(st.text(max_size=12))] = data.draw(values)
+    else:
+        parent.append(data.draw(values))
+
+
+def copy_over(data: st.DataObject, tree: Any, path: tuple[Any, ...]) -> None:
+    other = data.draw(st.sampled_from(places(tree)))
+    at(tree, path[:-1])[path[-1]] = copy.deepcopy(at(tree, other))
+
+
+MUTATIONS = (drop, change, nudge, nudge, add, copy_over)
+
+
+def mutate(data: st.DataObject, tree: dict[str, Any]) -> dict[str, Any]:
+    """One to three random changes somewhere in a tree of dicts and lists."""
+    tree = copy.deepcopy(tree)
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = places(tree)
+        if where:
+            data.draw(st.sampled_from(MUTATIONS))(data, tree, data.draw(st.sampled_from(where)))
+    return tree
+
+
+def mutate_bytes(data: st.DataObject, text: bytes) -> bytes:
+    """A slice replaced by other bytes, up to three times."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        end = start + data.draw(st.sampled_from([0, 0, 1, 1, 2, 5, 40]))
+        piece = data.draw(st.binary(max_size=6) | st.sampled_from(PIECES))
+        text = text[:start] + piece + text[end:]
+    return text
+
+
+PIECES = (
+    *(b"\n", b"  ", b": ", b"- ", b"&a ", b"*a", b"<<: ", b"!!int ", b"{", b"}", b"[", b"]"),
+    *(b'"', b"'", b"|\n", b"---\n", b"...\n", b"%TAG ! x\n", b"? ", b"#", b"\t", b",", b"~"),
+    *(b"9" * 30, b"\\x", b'"\\UFFFFFFFF"', b"\xff", b"\xe2\x80\xa8", b".inf", b"-", b"1e9"),
+)
+
+
+def attempt(read: Callable[[], Spec]) -> Spec | None:
+    """The spec, or None after a SpecError that can be printed on one line."""
+    try:
+        spec = read()
+    except SpecError as err:
+        message = str(err)
+        message.encode()
+        assert message and "\n" not in message and len(message) < 2000, message
+        return None
+    consistent(spec)
+    return spec
+
+
+def consistent(spec: Spec) -> None:
+    """What holds for every spec that a loader accepts."""
+    assert check_spec(spec) is spec
+    layers = spec.layers()
+    assert len(layers) == spec.text.num_hidden_layers
+    for layer in layers:
+        if layer.donor is not None:
+            donor = layers[layer.donor]
+            assert donor.donor is None and donor.kind == layer.kind
+    live = text_tensors(spec)
+    assert not live.keys() & dead_tensors(spec).keys()
+    assert all(dim > 0 for shape in live.values() for dim in shape)
+    assert counts(spec).active > 0 and kv_bytes(spec, 100).planned <= kv_bytes(spec, 100).naive
+    assert load_text(spec.to_yaml().encode()) == spec
+
+
+def load_text(text: bytes) -> Spec:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mine.yaml"
+        file.write_bytes(text)
+        return load_spec(file)
+
+
+@given(st.data(), st.sampled_from(SMALL_BASES))
+def test_mutated_spec_data(data: st.DataObject, name: str) -> None:
+    whole = json.loads(json.dumps({"schema": 1, **BASES[name].to_dict()}))
+    tree = mutate(data, whole)
+    attempt(lambda: load_text(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "replace")))
+
+
+@FEWER
+@given(st.data(), st.sampled_from(SMALL_BASES))
+def test_mutated_override(data: st.DataObject, name: str) -> None:
+    part = mutate(data, BASES[name].to_dict()["text"])
+    some = data.draw(st.lists(st.sampled_from(sorted(part, key=str) or ["x"]), max_size=3))
+    tree = {"schema": 1, "extends": name, "text": {key: part.get(key) for key in some}}
+    attempt(lambda: load_text(yaml.safe_dump(tree).encode("utf-8", "replace")))
+
+
+@given(st.data(), st.sampled_from(spec_names()))
+def test_mutated_spec_bytes(data: st.DataObject, name: str) -> None:
+    text = mutate_bytes(data, spec_path(name).read_bytes())
+    attempt(lambda: load_text(text))
+
+
+@FEWER
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace")))
+def test_any_bytes(text: bytes) -> None:
+    attempt(lambda: load_text(text))
+    attempt(lambda: from_json(text))
+
+
+def from_json(text: bytes) -> Spec:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(text)
+        return Spec.from_hf(folder)
+
+
+@given(st.data(), st.sampled_from(SMALL_BASES))
+def test_mutated_config(data: st.DataObject, name: str) -> None:
+    tree = mutate(data, BASES[name].to_hf())
+    spec = attempt(lambda: Spec.from_hf(tree))
+    if spec is not None:  # what was read can be written and read again
+        again = Spec.from_hf(json.loads(json.dumps(spec.to_hf())), name=spec.name)
+        assert diff_specs(spec, again) == []
+
+
+@FEWER
+@given(st.data(), st.sampled_from(SMALL_BASES))
+def test_mutated_config_bytes(data: st.DataObject, name: str) -> None:
+    text = mutate_bytes(data, json.dumps(BASES[name].to_hf()).encode())
+    attempt(lambda: from_json(text))
+
+
+kinds = st.lists(st.sampled_from(["sliding", "full"]), min_size=1, max_size=6)
+
+
+@st.composite
+def legal_text(draw: Callable[..., Any]) -> dict[str, Any]:
+    """A legal `text` section: any mix of pattern, window, heads, K=V, sharing, wide, PLE, MoE."""
+    layers = draw(st.integers(1, 12))
+    pattern = draw(kinds)
+    named = [pattern[i % len(pattern)] for i in range(layers - 1)] + ["full"]
+    shares = [n for n in range(layers) if set(named[layers - n :]) <= set(named[: layers - n])]
+    heads = draw(st.sampled_from([1, 2, 4, 6]))
+    experts = draw(st.integers(1, 8))
+    some = draw(st.none() | st.sets(st.integers(0, layers - 1), min_size=1))
+    moe = {
+        "num_experts": experts,
+        "top_k_experts": draw(st.integers(1, experts)),
+        "intermediate_size": draw(st.integers(1, 40)),
+        "layers": None if some is None else sorted(some),
+    }
+    ple = {"dim": draw(st.integers(1, 16)), "vocab_size": draw(st.integers(1, 999))}
+    return {
+        "vocab_size": draw(st.integers(3, 999)),
+        "hidden_size": draw(st.integers(1, 99)),
+        "intermediate_size": draw(st.integers(1, 99)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "pattern": pattern,
+        "sliding": {**draw(geometry(heads)), "window": draw(st.integers(1, 20))},
+        "full": draw(geometry(heads)),
+        "max_position_embeddings": draw(st.integers(1, 4096)),
+        "num_kv_shared_layers": draw(st.sampled_from(shares)),
+        "use_double_wide_mlp": draw(st.booleans()),
+        "moe": draw(st.none() | st.just(moe)),
+        "ple": draw(st.none() | st.just(ple)),
+        "final_logit_softcapping": draw(st.none() | st.just(30.0)),
+        "attn_logit_softcapping": draw(st.none() | st.just(50.0)),
+        "use_bidirectional_attention": draw(st.sampled_from([None, "vision"])),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+@st.composite
+def geometry(draw: Callable[..., Any], heads: int) -> dict[str, Any]:
+    rotary = draw(st.sampled_from([None, 0.25, 0.5, 1.0]))
+    rope: dict[str, Any] = {"kind": "default", "theta": draw(st.sampled_from([1e4, 1e6]))}
+    if rotary is not None:
+        rope |= {"kind": "proportional", "rotary_fraction": rotary}
+        rope["factor"] = draw(st.none() | st.just(8.0))
+    return {
+        "head_dim": 2 * draw(st.integers(4, 20)),
+        "num_key_value_heads": draw(st.sampled_from([k for k in (1, 2, 3, 6) if heads % k == 0])),
+        "k_eq_v": draw(st.booleans()),
+        "rope": rope,
+    }
+
+
+@FEWER
+@given(legal_text())
+def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
+    tree = {
+        "schema": 1,
+        "name": "drawn",
+        "model_type": "gemma4",
+        "dtype": "f32",
+        "text": text,
+        "tokens": {"bos": 2, "eos": [1], "pad": 0},
+    }
+    spec = load_text(yaml.safe_dump(tree).encode())
+    consistent(spec)
+    uniform = replace(
+        spec.text,
+        attn_logit_softcapping=None,
+        sliding=replace(spec.text.sliding, k_eq_v=False),
+        moe=replace(spec.text.moe, layers=None) if spec.text.moe else None,
+    )
+    said = replace(spec, text=uniform)  # what a Hugging Face config can say
+    assert diff_specs(Spec.from_hf(said.to_hf(), name="drawn"), said) == []

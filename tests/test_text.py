@@ -1,0 +1,218 @@
+"""The printed graph: the exact round trip, what the reader refuses, and mutated texts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g4ir.errors import ParseError, VerifyError
+from g4ir.ir import Graph, split_prologue
+from g4ir.model import PHASES, build_graph
+from g4ir.pipeline import PASSES, run_passes
+from g4ir.spec import load_spec, spec_names
+from g4ir.text import parse_graph, print_graph
+
+
+def same(g: Graph) -> None:
+    """The text reads back to an equal graph, and that prints to the same text."""
+    text = print_graph(g)
+    assert (again := parse_graph(text)) == g and print_graph(again) == text
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", spec_names())
+def test_round_trip_after_every_pass(name: str, phase: str) -> None:
+    g = build_graph(load_spec(name), phase)
+    stages = [g]
+    run_passes(g, dump=lambda _, after: stages.append(after))
+    assert len(stages) == 1 + len(PASSES)
+    same(g)
+    for before, after in pairwise(stages):
+        if after is not before:
+            same(after)
+    for part in split_prologue(stages[-1]):
+        same(part)
+
+
+SMALL = """\
+graph g {
+  input %x: f32[B,S,8]
+  input %at: i64[B]
+  input %n: i64[B]
+  param %w: f32[12,8]
+  state %k: f32[C,B,3,2]
+  %y = linear(%x, %w): f32[B,S,12]
+  %a, %b = split(%y) {sizes=(6, 6)}: f32[B,S,6], f32[B,S,6]
+  %h = heads(%a) {n=3}: f32[B,S,3,2]
+  %g = glu(%a, %b) {act='silu'}: f32[B,S,6]
+  %k.next = cache_write(%k, %h, %at, %n): f32[C,B,3,2]
+  output %g
+  next %k = %k.next
+}
+"""
+
+
+def test_the_text_of_a_small_graph() -> None:
+    g = parse_graph(SMALL)
+    assert print_graph(g) == str(g) == SMALL
+    assert [n.op for n in g.nodes] == ["linear", "split", "heads", "glu", "cache_write"]
+
+
+def test_comments_blank_lines_and_spaces_are_ignored() -> None:
+    loose = "# a graph\n\n" + SMALL.replace("\n", "   # why\n\n").replace("  %", "\t%")
+    assert parse_graph(loose) == parse_graph(SMALL)
+
+
+def test_attributes_keep_their_kinds() -> None:
+    text = """graph g {
+      input %x: f32[2,3,16]
+      param %w: f32[16]
+      param %s: f32[1]
+      %h, %n = norm_residual(%x, %x, %w, %s) {eps=1e-06, scaled=True, weighted=(False,)}: """
+    text += "f32[2,3,16], f32[2,3,16]\n output %n\n }"
+    (node,) = parse_graph(text).nodes
+    assert node.attrs == {"eps": 1e-06, "scaled": True, "weighted": (False,)}
+    assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
+
+
+LINE = SMALL.splitlines().index("  %g = glu(%a, %b) {act='silu'}: f32[B,S,6]") + 1
+WRONG = {
+    "%g = glu(%a, %c) {act='silu'}: f32[B,S,6]": "%c is not defined before its use",
+    "%a = glu(%a, %b) {act='silu'}: f32[B,S,6]": "%a is defined twice",
+    "%g = glu(%a, b) {act='silu'}: f32[B,S,6]": "expected a value such as %x, found 'b'",
+    "%g = glu(%a, %b,) {act='silu'}: f32[B,S,6]": "expected a value such as %x, found ''",
+    "%g = glu(%a, %b) {act=silu}: f32[B,S,6]": "expected attributes such as eps=1e-06",
+    "%g = glu(%a, %b) {'silu'}: f32[B,S,6]": "expected attributes",
+    "%g = glu(%a, %b) {**{'act': 'silu'}, act='silu', act='relu'}: f32[B,S,6]": "expected attrib",
+    "%g = glu(%a, %b) {act='silu', act='silu'}: f32[B,S,6]": "given twice",
+    "%g = glu(%a, %b) {act='silu')(act='silu'}: f32[B,S,6]": "expected attributes",
+    "%g = glu(%a, %b) {act='silu'}: f32[B,S,6], f32[B]": "1 results but 2 types",
+    "%g = glu(%a, %b) {act='silu'}: f32[B,S,]": r"expected a type .* found 'f32\[B,S,\]'",
+    "%g = glu(%a, %b) {act='silu'}: f31[B,S,6]": "unknown dtype 'f31'",
+    "%g = glu(%a, %b) {act='silu'}": "expected input, param, state, a node, output, next or }",
+    "inputs %z: f32[1]": "expected input, param, state",
+    "input %x: f32[1]": "%x is defined twice",
+    "output %z": "%z is not defined",
+    "next %k = %z": "%z is not defined",
+    "next %k = %h\n  next %k = %h": "",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_parse_error_names_the_line(line: str) -> None:
+    text = SMALL.replace("%g = glu(%a, %b) {act='silu'}: f32[B,S,6]", line)
+    at = LINE + line.count("\n")
+    with pytest.raises(ParseError, match=f"^line {at}: .*{WRONG[line]}"):
+        parse_graph(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: the text ends"),
+        ("graf g {\n}", "line 1: expected `graph NAME {`"),
+        ("graph g {\n  input %x: f32[1]\n", "line 3: the text ends before the closing }"),
+    ],
+)
+def test_a_text_without_a_graph(text: str, message: str) -> None:
+    with pytest.raises(ParseError, match=message):
+        parse_graph(text)
+
+
+def test_what_reads_is_verified() -> None:
+    with pytest.raises(VerifyError, match=r"%g = glu: declared f32\[B,S,7\], inferred f32\[B,S,6"):
+        parse_graph(SMALL.replace("{act='silu'}: f32[B,S,6]", "{act='silu'}: f32[B,S,7]"))
+
+
+# --- mutation ---------------------------------------------------------------------------------
+
+
+def one_layer(name: str, phase: str) -> Graph:
+    spec = load_spec(name)
+    text = replace(spec.text, num_hidden_layers=1, num_kv_shared_layers=0)
+    return build_graph(replace(spec, text=text), phase)
+
+
+SEEDS = [
+    SMALL,
+    print_graph(one_layer("tiny-ple", "embed")),
+    print_graph(one_layer("tiny-ple", "decode")),
+    print_graph(run_passes(one_layer("tiny-moe", "prefill"))),
+]
+TOKENS = sorted(
+    {w for text in SEEDS for line in text.splitlines() for w in line.split()}
+    | {"0", "-1", "10**9", "1e999", "()", "(1,)", "None", "''", "{}", "}", "%", "f32[]", "i64[0]",
+       "f32[B,B,B]", "\x00", "\\", "é", "*", "\n", "#", "{eps=-1}", "{n=0}", "{n=2.0}", "{axis=-1}"}
+)  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    """A text with a few lines dropped, doubled or swapped, and words replaced or cut."""
+    lines = draw(st.sampled_from(SEEDS)).splitlines()
+    for _ in range(draw(st.integers(1, 2))):
+        i, j = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
+        change = draw(st.sampled_from(sorted(CHANGES)))
+        lines = CHANGES[change](draw, lines, i, j)
+    return "\n".join(lines)
+
+
+def _word(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
+    words = lines[i].split(" ")
+    words[draw(st.integers(0, len(words) - 1))] = draw(st.sampled_from(TOKENS))
+    return [*lines[:i], " ".join(words), *lines[i + 1 :]]
+
+
+def _char(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
+    at = draw(st.integers(0, len(lines[i])))
+    char = draw(st.sampled_from("0123456789%()[]{}=,:.'\"_-+*/\\#eEBSC \t"))
+    return [*lines[:i], lines[i][:at] + char + lines[i][at + 1 :], *lines[i + 1 :]]
+
+
+def _swap(_: st.DrawFn, lines: list[str], i: int, j: int) -> list[str]:
+    lines = list(lines)
+    lines[i], lines[j] = lines[j], lines[i]
+    return lines or [""]
+
+
+def _attribute(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
+    value = draw(st.sampled_from(("0", "-1", "2", "2.0", "True", "None", "'x'", "'f16'", "()",
+                                  "(3,)", "(-2, 14)", "[1]", "1e999", "10**9", "1j", "9" * 400)))
+    which = [k for k, line in enumerate(lines) if "=" in line and "{" in line]
+    at = min(which, key=lambda k: abs(k - i), default=0)
+    return [*lines[:at], re.sub(r"=[^,={}()%]+([,}])", rf"={value}\1", lines[at], count=1),
+            *lines[at + 1 :]]  # fmt: skip
+
+
+def _everywhere(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
+    words = re.findall(r"\b(?:[0-9]+|[BSC]|[fi][0-9]+)\b", lines[i]) or ["B"]
+    old = draw(st.sampled_from(words))
+    new = draw(st.sampled_from(("0", "1", "2", "63", "B", "S", "f64", "i64", "bf16")))
+    return re.sub(rf"\b{old}\b", new, "\n".join(lines)).split("\n")
+
+
+CHANGES = {
+    "attribute": _attribute,
+    "everywhere": _everywhere,
+    "drop": lambda _, lines, i, j: lines[:i] + lines[i + 1 :] or [""],
+    "double": lambda _, lines, i, j: lines[: i + 1] + lines[i:],
+    "swap": _swap,
+    "word": _word,
+    "cut": lambda _, lines, i, j: [*lines[:i], lines[i][:j], *lines[i + 1 :]],
+    "char": _char,
+}
+
+
+@given(mutated())
+def test_a_mutated_text_is_a_graph_or_an_error_of_ours(text: str) -> None:
+    try:
+        g = parse_graph(text)
+    except (ParseError, VerifyError) as e:
+        assert str(e)
+    else:
+        same(g)
