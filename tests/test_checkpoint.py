@@ -1,0 +1,699 @@
+"""Checkpoint directories: what is accepted, what is refused and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from g4ir.checkpoint import (
+    Checkpoint,
+    WeightSource,
+    hub_cache,
+    hub_snapshot,
+    sha256,
+    write_checkpoint,
+)
+from g4ir.errors import InputError, WeightsError
+from g4ir.params import dead_tensors, text_tensors
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import Spec, load_spec
+from g4ir.tensorfile import read_header, write_file, write_tensors
+
+PREFIX = "model.language_model."
+Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def dense() -> Spec:
+    return load_spec("tiny-dense")
+
+
+@pytest.fixture(scope="module")
+def ple() -> Spec:
+    return load_spec("tiny-ple")
+
+
+def source(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> RandomCheckpoint:
+    return RandomCheckpoint(spec, seed=1, dtype=dtype)
+
+
+def save(directory: Path, spec: Spec, edit: Callable[[Tensors], Any] = lambda t: None) -> Path:
+    """A checkpoint as the safetensors library writes it, after `edit` changed its tensors."""
+    random = source(spec)
+    tensors = {PREFIX + name: random.tensor(name) for name in text_tensors(spec)}
+    if not spec.text.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors.pop(PREFIX + "lm_head.weight")
+    edit(tensors)
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def refuse(directory: Path, spec: Spec, *words: str) -> str:
+    """Opening fails with one message that holds every word and a fix."""
+    with pytest.raises(WeightsError) as caught:
+        Checkpoint.open(directory, spec)
+    message = str(caught.value)
+    for word in (*words, "fix:"):
+        assert word in message
+    return message
+
+
+def untied(spec: Spec) -> Spec:
+    return replace(spec, text=replace(spec.text, tie_word_embeddings=False))
+
+
+def with_full(spec: Spec, **changes: Any) -> Spec:
+    return replace(spec, text=replace(spec.text, full=replace(spec.text.full, **changes)))
+
+
+# ---- accepted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+def test_reads_back_what_was_written(tmp_path: Path, name: str, shards: int, prefix: str) -> None:
+    spec = load_spec(name)
+    random: WeightSource = source(spec)
+    path = write_checkpoint(
+        tmp_path / "ckpt", spec, random, shards=shards, prefix=prefix, config=False
+    )
+    (path / "config.json").write_text("{}")
+    opened: WeightSource = Checkpoint.open(path, spec)
+    assert opened.dtype is torch.bfloat16
+    assert not opened.ignored and not opened.defaults
+    for tensor in text_tensors(spec):
+        assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
+
+
+def test_written_files_are_what_the_safetensors_library_reads(tmp_path: Path, dense: Spec) -> None:
+    path = write_checkpoint(tmp_path / "ckpt", dense, source(dense), config=False)
+    loaded = load_file(path / "model.safetensors")
+    assert loaded.keys() == {PREFIX + name for name in text_tensors(dense)}
+    assert torch.equal(loaded[Q0], source(dense).tensor(Q0.removeprefix(PREFIX)))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writer_includes_the_config(tmp_path: Path, dense: Spec) -> None:
+    path = write_checkpoint(tmp_path / "ckpt", dense, source(dense))
+    assert Spec.from_hf(path / "config.json").text == dense.text
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+def test_transformers_reads_what_we_write_and_the_reverse(tmp_path: Path, name: str) -> None:
+    """One config through both: names, shapes, prefix, sharding and tying agree."""
+    model = pytest.importorskip("transformers").Gemma4ForCausalLM
+    spec = load_spec(name)
+    random = source(spec)
+    ours = write_checkpoint(tmp_path / "ours", spec, random, shards=2)
+    loaded, report = model.from_pretrained(ours, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
+    opened = Checkpoint.open(tmp_path / "theirs", spec)
+    assert len(opened.files) > 1 and not opened.ignored and not opened.defaults
+    for tensor in text_tensors(spec):
+        assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
+
+
+def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
+    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WeightsError, match="exists"):
+        write_checkpoint(tmp_path, dense, source(dense))
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(tmp_path / "ckpt", dense, source(dense))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float_dtypes(tmp_path: Path, dense: Spec, dtype: torch.dtype) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    opened = Checkpoint.open(path, dense)
+    assert opened.dtype is dtype and opened.tensor("norm.weight").dtype is dtype
+
+
+def test_norms_may_be_wider(tmp_path: Path, dense: Spec) -> None:
+    name = PREFIX + "norm.weight"
+    path = save(tmp_path / "c", dense, lambda t: t.update({name: t[name].float()}))
+    opened = Checkpoint.open(path, dense)
+    assert opened.dtype is torch.bfloat16
+    assert opened.tensor("norm.weight").dtype is torch.float32
+
+
+def test_unaligned_data_is_read(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense)
+    edit_header(path / "model.safetensors", lambda header: None, pad=b" ")
+    opened = Checkpoint.open(path, dense)
+    want = source(dense).tensor("layers.1.mlp.up_proj.weight")
+    assert torch.equal(opened.tensor("layers.1.mlp.up_proj.weight"), want)
+    table, ids = source(dense).tensor("embed_tokens.weight"), torch.tensor([7, 0])
+    assert torch.equal(opened.rows("embed_tokens.weight", ids), table[ids])
+
+
+def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: Spec) -> None:
+    path = write_checkpoint(tmp_path / "ckpt", ple, source(ple), dead=True, config=False)
+    (path / "config.json").write_text("{}")
+    opened = Checkpoint.open(path, ple)
+    assert dead_tensors(ple)
+    assert opened.ignored.keys() == {PREFIX + name for name in dead_tensors(ple)}
+    with pytest.raises(WeightsError, match="no text tensor"):
+        opened.tensor("layers.7.self_attn.k_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.vision_tower.std_bias",
+        "model.audio_tower.layers.0.norm_out.weight",
+        "model.embed_vision.embedding_projection.weight",
+        "model.embed_audio.embedding_projection.weight",
+        "model.vision_embedder.patch_ln1.bias",
+    ],
+)
+def test_towers_are_ignored_and_reported(tmp_path: Path, dense: Spec, name: str) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({name: torch.zeros(3).long()}))
+    assert list(Checkpoint.open(path, dense).ignored) == [name]
+
+
+def test_missing_layer_scalar_is_one(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.pop(PREFIX + "layers.2.layer_scalar"))
+    opened = Checkpoint.open(path, dense)
+    assert opened.defaults == {"layers.2.layer_scalar": 1.0}
+    assert torch.equal(opened.tensor("layers.2.layer_scalar"), torch.ones(1).bfloat16())
+
+
+def test_tied_head_may_be_stored(tmp_path: Path, dense: Spec) -> None:
+    embed = PREFIX + "embed_tokens.weight"
+    path = save(tmp_path / "c", dense, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
+    opened = Checkpoint.open(path, dense)
+    assert "tied" in opened.ignored["lm_head.weight"]
+    assert torch.equal(opened.tensor("embed_tokens.weight"), source(dense).tensor(embed[21:]))
+
+
+def test_untied_head(tmp_path: Path, dense: Spec) -> None:
+    spec = untied(dense)
+    path = save(tmp_path / "c", spec)
+    opened = Checkpoint.open(path, spec)
+    assert torch.equal(opened.tensor("lm_head.weight"), source(spec).tensor("lm_head.weight"))
+
+
+# ---- reading --------------------------------------------------------------------------------
+
+
+def test_rows_equal_the_table(tmp_path: Path, ple: Spec) -> None:
+    opened = Checkpoint.open(save(tmp_path / "c", ple), ple)
+    ids = torch.tensor([[3, 3, 0], [511, 17, 4]])
+    table = opened.tensor("embed_tokens_per_layer.weight")
+    assert torch.equal(opened.rows("embed_tokens_per_layer.weight", ids), table[ids])
+    assert opened.rows("embed_tokens_per_layer.weight", ids[:0]).shape == (0, 3, table.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "word"),
+    [
+        ("embed_tokens.weight", torch.tensor([512]), "0..511"),
+        ("embed_tokens.weight", torch.tensor([-1]), "0..511"),
+        ("embed_tokens.weight", torch.tensor([0.5]), "int64"),
+        ("norm.weight", torch.tensor([0]), "2-D"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, dense: Spec, name: str, ids: torch.Tensor, word: str) -> None:
+    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
+    with pytest.raises(InputError, match=word):
+        opened.rows(name, ids)
+    with pytest.raises(InputError, match=word):
+        source(dense).rows(name, ids)
+
+
+def test_views_survive_release_and_close(tmp_path: Path, dense: Spec) -> None:
+    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
+    kept = opened.tensor("embed_tokens.weight")
+    opened.release("embed_tokens.weight")
+    opened.close()
+    assert torch.equal(kept, source(dense).tensor("embed_tokens.weight"))
+    with pytest.raises(WeightsError, match="closed"):
+        opened.tensor("embed_tokens.weight")
+
+
+def test_views_are_lazy(tmp_path: Path) -> None:
+    """Rows of a 256 MiB table raise resident memory by far less than the table."""
+    psutil = pytest.importorskip("psutil")
+    spec = load_spec("tiny-ple")
+    vocab = 1 << 20
+    big = replace(spec, text=replace(spec.text, vocab_size=vocab))
+    write_holes(tmp_path / "c", big)
+    opened = Checkpoint.open(tmp_path / "c", big)
+    before = psutil.Process().memory_info().rss
+    assert opened.rows("embed_tokens.weight", torch.arange(0, vocab, vocab // 8)).shape == (8, 64)
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+
+
+def write_holes(directory: Path, spec: Spec) -> None:
+    """A checkpoint of zeros that takes no disk space."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in text_tensors(spec).items():
+        size = 4 * torch.Size(shape).numel()
+        header[PREFIX + name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    with open(directory / "model.safetensors", "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + at)
+
+
+def test_files_location_and_digest(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense)
+    opened = Checkpoint.open(path, dense)
+    ((file, size),) = opened.files
+    assert (file, size) == (path / "model.safetensors", file.stat().st_size)
+    where, entry = opened.location("norm.weight")
+    data = where.read_bytes()[entry.start : entry.end]
+    assert data == source(dense).tensor("norm.weight").view(torch.uint8).numpy().tobytes()
+    digest = opened.sha256(file)
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    assert sha256(file) != digest
+
+
+def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: Spec) -> None:
+    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
+    file = tmp_path / "c" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(WeightsError, match="changed"):
+        opened.tensor("norm.weight")
+
+
+# ---- names, shapes, dtypes refused ----------------------------------------------------------
+
+
+def test_missing_tensor(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.pop(Q0))
+    refuse(path, dense, "layers.0.self_attn.q_proj.weight", "missing", "[128, 64]")
+
+
+def test_misspelt_tensor_names_the_nearest(tmp_path: Path, dense: Spec) -> None:
+    wrong = Q0.replace("q_proj", "qproj")
+    path = save(tmp_path / "c", dense, lambda t: t.update({wrong: t.pop(Q0)}))
+    refuse(path, dense, "model.safetensors", wrong, f"nearest: '{Q0}'", f"nearest: '{wrong}'")
+
+
+def test_unknown_tensor(tmp_path: Path, dense: Spec) -> None:
+    extra = PREFIX + "layers.6.mlp.up_proj.weight"
+    path = save(tmp_path / "c", dense, lambda t: t.update({extra: torch.zeros(2)}))
+    refuse(path, dense, extra, "not in the spec")
+
+
+def test_tensor_under_the_other_prefix_is_unknown(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({"model.norm.weight": torch.zeros(64)}))
+    refuse(path, dense, "'model.norm.weight'", "not in the spec")
+
+
+def test_wrong_shape(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({Q0: t[Q0].T.contiguous()}))
+    refuse(path, dense, Q0, "expected shape [128, 64]", "BF16 [64, 128]")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")],
+)
+def test_wrong_dtype(tmp_path: Path, dense: Spec, dtype: torch.dtype, code: str) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({Q0: t[Q0].to(dtype)}))
+    refuse(path, dense, Q0, "BF16 or F16 or F32", f"found {code}")
+
+
+def test_v_proj_on_a_k_eq_v_layer(tmp_path: Path, dense: Spec) -> None:
+    extra = PREFIX + "layers.5.self_attn.v_proj.weight"
+    path = save(tmp_path / "c", dense, lambda t: t.update({extra: torch.zeros(64, 64)}))
+    refuse(path, dense, extra, "full.k_eq_v is true")
+
+
+def test_missing_v_proj(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense)
+    spec = with_full(dense, k_eq_v=False)
+    refuse(path, spec, "layers.5.self_attn.v_proj.weight", "missing", "full.k_eq_v is false")
+
+
+def test_tied_head_of_another_shape(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense, lambda t: t.update({"lm_head.weight": torch.zeros(2, 2)}))
+    refuse(path, dense, "lm_head.weight", "expected shape [512, 64]")
+
+
+def test_tied_head_of_another_dtype(tmp_path: Path, dense: Spec) -> None:
+    head = torch.zeros(512, 64)
+    path = save(tmp_path / "c", dense, lambda t: t.update({"lm_head.weight": head}))
+    refuse(path, dense, "lm_head.weight", "BF16", "F32")
+
+
+def test_tied_head_with_other_values(tmp_path: Path, dense: Spec) -> None:
+    def edit(tensors: Tensors) -> None:
+        head = tensors[PREFIX + "embed_tokens.weight"].clone()
+        head[300, 7] += 1
+        tensors["lm_head.weight"] = head
+
+    opened = Checkpoint.open(save(tmp_path / "c", dense, edit), dense)
+    for read in (opened.tensor, lambda name: opened.rows(name, torch.tensor([0]))):
+        with pytest.raises(WeightsError, match=r"lm_head.weight' differs.*fix:"):
+            read("embed_tokens.weight")
+
+
+def test_missing_head_of_an_untied_model(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense)
+    refuse(path, untied(dense), "lm_head.weight", "tie_word_embeddings is false")
+
+
+def test_another_model(tmp_path: Path, dense: Spec) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors["transformer.wte.weight"] = torch.zeros(3, 2)
+
+    path = save(tmp_path / "c", dense, edit)
+    refuse(path, dense, "transformer.wte.weight", PREFIX + "embed_tokens.weight")
+
+
+def test_long_lists_are_cut(tmp_path: Path, dense: Spec, ple: Spec) -> None:
+    path = save(tmp_path / "c", ple)
+    message = refuse(path, dense, "more", "tiny-dense")
+    assert len(message.splitlines()) < 10
+
+
+# ---- directories refused --------------------------------------------------------------------
+
+
+def test_no_directory(tmp_path: Path, dense: Spec) -> None:
+    refuse(tmp_path / "none", dense, "none", "no such")
+
+
+def test_no_config(tmp_path: Path, dense: Spec) -> None:
+    path = save(tmp_path / "c", dense)
+    (path / "config.json").unlink()
+    refuse(path, dense, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], ["no weights"]),
+        (["pytorch_model.bin"], ["pytorch_model.bin", "safe_serialization=True"]),
+        (["model.pt", "model.pkl"], ["model.pt", "never opened"]),
+        (["model-00001-of-00002.safetensors"], ["00002.safetensors", "index.json"]),
+    ],
+)
+def test_directory_without_usable_weights(
+    tmp_path: Path, dense: Spec, files: list[str], words: list[str]
+) -> None:
+    for name in ["config.json", *files]:
+        (tmp_path / name).write_text("{}")
+    refuse(tmp_path, dense, "model.safetensors", *words)
+
+
+def test_single_file_and_an_index_that_does_not_name_it(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    (path / "model.safetensors").write_bytes(b"")
+    refuse(path, dense, "both")
+
+
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, dense: Spec) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    refuse(tmp_path, dense, "ordinary file")
+
+
+# ---- the index ------------------------------------------------------------------------------
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def sharded(tmp_path: Path, spec: Spec) -> Path:
+    path = write_checkpoint(tmp_path / "ckpt", spec, source(spec), shards=2, config=False)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def edit_index(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    index = path / "model.safetensors.index.json"
+    value = json.loads(index.read_text())
+    edit(value)
+    index.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..\\x", "", "a\0b"]
+)
+def test_index_that_leaves_the_directory(tmp_path: Path, dense: Spec, name: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    path = sharded(tmp_path, dense)
+    wrong = name if name.endswith(".safetensors") else name + ".safetensors" if name else name
+    edit_index(path, lambda index: index["weight_map"].update({Q0: wrong}))
+    refuse(path, dense, "index.json", "outside" if name else "only .safetensors")
+
+
+def test_symlink_that_leaves_the_directory(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    (path / SHARD).rename(tmp_path / SHARD)
+    (path / SHARD).symlink_to(tmp_path / SHARD)
+    refuse(path, dense, SHARD, "outside")
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path, dense: Spec) -> None:
+    repo = tmp_path / "models--google--tiny"
+    path = sharded(tmp_path, dense)
+    blobs, snapshot = repo / "blobs", repo / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(path.iterdir()):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
+    opened = Checkpoint.open(snapshot, dense)
+    assert torch.equal(opened.tensor("norm.weight"), source(dense).tensor("norm.weight"))
+
+
+def test_index_names_a_pickle(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    edit_index(path, lambda index: index["weight_map"].update({Q0: "pytorch_model.bin"}))
+    refuse(path, dense, "pytorch_model.bin", "only .safetensors")
+
+
+def test_index_names_a_file_that_is_not_there(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    (path / SHARD).unlink()
+    refuse(path, dense, SHARD, "complete the download")
+
+
+def test_index_names_a_tensor_that_its_shard_lacks(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    edit_index(path, lambda index: index["weight_map"].update({"ghost": SHARD}))
+    refuse(path, dense, SHARD, "ghost", "absent")
+
+
+def test_shard_holds_a_tensor_that_the_index_lacks(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    edit_index(path, lambda index: index["weight_map"].pop(Q0))
+    refuse(path, dense, SHARD, Q0, "not named")
+
+
+def test_tensor_in_two_shards(tmp_path: Path, dense: Spec) -> None:
+    path = sharded(tmp_path, dense)
+    other = path / SHARD.replace("00001", "00002", 1)
+    save_file({**load_file(other), Q0: torch.zeros(2)}, other)
+    refuse(path, dense, other.name, Q0, "not named")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", ["JSON object"]),
+        ("{", ["JSON"]),
+        ('{"weight_map": []}', ["weight_map"]),
+        ('{"weight_map": {}}', ["weight_map"]),
+        ("{}", ["weight_map"]),
+        ('{"weight_map": {"a": 3}}', ["'a'", "file name"]),
+        ('{"weight_map": {"a": "x", "a": "y"}}', ["'a'", "twice"]),
+        ("[" * 100_000, ["JSON"]),
+    ],
+)
+def test_malformed_index(tmp_path: Path, dense: Spec, text: str, words: list[str]) -> None:
+    path = sharded(tmp_path, dense)
+    (path / "model.safetensors.index.json").write_text(text)
+    refuse(path, dense, "index.json", *words)
+
+
+# ---- headers --------------------------------------------------------------------------------
+
+
+def raw_header(file: Path) -> tuple[dict[str, Any], bytes]:
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def with_header(file: Path, text: bytes, data: bytes) -> None:
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def edit_header(file: Path, edit: Callable[[dict[str, Any]], Any], pad: bytes = b"") -> None:
+    header, data = raw_header(file)
+    edit(header)
+    text = json.dumps(header).encode() + pad
+    if pad:
+        text += pad * (1 - len(text) % 2)  # an odd length, so that no data is aligned
+    with_header(file, text, data)
+
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+B = {"dtype": "F32", "shape": [1, 1], "data_offsets": [8, 12]}
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "words"),
+    [
+        ({"a": A, "b": {**B, "data_offsets": [4, 8]}}, 8, ["'b'", "overlaps", "'a'"]),
+        ({"a": A, "b": {**B, "data_offsets": [12, 16]}}, 16, ["'b'", "gap"]),
+        ({"a": {**A, "data_offsets": [4, 12]}}, 12, ["'a'", "gap"]),
+        ({"a": A, "b": B}, 11, ["truncated", "found"]),
+        ({"a": A, "b": B}, 13, ["after the last tensor"]),
+        ({"a": {**A, "data_offsets": [8, 0]}}, 8, ["'a'", "ascending"]),
+        ({"a": {**A, "data_offsets": [0, 4]}}, 4, ["'a'", "8 bytes apart"]),
+        ({"a": {**A, "data_offsets": [0, 8, 9]}}, 8, ["'a'", "data_offsets"]),
+        ({"a": {**A, "data_offsets": [-8, 0]}}, 8, ["'a'", "data_offsets"]),
+        ({"a": {**A, "shape": [-1, -2]}}, 8, ["'a'", "shape"]),
+        ({"a": {**A, "shape": [2.0]}}, 8, ["'a'", "shape"]),
+        ({"a": {**A, "shape": [True, 2]}}, 8, ["'a'", "shape"]),
+        ({"a": {**A, "shape": [1] * 65}}, 8, ["'a'", "shape"]),
+        ({"a": {**A, "shape": [1 << 62] * 64}}, 8, ["'a'", "data_offsets"]),
+        ({"a": {**A, "shape": [1 << 80]}}, 8, ["'a'", "shape"]),
+        ({"a": {**A, "dtype": "F4", "shape": [1]}}, 8, ["'a'"]),
+        ({"a": {**A, "dtype": "F33"}}, 8, ["'a'", "dtype", "F33"]),
+        ({"a": {**A, "dtype": ["F32"]}}, 8, ["'a'", "dtype"]),
+        ({"a": {"dtype": "F32", "shape": [2]}}, 8, ["'a'", "entry"]),
+        ({"a": {**A, "more": 1}}, 8, ["'a'", "entry"]),
+        ({"a": 3}, 8, ["'a'", "entry"]),
+        ({"__metadata__": {"k": 3}, "a": A}, 8, ["__metadata__", "'k'"]),
+        ({"__metadata__": [], "a": A}, 8, ["__metadata__"]),
+    ],
+)
+def test_bad_header(tmp_path: Path, header: dict[str, Any], size: int, words: list[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    with_header(file, json.dumps(header).encode(), bytes(size))
+    with pytest.raises(WeightsError) as caught:
+        read_header(file)
+    for word in (*words, str(file), "fix:"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "at least 8 bytes"),
+        (b"1234567", "at least 8 bytes"),
+        (b"\xff" * 8, "header length"),
+        ((100).to_bytes(8, "little") + b"{}", "header length"),
+        (b"\1" + bytes(7) + b"{", "header length"),
+        (b"\2" + bytes(7) + b" {", "start with"),
+        (b"\2" + bytes(7) + b"{\xff", "UTF-8"),
+        (b"\2" + bytes(7) + b"{]", "JSON"),
+        (b"\x0d" + bytes(7) + b'{"a":1,"a":2}', "twice"),
+        (b"\x13" + bytes(7) + b'{"\xc3\xa9":1,"\\u00e9":2}', "twice"),
+        (b"PK\x03\x04" + bytes(60), "header length"),
+    ],
+)
+def test_bad_bytes(tmp_path: Path, content: bytes, word: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(WeightsError, match=word):
+        read_header(file)
+
+
+def test_header_limit(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with open(file, "wb") as out:
+        out.write((100_000_001).to_bytes(8, "little"))
+        out.truncate(100_000_100)  # a hole: takes no space
+    with pytest.raises(WeightsError, match="found 100000001"):
+        read_header(file)
+
+
+def test_names_are_shown_as_printable_ascii(tmp_path: Path, dense: Spec) -> None:
+    extra = PREFIX + "\x1b[31m\ud800" + "x" * 500
+    path = save(tmp_path / "c", dense)
+    header = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    edit_header(path / "model.safetensors", lambda h: h.update({extra: header}))
+    message = refuse(path, dense, "\\x1b[31m\\ud800xxx", "...")
+    assert message.isascii() and len(message) < 1000
+
+
+def test_order_in_the_header_is_free(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with_header(file, json.dumps({"b": B, "a": A}).encode() + b"   ", bytes(12))
+    assert [e.nbytes for e in read_header(file).entries.values()] == [4, 8]
+
+
+def test_empty_tensor(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    write_tensors(file, {"e": ("F32", (0, 3))}, lambda name: torch.empty(0, 3))
+    assert read_header(file).entries["e"].shape == (0, 3)
+
+
+def test_writing_is_atomic(tmp_path: Path) -> None:
+    def pieces() -> Any:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(OSError, match="No space"):
+        write_file(tmp_path / "f", pieces())
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_bytes() == b"old"
+
+
+# ---- the hub cache --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "where"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HF_HOME": "/b"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({"HOME": "/h"}, "/h/.cache/huggingface/hub"),
+    ],
+)
+def test_hub_cache(env: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert hub_cache() == Path(where)
+
+
+def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert hub_snapshot("google/gemma") is None
+    repo = tmp_path / "models--google--gemma"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc123\n")
+    assert hub_snapshot("google/gemma") is None
+    (repo / "snapshots" / "abc123").mkdir(parents=True)
+    assert hub_snapshot("google/gemma") == repo / "snapshots" / "abc123"
+    (repo / "refs" / "main").write_text("../../..")
+    assert hub_snapshot("google/gemma") is None
+    with pytest.raises(InputError, match="org/name"):
+        hub_snapshot("../../etc")

@@ -1,0 +1,227 @@
+"""Mutated checkpoints either open or fail with one clear error: no traceback, no hang.
+
+How many examples are drawn, and how long one may take, is set by the hypothesis profile.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g4ir.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
+from g4ir.errors import G4Error
+from g4ir.params import text_tensors
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import Spec, load_spec
+
+
+def small() -> Spec:
+    """Two layers of width 8, one of them without K/V of its own: a file of a few KiB."""
+    base = load_spec("tiny-ple")
+    kind = replace(base.text.full, head_dim=8, num_key_value_heads=1)
+    text = replace(
+        base.text,
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        pattern=("full",),
+        full=kind,
+        num_kv_shared_layers=1,
+        ple=replace(base.text.ple, dim=4, vocab_size=16),
+    )
+    return replace(base, name="small", text=text)
+
+
+SPEC = small()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("single") / "ckpt", shards=1)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("sharded") / "ckpt", shards=2)
+
+
+def made(path: Path, shards: int) -> Path:
+    write_checkpoint(path, SPEC, RandomCheckpoint(SPEC, 0), shards=shards, config=False)
+    (path / "config.json").write_text("{}")
+    for file in list(path.iterdir()):
+        (path.parent / file.name).write_bytes(file.read_bytes())  # the originals
+    return path
+
+
+def original(path: Path, name: str) -> bytes:
+    return (path.parent / name).read_bytes()
+
+
+def survives(path: Path) -> None:
+    """Open and read everything; only a G4Error with a fix, in printable ASCII, may come out."""
+    try:
+        opened = Checkpoint.open(path, SPEC)
+        for name, shape in text_tensors(SPEC).items():
+            assert opened.tensor(name).shape == shape
+        opened.close()
+    except G4Error as error:
+        message = str(error)
+        assert "fix:" in message and message.isascii() and len(message) < 3000
+        assert message.replace("\n", "").isprintable()
+
+
+# ---- bytes ----------------------------------------------------------------------------------
+
+
+def flip(data: bytes, at: int, value: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ value]) + data[at + 1 :] if at < len(data) else data
+
+
+def cut(data: bytes, at: int, value: int) -> bytes:
+    return data[:at]
+
+
+def splice(data: bytes, at: int, value: int) -> bytes:
+    return data[:at] + data[at // 2 : at // 2 + value] + data[at:]
+
+
+def remove(data: bytes, at: int, value: int) -> bytes:
+    return data[:at] + data[at + value :]
+
+
+def length(data: bytes, at: int, value: int) -> bytes:
+    return (at * value).to_bytes(8, "little") + data[8:]
+
+
+PLACES = st.one_of(st.integers(0, 7), st.integers(8, 3000), st.integers(0, 20_000))
+EDITS = st.lists(
+    st.tuples(st.sampled_from([flip, cut, splice, remove, length]), PLACES, st.integers(1, 255)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(edits=EDITS)
+def test_changed_bytes(single: Path, edits: list[Any]) -> None:
+    data = original(single, SINGLE)
+    for edit, at, value in edits:
+        data = edit(data, at, value)
+    (single / SINGLE).write_bytes(data)
+    survives(single)
+
+
+@given(edits=EDITS)
+def test_changed_bytes_of_the_index(sharded: Path, edits: list[Any]) -> None:
+    data = original(sharded, INDEX)
+    for edit, at, value in edits:
+        data = edit(data, at % 4000, value)
+    (sharded / INDEX).write_bytes(data)
+    survives(sharded)
+
+
+# ---- JSON -----------------------------------------------------------------------------------
+
+TEXT = st.one_of(st.text(max_size=12), st.sampled_from(["F32", "U8", "F4", "../x", "/", "\ud800"]))
+NUMBERS = st.one_of(st.integers(-2, 600), st.integers(0, 1 << 70), st.floats())
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def with_header(text: bytes, data: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@st.composite
+def changed_headers(draw: st.DrawFn, header: dict[str, Any]) -> dict[str, Any]:
+    """A header with a few entries or fields replaced, renamed, swapped or removed."""
+    out: dict[str, Any] = dict(header)
+    names = st.sampled_from(sorted(header))
+    for _ in range(draw(st.integers(1, 3))):
+        name, other = draw(names), draw(names)
+        entry = out.get(name)
+        match draw(st.sampled_from(["field", "entry", "rename", "swap", "remove", "metadata"])):
+            case "field":
+                key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+                value = draw(st.one_of(JSON, st.lists(NUMBERS, max_size=3)))
+                out[name] = {**(entry if isinstance(entry, dict) else {}), key: value}
+            case "entry":
+                out[name] = draw(JSON)
+            case "rename":
+                out[draw(TEXT)] = out.pop(name, {})
+            case "swap":
+                out[name], out[other] = out.get(other, {}), out.get(name, {})
+            case "remove":
+                out.pop(name, None)
+            case "metadata":
+                out["__metadata__"] = draw(JSON)
+    return out
+
+
+@given(data=st.data())
+def test_changed_header(single: Path, data: st.DataObject) -> None:
+    header, body = header_of(original(single, SINGLE))
+    text = json.dumps(data.draw(changed_headers(header))).encode()
+    (single / SINGLE).write_bytes(with_header(text, body))
+    survives(single)
+
+
+@given(value=JSON)
+def test_any_json_as_header(single: Path, value: Any) -> None:
+    (single / SINGLE).write_bytes(with_header(json.dumps(value).encode(), b""))
+    survives(single)
+
+
+FILES = st.one_of(
+    TEXT,
+    st.sampled_from([
+        "model-00001-of-00002.safetensors", "../config.json", "config.json", INDEX, SINGLE,
+        "../model-00001-of-00002.safetensors", "/dev/zero", "/dev/zero.safetensors", ".", "",
+        "./model-00001-of-00002.safetensors", "x" * 5000 + ".safetensors", "\0.safetensors",
+        "\ud800.safetensors",
+    ]),
+    JSON,
+)  # fmt: skip
+
+
+@given(
+    changes=st.dictionaries(st.one_of(st.integers(0, 40), TEXT), FILES, min_size=1, max_size=3),
+    dropped=st.integers(0, 80),
+)
+def test_changed_index(sharded: Path, changes: dict[Any, Any], dropped: int) -> None:
+    index = json.loads(original(sharded, INDEX))
+    names = list(index["weight_map"])
+    for key, file in changes.items():
+        name = names[key % len(names)] if isinstance(key, int) else key
+        index["weight_map"][name] = file
+    if dropped < len(names):
+        index["weight_map"].pop(names[dropped])
+    (sharded / INDEX).write_text(json.dumps(index))
+    survives(sharded)
+
+
+@given(value=st.one_of(JSON, st.fixed_dictionaries({"weight_map": JSON})))
+def test_any_json_as_index(sharded: Path, value: Any) -> None:
+    (sharded / INDEX).write_text(json.dumps(value))
+    survives(sharded)
+
+
+def test_the_unchanged_checkpoints_open(single: Path, sharded: Path) -> None:
+    for path, name in ((single, SINGLE), (sharded, INDEX)):
+        (path / name).write_bytes(original(path, name))
+        Checkpoint.open(path, SPEC).close()

@@ -1,0 +1,181 @@
+"""Random weights: the same bits whatever part is asked for, and sane statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from g4ir.errors import InputError
+from g4ir.params import text_tensors
+from g4ir.random_weights import (
+    BLOCK,
+    DISTRIBUTIONS,
+    RandomCheckpoint,
+    distribution,
+    random_rows,
+    random_tensor,
+)
+from g4ir.spec import load_spec
+
+NAME = "layers.3.mlp.up_proj.weight"
+
+
+def reference(seed: int, name: str, index: int) -> int:
+    """The hash of one element, with Python integers: the definition a reader can check."""
+    import hashlib
+
+    mask, m1, m2 = 0xFFFFFFFF, 0x7FEB352D, 0x846CA68B
+
+    def finish(x: int) -> int:
+        x = (x ^ (x >> 16)) * m1 & mask
+        x = (x ^ (x >> 15)) * m2 & mask
+        return x ^ (x >> 16)
+
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+    block, offset = divmod(index, 1 << 18)
+    first, second = (finish((finish(block ^ words[i]) + words[i + 1]) & mask) for i in (0, 2))
+    x = offset ^ first
+    x = ((x ^ (x >> 16)) * m1 + second) & mask
+    x = (x ^ (x >> 15)) * m2 & mask
+    return (x >> 8) - (1 << 24 if x >> 31 else 0)
+
+
+def test_literal_values() -> None:
+    got = random_tensor(7, NAME, (4, 3), torch.float32)[:2]
+    assert got.tolist() == [
+        [0.5687819719314575, -0.8541128635406494, 0.1660764217376709],
+        [0.9735201597213745, 0.9504328966140747, 0.5874841213226318],
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 12345, (1 << 47) + 5])
+def test_values_follow_the_definition(index: int) -> None:
+    columns = 1 << 10
+    shape = (1 << 38, columns)
+    row, column = divmod(index, columns)
+    spread = torch.tensor(distribution(NAME, shape)[1], dtype=torch.float32).item()
+    want = torch.tensor(float(reference(7, NAME, index))) * (spread / 2**23)
+    got = random_rows(7, NAME, shape, torch.tensor([row]), torch.float32)[0, column]
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(1000, 777), (3, BLOCK + 5), (5, 1), (1, 3 * BLOCK)])
+def test_rows_equal_the_full_tensor(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    full = random_tensor(1, NAME, shape, dtype)
+    ids = torch.tensor([[0, shape[0] - 1], [shape[0] // 2, 0]])
+    assert torch.equal(random_rows(1, NAME, shape, ids, dtype), full[ids])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_makes_the_same_bits(dtype: torch.dtype) -> None:
+    for name in (NAME, "norm.weight"):
+        here = random_tensor(1, name, (1000, 777), dtype)
+        there = random_tensor(1, name, (1000, 777), dtype, "cuda")
+        ids = torch.tensor([999, 0, 338])
+        rows = random_rows(1, name, (1000, 777), ids, dtype, "cuda")
+        assert torch.equal(there.cpu(), here) and torch.equal(rows.cpu(), here[ids])
+
+
+def test_narrow_dtypes_round_the_float32_value() -> None:
+    wide = random_tensor(1, NAME, (64, 64), torch.float32)
+    assert torch.equal(random_tensor(1, NAME, (64, 64), torch.bfloat16), wide.bfloat16())
+
+
+def test_rows_of_a_huge_table_beyond_32_bits() -> None:
+    """Rows of a table of 2^48 elements, which could never be made whole, differ from each other."""
+    shape = (1 << 32, 1 << 16)
+    ids = torch.tensor([0, 1, 1 << 16, 1 << 20, (1 << 32) - 1])
+    rows = random_rows(3, NAME, shape, ids, torch.float32)
+    assert torch.corrcoef(rows).fill_diagonal_(0).abs().max() < 0.03
+    assert torch.equal(random_rows(3, NAME, shape, ids[3:4], torch.float32)[0], rows[3])
+
+
+def test_too_large_is_an_error() -> None:
+    with pytest.raises(InputError, match="at most"):
+        random_rows(0, NAME, (1 << 33, 1 << 16), torch.tensor([0]), torch.float32)
+
+
+def test_no_rows_and_no_elements() -> None:
+    assert random_rows(0, NAME, (8, 4), torch.empty(0).long(), torch.float32).shape == (0, 4)
+    assert random_tensor(0, NAME, (0, 4), torch.float32).shape == (0, 4)
+
+
+@pytest.mark.parametrize(("seed", "name"), [(8, NAME), (7, NAME.replace("3", "4")), (-1, NAME)])
+def test_seeds_and_names_are_independent(seed: int, name: str) -> None:
+    one = random_tensor(7, NAME, (512, 512), torch.float32).flatten()
+    two = random_tensor(seed, name, (512, 512), torch.float32).flatten()
+    assert torch.corrcoef(torch.stack([one, two]))[0, 1].abs() < 0.01
+
+
+def test_blocks_and_neighbours_are_uncorrelated() -> None:
+    values = random_tensor(2, NAME, (16, BLOCK), torch.float64)
+    blocks = torch.corrcoef(values)
+    assert blocks.fill_diagonal_(0).abs().max() < 0.01
+    flat = values[0]
+    for lag in (1, 2, 3, 4, 8, 64, 1024, BLOCK // 2):
+        pair = torch.stack([flat[:-lag], flat[lag:]])
+        assert torch.corrcoef(pair)[0, 1].abs() < 0.015, lag
+
+
+def test_uniform_over_the_whole_range() -> None:
+    shape = (1024, 1024)
+    spread = distribution(NAME, shape)[1]
+    values = random_tensor(5, NAME, shape, torch.float32) / spread
+    counts = torch.histc(values, 64, -1, 1)
+    expected = counts.sum() / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom
+    assert values.min() >= -1 and values.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "centre", "half"),
+    [
+        ("layers.0.layer_scalar", (1,), 0.75, 0.25),
+        ("layers.0.input_layernorm.weight", (4096,), 1.0, 0.3),
+        ("layers.0.self_attn.q_norm.weight", (4096,), 1.0, 0.3),
+        ("layers.0.post_feedforward_layernorm_2.weight", (4096,), 1.0, 0.3),
+        ("layers.0.post_per_layer_input_norm.weight", (4096,), 1.0, 0.3),
+        ("per_layer_projection_norm.weight", (4096,), 1.0, 0.3),
+        ("norm.weight", (4096,), 1.0, 0.3),
+        ("layers.0.router.scale", (4096,), 1.0, 0.3),
+        ("layers.0.router.per_expert_scale", (4096,), 1.0, 0.3),
+        ("layers.0.router.proj.weight", (8, 512), 0.0, 3**0.5),
+        ("embed_tokens_per_layer.weight", (8, 512), 0.0, 3**0.5 / 16),
+        ("embed_tokens.weight", (8, 512), 0.0, (3 / 512) ** 0.5),
+        ("layers.0.experts.down_proj", (4, 8, 512), 0.0, (3 / 512) ** 0.5),
+    ],
+)
+def test_distributions(name: str, shape: tuple[int, ...], centre: float, half: float) -> None:
+    assert distribution(name, shape) == pytest.approx((centre, half))
+    values = random_tensor(0, name, shape, torch.float32)
+    assert values.min() >= centre - 1.00001 * half and values.max() <= centre + 1.00001 * half
+    if values.numel() > 1000:
+        assert abs(values.mean() - centre) < 0.1 * half
+        assert abs(values.std() - half / 3**0.5) < 0.05 * half
+
+
+def test_every_distribution_row_is_used() -> None:
+    names = [n for s in ("tiny-moe", "tiny-ple") for n in text_tensors(load_spec(s))]
+    used = {distribution(name, (64, 48)) for name in names}
+    assert len(used) == len(DISTRIBUTIONS) - 1  # two rows share (1.0, 0.3)
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+def test_random_checkpoint_fills_every_tensor(name: str) -> None:
+    spec = load_spec(name)
+    source = RandomCheckpoint(spec, seed=4, dtype=torch.float32)
+    for tensor, shape in text_tensors(spec).items():
+        values = source.tensor(tensor)
+        assert values.shape == shape and values.isfinite().all()
+        assert values.unique().numel() > values.numel() // 2, tensor
+    ids = torch.tensor([5, 1])
+    table = source.tensor("embed_tokens.weight")
+    assert torch.equal(source.rows("embed_tokens.weight", ids), table[ids])
+    assert not source.ignored and not source.defaults
+    source.release("norm.weight")
+    source.close()
+    with pytest.raises(InputError, match="no text tensor"):
+        source.tensor("nothing")
