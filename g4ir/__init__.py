@@ -10,6 +10,8 @@ Importing the package is cheap: torch is loaded with the first name that needs i
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -36,3 +38,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTS])
+
+
+class _Package(ModuleType):
+    """Keeps `g4ir.interpret` the function: importing the module of that name would hide it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _EXPORTS or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

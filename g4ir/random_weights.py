@@ -39,23 +39,36 @@ def _fan_in(shape: Shape) -> float:
     return sqrt(3.0 / max(prod(shape[-1:]), 1))
 
 
+def _root(shape: Shape) -> float:
+    return max(prod(shape[-1:]), 1) ** -0.5
+
+
 # name pattern -> (centre, half-width of the uniform distribution), first match wins.
-# Embedding rows come out O(1) after their scale (sqrt(hidden), 16 for per-layer embeddings), and
-# so do router logits, whose input carries a factor hidden^-0.5.
-DISTRIBUTIONS: tuple[tuple[str, float, Callable[[Shape], float]], ...] = (
-    (r"layer_scalar$", 0.75, lambda shape: 0.25),
-    (r"norm(_\d)?\.weight$", 1.0, lambda shape: 0.3),
-    (r"router\.(scale|per_expert_scale)$", 1.0, lambda shape: 0.3),
-    (r"router\.proj\.weight$", 0.0, lambda shape: sqrt(3.0)),
-    (r"embed_tokens_per_layer\.weight$", 0.0, lambda shape: sqrt(3.0) / 16.0),
-    (r"", 0.0, _fan_in),
+# Router logits come out O(1), although their input carries a factor hidden^-0.5, and so do
+# per-layer embeddings after their factor of 16. Token embeddings come out smaller, so that what
+# follows a token depends on more than that token; the final norm makes up for it. Attention
+# scores are not divided by the root of the head dim, so query norms carry it; a block adds less
+# to the residual stream than the stream holds. Without either, rounding differences grow from
+# layer to layer until any two ways to compute the model part.
+Size = Callable[[Shape], float]
+DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
+    (r"layer_scalar$", lambda shape: 0.95, lambda shape: 0.05),
+    (r"q_norm\.weight$", _root, lambda shape: 0.3 * _root(shape)),
+    (r"post_\w*norm(_\d)?\.weight$", lambda shape: 0.3, lambda shape: 0.1),
+    (r"^norm\.weight$", lambda shape: 4.0, lambda shape: 1.2),
+    (r"norm(_\d)?\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"router\.(scale|per_expert_scale)$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"router\.proj\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0)),
+    (r"embed_tokens_per_layer\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0) / 16.0),
+    (r"embed_tokens\.weight$", lambda shape: 0.0, lambda shape: 0.25 * _fan_in(shape)),
+    (r"", lambda shape: 0.0, _fan_in),
 )
 
 
 def distribution(name: str, shape: Shape) -> tuple[float, float]:
     """Centre and half-width of the values of this tensor."""
     centre, spread = next((c, s) for p, c, s in DISTRIBUTIONS if re.search(p, name))
-    return centre, spread(shape)
+    return centre(shape), spread(shape)
 
 
 def random_tensor(

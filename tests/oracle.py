@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from g4ir.ir import Graph
+from g4ir.params import text_tensors
 from g4ir.spec import SLIDING, Spec
 from g4ir.weights import checkpoint_name
 
@@ -140,6 +142,20 @@ class Weights:
 LIVELY = Weights(query=1.5, post=0.4, scalar=0.7, experts=1.0, router=1.0)
 #: for bf16, whose rounding is 2^16 times coarser
 CALM = Weights(query=1.0, post=0.05, scalar=0.9, experts=0.3, router=5.0)
+
+
+def save_checkpoint(oracle: Oracle, folder: Path) -> Path:
+    """The model as transformers saves it, without experts of layers that have none."""
+    spec = oracle.spec
+    live = {"lm_head.weight", *(f"model.{name}" for name in text_tensors(spec))}
+    state = {k: v for k, v in oracle.tensors.items() if k in live}
+    oracle.model.save_pretrained(folder, state_dict=state)
+    return folder
+
+
+def expressible(spec: Spec) -> bool:
+    """Whether a config.json can say all of the spec."""
+    return _expressible(spec) == spec
 
 
 def graph_params(graph: Graph, tensors: Mapping[str, torch.Tensor], prefix: str = "model."):

@@ -6,17 +6,21 @@ Tests of numerics ask for `open_session` only, so that they can run on any backe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import g4ir
+from g4ir.checkpoint import Checkpoint
+from g4ir.engine import Engine, load_engine, prepare, write_engine
 from g4ir.interpret import empty_state, interpret
 from g4ir.ir import Program, Value, split_prologue
 from g4ir.model import build_program
 from g4ir.pipeline import run_program
 from g4ir.spec import Spec
-from tests.oracle import Oracle, graph_params, pieces
+from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f32"}
 Watch = Callable[[Value, Any], None]
@@ -34,6 +38,31 @@ def open_session(
     dtype = DTYPES[oracle.dtype]
     program = built_program(oracle.spec, all_logits, tuple(skip), dtype)
     return Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
+
+
+def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
+    """The way of a user: a Hugging Face directory, an engine directory, a loaded engine.
+
+    The spec is the checkpoint's own, except where a config cannot say it: then the comparison of
+    spec and config is left out.
+    """
+    checkpoint = save_checkpoint(oracle, folder / "checkpoint")
+    if expressible(oracle.spec):
+        engine = g4ir.build(None, folder / "engine", checkpoint=checkpoint, **options)
+        assert engine.spec.text == oracle.spec.text
+        return engine
+    prepared = prepare(oracle.spec, random_weights=0, **options)
+    source = Checkpoint.open(checkpoint, oracle.spec)
+    write_engine(
+        replace(prepared, source=source, weights={"kind": "packed"}), folder / "engine", print
+    )
+    return load_engine(folder / "engine")
+
+
+def with_chunk(engine: Engine, size: int) -> Engine:
+    """The same engine, prefilling in chunks of at most `size` tokens."""
+    assert size <= engine.limits.prefill_chunk
+    return replace(engine, limits=replace(engine.limits, prefill_chunk=size))
 
 
 _PROGRAMS: dict[Any, Program] = {}

@@ -1,0 +1,65 @@
+# One virtual environment, made on first use: `make demo` and `make test` need only python3 (3.10 or
+# newer, with venv), a C++ compiler and a package index.
+PYTHON      = python3
+VENV        = .venv
+BIN         = $(VENV)/bin
+READY       = $(VENV)/.ready
+PIP         = $(BIN)/python -m pip --disable-pip-version-check
+DEMO        = build/demo
+FOLDERS     = g4ir g4ir/cli g4ir/ops passes backends backends/torch_compile specs tests tests/passes bench
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test test-full lint lines bench clean distclean
+
+setup: $(READY)
+
+# torch goes first and alone, so that nothing else can pull in another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "g4ir needs Python 3.10 or newer; say which: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch 'setuptools>=77'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+demo: $(READY)
+	rm -rf $(DEMO)
+	mkdir -p $(DEMO)
+	$(BIN)/g4ir build --variant tiny-moe --backend torch --random-weights 0 \
+	    --max-seq 256 --prefill-chunk 32 --out $(DEMO)/engine
+	$(BIN)/g4ir verify $(DEMO)/engine
+	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
+	$(BIN)/python bench/tiny.py --engine $(DEMO)/engine
+
+test: lint
+	$(BIN)/python -m pytest -q
+	@$(MAKE) --no-print-directory lines
+
+test-full: lint
+	$(BIN)/python -m pytest -q --full
+	@$(MAKE) --no-print-directory lines
+
+# mypy does not know the package mapping of pyproject.toml, and `mypy -p g4ir` from here would pass
+# over passes/, backends/ and specs/: it is given a tree of links in which they lie inside g4ir/.
+lint: $(READY)
+	$(BIN)/ruff check .
+	@rm -rf build/mypy && mkdir -p build/mypy/g4ir
+	@ln -s "$(CURDIR)"/g4ir/* "$(CURDIR)"/passes "$(CURDIR)"/backends "$(CURDIR)"/specs build/mypy/g4ir/
+	cd build/mypy && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir
+
+# Growth should be seen: lines of Python per folder, its sub-folders not included.
+lines:
+	@for d in $(FOLDERS); do \
+	    printf '%7d lines  %s\n' "$$(cat $$d/*.py 2>/dev/null | wc -l)" "$$d"; done
+
+bench: $(READY)
+	$(BIN)/python bench/tiny.py --save
+	$(BIN)/python bench/scaling.py --save --layers
+	$(BIN)/python bench/e2b.py
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find g4ir passes backends specs tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

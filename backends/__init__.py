@@ -1,0 +1,23 @@
+"""Backends: from the optimised graph to something that runs."""
+
+from __future__ import annotations
+
+import importlib
+
+from g4ir.errors import InputError
+
+from .base import Backend
+
+#: name on the command line -> module that holds BACKEND
+BACKENDS = {
+    "reference": "g4ir.backends.reference",
+    "torch": "g4ir.backends.torch_compile",
+}
+
+
+def find_backend(name: str) -> Backend:
+    """The backend of this name; InputError lists them."""
+    if name not in BACKENDS:
+        raise InputError(f"unknown backend {name!r}; one of {', '.join(BACKENDS)}")
+    backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND
+    return backend

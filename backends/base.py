@@ -1,0 +1,82 @@
+"""What a backend is: it compiles a program into an engine directory and runs it from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from g4ir.ir import Program
+from g4ir.packing import ParamSource
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[str], None]
+Tensors = Mapping[str, "torch.Tensor"]
+#: sees values by name as a graph makes them
+Watch = Callable[[str, "torch.Tensor"], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine is built for. `max_seq` counts the tokens of a row, generated ones too."""
+
+    max_batch: int = 1
+    max_seq: int = 8192
+    prefill_chunk: int = 1024
+
+
+class State(Protocol):
+    """The caches of one session."""
+
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+
+    def zero(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length."""
+
+    #: where its params come from
+    source: ParamSource
+
+    def new_state(self, batch: int) -> Any: ...
+
+    def run(
+        self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """One chunk: caches are updated in place. `context` is the most tokens that a row holds
+        afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
+        `watch` sees the graph's values that the backend can show, in order."""
+
+    def resident(self, param: str) -> torch.Tensor | None:
+        """A param that the runtime holds whole, for others to read."""
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """One way to make a program run."""
+
+    name: str
+    devices: tuple[str, ...]
+
+    def check(self, device: str) -> None:
+        """MissingError where the environment lacks something."""
+
+    def compile(
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress
+    ) -> dict[str, Any]:
+        """Write compiled files into `out`; returns what the manifest keeps of them."""
+
+    def machine(self, device: str) -> str:
+        """The instruction set that the files need; an engine refuses any other machine."""
+
+    def load(
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        params: ParamSource, progress: Progress,
+    ) -> Runtime: ...  # fmt: skip

@@ -1,0 +1,64 @@
+"""The cache tensors of a session: allocated once, used by prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from g4ir.ir import Program
+from g4ir.types import Type, torch_dtype
+
+#: contexts are rounded up, so that few distinct sizes occur: (up to, step)
+_STEPS = ((512, 64), (1 << 62, 256))
+
+
+def context_slots(tokens: int, capacity: int) -> int:
+    """Slots of a full-length cache that a step reads for this many tokens."""
+    step = next(step for upto, step in _STEPS if tokens <= upto)
+    return min(capacity, -(-tokens // step) * step)
+
+
+def capacity(max_seq: int) -> int:
+    """Slots of a full-length cache."""
+    return context_slots(max_seq, 1 << 62)
+
+
+def cache_types(program: Program, batch: int, max_seq: int) -> dict[str, Type]:
+    """The caches of a session with their sizes."""
+    dims = {"B": batch, "C": capacity(max_seq)}
+    return {name: v.type.bind(dims) for name, v in program.state().items()}
+
+
+class Caches:
+    """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
+
+    def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:
+        self.capacity = capacity(max_seq)
+        self.types = cache_types(program, batch, max_seq)
+        self.linear = {n for n, v in program.state().items() if v.type.shape[0] == "C"}
+        self.tensors = {
+            name: torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device=device)
+            for name, t in self.types.items()
+        }
+        self._views: dict[int, Mapping[str, torch.Tensor]] = {}
+        #: CUDA graphs over these tensors, by the views they use; they live as long as the session
+        self.captured: dict[int, Any] = {}
+
+    def views(self, context: int) -> Mapping[str, torch.Tensor]:
+        """Caches for a step after which rows hold at most `context` tokens."""
+        slots = context_slots(context, self.capacity)
+        if slots not in self._views:
+            self._views[slots] = {
+                n: t[:slots] if n in self.linear else t for n, t in self.tensors.items()
+            }
+        return self._views[slots]
+
+    def nbytes(self) -> int:
+        return sum(prod(t.shape) * t.element_size() for t in self.tensors.values())
+
+    def zero(self) -> None:
+        for t in self.tensors.values():
+            t.zero_()

@@ -1,0 +1,75 @@
+"""The interpreter as a backend: slow, and by definition right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4ir.errors import MissingError
+from g4ir.interpret import interpret
+from g4ir.ir import Program
+from g4ir.packing import ParamSource
+
+from .base import Limits, Progress, Watch
+from .caches import Caches
+
+
+class ReferenceRuntime:
+    """Runs each graph through the ops' references."""
+
+    def __init__(
+        self, program: Program, limits: Limits, device: str, params: ParamSource
+    ) -> None:
+        self.program, self.limits, self.device, self.source = program, limits, device, params
+        names = {v.name for p in ("prefill", "decode") for v in program.graphs[p].params}
+        self.params = {n: params.tensor(n).to(device) for n in names}
+
+    def new_state(self, batch: int) -> Caches:
+        return Caches(self.program, batch, self.limits.max_seq, self.device)
+
+    def run(
+        self, phase: str, feeds: dict[str, Any], state: Caches, context: int, logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        views = state.views(context)
+        show = (lambda v, t: watch(v.name, t)) if watch else None
+        outputs, after = interpret(self.program.graphs[phase], feeds, self.params, views, show)
+        for name, t in after.items():
+            views[name].copy_(t)
+        return outputs["logits"] if logits else None
+
+    def resident(self, param: str) -> torch.Tensor | None:
+        return self.params.get(param)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class ReferenceBackend:
+    """`--backend reference`."""
+
+    name = "reference"
+    devices = ("cpu", "cuda")
+
+    def check(self, device: str) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
+
+    def compile(
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress
+    ) -> dict[str, Any]:
+        return {}
+
+    def machine(self, device: str) -> str:
+        return "any"
+
+    def load(
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        params: ParamSource, progress: Progress,
+    ) -> ReferenceRuntime:  # fmt: skip
+        return ReferenceRuntime(program, limits, device, params)
+
+
+BACKEND = ReferenceBackend()

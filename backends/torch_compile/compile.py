@@ -1,0 +1,284 @@
+"""A segment's text -> an ahead-of-time Inductor package; many of them in parallel.
+
+Compilation is a pure function of (text, device, torch, instruction set, this package's sources),
+so packages are kept in the user's cache directory under the hash of all that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from g4ir.errors import LowerError, MissingError
+from g4ir.text import parse_graph
+
+#: sizes at which programs are traced; each named dim is dynamic from 1 up
+_TRACE = {"B": 2, "S": 4, "C": 16}
+
+
+def program_name(text: str, device: str) -> str:
+    """A hash of everything that a program's code follows from."""
+    import torch
+
+    parts = [text, device, torch.__version__, machine(device), _sources()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def machine(device: str) -> str:
+    """The instruction set that compiled code needs, as text to compare and to show."""
+    import torch
+
+    if device == "cuda":
+        return f"cuda sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+    import platform
+
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_flags()}"
+
+
+def _cpu_flags() -> str:
+    """Vector extensions of this CPU, sorted; compiled code may use any of them."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
+    wanted = ("avx", "amx", "fma", "bmi", "sve", "asimd", "bf16", "fp16")
+    return ",".join(sorted(f for f in line.partition(":")[2].split() if f.startswith(wanted)))
+
+
+def _sources() -> str:
+    """Hash of the code that turns text into programs."""
+    package = Path(__file__).resolve().parent
+    ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in [*sorted(package.glob("*.*")), *sorted(ops.glob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_dir() -> Path:
+    """Where compiled programs are kept between builds."""
+    return Path.home() / ".cache" / "g4ir" / "programs"
+
+
+def check_toolchain(device: str) -> None:
+    """MissingError without a C++ compiler (CPU) or without CUDA (GPU)."""
+    import torch
+    from torch._inductor import cpp_builder, exc
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MissingError(
+            "--device cuda: this torch sees no CUDA device; build with --device cpu, or install "
+            "a CUDA build of torch on a machine with a GPU"
+        )
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as e:
+        raise MissingError(
+            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
+            "install one, for example with `apt-get install g++`"
+        ) from e
+
+
+def compile_all(
+    texts: Sequence[str], device: str, out: Path, jobs: int,
+    progress: Callable[[str], None],
+) -> dict[str, str]:  # fmt: skip
+    """Compile each distinct text into `out`; returns text -> file name.
+
+    Raises LowerError with the backend's message and the segment's first line.
+    """
+    files = {t: f"{program_name(t, device)}.pt2" for t in dict.fromkeys(texts)}
+    out.mkdir(parents=True, exist_ok=True)
+    missing = [t for t, name in files.items() if not _from_cache(name, out)]
+    if missing:
+        progress(f"compiling {len(missing)} of {len(files)} programs")
+        _compile_missing(missing, files, device, out, jobs, progress)
+    return files
+
+
+def _from_cache(name: str, out: Path) -> bool:
+    kept = cache_dir() / name
+    if not kept.is_file():
+        return False
+    shutil.copyfile(kept, out / name)
+    return True
+
+
+def _keep(path: Path) -> None:
+    """Best effort: a full or read-only cache directory is no reason to fail a build."""
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=cache_dir(), delete=False) as f:
+            shutil.copyfile(path, f.name)
+        os.replace(f.name, cache_dir() / path.name)
+    except OSError:
+        return
+
+
+def _compile_missing(
+    texts: Sequence[str], files: dict[str, str], device: str, out: Path, jobs: int,
+    progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    workers = min(jobs, len(texts))
+    if device == "cuda" or workers == 1:
+        for i, t in enumerate(texts):
+            compile_program(t, device, out / files[t])
+            _keep(out / files[t])
+            progress(f"compiled {i + 1}/{len(texts)}")
+        return
+    # The longest programs first, so that none is left alone at the end.
+    todo = sorted(texts, key=len, reverse=True)
+    with _workers(workers) as compile_one, ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(compile_one, t, device, out / files[t]): t for t in todo}
+        try:
+            for i, future in enumerate(as_completed(futures)):
+                future.result()
+                _keep(out / files[futures[future]])
+                progress(f"compiled {i + 1}/{len(texts)}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Callable[[str, str, Path], None]]:
+    """`compile_program` in one of `count` processes that serve one program after the other.
+
+    Not multiprocessing: its processes import the user's main script again, which would have to
+    be written for that.
+    """
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(count)
+    ]
+    idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+    for process in started:
+        idle.put(process)
+
+    def compile_one(text: str, device: str, path: Path) -> None:
+        process = idle.get()
+        try:
+            _ask(process, text, device, path)
+        finally:
+            idle.put(process)
+
+    try:
+        yield compile_one
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _ask(process: subprocess.Popen[str], text: str, device: str, path: Path) -> None:
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(json.dumps([text, device, str(path)]) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # its answer is the end of its output
+    answer = process.stdout.readline()
+    if not answer:
+        raise LowerError(
+            f"torch: a compiling process ended with status {process.wait()}; it may have run out "
+            f"of memory: build again with fewer other programs running"
+        )
+    if error := json.loads(answer):
+        raise LowerError(error)
+
+
+def serve() -> None:
+    """Compile what each line of stdin asks for; answer with a line: null, or the error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    for line in sys.stdin:
+        text, device, path = json.loads(line)
+        try:
+            compile_program(text, device, Path(path))
+            error = None
+        except LowerError as e:
+            error = str(e)
+        print(json.dumps(error), file=answers, flush=True)
+
+
+def compile_kernels(path: Path) -> None:
+    """Compile the CPU kernels into a shared library for this machine (about a second)."""
+    from torch._inductor import cpp_builder
+
+    source = Path(__file__).resolve().parent / "kernels.c"
+    command = [
+        cpp_builder.get_cpp_compiler(), "-x", "c", "-O3", "-march=native", "-fopenmp", "-w",
+        "-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math",
+        "-shared", "-fPIC", str(source), "-o", str(path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LowerError(f"torch: kernels.c does not compile: {done.stderr[:800]}")
+
+
+def compile_program(text: str, device: str, path: Path) -> None:
+    """Export one segment and write its package."""
+    import torch
+
+    try:
+        with _quiet_compiler(), torch.no_grad():
+            _compile(text, device, path)
+    except Exception as e:
+        raise LowerError(
+            f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
+            f"its first node: {text.splitlines()[-3].strip()}"
+        ) from None
+
+
+def _compile(text: str, device: str, path: Path) -> None:
+    import torch
+    from torch.export import Dim
+    from torch.fx.experimental import _config as fx_config
+
+    from .lower import SegmentModule, example
+
+    g = parse_graph(text)
+    module = SegmentModule(g, device)
+    args, dynamic = [], []
+    for v in g.sources():
+        args.append(example(v.type, device, _TRACE))
+        named = [i for i, d in enumerate(v.type.shape) if isinstance(d, str)]
+        dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
+    # Without it the exporter assumes that a dynamic size is at least 2, at export and at compile.
+    with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        program = torch.export.export(
+            module, tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
+        )
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=_inductor_options()
+        )
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Round where eager mode rounds; one thread per worker process compiles."""
+    return {"emulate_precision_casts": True, "compile_threads": 1}
+
+
+def _quiet_compiler() -> Any:
+    """Keep the exporter's warnings out of the user's terminal."""
+    import contextlib
+    import logging
+    import warnings
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    return stack

@@ -1,0 +1,189 @@
+"""A segment as a torch function: the op's own reference unless the table has something better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from g4ir.interpret import expansion
+from g4ir.ir import Graph, Node, Value
+from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.base import as_tuple, wide
+from g4ir.types import Type, torch_dtype
+
+from . import pyops
+
+Lowering = Callable[..., Any]
+
+
+class SegmentModule(torch.nn.Module):
+    """Inputs, params and caches in the segment's order; caches are written in place; returns the
+    outputs, contiguous."""
+
+    def __init__(self, g: Graph, device: str) -> None:
+        super().__init__()
+        self.g, self.device = g, device
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sources = self.g.sources()
+        env = {v.name: t for v, t in zip(sources, tensors, strict=True)}
+        _unify_dims(sources, env)
+        for n in self.g.nodes:
+            self.run(n, env)
+        return tuple(env[v.name].contiguous() for v in self.g.outputs)
+
+    def run(self, n: Node, env: dict[str, Any]) -> None:
+        lowering = LOWERINGS.get(n.op)
+        tensors = [env[v.name] for v in n.inputs]
+        if lowering:
+            results = as_tuple(lowering(self, n, *tensors))
+        elif n.definition.reference:
+            results = as_tuple(n.definition.reference(*tensors, **n.attrs))
+        else:
+            nodes, values = expansion(n)
+            for inner in nodes:
+                self.run(inner, env)
+            results = tuple(env[v.name] for v in values)
+        env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+
+
+def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
+    """Tell the exporter that equal names are equal sizes."""
+    sizes: dict[str, Any] = {}
+    for v in values:
+        for i, d in enumerate(v.type.shape):
+            if isinstance(d, str):
+                size = env[v.name].shape[i]
+                torch._check(size == sizes.setdefault(d, size))
+
+
+def _linear(m: SegmentModule, n: Node, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if m.device == "cpu" and w.numel() >= pyops.FROM:
+        out: torch.Tensor = torch.ops.g4ir.linear(x, w)
+        return out
+    return torch.nn.functional.linear(x, w)
+
+
+def _experts(
+    m: SegmentModule, n: Node, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
+    gate_up: torch.Tensor, down: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    act = str(n.attrs["act"])
+    if m.device == "cpu":
+        out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, gate_up, down, act)
+        return out
+    return grouped_experts(x, weights, index, gate_up, down, act)
+
+
+def grouped_experts(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, act: str,
+) -> torch.Tensor:  # fmt: skip
+    """The op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
+    products, fp32 weighting and sum in rank order."""
+    from g4ir.ops.mlp import activate
+
+    tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
+    k = slots.shape[1]
+    ids = slots.flatten()
+    order = ids.argsort(stable=True)
+    bounds = torch.arange(1, gate_up.shape[0] + 1, device=x.device)
+    ends = torch.searchsorted(ids[order], bounds).to(torch.int32)
+    rows = tokens[order // k]
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    rows = torch._grouped_mm(activate(gate, act) * up, down.transpose(1, 2), offs=ends)
+    out = wide(torch.empty_like(rows)).index_copy(0, order, wide(rows))
+    out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
+    return out.sum(1).to(x.dtype).view_as(x)
+
+
+def _cache_write(
+    m: SegmentModule, n: Node, cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """In place. One token goes to its slot; a chunk is gathered, since two of its tokens may
+    share a slot and only the newer one may stay."""
+    rows = torch.arange(new.shape[0], device=new.device)
+    if n.inputs[1].type.shape[1] == 1:
+        slot = torch.remainder(start, cache.shape[0])
+        value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
+        cache.index_put_((slot, rows), value)
+        return cache
+    source = slot_positions(start + lengths, cache.shape[0]) - start
+    picked = new[rows, source.clamp(min=0)]
+    cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
+    return cache
+
+
+def _attention(
+    m: SegmentModule, n: Node, q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor,
+    cache_k: torch.Tensor, cache_v: torch.Tensor, *fresh: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The form that measured fastest: products per head for a chunk over a ring in an engine for
+    one row, else the library's attention with the heads of a group as query rows."""
+    if n.attrs["softcap"]:
+        operands = (q, positions, written, cache_k, cache_v, *fresh)
+        out: torch.Tensor = n.definition.reference(*operands, **n.attrs)  # type: ignore[misc]
+        return out
+    key_pos = slot_positions(written, cache_k.shape[0])
+    if fresh:
+        cache_k, cache_v = (
+            torch.cat((old, new.transpose(0, 1)))
+            for old, new in zip((cache_k, cache_v), fresh, strict=True)
+        )
+        key_pos = torch.cat((key_pos, positions.t()))
+    mask = visible(key_pos, positions, int(n.attrs["window"]))  # type: ignore[arg-type]
+    ring_of_one_row = n.attrs["window"] and n.inputs[0].type.shape[0] == 1
+    form = _per_head if fresh and ring_of_one_row else _grouped
+    return form(q, cache_k, cache_v, mask, float(n.attrs["scale"]))  # type: ignore[arg-type]
+
+
+def _per_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask [1,S,T]."""
+    _, s, heads, d = q.shape
+    n = k.shape[2]
+    group = heads // n
+    outs = []
+    for h in range(n):
+        queries = q[0, :, h * group : (h + 1) * group].transpose(0, 1).reshape(group * s, d)
+        scores = (torch.mm(queries, k[:, 0, h].t()) * scale).view(group, s, -1)
+        scores = wide(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
+        weights = scores.softmax(-1).to(q.dtype).view(group * s, -1)
+        outs.append(torch.mm(weights, v[:, 0, h]).view(group, s, d))
+    return torch.cat(outs).transpose(0, 1).unsqueeze(0)
+
+
+def _grouped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group of heads."""
+    b, s, heads, d = q.shape
+    n = k.shape[2]
+    group = heads // n
+    queries = q.view(b, s, n, group, d).permute(0, 2, 3, 1, 4).reshape(b, n, group * s, d)
+    bias = torch.zeros((), dtype=q.dtype, device=q.device).expand(mask.shape)
+    bias = bias.masked_fill(~mask, torch.finfo(q.dtype).min)
+    bias = bias[:, None, None].expand(b, 1, group, s, mask.shape[-1]).reshape(b, 1, group * s, -1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), attn_mask=bias, scale=scale
+    )
+    return out.view(b, n, group, s, d).permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+
+
+#: op -> (module, node, *tensors) -> result; an op that is not here runs its reference
+LOWERINGS: dict[str, Lowering] = {
+    "linear": _linear,
+    "experts": _experts,
+    "cache_write": _cache_write,
+    "attention": _attention,
+}
+
+
+def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:
+    """A contiguous tensor of the type. It is never read, and untouched memory costs nothing."""
+    shape = [int(d) for d in t.bind(dims).shape]
+    return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

@@ -1,0 +1,107 @@
+"""Ops that a compiled CPU program calls back for: large products and routed experts.
+
+Such a call costs about 3 us. For up to ROWS rows a product runs at the speed at which memory
+delivers the weight (kernels.c), which the library's products do not reach; above, and for other
+dtypes, the library is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from g4ir.ops.base import wide
+from g4ir.ops.mlp import activate
+
+#: most rows that the kernels take
+ROWS = 4
+#: below this many elements of the weight, calling back costs more than it gains
+FROM = 1 << 16
+_NAMES = {torch.bfloat16: "g4ir_linear_bf16", torch.float32: "g4ir_linear_f32"}
+_kernels: dict[torch.dtype, Callable[..., None]] = {}
+
+
+def load_kernels(path: Path) -> None:
+    """Make the compiled kernels of an engine available to the ops."""
+    library = ctypes.CDLL(str(path.resolve()))
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    for dtype, name in _NAMES.items():
+        kernel = getattr(library, name)
+        kernel.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int]
+        kernel.restype = None
+        _kernels[dtype] = kernel
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
+    n, k = w.shape
+    rows = x.numel() // k
+    kernel = _kernels.get(x.dtype)
+    if kernel is None or not 0 < rows <= ROWS:
+        return _library_linear(x, w)
+    x = x.contiguous()
+    out = x.new_empty((*x.shape[:-1], n))
+    kernel(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, n, k, torch.get_num_threads())
+    return out
+
+
+def _library_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """oneDNN's product also in fp32, where it beats the default one at few rows."""
+    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "")
+        return out
+    return functional.linear(x, w)
+
+
+def experts(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, act: str,
+) -> torch.Tensor:  # fmt: skip
+    """The op `experts`: each hit expert once; weighting and the sum over slots in fp32 and in
+    rank order."""
+
+    def one(rows: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = linear(rows, gate_up[e]).chunk(2, -1)
+        return linear(activate(gate, act) * up, down[e])
+
+    tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
+    scale = weights.flatten(0, -2)
+    if tokens.shape[0] == 1:
+        made = torch.cat([one(tokens, e) for e in slots[0].tolist()])
+        return (wide(made) * scale[0, :, None]).sum(0).to(x.dtype).view_as(x)
+    ids = slots.flatten()
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids, minlength=gate_up.shape[0]).tolist()
+    gathered = tokens[order // slots.shape[1]]
+    made = torch.cat([one(p, e) for e, p in enumerate(gathered.split(counts)) if p.shape[0]])
+    out = torch.empty_like(wide(made))
+    out[order] = wide(made)
+    out = out.view(*slots.shape, -1) * scale[..., None]
+    return out.sum(1).to(x.dtype).view_as(x)
+
+
+_LIBRARY = torch.library.Library("g4ir", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
+_LIBRARY.impl("linear", linear, "CPU")
+_LIBRARY.define(
+    "experts(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor down, str act)"
+    " -> Tensor"
+)
+_LIBRARY.impl("experts", experts, "CPU")
+
+
+@torch.library.register_fake("g4ir::linear")
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@torch.library.register_fake("g4ir::experts")
+def _(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, act: str,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape)

@@ -1,0 +1,221 @@
+"""A graph in segments: the runs of nodes that become one compiled program each.
+
+Nodes of one layer form a segment. Segments of the same text share a program, so that compile
+cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
+segments. Caches are written in place, so a write stands after every read of the old contents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from g4ir.errors import LowerError
+from g4ir.ir import Graph, Node, Value
+from g4ir.text import print_graph
+
+_LAYER = re.compile(r"(L\d+)\.")
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One call of a compiled program: `text` is the program, the rest names its operands."""
+
+    text: str
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    state: tuple[str, ...]
+    outputs: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Glue:
+    """A node that runs eagerly between programs."""
+
+    node: Node
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(v.name for v in self.node.inputs)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(v.name for v in self.node.outputs)
+
+    writes: tuple[str, ...] = ()
+
+
+Step = Segment | Glue
+
+
+def schedule(g: Graph) -> list[Step]:
+    """The steps of a graph, in an order in which in-place cache writes are safe."""
+    keys = _group(g)
+    groups: dict[Key, list[Node]] = {}
+    for n in g.nodes:
+        groups.setdefault(keys[n.outputs[0].name], []).append(n)
+    ordered = _order_groups(g, groups, keys)
+    return [_step(g, groups[k], keys, k) for k in ordered]
+
+
+def state_steps(steps: Sequence[Step]) -> list[Step]:
+    """The steps that a chunk needs whose logits nobody reads."""
+    live: set[str] = set()
+    out: list[Step] = []
+    for s in reversed(steps):
+        if s.writes or live.intersection(s.outputs):
+            out.append(s)
+            live.update(s.inputs)
+    return out[::-1]
+
+
+def _group(g: Graph) -> dict[str, Key]:
+    """First output name -> (stage, level); a level counts the glue between nodes of a stage."""
+    producers = g.producers()
+    stage: dict[str, str] = {}
+    after_layers: set[str] = set()
+    level: dict[str, dict[str, int]] = {}  # node -> stage -> level reached in that stage
+    keys: dict[str, Key] = {}
+    late = _late_writes(g)
+    for i, n in enumerate(g.nodes):
+        name = n.outputs[0].name
+        before = [producers[v.name].outputs[0].name for v in n.inputs if v.name in producers]
+        if match := _LAYER.match(name):
+            stage[name] = match[1]
+        else:
+            stage[name] = "post" if after_layers.intersection(before) else "pre"
+        if match or after_layers.intersection(before):
+            after_layers.add(name)
+        level[name] = reached = _highest(level[b] for b in before)
+        if n.definition.glue:
+            level[name] = {s: at + 1 for s, at in reached.items()}
+            keys[name] = (f"glue {i}", 0)
+        else:
+            here = reached.setdefault(stage[name], 0)
+            keys[name] = (f"write {n.inputs[0].name}" if name in late else stage[name], here)
+    return keys
+
+
+def _highest(levels: Iterable[dict[str, int]]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for level in levels:
+        for s, at in level.items():
+            out[s] = max(out.get(s, 0), at)
+    return out
+
+
+def _late_writes(g: Graph) -> set[str]:
+    """Writes whose old contents a node of another layer still reads."""
+    users = g.users()
+    return {
+        w.out.name
+        for w in g.find("cache_write")
+        if {_layer(n) for n in users[w.inputs[0].name]} != {_layer(w)}
+    }
+
+
+def _layer(n: Node) -> str:
+    match = _LAYER.match(n.outputs[0].name)
+    return match[1] if match else ""
+
+
+def _order_groups(
+    g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]
+) -> list[Key]:
+    """Topological order of the groups, stable by first node; reads of a cache precede its write."""
+    producers = g.producers()
+    needs: dict[Key, set[Key]] = {k: set() for k in groups}
+    for k, nodes in groups.items():
+        for n in nodes:
+            for v in n.inputs:
+                if v.name in producers:
+                    needs[k].add(keys[producers[v.name].outputs[0].name])
+            if n.op == "cache_write":
+                for m in g.nodes:
+                    if m is not n and n.inputs[0] in m.inputs:
+                        needs[k].add(keys[m.outputs[0].name])
+        needs[k].discard(k)
+    done: dict[Key, None] = {}
+    while len(done) < len(groups):
+        ready = next((k for k in groups if k not in done and needs[k] <= done.keys()), None)
+        if ready is None:
+            stuck = [k for k in groups if k not in done]
+            raise LowerError(f"torch: graph {g.name}: stages {stuck} wait for each other")
+        done[ready] = None
+    return list(done)
+
+
+def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
+    if len(nodes) == 1 and nodes[0].definition.glue:
+        return Glue(nodes[0])
+    nodes = _writes_last(g, nodes)
+    inside = {v.name for n in nodes for v in n.outputs}
+    outside = {v.name for n in g.nodes if keys[n.outputs[0].name] != key for v in n.inputs}
+    outside |= {v.name for v in g.outputs}
+    state = {v.name for v in g.state}
+    params = {v.name for v in g.params}
+    read = list(dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in inside))
+    writes = [n for n in nodes if n.op == "cache_write"]
+    outputs = [
+        v for n in nodes if n.op != "cache_write" and any(o.name in outside for o in n.outputs)
+        for v in n.outputs
+    ]  # fmt: skip
+    sub = Graph(
+        "segment",
+        tuple(v for v in read if v.name not in params and v.name not in state),
+        tuple(v for v in read if v.name in params),
+        tuple(v for v in read if v.name in state),
+        tuple(nodes), tuple(outputs), {w.inputs[0].name: w.out for w in writes},
+    )  # fmt: skip
+    return Segment(
+        text=print_graph(_canonical(sub)),
+        inputs=_names(sub.inputs),
+        params=_names(sub.params),
+        state=_names(sub.state),
+        outputs=_names(sub.outputs),
+        writes=_names(w.inputs[0] for w in writes),
+    )
+
+
+def _names(values: Iterable[Value]) -> tuple[str, ...]:
+    return tuple(v.name for v in values)
+
+
+def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
+    """Each cache write after the last read of the old contents, before the first of the new."""
+    out = [n for n in nodes if n.op != "cache_write"]
+    for w in (n for n in nodes if n.op == "cache_write"):
+        reads = [i for i, n in enumerate(out) if w.inputs[0] in n.inputs]
+        made = [i for i, n in enumerate(out) if set(w.inputs) & set(n.outputs)]
+        at = max([*reads, *made], default=-1) + 1
+        uses = [i for i, n in enumerate(out) if w.out in n.inputs]
+        if uses and uses[0] < at:
+            raise LowerError(
+                f"torch: graph {g.name}: {w.inputs[0]} is read after {w.out} replaced it"
+            )
+        out.insert(uses[0] if uses else len(out), w)
+    return out
+
+
+def _canonical(g: Graph) -> Graph:
+    """Names by order of appearance, so that equal layers have equal text."""
+    names: dict[str, str] = {}
+    for prefix, values in (("x", g.inputs), ("w", g.params), ("c", g.state)):
+        names.update({v.name: f"{prefix}{i}" for i, v in enumerate(values)})
+    made = [v for n in g.nodes for v in n.outputs]
+    names.update({v.name: f"v{i}" for i, v in enumerate(made)})
+
+    def c(v: Value) -> Value:
+        return Value(names[v.name], v.type)
+
+    def many(vs: Iterable[Value]) -> tuple[Value, ...]:
+        return tuple(map(c, vs))
+
+    nodes = tuple(replace(n, inputs=many(n.inputs), outputs=many(n.outputs)) for n in g.nodes)
+    return Graph(
+        g.name, many(g.inputs), many(g.params), many(g.state), nodes, many(g.outputs),
+        {names[k]: c(v) for k, v in g.next.items()},
+    )  # fmt: skip

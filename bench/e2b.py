@@ -1,0 +1,150 @@
+"""The E2B shape at full width and depth, bf16, random weights: g4ir beside transformers.
+
+    python bench/e2b.py --engine build/bench/e2b [--peers eager,compile] [--rounds 3]
+
+Both run in this process on the same threads, interleaved A-B-A-B. The peer has a static cache and
+computes the last logits only. The per-layer-embedding vocabulary is cut to 8192 rows so that the
+peer's copy of that table fits; it is read by row and does not change the work per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    Peer,
+    environment,
+    hf_model,
+    interleave,
+    median,
+    read_floor,
+    save,
+    seconds,
+)
+
+import g4ir
+from g4ir.params import counts
+
+PREFILL = (32, 512, 2048)
+MAX_SEQ = 2560
+
+
+def bench_spec() -> Any:
+    spec = g4ir.load_spec("e2b")
+    return replace(spec, text=replace(spec.text, ple=replace(spec.text.ple, vocab_size=8192)))
+
+
+def build_engine(path: Path) -> Any:
+    if path.exists():
+        shutil.rmtree(path)
+    holder: list[Any] = []
+    taken = seconds(lambda: holder.append(g4ir.build(
+        bench_spec(), path, random_weights=0, max_seq=MAX_SEQ, prefill_chunk=2048, progress=print
+    )))  # fmt: skip
+    print(f"build and load: {taken:.1f} s")
+    return holder[0]
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Cosine of two logit rows."""
+    return float(torch.nn.functional.cosine_similarity(a.float(), b.float(), -1).min())
+
+
+def prefill_rows(session: Any, peers: dict[str, Peer], rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for n in PREFILL:
+        tokens = torch.randint(3, 8000, (1, n), generator=torch.Generator().manual_seed(n))
+
+        def ours(tokens: torch.Tensor = tokens) -> torch.Tensor:
+            session.reset()
+            out: torch.Tensor = session.prefill(tokens)
+            return out
+
+        first = ours()
+        cosines = {name: agreement(first, p.prefill(tokens)) for name, p in peers.items()}
+        runs = {"g4ir": lambda f=ours: seconds(f)}
+        runs |= {
+            k: (lambda p=p, t=tokens: seconds(lambda: p.prefill(t))) for k, p in peers.items()
+        }
+        times = {k: median(v) for k, v in interleave(rounds, **runs).items()}
+        rows.append(_row({"prefill": n}, times, cosines))
+    return rows
+
+
+def decode_row(
+    session: Any, peers: dict[str, Peer], rounds: int, steps: int, step_bytes: int
+) -> dict[str, Any]:
+    """Seconds per token at one row, context 64 and up; the floor is one read of the weights."""
+    prompt = torch.randint(3, 8000, (1, 64), generator=torch.Generator().manual_seed(1))
+    session.reset()
+    session.prefill(prompt)
+    token = torch.tensor([5])
+    ours = session.decode(token)
+    cosines = {}
+    for name, p in peers.items():
+        p.prefill(prompt)
+        cosines[name] = agreement(ours, p.step(token[:, None]))
+        p.step(token[:, None])
+    session.decode(token)
+
+    def run(step: Any) -> float:
+        return seconds(lambda: [step() for _ in range(steps)]) / steps
+
+    runs = {"g4ir": lambda: run(lambda: session.decode(token))}
+    runs |= {k: (lambda p=p: run(lambda: p.step(token[:, None]))) for k, p in peers.items()}
+    floors = []
+    times: dict[str, list[float]] = {k: [] for k in runs}
+    for _ in range(rounds):
+        floors.append(read_floor())
+        for k, v in interleave(1, **runs).items():
+            times[k] += v
+    row = _row({"decode": "1 row, context 64"}, {k: median(v) for k, v in times.items()}, cosines)
+    floor = step_bytes / 1e9 / max(floors)
+    row["read_floor_gb_per_s"] = max(floors)
+    row["floor_ms"] = floor * 1e3
+    row["share_of_read_floor"] = floor / (row["ms"]["g4ir"] / 1e3)
+    return row
+
+
+def _row(
+    what: dict[str, Any], times: dict[str, float], cosines: dict[str, float]
+) -> dict[str, Any]:
+    best = min((t for k, t in times.items() if k != "g4ir"), default=float("nan"))
+    row = {
+        **what,
+        "ms": {k: t * 1e3 for k, t in times.items()},
+        "speedup_over_best_peer": best / times["g4ir"],
+        "logit_cosine": cosines,
+    }
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", type=Path, default=Path("build/bench/e2b"))
+    parser.add_argument("--peers", default="eager,compile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--reuse", action="store_true", help="load --engine instead of building it")
+    args = parser.parse_args()
+    engine = g4ir.load_engine(args.engine) if args.reuse else build_engine(args.engine)
+    spec = engine.spec
+    model = hf_model(spec, 0, torch.bfloat16)
+    peers = {k: Peer(model, MAX_SEQ, k == "compile") for k in args.peers.split(",") if k}
+    session = engine.session()
+    step_bytes = counts(spec).active * 2
+    decode = decode_row(session, peers, args.rounds, args.steps, step_bytes)
+    prefill = prefill_rows(session, peers, args.rounds)
+    command = f"python bench/e2b.py --peers {args.peers} --rounds {args.rounds}"
+    save("e2b", {"environment": environment(), "command": command, "dtype": "bf16",
+                 "decode": decode, "prefill": prefill})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The command line: `g4ir VERB ...`.
+
+stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
+1 a check failed; 2 wrong usage or bad input; 3 the environment lacks something; 70 a bug in g4ir
+(as in sysexits.h); 130 interrupted; 141 the reader of stdout went away. Nothing here imports
+torch before a verb needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from g4ir import __version__, console
+
+from .build import add_build
+from .common import Parser
+from .run import add_run, add_verify
+from .show import add_show
+from .specs import add_specs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. `--help` and `--version` raise SystemExit(0)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    console.tolerant_output()
+    try:
+        with console.logs():
+            args = _parser().parse_args(words, argparse.Namespace(json=False))
+            code: int = args.command(args)
+            sys.stdout.flush()
+            return code
+    except (Exception, KeyboardInterrupt) as e:
+        return console.report(e, "--trace" in words)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="g4ir",
+        description="Build, inspect and run Gemma 4 engines.",
+        epilog="exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment\n"
+        "lacks something, 70 a bug in g4ir, 130 interrupted, 141 the reader of stdout went away",
+    )
+    parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    add_specs(verbs)
+    add_show(verbs)
+    add_build(verbs)
+    add_run(verbs)
+    add_verify(verbs)
+    return parser

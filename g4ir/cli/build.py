@@ -1,0 +1,167 @@
+"""`g4ir build`: from a spec and weights to an engine directory."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir import console
+from g4ir.errors import InputError
+from g4ir.spec import Spec
+
+from .common import add_source, add_verb, emit, given_spec
+from .run import verified
+
+if TYPE_CHECKING:
+    from g4ir.engine import Prepared
+    from g4ir.ir import Graph
+    from g4ir.pipeline import Dump
+
+
+def add_build(verbs: Any) -> None:
+    p = add_verb(verbs, "build", _build, "write an engine directory")
+    add_source(p)
+    p.add_argument("--checkpoint", metavar="DIR",
+                   help="a Hugging Face directory (default: the local hub cache)")  # fmt: skip
+    p.add_argument("--random-weights", metavar="SEED", type=int, help="weights made from a seed")
+    p.add_argument("--backend", required=True, help="reference or torch")
+    p.add_argument("--device", help="cpu or cuda (default: by backend)")
+    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
+    p.add_argument("--max-batch", metavar="N", type=int, default=1, help="rows (default 1)")
+    p.add_argument("--max-seq", metavar="N", type=int,
+                   help="tokens of a row, new ones too (default 8192)")  # fmt: skip
+    p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
+                   help="tokens of a prompt at a time (default 1024)")  # fmt: skip
+    p.add_argument("--link-weights", action="store_true",
+                   help="refer to the checkpoint's files instead of copying them")  # fmt: skip
+    p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
+    p.add_argument("--verify", action="store_true", help="compare with the reference when built")
+    p.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
+    p.add_argument("--out", metavar="DIR", help="default: engines/VARIANT-BACKEND")
+
+
+def _build(args: argparse.Namespace) -> int:
+    from g4ir.backends import find_backend
+    from g4ir.engine import check_absent, prepare, write_engine
+
+    if args.dry_run and args.verify:
+        raise InputError("--dry-run builds nothing that --verify could check")
+    spec = given_spec(args)
+    find_backend(args.backend)
+    if args.out or spec:
+        check_absent(_out(args, spec))
+    with console.Progress() as progress:
+        progress("checking the build")
+        prepared = prepare(
+            spec, checkpoint=args.checkpoint, random_weights=args.random_weights,
+            backend=args.backend, device=args.device, dtype=args.dtype, max_batch=args.max_batch,
+            max_seq=args.max_seq, prefill_chunk=args.prefill_chunk, all_logits=args.all_logits,
+            skip=args.skip, link_weights=args.link_weights,
+            dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
+        )  # fmt: skip
+        out = _out(args, prepared.spec)
+        _tell_notes(prepared)
+        if args.dry_run:
+            return _dry_run(prepared, out, args.json)
+        _tell_leftovers(out)
+        write_engine(prepared, out, progress)
+        prepared.source.close()
+    if args.verify:
+        return verified(str(out), args)
+    emit({"engine": str(out)}) if args.json else print(out)
+    return 0
+
+
+def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
+    assert args.out or spec
+    return Path(args.out or f"engines/{spec.name if spec else ''}-{args.backend}")
+
+
+def _dump_to(folder: Path) -> Dump:
+    """One file per phase and pass, in the order of the pipeline."""
+    from g4ir.pipeline import PASSES
+
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def dump(name: str, graph: Graph) -> None:
+        file = folder / f"{PASSES.index(name) + 1:02}-{name}.{graph.name}.g4ir"
+        file.write_text(str(graph))
+
+    return dump
+
+
+def _tell_notes(p: Prepared) -> None:
+    """Tensors of the checkpoint that the engine does not use, and those it makes up."""
+    whys = list(p.source.ignored.values())
+    for why in dict.fromkeys(whys):
+        console.say(f"note: {whys.count(why)} tensors not used: {why}")
+    if p.source.defaults:
+        first, value = next(iter(p.source.defaults.items()))
+        console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
+
+
+def _tell_leftovers(out: Path) -> None:
+    from g4ir.engine import BUILDING
+
+    for left in sorted(out.absolute().parent.glob(f".{_escaped(out.name)}{BUILDING}*")):
+        console.say(f"note: {left} is left of a killed build, or of one that still runs")
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _dry_run(p: Prepared, out: Path, as_json: bool) -> int:
+    from g4ir.engine import check_space
+
+    check_space(p, out)
+    plan = _plan(p, out)
+    if as_json:
+        emit(plan)
+        return 0
+    for key, value in plan.items():
+        print(f"{key:<14} {_planned(key, value)}")
+    return 0
+
+
+def _plan(p: Prepared, out: Path) -> dict[str, Any]:
+    """What a build would make; sizes in bytes."""
+    from dataclasses import asdict
+
+    from g4ir.backends.caches import cache_types
+    from g4ir.engine import free_bytes
+
+    caches = cache_types(p.packing.program, p.limits.max_batch, p.limits.max_seq)
+    return {
+        "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
+        **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
+        "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
+        "cache_bytes": sum(t.nbytes() for t in caches.values()),
+        "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
+        "programs": _program_counts(p), "disk_bytes": p.disk_bytes(),
+        "disk_free": free_bytes(out), "out": str(out),
+    }  # fmt: skip
+
+
+def _program_counts(p: Prepared) -> dict[str, int]:
+    """How many programs the torch backend calls in all, and how many it compiles."""
+    if p.backend.name != "torch":
+        return {}
+    from g4ir.backends.torch_compile.backend import phase_steps
+    from g4ir.backends.torch_compile.segment import Segment
+
+    steps = [s for many in phase_steps(p.packing.program, p.limits).values() for s in many]
+    texts = [s.text for s in steps if isinstance(s, Segment)]
+    return {"calls": len(texts), "compiled": len(set(texts))}
+
+
+def _planned(key: str, value: Any) -> str:
+    if key.endswith("_bytes") or key == "disk_free":
+        return f"{value / 2**30:.2f} GiB" if value >= 1 << 30 else f"{value / 2**20:.2f} MiB"
+    if isinstance(value, dict):
+        value = [f"{k} {v}" for k, v in value.items()]
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

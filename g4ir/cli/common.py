@@ -1,0 +1,85 @@
+"""What the verbs share: the parser, JSON on stdout, arguments that several of them take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from g4ir.errors import InputError
+from g4ir.spec import Spec, load_spec
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def emit(value: Any, indent: int | None = None) -> None:
+    """JSON on stdout; what is not a finite number becomes null, which every reader knows."""
+    print(json.dumps(_strict(value), indent=indent), flush=True)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong usage like any other error; options are never abbreviated."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
+        super().__init__(**{**form, **kwargs})
+        self.add_argument(
+            "--trace", action="store_true", default=argparse.SUPPRESS,
+            help="print the stack of an error",
+        )  # fmt: skip
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = True) -> Parser:
+    parser: Parser = verbs.add_parser(name, help=help, description=help)
+    parser.set_defaults(command=command)
+    if json:
+        parser.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="the result as JSON"
+        )
+    return parser
+
+
+def add_source(parser: Parser) -> None:
+    parser.add_argument("--variant", metavar="N", help="a shipped variant: see `g4ir specs`")
+    parser.add_argument("--spec", metavar="F", help="a spec file")
+    parser.add_argument(
+        "--skip", metavar="PASS", action="append", default=[], help="leave a pass out (repeat)"
+    )
+    parser.add_argument(
+        "--all-logits", action="store_true", help="prefill can return the logits of every token"
+    )
+
+
+def given_spec(args: argparse.Namespace) -> Spec | None:
+    """The spec of --variant or --spec."""
+    if args.variant is not None and args.spec is not None:
+        raise InputError("give either --variant or --spec, not both")
+    if args.spec is not None:
+        return load_spec(Path(args.spec))
+    return None if args.variant is None else load_spec(args.variant)
+
+
+def token_ids(text: str | None, flag: str) -> list[int] | None:
+    """`2,5,7` -> [2, 5, 7]"""
+    if text is None:
+        return None
+    words = text.replace(",", " ").split()
+    for word in words or [text]:
+        if not re.fullmatch(r"-?[0-9]{1,18}", word):
+            raise InputError(f"{flag}: expected token ids such as 2,5,7, found {word[:40]!r}")
+    return [int(word) for word in words]

@@ -1,0 +1,141 @@
+"""`g4ir run` and `g4ir verify`: what is done with a built engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir import console
+
+from .common import add_verb, emit, token_ids
+
+if TYPE_CHECKING:
+    from g4ir.engine import Engine
+    from g4ir.requests import Desk, Request, Result
+
+
+def add_run(verbs: Any) -> None:
+    p = add_verb(verbs, "run", _run, "generate, streaming")
+    p.add_argument("engine", metavar="ENGINE")
+    given = p.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", metavar="TEXT")
+    given.add_argument("--tokens", metavar="2,5,7", help="the prompt as token ids")
+    given.add_argument(
+        "--input-jsonl", metavar="FILE",
+        help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
+        "max_new_tokens, temperature, top_k, top_p, seed, stop; answered in order",
+    )  # fmt: skip
+    p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
+    p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
+    p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
+    p.add_argument("--top-p", metavar="P", type=float)
+    p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
+    p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
+
+
+def add_verify(verbs: Any) -> None:
+    p = add_verb(verbs, "verify", _verify, "compare logits and greedy tokens")
+    p.add_argument("engine", metavar="ENGINE")
+    p.add_argument("--against", choices=("reference", "hf"), default="reference")
+    p.add_argument("--checkpoint", metavar="DIR", help="what hf is loaded from")
+    p.add_argument("--tokens", metavar="2,5,7", help="compare on these tokens")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from g4ir.requests import Desk
+
+    lines = _read_lines(args.input_jsonl) if args.input_jsonl else _one_request(args)
+    flags = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
+    with console.Progress() as progress:
+        engine = _load(args.engine, progress)
+        desk = Desk(engine, flags)
+        requests = [desk.request(fields, where) for where, fields in lines]
+        if args.input_jsonl or args.json:
+            progress.stop()
+            for request in requests:
+                _log_and_emit(desk.answer(request))
+        else:
+            progress("reading the prompt")
+            _tell_summary(_stream(desk, requests[0], progress))
+        engine.close()
+    return 0
+
+
+def _read_lines(source: str) -> list[tuple[str, dict[str, Any]]]:
+    from g4ir.requests import parse_lines
+
+    if source == "-":
+        return parse_lines(sys.stdin.buffer.read(), "stdin")
+    return parse_lines(Path(source).read_bytes(), source)
+
+
+def _one_request(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    tokens = token_ids(args.tokens, "--tokens")
+    if tokens is None:
+        return [("--prompt", {"prompt": args.prompt})]
+    return [("--tokens", {"tokens": tokens})]
+
+
+def _log_and_emit(result: Result) -> None:
+    emit(result.output())
+    print(json.dumps(result.log()), file=sys.stderr, flush=True)
+
+
+def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:
+    """Print each piece when it is known: text, or ids where there is no tokenizer."""
+    from g4ir.requests import TextStream
+
+    text = TextStream(desk.codec) if desk.codec else None
+    gap = ""
+
+    def told(token: int) -> None:
+        nonlocal gap
+        progress.stop()
+        print(text.push(token) if text else f"{gap}{token}", end="", flush=True)
+        gap = " "
+
+    result = desk.answer(request, told)
+    print(text.rest() if text else "", flush=True)
+    return result
+
+
+def _tell_summary(r: Result) -> None:
+    speed = f", then {r.tokens_per_second:.1f} tokens/s" if r.tokens_per_second else ""
+    console.say(
+        f"{r.prompt_tokens} prompt tokens, {len(r.tokens)} new ones; first after "
+        f"{r.first_token_s:.3f} s{speed}; ended by {r.finish_reason}"
+    )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    return verified(args.engine, args, args.against, token_ids(args.tokens, "--tokens"))
+
+
+def verified(
+    engine: str, args: argparse.Namespace, against: str = "reference",
+    tokens: list[int] | None = None,
+) -> int:  # fmt: skip
+    from g4ir.compare import verify_engine
+
+    with console.Progress() as progress:
+        loaded = _load(engine, progress)
+        try:
+            report = verify_engine(
+                loaded, against=against, tokens=tokens, checkpoint=args.checkpoint,
+                progress=progress,
+            )  # fmt: skip
+        finally:
+            loaded.close()
+    emit(report.to_dict()) if args.json else print(report.text())
+    return 0 if report.ok else 1
+
+
+def _load(engine: str, progress: console.Progress) -> Engine:
+    from g4ir.engine import load_engine
+
+    progress(f"loading {engine}")
+    return load_engine(engine, progress=progress)

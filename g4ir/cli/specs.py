@@ -1,0 +1,113 @@
+"""`g4ir specs`: the variants as data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from g4ir.spec import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
+
+from .common import add_verb, emit
+
+
+def add_specs(verbs: Any) -> None:
+    parser = add_verb(verbs, "specs", _specs_list, "the variants as data")
+    inner = parser.add_subparsers(metavar="list|show|validate|from-hf|to-hf|diff|schema")
+    add_verb(inner, "list", _specs_list, "the shipped variants (the default)")
+    p = add_verb(inner, "show", _specs_show, "one variant as YAML")
+    p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
+    p = add_verb(inner, "validate", _specs_validate, "check a spec file")
+    p.add_argument("file", metavar="FILE")
+    p = add_verb(inner, "from-hf", _specs_from_hf, "a checkpoint's config.json as a spec")
+    p.add_argument("source", metavar="DIR-or-config.json")
+    p.add_argument("--name", help="name of the spec (default: the directory's)")
+    p = add_verb(inner, "to-hf", _specs_to_hf, "a spec as a config.json", json=False)
+    p.add_argument("name", metavar="NAME")
+    p = add_verb(inner, "diff", _specs_diff, "fields that differ; exit 1 if any does")
+    p.add_argument("a", metavar="A", help="a variant, a YAML file, a checkpoint or config.json")
+    p.add_argument("b", metavar="B")
+    add_verb(inner, "schema", _specs_schema, "JSON Schema of spec files, for editors", json=False)
+
+
+def _specs_list(args: argparse.Namespace) -> int:
+    rows = [_spec_row(name) for name in spec_names()]
+    if args.json:
+        emit(rows)
+        return 0
+    keys = [k for k in rows[0] if k != "file"]
+    table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
+    for line in table:
+        print("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    return 0
+
+
+def _spec_row(name: str) -> dict[str, Any]:
+    from g4ir.params import counts
+
+    spec = load_spec(name)
+    n = counts(spec)
+    return {
+        "name": name, "layers": spec.text.num_hidden_layers, "hidden": spec.text.hidden_size,
+        "text": n.text, "active": n.active, "total": n.loaded, "dtype": spec.dtype,
+        "hub": spec.hub, "file": str(specs_dir() / f"{name}.yaml"),
+    }  # fmt: skip
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int) and value >= 1_000_000:
+        return f"{value / 1e9:.3f}B" if value >= 1_000_000_000 else f"{value / 1e6:.1f}M"
+    return "-" if value is None else str(value)
+
+
+def _specs_show(args: argparse.Namespace) -> int:
+    spec = load_spec(args.name)
+    emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
+    return 0
+
+
+def _specs_validate(args: argparse.Namespace) -> int:
+    from g4ir.params import counts
+
+    spec = load_spec(Path(args.file))
+    row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
+    if args.json:
+        emit(row)
+    else:
+        print(f"{args.file}: ok: {spec.name}, {spec.text.num_hidden_layers} layers, "
+              f"{row['text_parameters']:,} text parameters")  # fmt: skip
+    return 0
+
+
+def _specs_from_hf(args: argparse.Namespace) -> int:
+    spec = Spec.from_hf(args.source, args.name)
+    emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
+    return 0
+
+
+def _specs_to_hf(args: argparse.Namespace) -> int:
+    emit(load_spec(args.name).to_hf(), indent=2)
+    return 0
+
+
+def _specs_diff(args: argparse.Namespace) -> int:
+    """Exit 1 where they differ, like diff(1)."""
+    rows = diff_specs(_any_spec(args.a), _any_spec(args.b))
+    if args.json:
+        emit([{"key": key, "a": a, "b": b} for key, a, b in rows])
+    for key, a, b in () if args.json else rows:
+        print(f"{key}: {json.dumps(a)} -> {json.dumps(b)}")
+    return 1 if rows else 0
+
+
+def _specs_schema(args: argparse.Namespace) -> int:
+    emit(json_schema(), indent=2)
+    return 0
+
+
+def _any_spec(source: str) -> Spec:
+    """A shipped name, a YAML file, a config.json or a checkpoint directory."""
+    hf = source.endswith(".json") or ("/" in source and Path(source).is_dir())
+    return Spec.from_hf(source) if hf else load_spec(source)

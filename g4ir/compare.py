@@ -1,0 +1,578 @@
+"""An engine against a peer: the interpreter on the same weights, or transformers.
+
+Both are given the same tokens in several turns and single steps; logits are compared at every
+position that yields them, then 16 greedy tokens. Where fp32 logits are out of budget, the
+rounding error of the interpreter on this very model is measured (against float64) and four times
+that is allowed. Where they still are, the values inside are compared in the order in which they
+are made, and the first that differs is named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .backends.base import Runtime, Watch
+from .backends.reference import ReferenceRuntime
+from .checkpoint import hub_snapshot, write_checkpoint
+from .engine import Engine, Progress, agreed_spec, silent
+from .errors import InputError, MissingError
+from .params import text_tensors
+from .random_weights import RandomCheckpoint
+from .sampling import checked_ids
+from .types import ITEMSIZE, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+AGAINST = ("reference", "hf")
+#: single steps at the end of the given tokens
+STEPS = 24
+GREEDY = 16
+SEED = 0
+#: random weights up to this many bytes are written to disk for transformers
+TEMPORARY_BYTES = 1 << 30
+#: logits of every position are compared up to this many values, else those of each turn's end
+EVERY_LOGITS = 1 << 28
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a row of logits may differ by: its largest difference relative to the peer row's
+    rms, or the cosine of the two rows."""
+
+    relative: float | None = None
+    cosine: float | None = None
+
+    def holds(self, errors: Errors) -> torch.Tensor:
+        """bool [rows]; a value that is not a number never holds."""
+        if self.relative is not None:
+            return errors.relative <= self.relative
+        assert self.cosine is not None
+        return errors.cosine > self.cosine
+
+    @property
+    def gap(self) -> float:
+        """Two logits closer than this (relative to the row's rms) may change places."""
+        if self.relative is not None:
+            return 2 * self.relative
+        assert self.cosine is not None
+        return 2 * math.sqrt(2 * (1 - self.cosine))
+
+    def __str__(self) -> str:
+        if self.relative is not None:
+            return f"relative error at most {self.relative:.1e}"
+        return f"cosine above {self.cosine}"
+
+
+#: fp32: rounding only, and room for how far transformers' own modes lie apart; 16-bit: rounding
+#: after every op, and products that sum in another order
+BUDGETS = {
+    ("f32", "reference"): Budget(relative=1e-4),
+    ("f32", "hf"): Budget(relative=4e-4),
+    ("bf16", "reference"): Budget(cosine=0.999),
+    ("bf16", "hf"): Budget(cosine=0.999),
+    ("f16", "reference"): Budget(cosine=0.999),
+    ("f16", "hf"): Budget(cosine=0.999),
+}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """By row: largest difference, the same relative to the wanted row's rms, and the cosine."""
+
+    absolute: torch.Tensor
+    relative: torch.Tensor
+    cosine: torch.Tensor
+
+
+def row_errors(got: torch.Tensor, want: torch.Tensor) -> Errors:
+    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole."""
+    import torch
+
+    got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
+    absolute = (got - want).abs().amax(-1)
+    rms = want.pow(2).mean(-1).sqrt()
+    floor = 1e-3 * want.pow(2).mean().sqrt() + 1e-30
+    cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1, eps=1e-30)
+    cosine = cosine.where((rms > floor) | (absolute > floor), 1.0)
+    return Errors(absolute, absolute / rms.maximum(floor), cosine)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The logits after one token."""
+
+    at: int
+    absolute: float
+    relative: float
+    cosine: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """`differs` is the first token that differs without a close call of the peer, or None."""
+
+    count: int
+    equal: int
+    differs: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, and how far apart it was."""
+
+    engine: str
+    against: str
+    budget: Budget
+    turns: tuple[int, ...]
+    positions: tuple[Position, ...] = field(repr=False)
+    greedy: Greedy
+    nll: tuple[float, float] | None
+    first_difference: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Every position within the budget, and the greedy tokens the same."""
+        return all(p.ok for p in self.positions) and self.greedy.differs is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "ok": self.ok}
+
+    def text(self) -> str:
+        """A short table."""
+        fine, count = sum(p.ok for p in self.positions), sum(self.turns)
+        lines = [
+            f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
+            f"  {'logits':10}{'worst':>12}{'position':>10}",
+            *(_row(self.positions, *row) for row in _ROWS),
+            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the budget: "
+            f"{self.budget}",
+            f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
+        ]
+        if self.nll:
+            lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
+        if self.first_difference:
+            lines.append(f"  first value out of budget: {self.first_difference}")
+        return "\n".join([*lines, "ok" if self.ok else "FAILED"])
+
+
+#: label, field, whether large is bad
+_ROWS = (("max abs", "absolute", 1), ("relative", "relative", 1), ("1 - cosine", "cosine", -1))
+
+
+def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
+    def badness(p: Position) -> float:
+        value = sign * float(getattr(p, key))
+        return math.inf if math.isnan(value) else value
+
+    worst = max(positions, key=badness)
+    value = getattr(worst, key)
+    return f"  {label:10}{1 - value if sign < 0 else value:>12.2e}{worst.at:>10}"
+
+
+def _turns(turns: Sequence[int]) -> str:
+    long = [str(n) for n in turns if n > 1]
+    steps = len(turns) - len(long)
+    return " + ".join([*long, f"{steps} single steps"] if steps else long)
+
+
+def _greedy_text(g: Greedy) -> str:
+    if g.differs is None and g.equal < g.count:
+        return f"{g.equal} of {g.count} equal, then a close call"
+    return f"{g.equal} of {g.count} equal"
+
+
+class Peer(Protocol):
+    """What an engine is compared with, one row at a time."""
+
+    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """i64[T] -> f32[N, vocab] after every token, or at the end of each turn."""
+
+    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+        """(tokens, the logits f32[count, vocab] that chose them)."""
+
+
+def verify_engine(
+    engine: Engine,
+    against: str = "reference",
+    tokens: Sequence[int] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Progress = silent,
+) -> Report:
+    """Compare an engine with `reference` (the interpreter on the engine's own weights) or with
+    `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
+    else the local hub cache; random weights are written to a temporary one).
+
+    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for several
+    chunks and, as far as max_seq goes, more than a window. Raises InputError for a wrong
+    request and MissingError where transformers is missing; a failed comparison is in the report.
+    """
+    if against not in AGAINST:
+        raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
+    ids = _tokens(engine, tokens)
+    turns = _plan(engine, len(ids))
+    every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
+    with _peer(engine, against, checkpoint, progress) as peer:
+        report = _compare(engine, peer, ids, turns, every, against, progress)
+        if report.ok:
+            return report
+        progress("looking for the first difference")
+        return replace(report, first_difference=_first(engine, peer, ids, turns, report.budget))
+
+
+def _compare(
+    engine: Engine, peer: Peer, ids: torch.Tensor, turns: list[int], every: bool, against: str,
+    progress: Progress,
+) -> Report:  # fmt: skip
+    own = EnginePeer(engine)
+    progress(f"{len(ids)} tokens through the engine")
+    got = own.logits(ids, turns, every)
+    progress(f"{len(ids)} tokens through {against}")
+    want = peer.logits(ids, turns, every)
+    where = _positions(turns, every)
+    errors = row_errors(got, want)
+    budget = BUDGETS[engine.dtype, against]
+    if budget.relative is not None and not bool(budget.holds(errors).all()):
+        progress(f"{len(ids)} tokens through the reference in float64")
+        budget = _widened(budget, rounding_error(engine, ids, turns, every))
+    parts = (errors.absolute, errors.relative, errors.cosine, budget.holds(errors))
+    rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
+    progress("greedy tokens")
+    greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, budget)
+    nll = _nll(got, ids, where), _nll(want, ids, where)
+    name = f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"
+    return Report(
+        name, against, budget, tuple(turns), tuple(rows), greedy,
+        nll if len(where) > 1 else None, None,
+    )  # fmt: skip
+
+
+def _widened(budget: Budget, rounding: float) -> Budget:
+    assert budget.relative is not None
+    return Budget(relative=max(budget.relative, 4 * rounding))
+
+
+def rounding_error(
+    engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool
+) -> float:
+    """How far rounding alone moves this model's logits (relative to the row's rms): the
+    interpreter in fp32 against the interpreter in float64. Random weights can make a model in
+    which it grows from layer to layer."""
+    reference = reference_engine(engine)
+    narrow = EnginePeer(reference).logits(ids, turns, every)
+    runtime = _WideRuntime(engine.program, engine.limits, engine.device, engine.runtime.source)
+    wide = EnginePeer(replace(engine, runtime=runtime)).logits(ids, turns, every)
+    return float(row_errors(narrow, wide).relative.max())
+
+
+class _WideRuntime(ReferenceRuntime):
+    """The interpreter in float64."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.params = _doubled(self.params)
+
+    def new_state(self, batch: int) -> Any:
+        state = super().new_state(batch)
+        state.tensors = _doubled(state.tensors)
+        return state
+
+    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> torch.Tensor | None:
+        return super().run(phase, _doubled(feeds), *rest)
+
+
+def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
+
+
+# ---- tokens -----------------------------------------------------------------------------------
+
+
+def _tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor:
+    import torch
+
+    limits, text = engine.limits, engine.spec.text
+    if given is not None:
+        ids = checked_ids(list(given), text.vocab_size, "verify")
+        if not 2 <= len(ids) <= limits.max_seq:
+            raise InputError(
+                f"verify: {len(ids)} tokens; expected 2 to {limits.max_seq} (--max-seq)"
+            )
+        return torch.tensor(ids)
+    count = min(limits.max_seq, max(2 * limits.prefill_chunk, _window(engine)) + 2 * STEPS)
+    generator = torch.Generator().manual_seed(SEED)
+    top = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
+    return torch.randint(0, top, (count,), generator=generator)
+
+
+def _window(engine: Engine) -> int:
+    return max((window for window, _ in engine.rings), default=1)
+
+
+def _plan(engine: Engine, count: int) -> list[int]:
+    """Tokens per turn: a long one, one a little longer than the window, single steps."""
+    steps = min(STEPS, count // 3)
+    turn = min(_window(engine) + 1, (count - steps) // 2)
+    return [n for n in (count - steps - turn, turn, *[1] * steps) if n]
+
+
+def _positions(turns: Sequence[int], every: bool) -> list[int]:
+    """Index of the token after which each row of logits stands."""
+    ends = [sum(turns[: i + 1]) - 1 for i in range(len(turns))]
+    return list(range(sum(turns))) if every else ends
+
+
+def _nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
+    """Mean of -log p(next token) over the positions that have a next token."""
+    rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
+    following = ids[[where[i] + 1 for i in rows]]
+    chances = logits[rows].double().log_softmax(-1)
+    return -float(chances.gather(1, following[:, None]).mean())
+
+
+def _compare_greedy(
+    own: Peer, peer: Peer, ids: torch.Tensor, room: int, budget: Budget
+) -> Greedy:
+    prompt = ids[: max(1, room - GREEDY + 1)]
+    count = min(GREEDY, room - len(prompt) + 1)
+    got, _ = own.greedy(prompt, count)
+    want, logits = peer.greedy(prompt, count)
+    equal = next((i for i in range(count) if got[i] != want[i]), count)
+    if equal == count or _is_close(logits[equal], budget):
+        return Greedy(count, equal, None)
+    return Greedy(count, equal, equal)
+
+
+def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
+    """The two best logits lie within the budget, so that either may win."""
+    best = logits.topk(2).values
+    return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
+
+
+# ---- peers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnginePeer:
+    """Any engine."""
+
+    engine: Engine
+
+    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        import torch
+
+        session = self.engine.session()
+        rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
+        return torch.cat(rows) if every else torch.stack(rows)
+
+    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+        import torch
+
+        session = self.engine.session()
+        rows = [session.prefill(prompt[None])]
+        while len(rows) < count:
+            rows.append(session.decode(rows[-1].argmax(-1)))
+        logits = torch.cat(rows)
+        return logits.argmax(-1).tolist(), logits
+
+
+@dataclass(frozen=True)
+class HfPeer:
+    """A transformers text model: one pass without a cache, greedy tokens with one."""
+
+    model: Any
+
+    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        import torch
+
+        where = torch.tensor(_positions(turns, every))
+        with torch.no_grad():
+            out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=where)
+        rows: torch.Tensor = out.logits[0].float()
+        return rows
+
+    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+        import torch
+
+        past, column, rows = None, prompt[None], []
+        with torch.no_grad():
+            for _ in range(count):
+                out = self.model(
+                    input_ids=column, past_key_values=past, use_cache=True, logits_to_keep=1
+                )
+                past = out.past_key_values
+                rows.append(out.logits[0, -1].float())
+                column = rows[-1].argmax()[None, None]
+        logits = torch.stack(rows)
+        return logits.argmax(-1).tolist(), logits
+
+
+@contextmanager
+def _peer(
+    engine: Engine, against: str, checkpoint: str | Path | None, progress: Progress
+) -> Iterator[Peer]:
+    if against == "reference":
+        yield EnginePeer(reference_engine(engine))
+        return
+    _need_transformers()
+    with tempfile.TemporaryDirectory(prefix="g4ir-verify-") as folder:
+        directory = _checkpoint(engine, checkpoint, Path(folder) / "checkpoint", progress)
+        agreed_spec(engine.spec, directory)
+        progress(f"transformers loads {directory}")
+        yield HfPeer(_load_hf(directory, engine.dtype))
+
+
+def reference_engine(engine: Engine) -> Engine:
+    """The same graphs and params through the interpreter."""
+    runtime = ReferenceRuntime(
+        engine.program, engine.limits, engine.device, engine.runtime.source
+    )
+    return replace(engine, runtime=runtime)
+
+
+def _need_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as e:
+        raise MissingError("--against hf needs transformers: `pip install 'g4ir[hf]'`") from e
+
+
+def _load_hf(directory: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch_dtype(dtype), attn_implementation="eager"
+        )
+        return model.eval()
+    except (OSError, ValueError, RuntimeError, KeyError) as e:
+        raise InputError(f"transformers cannot load {directory}: {e}") from e
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def _checkpoint(
+    engine: Engine, given: str | Path | None, temporary: Path, progress: Progress
+) -> Path:
+    """The directory that transformers loads."""
+    kept = engine.manifest["weights"]
+    if given is not None:
+        return Path(given)
+    if kept["kind"] == "random":
+        return _write_random(engine, kept["seed"], temporary, progress)
+    found = kept.get("directory") or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    if not found:
+        raise InputError(
+            f"verify --against hf: {engine.path} does not say where its checkpoint is; give "
+            f"--checkpoint DIR"
+        )
+    return Path(found)
+
+
+def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress) -> Path:
+    count = sum(math.prod(shape) for shape in text_tensors(engine.spec).values())
+    size = count * ITEMSIZE[engine.dtype]
+    if size > TEMPORARY_BYTES:
+        raise InputError(
+            f"verify --against hf: the random weights are {size / 2**30:.1f} GiB, and up to "
+            f"{TEMPORARY_BYTES / 2**30:.0f} GiB are written for transformers; use --against "
+            f"reference"
+        )
+    progress(f"writing {size / 2**20:.0f} MiB of random weights")
+    source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
+    return write_checkpoint(directory, engine.spec, source)
+
+
+# ---- the first value that differs -------------------------------------------------------------
+
+
+def _first(
+    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+) -> str:
+    """The first value inside that is out of budget, in the order in which the peer makes it."""
+    if isinstance(peer, EnginePeer):
+        return first_difference(engine, peer.engine, ids, turns, budget) or (
+            "none inside; the logits differ"
+        )
+    reference = reference_engine(engine)
+    inside = first_difference(engine, reference, ids, turns, budget)
+    return f"{inside}, against reference" if inside else (
+        "none against reference: the graph or the weights are not what transformers computes"
+    )
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A runtime whose values are shown to `watch`."""
+
+    runtime: Runtime
+    watch: Watch
+
+    def new_state(self, batch: int) -> Any:
+        return self.runtime.new_state(batch)
+
+    def run(
+        self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool
+    ) -> torch.Tensor | None:
+        return self.runtime.run(phase, feeds, state, context, logits, self.watch)
+
+
+def first_difference(
+    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+) -> str | None:
+    """Run both chunk by chunk; name the first value that both make and that is out of budget."""
+    made: dict[str, torch.Tensor] = {}
+    found: list[str] = []
+    at = 0
+
+    def compare(name: str, want: torch.Tensor) -> None:
+        if found or name not in made or not want.is_floating_point():
+            return
+        errors = row_errors(made[name], want)
+        if not bool(budget.holds(errors).all()):
+            found.append(_described(name, at, errors))
+
+    one = _watched(engine, made.__setitem__)
+    two = _watched(peer, compare)
+    for size in _chunks(turns, engine.limits.prefill_chunk):
+        made.clear()
+        piece = ids[None, at : at + size]
+        one.prefill(piece)
+        two.prefill(piece)
+        if found:
+            return found[0]
+        at += size
+    return None
+
+
+def _watched(engine: Engine, watch: Callable[[str, torch.Tensor], None]) -> Any:
+    return replace(engine, runtime=_Watched(engine.runtime, watch)).session()  # type: ignore[arg-type]
+
+
+def _described(name: str, at: int, errors: Errors) -> str:
+    layer = re.match(r"L(\d+)\.", name)
+    where = f"layer {layer[1]}" if layer else "outside the layers"
+    return (
+        f"%{name} ({where}) in the chunk at token {at}: relative error "
+        f"{float(errors.relative.max()):.1e}, cosine {float(errors.cosine.min()):.6f}"
+    )
+
+
+def _chunks(turns: Sequence[int], chunk: int) -> Iterator[int]:
+    for n in turns:
+        for start in range(0, n, chunk):
+            yield min(chunk, n - start)

@@ -1,0 +1,156 @@
+"""What the command line says on stderr: progress, warnings and the one line of an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+
+from .errors import G4Error
+
+QUIET_S = 2.0  # nothing is said about what takes no longer
+PERIOD_S = 1.0  # between two lines of one stage
+INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141  # as sysexits.h and shells have them
+#: how torch words a failed allocation
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+
+
+def say(line: str) -> None:
+    """One line on stderr. A closed stderr is no reason to stop working."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"g4ir: {line}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Shows the newest message about what takes long; a context in which it may speak.
+
+    On a terminal one line is rewritten every second; elsewhere a line is printed when the message
+    has changed. The clock is a thread, so that a step without messages of its own shows too.
+    """
+
+    def __init__(self) -> None:
+        self._message = self._shown = ""
+        self._begun = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __call__(self, message: str) -> None:
+        self._message = message
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.stop()
+
+    def stop(self) -> None:
+        """Say no more, and clear the terminal's line: something else is printed now."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            if self._shown and _on_terminal():
+                _write("\r\x1b[K")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            if time.monotonic() - self._begun >= QUIET_S and self._message:
+                self._show()
+
+    def _show(self) -> None:
+        seconds = time.monotonic() - self._begun
+        if _on_terminal():
+            line = f"g4ir: {self._message} ({seconds:.0f} s)"
+            _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+        elif self._message != self._shown:
+            _write(f"g4ir: {self._message} ({seconds:.0f} s)\n")
+        self._shown = self._message
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logs() -> Iterator[None]:
+    """Warnings of the package as lines on stderr."""
+    logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def tolerant_output() -> None:
+    """Text that the terminal's encoding lacks is escaped, and a closed stdout is no output: both
+    are no errors."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def report(error: BaseException, trace: bool) -> int:
+    """Say what went wrong in one message; returns the exit code."""
+    if trace:
+        traceback.print_exception(error)
+    code, text = _verdict(error)
+    if code == PIPE_CLOSED:
+        _discard_output()
+    else:
+        say(text)
+    return code
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error."""
+    if isinstance(error, G4Error):
+        return error.exit_code, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, BrokenPipeError):
+        return PIPE_CLOSED, ""
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+        return 3, (
+            "error: not enough memory; build for fewer rows (--max-batch), a shorter --max-seq or "
+            "a smaller --dtype, or use a machine with more"
+        )
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return 2, f"error: {where}{error.strerror or error}"
+    first = (str(error).splitlines() or [""])[0]
+    return INTERNAL, (
+        f"internal error: {type(error).__name__}: {first}; run again with --trace and report what "
+        "it prints"
+    )
+
+
+def _discard_output() -> None:
+    """The reader went away: what is still buffered must not fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

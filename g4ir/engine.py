@@ -1,0 +1,652 @@
+"""The built artefact: an engine directory, how it is written and how it is loaded.
+
+    manifest.json            what it is, limits, versions, digest of every file and of itself
+    spec.yaml                the variant
+    graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
+    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
+    programs/                compiled files of the backend
+    tokenizer.json ...       copied from the checkpoint
+
+It is written under a temporary name and renamed at the end; the manifest is the last file, so
+that a build killed at any moment leaves nothing that loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import packing as packings
+from . import tensorfile
+from .backends import find_backend
+from .backends.base import Backend, Limits, Runtime
+from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
+from .errors import EngineError, G4Error, InputError, MissingError, SpecError
+from .ir import Graph, Program, Value
+from .model import build_program
+from .pipeline import run_program
+from .random_weights import RandomCheckpoint
+from .sampling import Defaults, Sampler, Sampling, checked_prompt, read_defaults
+from .session import Session, embed_rows
+from .spec import Spec, diff_specs, load_spec
+from .text import parse_graph
+from .types import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = 1
+VERSION = "0.1.0"
+MANIFEST = "manifest.json"
+GENERATION = "generation_config.json"
+#: what an unfinished directory is called beside its final name
+BUILDING = ".building-"
+#: what loading needs of a manifest
+KEYS: dict[str, type] = {
+    "backend": str, "device": str, "machine": str, "dtype": str, "limits": dict,
+    "all_logits": bool, "skipped_passes": list, "graphs": list, "weights": dict,
+    "compiled": dict, "versions": dict, "files": dict,
+}  # fmt: skip
+DTYPES = ("f32", "bf16", "f16")
+SHARD_BYTES = 4 << 30
+#: copied from the checkpoint where they exist
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    GENERATION, "chat_template.jinja",
+)  # fmt: skip
+
+Progress = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """Progress that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A build up to compilation: everything is checked, nothing is written."""
+
+    spec: Spec
+    backend: Backend
+    device: str
+    dtype: str
+    limits: Limits
+    all_logits: bool
+    skip: tuple[str, ...]
+    packing: packings.Packing
+    source: WeightSource
+    weights: dict[str, Any]
+    side_files: tuple[Path, ...]
+
+    def param_bytes(self) -> int:
+        """Bytes of the packed params, tables included."""
+        return sum(v.type.nbytes() for v in self.packing.program.params().values())
+
+    def disk_bytes(self) -> int:
+        """Bytes of weights that the engine directory will hold."""
+        return self.param_bytes() if self.weights["kind"] == "packed" else 0
+
+
+def prepare(
+    spec: Spec | None,
+    *,
+    checkpoint: str | Path | None = None,
+    random_weights: int | None = None,
+    backend: str = "torch",
+    device: str | None = None,
+    dtype: str | None = None,
+    max_batch: int = 1,
+    max_seq: int | None = None,
+    prefill_chunk: int = 1024,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    link_weights: bool = False,
+    dump: Callable[[str, Graph], None] | None = None,
+) -> Prepared:
+    """Check a build as far as it goes without compiling. Arguments as `build`."""
+    found = find_backend(backend)
+    device = device or found.devices[0]
+    if device not in found.devices:
+        raise InputError(f"backend {backend} runs on {', '.join(found.devices)}, not {device!r}")
+    directory = _checkpoint_dir(spec, checkpoint, random_weights)
+    if link_weights and directory is None:
+        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
+    spec = agreed_spec(spec, directory)
+    kind = _dtype(dtype or spec.dtype)
+    limits = _limits(spec, max_batch, max_seq, prefill_chunk)
+    found.check(device)
+    program = run_program(build_program(spec, all_logits, kind), skip=skip, dump=dump)
+    source: WeightSource
+    if directory is None:
+        assert random_weights is not None
+        source = RandomCheckpoint(spec, random_weights, torch_dtype(kind))
+        weights: dict[str, Any] = {"kind": "random", "seed": random_weights}
+    else:
+        source = Checkpoint.open(directory, spec)
+        read_defaults(directory / GENERATION, spec.text.vocab_size)
+        weights = _linked(source) if link_weights else {"kind": "packed"}
+    side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
+    return Prepared(
+        spec, found, device, kind, limits, all_logits, tuple(skip),
+        packings.split_program(program), source, weights, tuple(side),
+    )  # fmt: skip
+
+
+def build(
+    spec: Spec | str | Path | None,
+    out: str | Path,
+    *,
+    progress: Progress = silent,
+    **options: Any,
+) -> Engine:
+    """Build an engine directory and load it.
+
+    spec: a Spec, a name, a path, or None to take it from the checkpoint. checkpoint: a Hugging
+    Face directory; random_weights: a seed instead; with neither, the local hub cache is searched
+    for the spec's hub id. backend `torch` or `reference`; device `cpu` or `cuda`; dtype float32,
+    bfloat16 or float16 (default: the spec's). Limits: max_batch rows, max_seq tokens a row
+    (default 8192 or the model's own limit), prefill_chunk tokens. all_logits: prefill can return
+    every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
+    instead of copying.
+
+    Raises a G4Error for anything wrong, before anything is left at `out`.
+    """
+    if isinstance(spec, str | Path):
+        spec = load_spec(spec)
+    out = Path(out)
+    check_absent(out)
+    prepared = prepare(spec, **options)
+    write_engine(prepared, out, progress)
+    prepared.source.close()
+    return load_engine(out, progress=progress)
+
+
+def check_absent(out: Path) -> None:
+    """EngineError where something is at the output path."""
+    if out.exists() or out.is_symlink():
+        raise EngineError(f"{out} exists; remove it or choose another --out")
+
+
+def write_engine(p: Prepared, out: Path, progress: Progress) -> None:
+    """Write the directory under a temporary name, then rename it."""
+    check_absent(out)
+    check_space(p, out)
+    with _new_directory(out) as folder:
+        compiled = p.backend.compile(
+            p.packing.program, p.limits, p.device, folder, _prefixed(progress, "build")
+        )
+        if p.weights["kind"] == "packed":
+            params = packings.MadeParams(p.packing, p.source)
+            packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+        for name, g in p.packing.program.graphs.items():
+            _write_text(folder / f"graph.{name}.g4ir", str(g))
+        _write_text(folder / "prologue.g4ir", str(p.packing.prologue))
+        _write_text(folder / "spec.yaml", p.spec.to_yaml())
+        for path in p.side_files:
+            shutil.copyfile(path, folder / path.name)
+        _write_text(folder / MANIFEST, _manifest_text(_manifest(p, folder, compiled)))
+
+
+def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    return {
+        "format": FORMAT,
+        "g4ir": VERSION,
+        "variant": p.spec.name,
+        "spec_digest": p.spec.digest(),
+        "backend": p.backend.name,
+        "device": p.device,
+        "machine": p.backend.machine(p.device),
+        "dtype": p.dtype,
+        "limits": asdict(p.limits),
+        "all_logits": p.all_logits,
+        "skipped_passes": list(p.skip),
+        "graphs": list(p.packing.program.graphs),
+        "weights": p.weights,
+        "compiled": compiled,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "notes": {"ignored": dict(p.source.ignored), "defaults": dict(p.source.defaults)},
+        "files": {
+            f.relative_to(folder).as_posix(): {"sha256": sha256(f), "bytes": f.stat().st_size}
+            for f in files
+        },
+    }
+
+
+def _manifest_text(manifest: dict[str, Any]) -> str:
+    """JSON with a digest of its own content as the last key."""
+    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1) + "\n"
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    body = {k: v for k, v in manifest.items() if k != "digest"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class Engine:
+    """A loaded engine directory."""
+
+    path: Path
+    manifest: dict[str, Any]
+    spec: Spec
+    limits: Limits
+    all_logits: bool
+    device: str
+    dtype: str
+    program: Program
+    runtime: Runtime
+    tables: dict[str, Any] = field(repr=False)
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """(window, slots) of every distinct ring cache."""
+        found = set()
+        for g in self.program.graphs.values():
+            caches = {v.name: v for v in g.state} | dict(g.next)
+            for n in g.find("attention"):
+                cache = caches.get(n.inputs[3].name)
+                if cache is not None and isinstance(cache.type.shape[0], int):
+                    found.add((int(n.attrs["window"]), cache.type.shape[0]))  # type: ignore[arg-type]
+        return tuple(sorted(found))
+
+    def session(self, batch: int = 1) -> Session:
+        """Empty caches for `batch` rows, at most max_batch."""
+        return Session(self, batch)
+
+    def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Token ids -> the rows that the text graphs take, on the engine's device."""
+        rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
+        return {k: t.to(self.device) for k, t in rows.items()}
+
+    def defaults(self) -> Defaults:
+        """What the checkpoint's generation_config.json says."""
+        return read_defaults(self.path / GENERATION, self.spec.text.vocab_size)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a row: generation_config's, else the spec's."""
+        stop = self.defaults().stop
+        return self.spec.tokens.eos if stop is None else stop
+
+    def suppressed(self) -> tuple[int, ...]:
+        """Token ids that are never generated (matters for greedy decoding too)."""
+        return self.defaults().suppress
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's own tokenizer (library `tokenizers`)."""
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            raise EngineError(
+                f"{self.path} has no tokenizer.json (the checkpoint had none): give token ids"
+            )
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as e:
+            raise MissingError("text prompts need `pip install tokenizers`") from e
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as e:
+            raise EngineError(f"{path} is no tokenizer file: {e}") from e
+
+    def generate(
+        self,
+        prompt_tokens: Any,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+        on_token: Callable[..., None] | None = None,
+    ) -> Any:
+        """New token ids for one prompt (list of ints -> list of ints) or for several
+        (list of lists -> list of lists, up to max_batch of different lengths). Tensors and
+        tuples do too.
+
+        A row ends with its stop id, which is part of the result, or after max_new_tokens.
+        `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
+        """
+        prompts, single = _prompts(prompt_tokens)
+        told = (lambda row, token: on_token(token)) if single and on_token else on_token
+        sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
+        stop = set(self.stop_ids() if stop_ids is None else stop_ids)
+        out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told)
+        return out[0] if single else out
+
+    def close(self) -> None:
+        """Free what the runtime holds."""
+        self.runtime.close()
+
+
+def _prompts(given: Any) -> tuple[list[list[int]], bool]:
+    """(prompts, whether it was a single one)."""
+    import torch
+
+    def plain(x: Any) -> Any:
+        return x.tolist() if isinstance(x, torch.Tensor) else x
+
+    rows = [plain(x) for x in plain(given)]
+    many = {isinstance(x, list | tuple) for x in rows}
+    if many == {True, False}:
+        raise InputError("prompt tokens: expected a list of ids, or a list of such lists")
+    return ([list(x) for x in rows], False) if many == {True} else ([rows], True)
+
+
+def _generate(
+    engine: Engine, prompts: list[list[int]], count: int, sampler: Sampler, stop: set[int],
+    on_token: Callable[[int, int], None] | None,
+) -> list[list[int]]:  # fmt: skip
+    import torch
+
+    vocab, room = engine.spec.text.vocab_size, engine.limits.max_seq
+    for i, p in enumerate(prompts):
+        checked_prompt(p, count, vocab, room, f"prompt {i}")
+    session = engine.session(len(prompts))
+    lengths = torch.tensor([len(p) for p in prompts])
+    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, p in zip(padded, prompts, strict=True):
+        row[: len(p)] = torch.tensor(p)
+    out: list[list[int]] = [[] for _ in prompts]
+    active = torch.ones(len(prompts), dtype=torch.bool)
+    logits = session.prefill(padded, lengths)
+    for i in range(count):
+        tokens = sampler.next(logits)
+        for row in active.nonzero()[:, 0].tolist():
+            token = int(tokens[row])
+            out[row].append(token)
+            if on_token:
+                on_token(row, token)
+            active[row] = token not in stop
+        if i + 1 == count or not active.any():
+            break
+        logits = session.decode(tokens, None if active.all() else active)
+    return out
+
+
+def load_engine(
+    path: str | Path, *, check_weights: bool = True, progress: Progress = silent
+) -> Engine:
+    """Load an engine directory; compiles nothing.
+
+    Every file is compared with the manifest's digests before any compiled file is opened;
+    check_weights=False leaves out the weight files, which take about a second per GiB.
+    Raises EngineError naming the file, or another machine, and the fix.
+    """
+    path = Path(path)
+    manifest, program = read_program(path, check_weights)
+    backend = find_backend(manifest["backend"])
+    _check_machine(path, manifest, backend)
+    spec = load_spec(path / "spec.yaml")
+    packing = packings.Packing(program, _read_graph(path / "prologue.g4ir"))
+    params = _open_params(path, manifest, spec, packing)
+    limits = Limits(**manifest["limits"])
+    runtime = backend.load(
+        program, limits, manifest["device"], path, manifest["compiled"], params,
+        _prefixed(progress, "load"),
+    )  # fmt: skip
+    tables = {
+        v.name: _table(runtime, params, v) for v in program.graphs["embed"].params
+    }
+    return Engine(
+        path, manifest, spec, limits, manifest["all_logits"], manifest["device"],
+        manifest["dtype"], program, runtime, tables,
+    )  # fmt: skip
+
+
+def read_program(path: Path, check_weights: bool = False) -> tuple[dict[str, Any], Program]:
+    """The manifest of an engine directory and the graphs that run, after comparing every file
+    with its digest (weight files on request). Needs neither the device nor the backend."""
+    manifest = read_manifest(path)
+    names = manifest["graphs"]
+    for file in ("spec.yaml", "prologue.g4ir", *(f"graph.{n}.g4ir" for n in names)):
+        if file not in manifest["files"]:
+            raise EngineError(f"{path / MANIFEST}: {file} is not among its files; build it again")
+    _check_files(path, manifest, check_weights)
+    return manifest, Program({n: _read_graph(path / f"graph.{n}.g4ir") for n in names})
+
+
+def _table(runtime: Runtime, params: packings.ParamSource, v: Value) -> Any:
+    """The runtime's own copy of a table that it holds anyway (a tied head), or its rows."""
+    resident = runtime.resident(v.name)
+    return packings.open_table(params, v) if resident is None else resident
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checked manifest of an engine directory."""
+    file = path / MANIFEST
+    unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
+    if unfinished or not file.is_file():
+        found = "is unfinished" if unfinished else f"has no {MANIFEST}"
+        raise EngineError(f"{path} is no engine directory: it {found}; run g4ir build")
+    try:
+        raw = file.read_bytes()
+        manifest = tensorfile.parse_json(file, raw)
+    except (G4Error, OSError) as e:
+        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
+    # The whole text is compared, so that not even a space can change.
+    if raw != _manifest_text({k: v for k, v in manifest.items() if k != "digest"}).encode():
+        raise EngineError(f"{file}: its digest does not match its content; build the engine again")
+    if manifest.get("format") != FORMAT:
+        raise EngineError(
+            f"{file}: format {manifest.get('format')!r}, this g4ir reads {FORMAT}; build it again"
+        )
+    for key, kind in KEYS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise EngineError(f"{file}: {key} is missing or no {kind.__name__}; build it again")
+    return manifest
+
+
+def _check_files(path: Path, manifest: dict[str, Any], weights: bool) -> None:
+    for name, kept in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise EngineError(f"{file} is missing; build the engine again")
+        if file.stat().st_size != kept["bytes"]:
+            raise EngineError(
+                f"{file}: {file.stat().st_size} bytes, expected {kept['bytes']}; build it again"
+            )
+        if name.endswith(".safetensors") and not weights:
+            continue
+        if sha256(file) != kept["sha256"]:
+            raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
+
+
+def _check_machine(path: Path, manifest: dict[str, Any], backend: Backend) -> None:
+    import torch
+
+    # Not `backend.check`, which asks for what a build needs: loading needs no compiler.
+    if manifest["device"] == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            f"{path} was built for cuda and this torch sees no CUDA device; build it again with "
+            f"--device cpu, or run it where it was built"
+        )
+    built, here = manifest["machine"], backend.machine(manifest["device"])
+    if not _runs_on(built, here):
+        raise EngineError(
+            f"{path} was built for another machine ({built}); this is {here}; build it again here"
+        )
+    version = manifest["versions"]["torch"]
+    if built != "any" and version != torch.__version__:
+        raise EngineError(
+            f"{path} was built with torch {version}, this is {torch.__version__}; build it again"
+        )
+
+
+def _runs_on(built: str, here: str) -> bool:
+    """Same kind of machine, with at least the extensions that the engine may use."""
+    *kind, flags = built.split(" ")
+    *kind_here, flags_here = here.split(" ")
+    return kind == kind_here and set(flags.split(",")) <= set(flags_here.split(","))
+
+
+def _open_params(
+    path: Path, manifest: dict[str, Any], spec: Spec, packing: packings.Packing
+) -> packings.ParamSource:
+    kept = manifest["weights"]
+    if kept["kind"] == "packed":
+        files = [path / n for n in manifest["files"] if n.endswith(".safetensors")]
+        return packings.StoredParams.open(files)
+    if kept["kind"] == "random":
+        source: WeightSource = RandomCheckpoint(
+            spec, kept["seed"], torch_dtype(manifest["dtype"])
+        )
+        return packings.MadeParams(packing, source)
+    for name, digest in kept["files"].items():
+        file = Path(kept["directory"]) / name
+        if not file.is_file() or sha256(file) != digest:
+            raise EngineError(
+                f"{file} is missing or is not the file this engine was built from; restore it, or "
+                f"build again without --link-weights"
+            )
+    return packings.MadeParams(packing, Checkpoint.open(kept["directory"], spec))
+
+
+def _linked(source: Checkpoint) -> dict[str, Any]:
+    return {
+        "kind": "linked",
+        "directory": str(source.directory.resolve()),
+        "files": {p.name: sha256(p) for p, _ in source.files},
+    }
+
+
+def _read_graph(path: Path) -> Graph:
+    try:
+        return parse_graph(path.read_text())
+    except (G4Error, UnicodeDecodeError) as e:
+        raise EngineError(f"{path}: {e}") from e
+
+
+def _checkpoint_dir(
+    spec: Spec | None, checkpoint: str | Path | None, seed: int | None
+) -> Path | None:
+    """The checkpoint directory, or None for random weights."""
+    if checkpoint is not None and seed is not None:
+        raise InputError("give either a checkpoint or --random-weights, not both")
+    if seed is not None:
+        if not 0 <= seed < 1 << 63:
+            raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
+        return None
+    if checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise InputError(f"--checkpoint {checkpoint}: no such directory")
+        return Path(checkpoint)
+    if spec is None:
+        raise InputError("give a variant, a spec or a checkpoint")
+    return _cached_checkpoint(spec)
+
+
+def _cached_checkpoint(spec: Spec) -> Path:
+    if spec.hub is None:
+        raise InputError(
+            f"variant {spec.name} has no hub id: give --checkpoint DIR or --random-weights SEED"
+        )
+    found = hub_snapshot(spec.hub)
+    if found is None:
+        raise InputError(
+            f"no weights of {spec.hub} in the local Hugging Face cache; download them with "
+            f"`hf download {spec.hub}`, or give --checkpoint DIR or --random-weights SEED"
+        )
+    return found
+
+
+def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
+    """The spec, after comparing its text part with the checkpoint's config.json."""
+    if directory is None:
+        if spec is None:
+            raise InputError("--random-weights needs --variant or --spec")
+        return spec
+    if not (directory / "config.json").is_file():
+        raise InputError(
+            f"{directory} has no config.json: not a Hugging Face checkpoint directory"
+        )
+    found = Spec.from_hf(directory / "config.json")
+    if spec is None:
+        return found
+    rows = [r for r in diff_specs(spec, found) if r[0].startswith("text.")]
+    if rows:
+        lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
+        raise SpecError(
+            f"spec {spec.name} and {directory / 'config.json'} differ; leave out the variant to "
+            f"build what the checkpoint says, or correct one of them:\n{lines}"
+        )
+    return spec
+
+
+def _dtype(name: str) -> str:
+    try:
+        short = dtype_name(name)
+    except ValueError:
+        short = name
+    if short not in DTYPES:
+        raise InputError(f"dtype {name!r}: expected float32, bfloat16 or float16")
+    return short
+
+
+def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:
+    longest = spec.text.max_position_embeddings
+    for name, value in (
+        ("max-batch", max_batch), ("max-seq", max_seq), ("prefill-chunk", prefill_chunk),
+    ):  # fmt: skip
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value}: expected at least 1")
+    if max_seq is not None and max_seq > longest:
+        raise InputError(f"--max-seq {max_seq}: {spec.name} has {longest} positions")
+    seq = min(Limits.max_seq, longest) if max_seq is None else max_seq
+    return Limits(max_batch, seq, min(prefill_chunk, seq))
+
+
+def free_bytes(out: Path) -> int:
+    """Free space where `out` will lie, bytes."""
+    above = (p for p in out.absolute().parents if p.is_dir())
+    return shutil.disk_usage(next(above)).free
+
+
+def check_space(p: Prepared, out: Path) -> None:
+    """EngineError where the weights do not fit the disk."""
+    need, free = p.disk_bytes(), free_bytes(out)
+    if need and free < need + (64 << 20):
+        raise EngineError(
+            f"{out.parent}: the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are "
+            f"free; make room, choose another --out, or use --link-weights"
+        )
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A temporary sibling of `out` that becomes `out` at the end, or vanishes."""
+    folder = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{BUILDING}", dir=out.parent))
+        yield folder
+        folder.chmod(0o755)
+        os.rename(folder, out)
+    except OSError as e:
+        where = e.filename or folder or out
+        raise EngineError(
+            f"cannot write the engine: {where}: {e.strerror or e}; make room or choose another "
+            f"--out"
+        ) from e
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    tensorfile.write_file(path, [text.encode()])
+
+
+def _prefixed(progress: Progress, stage: str) -> Progress:
+    return lambda message: progress(f"{stage}: {message}")

@@ -1,0 +1,344 @@
+"""Requests: what to generate, from flags or from JSON lines, answered one after another.
+
+One row of the engine is in use at a time. What a prompt shares with the tokens that the row still
+holds is not computed again (`cached_tokens`): a conversation sent whole each turn costs its new
+part only, as far as the rings of sliding layers allow.
+
+Each setting comes from the first that names it: the request, the flags, the checkpoint's
+generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
+and those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import InputError
+from .sampling import Sampler, Sampling, checked_ids, checked_prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from .engine import Engine
+
+MAX_NEW_TOKENS = 64
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+Told = Callable[[int], None]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+#: field of a JSON line -> test of its value, and what is expected
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
+    "prompt": (_text, "a string"),
+    "tokens": (_ids, "a list of token ids"),
+    "max_new_tokens": (_whole, "a whole number"),
+    "temperature": (_number, "a number"),
+    "top_k": (_whole, "a whole number"),
+    "top_p": (_number, "a number"),
+    "seed": (_whole, "a whole number"),
+    "stop": (_ids, "a list of token ids"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request. A row ends with one of `stop`, or after `max_new_tokens`."""
+
+    id: int | str | None
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer and its timing, seconds."""
+
+    id: int | str | None
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: str  # stop or length
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float
+    total_s: float
+
+    def output(self) -> dict[str, Any]:
+        """What stdout gets: id where there is one, tokens, text where there is a tokenizer."""
+        named = {"id": self.id} if self.id is not None else {}
+        text = {"text": self.text} if self.text is not None else {}
+        return {**named, "tokens": list(self.tokens), **text, "finish_reason": self.finish_reason}
+
+    def log(self) -> dict[str, Any]:
+        """What the log gets; no text of the prompt or the answer.
+
+        tokens_per_second counts the tokens after the first, over the time they took.
+        """
+        return {
+            "event": "request",
+            "id": self.id,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "new_tokens": len(self.tokens),
+            "time_to_first_token_s": round(self.first_token_s, 6),
+            "tokens_per_second": self.tokens_per_second,
+            "total_s": round(self.total_s, 6),
+            "finish_reason": self.finish_reason,
+        }
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where there was one token only."""
+        rest, seconds = len(self.tokens) - 1, self.total_s - self.first_token_s
+        return round(rest / seconds, 3) if rest and seconds > 0 else None
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def parse_lines(raw: bytes, source: str) -> list[tuple[str, dict[str, Any]]]:
+    """(file:line, fields) of every line that is not blank.
+
+    InputError names the first line that is no request. A request without an id gets the number
+    of its line.
+    """
+    return [
+        (where, {"id": number, **parse_line(line, where)})
+        for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
+        if line.strip()
+        for where in [f"{source}:{number}"]
+    ]
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The fields of one line; those that are null are left out."""
+    try:
+        value = json.loads(line.decode(), object_pairs_hook=_unique)
+    except UnicodeDecodeError as e:
+        raise InputError(f"{where}: not UTF-8 at byte {e.start}") from None
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{where}: no JSON: {e or 'too deep'}") from None
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: expected an object such as {{"tokens": [2, 5]}}')
+    for key, item in value.items():
+        _check_field(key, item, where)
+    fields = {k: v for k, v in value.items() if v is not None}
+    if ("prompt" in fields) == ("tokens" in fields):
+        raise InputError(f"{where}: give either prompt or tokens")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key is given twice")
+    return out
+
+
+def _check_field(key: str, value: Any, where: str) -> None:
+    if key not in FIELDS:
+        raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(FIELDS)}")
+    fits, expected = FIELDS[key]
+    if value is not None and not fits(value):
+        shown = json.dumps(value)
+        raise InputError(f"{where}: {key}: expected {expected}, found {shown[:60]}")
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+class Codec:
+    """The checkpoint's own tokenizer, as transformers would use it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokenizer = engine.tokenizer()
+        self.bos = engine.spec.tokens.bos if _adds_bos(engine.path) else None
+
+    def encode(self, text: str, what: str) -> list[int]:
+        """Token ids, special ones as tokenizer.json and its config add them."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
+        ids: list[int] = self.tokenizer.encode(text).ids
+        missing = self.bos is not None and ids[:1] != [self.bos]
+        return [self.bos, *ids] if missing and self.bos is not None else ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens."""
+        text: str = self.tokenizer.decode(ids)
+        return text
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token stands for one byte of a character that has no token."""
+        return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
+
+
+def _adds_bos(folder: Path) -> bool:
+    """Whether tokenizer_config.json asks for a BOS that tokenizer.json may not add itself."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return False
+    from .tensorfile import parse_json
+
+    return parse_json(path, path.read_bytes()).get("add_bos_token") is True
+
+
+class TextStream:
+    """Token ids in, text out as soon as it is certain; together it is the text of all ids.
+
+    A character may be spread over several tokens, and how a token reads may depend on the one
+    before it: a piece is the difference of two decodings from the last piece on. Byte tokens wait
+    for the end of their run, which special tokens do not end, because one that is wrong makes all
+    of it unreadable.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._ids: list[int] = []  # the last piece's tokens, then those not yet shown
+        self._known = 0  # how many of them are the last piece's
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, or nothing yet."""
+        self._ids.append(token)
+        if self.codec.is_byte(token) or not self.codec.decode([token]):  # a special one
+            return ""
+        piece = self._piece()
+        if not piece or piece.endswith("\ufffd"):  # an incomplete character decodes to U+FFFD
+            return ""
+        self._ids = self._ids[self._known :]
+        self._known = len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, at the end."""
+        return self._piece() if len(self._ids) > self._known else ""
+
+    def _piece(self) -> str:
+        before = self.codec.decode(self._ids[: self._known])
+        return self.codec.decode(self._ids)[len(before) :]
+
+
+# --- answering --------------------------------------------------------------------------------
+
+
+class Desk:
+    """Checks requests against an engine, and answers them in one row of it."""
+
+    def __init__(self, engine: Engine, flags: Mapping[str, Any] | None = None) -> None:
+        """`flags` are settings, named as in FIELDS, for requests that do not give their own."""
+        self.engine = engine
+        self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
+        self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
+        self.defaults = engine.defaults()
+        self.session = engine.session(1)
+        self._held: list[int] = []
+        self._sampling({})  # a wrong flag is no request's fault
+        checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
+
+    def request(self, fields: Mapping[str, Any], where: str) -> Request:
+        """A checked request out of fields as in FIELDS; InputError begins with `where`."""
+        vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
+        tokens = fields.get("tokens")
+        if tokens is None:
+            tokens = self._codec().encode(fields["prompt"], where)
+        count = self._setting(fields, "max_new_tokens")
+        if count is None:
+            count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
+        stop = checked_ids(self._setting(fields, "stop") or [], vocab, f"{where}: stop")
+        checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
+        try:
+            sampling = self._sampling(fields)
+        except InputError as e:
+            raise InputError(f"{where}: {e}") from None
+        return Request(
+            fields.get("id"), tuple(tokens), count, sampling,
+            frozenset([*stop, *self.engine.stop_ids()]),
+        )  # fmt: skip
+
+    def _codec(self) -> Codec:
+        if self.codec is None:
+            self.engine.tokenizer()  # says what is missing
+        assert self.codec
+        return self.codec
+
+    def _setting(self, fields: Mapping[str, Any], name: str) -> Any:
+        return fields.get(name, self.flags.get(name))
+
+    def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
+        file = self.defaults
+        given = {k: self._setting(fields, k) for k in ("temperature", "top_k", "top_p", "seed")}
+        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, file.suppress)
+        found = {k: v for k, v in given.items() if v is not None}
+        if found.get("top_k") == 0:  # no limit, as in generation_config.json
+            found["top_k"] = None
+        return replace(base, **found)
+
+    def answer(self, request: Request, told: Told = lambda token: None) -> Result:
+        """Generate; `told(token)` sees each token as it is drawn."""
+        import torch
+
+        begun = time.perf_counter()
+        cached, logits = self._prefill(request.tokens)
+        sampler, out, first = Sampler(request.sampling), list[int](), 0.0
+        while True:
+            token = int(sampler.next(logits)[0])
+            first = first or time.perf_counter() - begun
+            out.append(token)
+            told(token)
+            if token in request.stop or len(out) == request.max_new_tokens:
+                break
+            logits = self.session.decode(torch.tensor([token]))
+            self._held.append(token)
+        total = time.perf_counter() - begun
+        return Result(
+            request.id, tuple(out), self.codec.decode(out) if self.codec else None,
+            "stop" if out[-1] in request.stop else "length",
+            len(request.tokens), cached, first, total,
+        )  # fmt: skip
+
+    def _prefill(self, tokens: tuple[int, ...]) -> tuple[int, torch.Tensor]:
+        """(tokens that the row held already, logits after the prompt)."""
+        import torch
+
+        kept = self._keep(tokens)
+        self._held = []  # unknown until the prefill is through
+        logits = self.session.prefill(torch.tensor([tokens[kept:]]))
+        self._held = list(tokens)
+        return kept, logits
+
+    def _keep(self, tokens: tuple[int, ...]) -> int:
+        """Cut the row to what it shares with a prompt, the last token left to compute."""
+        pairs = zip(self._held, tokens[:-1])
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is None:
+            shared = min(len(self._held), len(tokens) - 1)
+        try:
+            self.session.truncate(shared)
+        except InputError:  # a ring has overwritten what the next token would see
+            shared = 0
+            self.session.reset()
+        return shared

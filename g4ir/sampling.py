@@ -1,0 +1,156 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import InputError, WeightsError
+from .tensorfile import parse_json, quoted
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. `suppress` are token ids that are never chosen."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    suppress: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature {self.temperature}: expected 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k {self.top_k}: expected at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p {self.top_p}: expected a share in (0, 1]")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise InputError(f"seed {self.seed}: expected 0 to 2^63 - 1")
+
+
+class Sampler:
+    """Draws tokens; two samplers of the same seed draw the same."""
+
+    def __init__(self, settings: Sampling) -> None:
+        import torch
+
+        self.settings = settings
+        self.generator = torch.Generator()
+        if settings.seed is not None:
+            self.generator.manual_seed(settings.seed)
+        else:
+            self.generator.seed()
+
+    def next(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [B, vocab] -> int64 [B]. Greedy takes the lowest of equal maxima."""
+        import torch
+
+        s = self.settings
+        logits = logits.float().cpu()
+        if s.suppress:
+            logits = logits.index_fill(-1, torch.tensor(s.suppress), float("-inf"))
+        if s.temperature == 0:
+            return logits.argmax(-1)
+        values, index = logits.sort(dim=-1, descending=True, stable=True)
+        # The largest becomes 0 before the division, so that no temperature overflows.
+        probabilities = ((values - values[:, :1]).double() / s.temperature).softmax(-1)
+        keep = _kept(probabilities, s)
+        probabilities = probabilities.where(keep, 0.0)
+        drawn = torch.multinomial(probabilities, 1, generator=self.generator)
+        return index.gather(-1, drawn)[:, 0]
+
+
+def _kept(probabilities: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """Mask over tokens in descending order: the first k, and the fewest that reach top_p."""
+    import torch
+
+    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    if s.top_k is not None:
+        keep[:, s.top_k :] = False
+        probabilities = probabilities.where(keep, 0.0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if s.top_p is not None:
+        before = probabilities.cumsum(-1) - probabilities
+        keep &= before < s.top_p
+    return keep
+
+
+def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
+    """Token ids as ints; InputError names the first one outside the vocabulary."""
+    for i, t in enumerate(ids):
+        if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
+            raise InputError(
+                f"{what}: token {t!r} at index {i} is outside the vocabulary of {vocab}"
+            )
+    return list(ids)
+
+
+def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: str) -> list[int]:
+    """A prompt's ids; InputError where one is no token, or where the prompt and `count` new
+    tokens do not fit into `room`. The last new token is never written to a cache."""
+    out = checked_ids(ids, vocab, what)
+    if not out:
+        raise InputError(f"{what} is empty; give at least one token")
+    if count < 1:
+        raise InputError(f"{what}: max_new_tokens {count}: expected at least 1")
+    if len(out) + count - 1 > room:
+        raise InputError(
+            f"{what}: {len(out)} tokens and {count} new ones do not fit the engine's --max-seq "
+            f"{room}; shorten it, ask for fewer, or build with a larger --max-seq"
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a checkpoint's generation_config.json says. `stop` None: it names no stop ids.
+
+    temperature, top_k and top_p count only with its `do_sample`; without it decoding is greedy.
+    """
+
+    stop: tuple[int, ...] | None = None
+    suppress: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def read_defaults(path: Path, vocab: int) -> Defaults:
+    """Read a generation_config.json; a missing file says nothing. Ids outside the vocabulary
+    can never be drawn and are dropped. WeightsError names the file and the key."""
+    if not path.is_file():
+        return Defaults()
+    values = parse_json(path, path.read_bytes())
+    stop, suppress = (_ids(path, values, k, vocab) for k in ("eos_token_id", "suppress_tokens"))
+    drawn: dict[str, Any] = {}
+    if values.get("do_sample"):
+        drawn = {"temperature": 1.0} | {
+            k: values[k] for k in ("temperature", "top_k", "top_p") if values.get(k) is not None
+        }
+        drawn["top_k"] = drawn.get("top_k") or None  # 0 stands for no limit there
+    try:
+        Sampling(**drawn)
+    except (InputError, TypeError) as e:
+        raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
+    return Defaults(stop, suppress or (), **drawn)
+
+
+def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:
+    given = values.get(key)
+    if given is None:
+        return None
+    ids = given if isinstance(given, list) else [given]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise WeightsError(
+                f"{path}: {key} must be a token id or a list of them, found {quoted(given)}; "
+                f"fix: correct the file, or remove it"
+            )
+    return tuple(i for i in ids if 0 <= i < vocab)

@@ -1,0 +1,206 @@
+"""An engine at work: tokens in, logits out, caches in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import InputError
+from .interpret import interpret
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Session:
+    """`batch` rows, each with its own length. Not safe for use from several threads at once."""
+
+    def __init__(self, engine: Engine, batch: int = 1) -> None:
+        limit = engine.limits.max_batch
+        if not 1 <= batch <= limit:
+            raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
+        self.engine, self.batch = engine, batch
+        self.state = engine.runtime.new_state(batch)
+        #: int64 [batch]: tokens that each row holds
+        self.length = torch.zeros(batch, dtype=torch.int64)
+        #: most tokens that each row ever held since it was last empty (what rings have seen)
+        self._written = torch.zeros(batch, dtype=torch.int64)
+
+    def prefill(
+        self, tokens: Any, lengths: Any = None, all_logits: bool = False
+    ) -> torch.Tensor:
+        """Append tokens, int64 [batch, S]; row b's first lengths[b] are valid (default: all).
+
+        Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
+        0, which is left untouched), or [batch, S, vocab] with `all_logits`. Raises InputError on
+        a token outside the vocabulary or a row that would pass max_seq.
+        """
+        if all_logits and not self.engine.all_logits:
+            raise InputError(
+                "all_logits: this engine was built without --all-logits; build it with"
+            )
+        tokens, lengths = self._checked(tokens, lengths)
+        vocab = self.engine.spec.text.vocab_size
+        shape = (self.batch, tokens.shape[1], vocab) if all_logits else (self.batch, vocab)
+        out = torch.zeros(shape)
+        chunk = self.engine.limits.prefill_chunk
+        for at in range(0, int(lengths.max()), chunk):
+            n = (lengths - at).clamp(0, chunk)
+            piece = tokens[:, at : at + int(n.max())]
+            ends = (n > 0) & (at + n == lengths)
+            logits = self._step(piece, n, wanted=all_logits or bool(ends.any()))
+            if all_logits:
+                assert logits is not None
+                out[:, at : at + piece.shape[1]] = logits
+            elif logits is not None:
+                out[ends] = _last(logits, n)[ends]
+        return out
+
+    def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
+        """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`
+        (bool [batch]) is False are left untouched and yield zeros."""
+        tokens = _tensor(next_tokens, "decode: tokens")
+        if tokens.shape != (self.batch,):
+            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
+        lengths = None if active is None else self._checked_active(active)
+        return self.prefill(tokens[:, None], lengths)
+
+    def truncate(self, n: Any) -> None:
+        """Keep the first n tokens (an int or int64 [batch]) of each row.
+
+        Raises InputError, and changes nothing, where a ring no longer holds what would be seen.
+        """
+        keep = _whole(n, "truncate")
+        if keep.shape not in ((), (self.batch,)):
+            raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
+        keep = keep.expand(self.batch).clone()
+        if bool((keep < 0).any()) or bool((keep > self.length).any()):
+            raise InputError(
+                f"truncate to {keep.tolist()}: rows hold {self.length.tolist()} tokens"
+            )
+        for window, slots in self.engine.rings:
+            # The next query sees the window - 1 tokens before it; a ring holds the newest slots.
+            first_seen = (keep - window + 1).clamp(min=0)
+            lost = (keep > 0) & (first_seen < self._written - slots)
+            if bool(lost.any()):
+                row = int(lost.nonzero()[0, 0])
+                least = int(self._written[row]) - slots + window - 1
+                raise InputError(
+                    f"truncate row {row} to {int(keep[row])}: its ring of {slots} slots has "
+                    f"overwritten that window; keep at least {least} tokens, or reset the row and "
+                    f"prefill again"
+                )
+        self.length = keep
+        self._written = torch.where(keep == 0, keep, self._written)
+
+    def reset(self, rows: Any = None) -> None:
+        """Empty the given rows (ints), or all."""
+        index = torch.arange(self.batch) if rows is None else _whole(rows, "reset rows").reshape(-1)
+        if bool((index < 0).any()) or bool((index >= self.batch).any()):
+            raise InputError(f"reset rows {index.tolist()}: the session has {self.batch} rows")
+        self.length[index] = 0
+        self._written[index] = 0
+
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        size: int = self.state.nbytes()
+        return size
+
+    def _checked_active(self, active: Any) -> torch.Tensor:
+        mask = _tensor(active, "decode: active")
+        if mask.shape != (self.batch,) or mask.dtype != torch.bool:
+            raise InputError(
+                f"decode: expected {self.batch} booleans as active, found {mask.tolist()}"
+            )
+        return mask.to(torch.int64)
+
+    def _checked(self, tokens: Any, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = _tensor(tokens, "prefill: expected int64 tokens")
+        if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
+            raise InputError(
+                f"prefill: expected int64 tokens [{self.batch}, S], "
+                f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            )
+        width = tokens.shape[1]
+        if lengths is None:
+            lengths = torch.full((self.batch,), width)
+        lengths = _whole(lengths, "prefill: lengths")
+        fits = lengths.shape == (self.batch,) and int(lengths.min()) >= 0 and (
+            int(lengths.max()) <= width
+        )
+        if not fits:
+            raise InputError(
+                f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
+            )
+        valid = torch.arange(width) < lengths[:, None]
+        tokens = tokens.where(valid, 0)
+        self._check_ids(tokens)
+        self._check_room(lengths)
+        return tokens, lengths
+
+    def _check_ids(self, tokens: torch.Tensor) -> None:
+        text = self.engine.spec.text
+        # A per-layer table may have fewer rows; what it has no row for can be drawn, not read.
+        vocab = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+            row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
+            raise InputError(
+                f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
+                f"of {vocab}"
+            )
+
+    def _check_room(self, lengths: torch.Tensor) -> None:
+        after = self.length + lengths
+        limit = self.engine.limits.max_seq
+        if int(after.max()) > limit:
+            row = int(after.argmax())
+            raise InputError(
+                f"row {row} would hold {int(after[row])} tokens ({int(self.length[row])} held and "
+                f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
+            )
+
+    def _step(
+        self, tokens: torch.Tensor, n: torch.Tensor, wanted: bool
+    ) -> torch.Tensor | None:
+        """One chunk through the runtime. A chunk of one token is a decode step."""
+        device = self.engine.device
+        positions = self.length[:, None] + torch.arange(tokens.shape[1])
+        feeds = self.engine.embed(tokens)
+        feeds |= {"positions": positions.to(device), "lengths": n.to(device)}
+        after = self.length + n
+        logits = self.engine.runtime.run(
+            "decode" if tokens.shape[1] == 1 else "prefill", feeds, self.state,
+            int(after.max()), wanted,
+        )  # fmt: skip
+        self.length = after
+        self._written = torch.maximum(self._written, after)
+        return None if logits is None else logits.float().cpu()
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(f"{what}: found {str(value)[:80]!r}") from e
+
+
+def _whole(value: Any, what: str) -> torch.Tensor:
+    """Whole numbers as int64."""
+    t = _tensor(value, what)
+    if t.numel() and (t.is_floating_point() or t.is_complex()):
+        raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
+    return t.to(torch.int64)
+
+
+def _last(logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """[B, 1 or S, vocab] -> [B, vocab] at each row's last valid token."""
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    return logits[torch.arange(logits.shape[0]), (n - 1).clamp(min=0)]
+
+
+def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+    """Token ids -> the feeds of the text graphs, through the embed graph."""
+    outputs, _ = interpret(graph, {"tokens": tokens}, tables, {})
+    return outputs

@@ -1,0 +1,114 @@
+"""The command line in process, and a small checkpoint with a tokenizer to give it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.checkpoint import write_checkpoint
+from g4ir.cli import main
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import load_spec
+
+BUILD = ("build", "--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
+PROMPT = "ab w3 a€ w7"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on several threads, by far where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command returned and wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """The error message; fails where there is none, several, or a traceback."""
+        assert "Traceback" not in self.err, self.err
+        lines = [x for x in self.err.splitlines() if "error: " in x]
+        assert len(lines) == 1 and lines[0].startswith("g4ir: error: "), self.err
+        return self.err[self.err.index(lines[0]) :]
+
+
+def g4ir(*words: str | Path) -> Outcome:
+    """Run one command, as a shell would."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(w) for w in words])
+        except SystemExit as stop:  # --help, --version
+            assert isinstance(stop.code, int)
+            code = stop.code
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def refused(*words: str | Path, code: int = 2) -> str:
+    """The message of a command that fails, with nothing on stdout."""
+    outcome = g4ir(*words)
+    assert outcome.code == code, outcome
+    assert not outcome.out
+    return outcome.message
+
+
+def built(out: Path, *words: str | Path) -> Path:
+    """An engine directory by the reference backend."""
+    outcome = g4ir(*BUILD, *words, "--out", out)
+    assert outcome.code == 0, outcome.err
+    return out
+
+
+def plain_checkpoint(folder: Path, variant: str = "tiny-ple", **options: Any) -> Path:
+    """A checkpoint directory of random weights."""
+    spec = load_spec(variant)
+    return write_checkpoint(folder, spec, RandomCheckpoint(spec, 0, torch.float32), **options)
+
+
+def text_checkpoint(folder: Path) -> Path:
+    """One in two shards, with the unused K and V of shared layers, a tokenizer that falls back
+    to bytes as Gemma's does, and generation settings."""
+    plain_checkpoint(folder, shards=2, dead=True)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+    settings = {
+        "do_sample": True, "temperature": 0.9, "top_k": 64, "top_p": 0.95,
+        "eos_token_id": [1, 107], "suppress_tokens": [390, 99999],
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tokenizer() -> Any:
+    """512 tokens: special ones, every byte, and a few words."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    words += ["▁", "a", "b", "ab", "▁a", *(f"▁w{i}" for i in range(247))]
+    vocab = {word: i for i, word in enumerate(words)}
+    merges = [("a", "b"), ("▁", "a")]
+    made = Tokenizer(
+        models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens(["<pad>", "<eos>", "<bos>"])
+    return made

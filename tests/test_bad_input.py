@@ -1,0 +1,715 @@
+"""Bad input, through the command line: one clear error, the right exit code, nothing left over.
+
+One test per entry of the list; the details of specs and checkpoints have their own files.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir import engine as engines
+from g4ir import tensorfile
+from g4ir.backends.reference import ReferenceBackend
+from g4ir.engine import MANIFEST, load_engine, prepare, read_manifest, write_engine
+from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.spec import load_spec
+from tests.cli_tools import (
+    BUILD,
+    built,
+    g4ir,
+    one_thread,  # noqa: F401
+    plain_checkpoint,
+    refused,
+    text_checkpoint,
+)
+
+RANDOM = ("--random-weights", "0")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """An output path at which, and beside which, nothing may be left."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    yield folder / "engine"
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a checkpoint with a tokenizer: it has every kind of file; do not alter it."""
+    folder = tmp_path_factory.mktemp("engine")
+    return built(folder / "e", "--checkpoint", text_checkpoint(folder / "c"), "--max-batch", "2")
+
+
+def has(message: str, *parts: str | Path) -> None:
+    """Every part occurs in the message."""
+    assert not [p for p in map(str, parts) if p not in message], message
+
+
+# --- specs ------------------------------------------------------------------------------------
+
+TINY = "schema: 1\nextends: tiny-ple\n"
+SPECS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "unknown key": (TINY + "texts: {}\n", (":3", "texts", "text")),
+    "misspelt key": (TINY + "text:\n  hiden_size: 64\n", (":4", "text.hiden_size", "hidden_size")),
+    "wrong type": (TINY + "text:\n  hidden_size: wide\n", (":4", "text.hidden_size", "wide")),
+    "duplicate key": (TINY + "dtype: f32\ndtype: bf16\n", (":4", "dtype")),
+    "heads not divisible": (
+        TINY + "text:\n  sliding: {num_key_value_heads: 3}\n",
+        (":4", "num_key_value_heads", "3", "4"),
+    ),
+    "odd head dim": (TINY + "text:\n  full: {head_dim: 33}\n", (":4", "full.head_dim", "33")),
+    "a kind without owner": (
+        TINY + "text:\n  num_kv_shared_layers: 6\n", (":4", "num_kv_shared_layers", "full")
+    ),
+    "every layer shares": (TINY + "text:\n  num_kv_shared_layers: 8\n", (":4", "8 of 8 layers")),
+    "top-k above experts": (
+        TINY + "text:\n  moe: {num_experts: 4, top_k_experts: 5, intermediate_size: 8}\n",
+        (":4", "top_k_experts", "5 of 4"),
+    ),
+    "no YAML": ("schema: [1\n", ("spec.yaml",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_a_bad_spec(case: str, tmp_path: Path, out: Path) -> None:
+    text, parts = SPECS[case]
+    file = tmp_path / "spec.yaml"
+    file.write_text(text)
+    has(refused(*BUILD, "--spec", file, *RANDOM, "--out", out), file, *parts)
+    has(refused("specs", "validate", file), file, *parts)
+    has(refused("show", "--spec", file), file, *parts)
+
+
+def test_no_such_spec(out: Path) -> None:
+    has(refused(*BUILD, "--variant", "26b-a4", *RANDOM, "--out", out), "26b-a4", "26b-a4b")
+    has(refused(*BUILD, "--spec", "no.yaml", *RANDOM, "--out", out), "no.yaml")
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+Header = dict[str, Any]
+
+
+def split_file(file: Path) -> tuple[Header, bytes]:
+    """Header and data of a safetensors file."""
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def join_file(file: Path, header: Header, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def altered(change: Callable[[Header], None]) -> Callable[[Path], None]:
+    """What changes the header of a checkpoint's only weight file."""
+
+    def apply(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        header, data = split_file(file)
+        change(header)
+        join_file(file, header, data)
+
+    return apply
+
+
+def rename(header: Header) -> None:
+    header["model.norms.weight"] = header.pop("model.norm.weight")
+
+
+def reshape(header: Header) -> None:
+    entry = header["model.layers.0.self_attn.q_proj.weight"]
+    entry["shape"] = entry["shape"][::-1]
+
+
+def retype(header: Header) -> None:
+    header["model.norm.weight"]["dtype"] = "I32"
+
+
+def overlap(header: Header) -> None:
+    first, second = list(header)[1:3]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    header[second]["shape"] = header[first]["shape"]
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def outside(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    names = split_file(folder.parent / "model.safetensors")[0]
+    weight_map = {n: "../model.safetensors" for n in names if n != "__metadata__"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def settings(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "generation_config.json").write_text(text) and None
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), ("config.json",)),
+    "broken config": (lambda d: (d / "config.json").write_text("{") and None, ("config.json",)),
+    "truncated": (truncate, ("model.safetensors", "truncated", "expected", "found")),
+    "overlapping": (altered(overlap), ("model.safetensors", "overlaps", "expected", "found")),
+    "missing and unknown": (
+        altered(rename),
+        ("norm.weight", "missing: expected shape [64]", "model.norms.weight", "not in the spec"),
+    ),
+    "mis-shaped": (
+        altered(reshape), ("layers.0.self_attn.q_proj.weight", "[128, 64]", "[64, 128]")
+    ),
+    "wrong dtype": (altered(retype), ("model.norm.weight", "BF16 or F16 or F32", "I32")),
+    "outside": (outside, ("model.safetensors.index.json", "../model.safetensors", "outside")),
+    "pickle": (only_pickle, ("pytorch_model.bin", "save_pretrained")),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), ("model.safetensors",)),
+    "generation config is no JSON": (settings("{,}"), ("generation_config.json",)),
+    "generation config with odd stop ids": (
+        settings('{"eos_token_id": ["1"]}'), ("generation_config.json", "eos_token_id", "'1'")
+    ),
+    "generation config with an odd temperature": (
+        settings('{"do_sample": true, "temperature": "hot"}'), ("generation_config.json",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_bad_checkpoint(case: str, tmp_path: Path, out: Path) -> None:
+    change, parts = CHECKPOINTS[case]
+    folder = plain_checkpoint(tmp_path / "c", "tiny-dense")
+    change(folder)
+    has(refused(*BUILD, "--checkpoint", folder, "--out", out), folder, *parts)
+    has(refused(*BUILD, "--checkpoint", folder, "--link-weights", "--out", out), *parts)
+
+
+def test_what_is_not_used_is_reported(tmp_path: Path) -> None:
+    """Dead K and V, towers: no errors."""
+    folder = plain_checkpoint(tmp_path / "c", dead=True)
+
+    def tower(header: Header) -> None:
+        name = "model.layers.4.self_attn.k_proj.weight"
+        header["model.vision_tower.x.weight"] = header.pop(name)
+
+    altered(tower)(folder)
+    outcome = g4ir(*BUILD, "--checkpoint", folder, "--out", tmp_path / "e")
+    assert outcome.code == 0
+    assert "g4ir: note: 11 tensors not used: K or V of a layer" in outcome.err
+    assert "g4ir: note: 1 tensors not used: part of vision" in outcome.err
+
+
+def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
+    folder = plain_checkpoint(tmp_path / "c", "tiny-dense")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "schema: 1\nextends: tiny-dense\n"
+        "text: {hidden_size: 96, sliding: {window: 4}, rms_norm_eps: 1e-5}\n"
+    )
+    message = refused(*BUILD, "--spec", file, "--checkpoint", folder, "--out", out)
+    has(message, folder / "config.json", "text.hidden_size: spec 96, checkpoint 64",
+        "text.sliding.window: spec 4, checkpoint 8",
+        "text.rms_norm_eps: spec 1e-05, checkpoint 1e-06")  # fmt: skip
+    assert message.count("\n  text.") == 3
+
+
+def test_no_such_checkpoint(tmp_path: Path, out: Path) -> None:
+    has(refused(*BUILD, "--checkpoint", tmp_path / "no", "--out", out), tmp_path / "no")
+
+
+def test_no_weights_in_the_hub_cache(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    message = refused(*BUILD, "--variant", "e2b", "--out", out)
+    has(message, "google/gemma-4-E2B-it", "hf download google/gemma-4-E2B-it")
+    has(refused(*BUILD, "--variant", "tiny-moe", "--out", out), "tiny-moe", "--checkpoint")
+
+
+# --- options of build -------------------------------------------------------------------------
+
+VARIANT = ("--variant", "tiny-dense")
+OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no source": ((), ("variant", "spec", "checkpoint")),
+    "seed alone": (RANDOM, ("--variant", "--spec")),
+    "two sources": ((*VARIANT, "--spec", "x.yaml", *RANDOM), ("--variant", "--spec")),
+    "two weights": ((*VARIANT, *RANDOM, "--checkpoint", "c"), ("--random-weights",)),
+    "unknown backend": ((*VARIANT, *RANDOM, "--backend", "tpu"), ("tpu", "reference, torch")),
+    "unknown device": ((*VARIANT, *RANDOM, "--device", "tpu"), ("tpu", "cpu, cuda")),
+    "unknown dtype": ((*VARIANT, *RANDOM, "--dtype", "int8"), ("int8", "bfloat16")),
+    "unknown pass": ((*VARIANT, *RANDOM, "--skip", "fuse_qvk"), ("fuse_qvk", "fuse_qkv")),
+    "no rows": ((*VARIANT, *RANDOM, "--max-batch", "0"), ("--max-batch 0",)),
+    "no tokens": ((*VARIANT, *RANDOM, "--max-seq", "-5"), ("--max-seq -5",)),
+    "no chunk": ((*VARIANT, *RANDOM, "--prefill-chunk", "0"), ("--prefill-chunk 0",)),
+    "too long": ((*VARIANT, *RANDOM, "--max-seq", "2048"), ("--max-seq 2048", "1024")),
+    "no number": ((*VARIANT, *RANDOM, "--max-seq", "many"), ("--max-seq", "many")),
+    "seed below 0": ((*VARIANT, "--random-weights", "-1"), ("--random-weights -1",)),
+    "linked random": ((*VARIANT, *RANDOM, "--link-weights"), ("--link-weights",)),
+    "verify nothing": ((*VARIANT, *RANDOM, "--dry-run", "--verify"), ("--dry-run", "--verify")),
+    "unknown option": ((*VARIANT, *RANDOM, "--fast"), ("--fast", "g4ir")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_options(case: str, out: Path) -> None:
+    words, parts = OPTIONS[case]
+    has(refused(*BUILD, *words, "--out", out), *parts)
+
+
+def test_dump_ir_where_it_cannot_be(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "file").touch()
+    words = (*VARIANT, *RANDOM, "--dump-ir", str(tmp_path / "file"))
+    has(refused(*BUILD, *words, "--out", out), tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
+def test_the_output_exists(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "e"
+    {"directory": out.mkdir, "file": out.touch, "dangling link": lambda: out.symlink_to("x")}[
+        kind
+    ]()
+    for words in ((), ("--dry-run",)):
+        message = refused(*BUILD, *VARIANT, *RANDOM, *words, "--out", out)
+        has(message, f"{out} exists", "--out")
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+
+def test_the_output_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    has(refused(*BUILD, *VARIANT, *RANDOM, "--out", tmp_path / "file" / "e"), tmp_path / "file")
+
+
+# --- what the machine lacks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_cuda_without_cuda(backend: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = (*BUILD, *VARIANT, *RANDOM, "--backend", backend, "--device", "cuda", "--out", out)
+    has(refused(*words, code=3), "--device cuda", "--device cpu")
+
+
+def test_no_compiler(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def missing() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    words = (*BUILD, *VARIANT, *RANDOM, "--backend", "torch", "--out", out)
+    has(refused(*words, code=3), "C++ compiler", "install")
+
+
+# --- disks that fill up -----------------------------------------------------------------------
+
+
+class FullDisk:
+    """Counts what writes to a disk, and fails the `fail`-th time; 0 is never."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: int) -> None:
+        self.count, self.fail = 0, fail
+        monkeypatch.setattr(tensorfile, "open", self.open, raising=False)
+        for module, name in (
+            (tempfile, "mkstemp"), (tempfile, "mkdtemp"), (os, "fsync"), (os, "replace"),
+            (os, "rename"), (shutil, "copyfile"),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.count == self.fail:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            return function(*args, **kwargs)
+
+        return call
+
+    def open(self, file: Any, mode: str) -> Any:
+        stream = builtins.open(file, mode)  # noqa: SIM115
+        return _Counted(stream, self.tick) if "w" in mode else stream
+
+
+class _Counted:
+    """A file whose writes are counted, and fail halfway."""
+
+    def __init__(self, stream: Any, tick: Callable[[], None]) -> None:
+        self.stream, self.tick = stream, tick
+
+    def write(self, data: Any) -> None:
+        try:
+            self.tick()
+        except OSError:
+            self.stream.write(data[: len(data) // 2])
+            raise
+        self.stream.write(data)
+
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stream.close()
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return int(self.stream.fileno())
+
+
+def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = text_checkpoint(tmp_path / "c")
+    prepared = prepare(None, checkpoint=folder, backend="reference", max_seq=64)
+    out = tmp_path / "outputs" / "e"
+    out.parent.mkdir()
+
+    def write(fail: int) -> int:
+        with monkeypatch.context() as patch:
+            disk = FullDisk(patch, fail)
+            write_engine(prepared, out, lambda message: None)
+        return disk.count
+
+    writes = write(0)
+    shutil.rmtree(out)
+    assert writes > len(prepared.packing.program.params()) + 20
+    for k in range(1, writes + 1):
+        with pytest.raises(EngineError, match="No space left on device; make room"):
+            write(k)
+        assert not list(out.parent.iterdir()), k
+    assert write(0) == writes
+
+
+@pytest.mark.parametrize("k", [1, 7, 60])
+def test_no_space_left_on_the_command_line(
+    k: int, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = text_checkpoint(tmp_path / "c")
+    with monkeypatch.context() as patch:
+        FullDisk(patch, k)
+        outcome = g4ir(*BUILD, "--checkpoint", folder, "--out", out)
+    assert (outcome.code, outcome.out) == (2, "")
+    has(outcome.message, out.parent, "No space left on device", "--out")
+
+
+def test_weights_that_do_not_fit_are_refused_before_writing(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_checkpoint(tmp_path / "c")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    for words in ((), ("--dry-run",)):
+        message = refused(*BUILD, "--checkpoint", folder, *words, "--out", out)
+        has(message, out.parent, "GiB", "--link-weights")
+    words = ("--link-weights", "--dry-run", "--out", out)
+    assert g4ir(*BUILD, "--checkpoint", folder, *words).code == 0
+
+
+# --- builds that are killed -------------------------------------------------------------------
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from g4ir import engine
+checkpoint, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+prepared = engine.prepare(None, checkpoint=checkpoint, backend="reference", max_seq=64)
+for name in ("fsync", "rename", "replace"):
+    def slow(*args, function=getattr(os, name)):
+        time.sleep(0.004)
+        function(*args)
+        time.sleep(0.004)
+    setattr(os, name, slow)
+random.seed(0)
+for i in range(count):
+    (folder / str(i)).mkdir()
+    child = os.fork()
+    if not child:
+        engine.write_engine(prepared, folder / str(i) / "e", lambda message: None)
+        os._exit(0)
+    if i:
+        time.sleep(random.uniform(0, 0.4))
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_killed_build_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    folder, checkpoint = tmp_path / "builds", plain_checkpoint(tmp_path / "c")
+    folder.mkdir()
+    count = 12
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(checkpoint), str(folder), str(count)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert load_engine(folder / "0" / "e")  # this one had the time
+    left = [d for i in range(1, count) for d in (folder / str(i)).iterdir()]
+    unfinished = [d for d in left if d.name != "e"]
+    assert len(unfinished) > count // 4
+    for directory in left:
+        if directory.name == "e":
+            load_engine(directory)
+        else:
+            with pytest.raises(EngineError, match="no engine directory"):
+                load_engine(directory)
+
+
+# --- engines that were altered ----------------------------------------------------------------
+
+
+def run(engine: Path) -> str:
+    """The refusal of an engine, which every verb that loads it repeats."""
+    message = refused("run", engine, "--tokens", "2,5", "--max-new-tokens", "2")
+    assert refused("verify", engine) == message
+    return message
+
+
+@contextmanager
+def changed(file: Path, raw: bytes) -> Iterator[None]:
+    """A file with other content."""
+    before = file.read_bytes()
+    file.write_bytes(raw)
+    yield
+    file.write_bytes(before)
+
+
+@pytest.fixture
+def copy(engine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(engine, tmp_path / "copy")
+
+
+def test_one_byte_of_any_file(copy: Path) -> None:
+    files = sorted(p for p in copy.rglob("*") if p.is_file())
+    assert {"manifest.json", "spec.yaml", "weights-00000.safetensors", "graph.decode.g4ir",
+            "prologue.g4ir", "tokenizer.json", "generation_config.json"} < {f.name for f in files}
+    for file in files:
+        raw = file.read_bytes()
+        for at in {0, len(raw) // 2, len(raw) - 1}:
+            with changed(file, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]):
+                has(run(copy), file, "build")
+    assert load_engine(copy)
+
+
+def test_any_byte_of_the_manifest(copy: Path) -> None:
+    file = copy / MANIFEST
+    raw, rng = file.read_bytes(), random.Random(0)
+    for at in rng.sample(range(len(raw)), 400):
+        other = raw[:at] + bytes([raw[at] ^ rng.randrange(1, 256)]) + raw[at + 1 :]
+        with changed(file, other), pytest.raises(EngineError, match=r"manifest\.json"):
+            read_manifest(copy)
+
+
+def test_truncated_grown_or_missing_files(copy: Path) -> None:
+    for file in sorted(p for p in copy.rglob("*") if p.is_file()):
+        raw = file.read_bytes()
+        for other in (raw[:-1], b"", raw + b"\n"):
+            with changed(file, other):
+                has(run(copy), file, "build")
+        file.unlink()
+        has(run(copy), file.name if file.name == MANIFEST else file, "build")
+        file.write_bytes(raw)
+
+
+def test_no_engine(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no"):
+        has(run(path), f"{path} is no engine directory", "g4ir build")
+        has(refused("show", path), f"{path} is no engine directory")
+    has(refused("show", "tiny-moe"), "--variant tiny-moe")
+
+
+def edited(copy: Path, **changes: Any) -> Path:
+    """The engine with another manifest, digest included."""
+    manifest = read_manifest(copy)
+    del manifest["digest"]
+    text = engines._manifest_text({**manifest, **changes})
+    (copy / MANIFEST).write_text(text)
+    return copy
+
+
+def test_built_for_another_device(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    has(run(edited(copy, device="cuda")), copy, "cuda", "--device cpu")
+
+
+HERE = "x86_64 AVX2 avx,avx2,fma"
+
+
+def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
+    for other in ("aarch64 DEFAULT asimd", "x86_64 AVX512 avx,avx2,avx512f,fma",
+                  "x86_64 AVX2 avx,avx2,avx512f,fma"):  # fmt: skip
+        has(run(edited(copy, machine=other)), copy, other, HERE, "build it again")
+    assert load_engine(edited(copy, machine="x86_64 AVX2 avx,fma"))
+
+
+def test_built_with_another_torch(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
+    edited(copy, machine=HERE, versions={"torch": "1.0.0", "python": "3.8.0"})
+    has(run(copy), copy, "1.0.0", torch.__version__, "build it again")
+
+
+@pytest.mark.parametrize("changes", [
+    {"format": 99}, {"backend": "tpu"}, {"graphs": None}, {"limits": []}, {"weights": "here"},
+])  # fmt: skip
+def test_a_manifest_of_another_version(copy: Path, changes: dict[str, Any]) -> None:
+    key, value = next(iter(changes.items()))
+    message = run(edited(copy, **changes))
+    assert key in message or str(value) in message
+
+
+def test_linked_weights_that_changed(tmp_path: Path) -> None:
+    folder = plain_checkpoint(tmp_path / "c", shards=2)
+    engine = built(tmp_path / "e", "--checkpoint", folder, "--link-weights")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    raw = shard.read_bytes()
+    with changed(shard, raw[:-1] + bytes([raw[-1] ^ 1])):
+        has(run(engine), shard, "--link-weights")
+    shard.unlink()
+    has(run(engine), shard, "--link-weights")
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "prompt too long": (("--tokens", ",".join(["5"] * 65)), ("65 tokens", "--max-seq 64")),
+    "no room for the answer": (
+        ("--tokens", "2,5", "--max-new-tokens", "64"), ("2 tokens and 64 new", "--max-seq 64")
+    ),
+    "text too long": (("--prompt", "ab" * 65), ("--prompt", "--max-seq 64")),
+    "token too large": (("--tokens", "2,512"), ("token 512 at index 1", "vocabulary of 512")),
+    "token too small": (("--tokens=-1,2",), ("token -1 at index 0",)),
+    "no tokens": (("--tokens", ""), ("--tokens", "2,5,7")),
+    "no numbers": (("--tokens", "2,x"), ("--tokens", "'x'")),
+    "not UTF-8": (("--prompt", "a\udcff"), ("--prompt", "UTF-8 at character 1")),
+    "no new tokens": (("--tokens", "2", "--max-new-tokens", "0"), ("max_new_tokens 0",)),
+    "cold": (("--tokens", "2", "--temperature", "-1"), ("temperature -1",)),
+    "endless": (("--tokens", "2", "--temperature", "inf"), ("temperature inf",)),
+    "no top k": (("--tokens", "2", "--top-k", "-1"), ("top_k -1",)),
+    "no top p": (("--tokens", "2", "--top-p", "0"), ("top_p 0",)),
+    "seed": (("--tokens", "2", "--seed", str(1 << 63)), ("seed", "2^63")),
+    "stop outside": (("--tokens", "2", "--stop", "5,600"), ("stop", "600", "vocabulary of 512")),
+    "nothing": ((), ("--prompt", "--tokens", "--input-jsonl")),
+    "two prompts": (("--tokens", "2", "--prompt", "a"), ("--prompt", "--tokens")),
+    "no file": (("--input-jsonl", "no.jsonl"), ("no.jsonl",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+def test_a_bad_request(case: str, engine: Path) -> None:
+    words, parts = REQUESTS[case]
+    has(refused("run", engine, *words), *parts)
+
+
+def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(TINY + "text: {ple: {dim: 16, vocab_size: 256}}\n")
+    engine = built(tmp_path / "e", "--spec", file, *RANDOM)
+    has(refused("run", engine, "--tokens", "2,300"), "token 300", "vocabulary of 256")
+
+
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    engine = built(tmp_path / "e", *VARIANT, *RANDOM)
+    has(refused("run", engine, "--prompt", "a"), "tokenizer.json", "token ids")
+
+
+def test_a_batch_above_the_limit(engine: Path) -> None:
+    loaded = load_engine(engine)
+    for ask in (lambda: loaded.session(3), lambda: loaded.generate([[2], [2], [2]], 2)):
+        with pytest.raises(InputError, match="batch 3: this engine was built for 1 to 2 rows"):
+            ask()
+
+
+LINES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b'{"tokens": [2}', "no JSON"),
+    "no UTF-8": (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+    "too deep": (b"[" * 100_000, "no JSON"),
+    "no object": (b"[2, 5]", "expected an object"),
+    "key twice": (b'{"tokens": [2], "tokens": [3]}', "given twice"),
+    "unknown field": (b'{"tokens": [2], "max_tokens": 3}', "'max_tokens'"),
+    "both": (b'{"tokens": [2], "prompt": "a"}', "either prompt or tokens"),
+    "neither": (b'{"prompt": null}', "either prompt or tokens"),
+    "ids as text": (b'{"tokens": ["2"]}', "tokens: expected a list of token ids"),
+    "true as id": (b'{"tokens": [true]}', "tokens: expected a list of token ids"),
+    "no tokens": (b'{"tokens": []}', "is empty"),
+    "outside": (b'{"tokens": [2, 600]}', "token 600 at index 1"),
+    "too long": (b'{"tokens": [2], "max_new_tokens": 65}', "do not fit"),
+    "count as text": (b'{"tokens": [2], "max_new_tokens": "3"}', "max_new_tokens: expected"),
+    "no number": (b'{"tokens": [2], "temperature": NaN}', "temperature nan"),
+    "cold": (b'{"tokens": [2], "temperature": -1}', "temperature -1"),
+    "stop outside": (b'{"tokens": [2], "stop": [512]}', "stop: token 512"),
+    "seed": (b'{"tokens": [2], "seed": -3}', "seed -3"),
+    "lone surrogate": (b'{"prompt": "\\ud800"}', "not UTF-8 at character 0"),
+    "odd id": (b'{"tokens": [2], "id": {}}', "id: expected a string or a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_bad_line(case: str, engine: Path, tmp_path: Path) -> None:
+    """It is found before the good lines before it are answered."""
+    line, part = LINES[case]
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'{"tokens": [2, 5]}\n\n' + line + b"\n")
+    has(refused("run", engine, "--input-jsonl", file), f"{file}:3: ", part)
+
+
+def test_verify_on_bad_tokens(engine: Path) -> None:
+    has(refused("verify", engine, "--tokens", "2,600"), "600", "512")
+    has(refused("verify", engine, "--tokens", "2"), "1 tokens")
+    has(refused("verify", engine, "--against", "onnx"), "onnx")
+    has(refused("verify", engine, "--against", "hf", "--checkpoint", "no"), "no")
+
+
+# --- show -------------------------------------------------------------------------------------
+
+SHOWS: dict[str, tuple[tuple[str, ...], str]] = {
+    "nothing": ((), "--variant"),
+    "two": (("--variant", "e2b", "--spec", "x.yaml"), "--spec"),
+    "unknown pass": (("--variant", "tiny-ple", "--after", "fuse"), "fuse_qkv"),
+    "unknown reason": (("--variant", "tiny-ple", "--why", "fuse"), "fuse_qkv"),
+    "skipped pass": (
+        ("--variant", "tiny-ple", "--after", "fuse_qkv", "--skip", "fuse_qkv"), "is skipped"
+    ),
+    "both": (("--variant", "tiny-ple", "--after", "fuse_qkv", "--why", "fuse_qkv"), "not both"),
+    "no layer": (("--variant", "tiny-ple", "--layer", "8"), "--layer 8"),
+    "no phase": (("--variant", "tiny-ple", "--phase", "encode"), "prefill"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHOWS)
+def test_show_of_something_odd(case: str) -> None:
+    words, part = SHOWS[case]
+    has(refused("show", *words), part)
+
+
+def test_an_engine_and_a_variant(engine: Path) -> None:
+    for words in (("--variant", "e2b"), ("--spec", "x.yaml"), ("--all-logits",)):
+        has(refused("show", engine, *words), *words[:1])
+    has(refused("show", engine, "--skip", "fuse_qkv"), "--skip")
+
+
+def test_every_error_is_a_g4_error() -> None:
+    """What a caller in Python may catch."""
+    with pytest.raises(G4Error):
+        prepare(load_spec("tiny-moe"), backend="tpu", random_weights=0)

@@ -1,0 +1,604 @@
+"""Every verb of the command line on tiny engines, by the reference backend."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir import console, requests
+from g4ir.engine import Engine, load_engine, read_manifest
+from g4ir.model import build_graph
+from g4ir.pipeline import PASSES, run_passes
+from g4ir.requests import Desk, TextStream
+from g4ir.sampling import Sampler, Sampling
+from g4ir.spec import load_spec, spec_names
+from g4ir.text import parse_graph
+from tests.cli_tools import (
+    BUILD,
+    PROMPT,
+    built,
+    g4ir,
+    one_thread,  # noqa: F401
+    plain_checkpoint,
+    refused,
+    text_checkpoint,
+    tokenizer,
+)  # fmt: skip
+
+VERBS = ("specs", "show", "build", "run", "verify")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-ple with random weights, no tokenizer."""
+    folder = tmp_path_factory.mktemp("engines")
+    return built(folder / "ple", "--variant", "tiny-ple", "--random-weights", "0")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_checkpoint(tmp_path_factory.mktemp("checkpoints") / "my-tiny")
+
+
+@pytest.fixture(scope="module")
+def text_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a checkpoint alone, with its tokenizer and generation settings."""
+    return built(tmp_path_factory.mktemp("engines") / "text", "--checkpoint", checkpoint)
+
+
+@pytest.fixture(scope="module")
+def loaded(engine: Path) -> Engine:
+    return load_engine(engine)
+
+
+@pytest.fixture(scope="module")
+def text_loaded(text_engine: Path) -> Engine:
+    return load_engine(text_engine)
+
+
+def ok(*words: str | Path) -> str:
+    """stdout of a command that succeeds."""
+    outcome = g4ir(*words)
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [(), *((v,) for v in VERBS), ("specs", "diff")])
+def test_help(verb: tuple[str, ...]) -> None:
+    text = ok(*verb, "--help")
+    assert text.startswith(f"usage: {' '.join(['g4ir', *verb])} ")
+    assert verb or all(f"    {v} " in text for v in VERBS)
+
+
+def test_version() -> None:
+    assert ok("--version") == "g4ir 0.1.0\n"
+
+
+# --- specs ------------------------------------------------------------------------------------
+
+
+def test_specs_list() -> None:
+    lines = ok("specs").splitlines()
+    assert lines[0].split() == [
+        "name", "layers", "hidden", "text", "active", "total", "dtype", "hub"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:]] == list(spec_names())
+    assert ok("specs", "list").splitlines() == lines
+    rows = json.loads(ok("specs", "list", "--json"))
+    assert rows == json.loads(ok("specs", "--json", "list"))
+    assert {r["name"]: r["layers"] for r in rows}["e2b"] == 35
+
+
+def test_specs_show_reads_back(tmp_path: Path) -> None:
+    file = tmp_path / "copy.yaml"
+    file.write_text(ok("specs", "show", "26b-a4b"))
+    assert ok("specs", "validate", file).startswith(f"{file}: ok: 26b-a4b, 30 layers, 25,2")
+    assert ok("specs", "diff", "26b-a4b", file) == ""
+    assert json.loads(ok("specs", "show", "e2b", "--json")) == load_spec("e2b").to_dict()
+
+
+def test_specs_diff_is_1_where_they_differ() -> None:
+    outcome = g4ir("specs", "diff", "tiny-dense", "tiny-moe")
+    assert outcome.code == 1
+    assert outcome.out.splitlines() == [
+        'name: "tiny-dense" -> "tiny-moe"',
+        "text.moe.num_experts: null -> 8",
+        "text.moe.top_k_experts: null -> 2",
+        "text.moe.intermediate_size: null -> 48",
+    ]
+    rows = json.loads(g4ir("specs", "diff", "tiny-dense", "tiny-moe", "--json").out)
+    assert {"key": "text.moe.top_k_experts", "a": None, "b": 2} in rows
+
+
+def test_specs_to_hf_and_back(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(ok("specs", "to-hf", "tiny-ple"))
+    spec = tmp_path / "back.yaml"
+    spec.write_text(ok("specs", "from-hf", config, "--name", "tiny-ple"))
+    assert ok("specs", "diff", spec, "tiny-ple") == ""
+    assert ok("specs", "from-hf", tmp_path, "--name", "tiny-ple") == spec.read_text()
+    assert g4ir("specs", "diff", config, "tiny-ple").out.startswith("name: ")
+
+
+def test_specs_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(json.loads(ok("specs", "schema")))
+
+
+# --- show -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "embed"])
+def test_show_prints_what_reads_back(phase: str) -> None:
+    spec = load_spec("tiny-moe")
+    plain = build_graph(spec, phase)
+    words = ("show", "--variant", "tiny-moe", "--phase", phase)
+    assert parse_graph(ok(*words, "--after", "none")) == plain
+    assert parse_graph(ok(*words)) == run_passes(plain)
+    some = run_passes(plain, skip=["fuse_qkv"], until="fuse_gate_up")
+    assert parse_graph(ok(*words, "--after", "fuse_gate_up", "--skip", "fuse_qkv")) == some
+
+
+def test_show_an_engine(engine: Path) -> None:
+    stored = (engine / "graph.prefill.g4ir").read_text()
+    assert ok("show", engine, "--phase", "prefill") == stored
+    assert json.loads(ok("show", engine, "--json"))["graph"] == "decode"
+    after = ok("show", engine, "--after", "plan_cache")
+    assert after == ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
+
+
+def test_show_a_spec_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("schema: 1\nextends: tiny-dense\ntext: {num_hidden_layers: 2}\n")
+    assert "%L1.out" in ok("show", "--spec", file)
+
+
+def test_show_one_layer() -> None:
+    lines = ok("show", "--variant", "tiny-dense", "--layer", "5").splitlines()
+    assert "param %L5.attn.wqk: f32[320,64]" not in lines  # packed by nodes of its own
+    assert "%L5.attn.wqk = concat(%L5.attn.wq, %L5.attn.wk) {axis=0}: f32[320,64]" in lines
+    assert "state %L5.k: f32[C,B,1,64]" in lines
+    assert lines[-1] == "next %L5.v = %L5.v.next"
+    assert not any(line.startswith("%L3") for line in lines)
+
+
+def test_show_why() -> None:
+    lines = ok("show", "--variant", "tiny-ple", "--why", "fuse_qkv").splitlines()
+    assert lines[0] == "%L0.attn.q: packed with %L0.attn.k, %L0.attn.v"
+    assert lines[4:] == [
+        f"%L{i}.attn.q: left: the only projection of its input" for i in (4, 5, 6, 7)
+    ]
+    words = ("show", "--variant", "tiny-ple", "--why", "fuse_qkv", "--layer", "6", "--json")
+    assert [r["value"] for r in json.loads(ok(*words))] == ["%L6.attn.q"]
+    skipped = ok("show", "--variant", "tiny-ple", "--why", "fuse_qkv", "--skip", "fuse_qkv")
+    assert skipped == "decode: fuse_qkv is skipped\n"
+
+
+def test_show_why_nothing_happened() -> None:
+    outcome = g4ir("show", "--variant", "tiny-ple", "--phase", "embed", "--why", "fuse_qkv")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err == "g4ir: fuse_qkv found no candidate in graph embed\n"
+
+
+# --- build ------------------------------------------------------------------------------------
+
+
+def test_build_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("build", "--variant", "tiny-dense", "--backend", "reference", "--random-weights", "7")
+    outcome = g4ir(*words)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "engines/tiny-dense-reference\n", "")
+    manifest = read_manifest(Path("engines/tiny-dense-reference"))
+    assert manifest["limits"] == {"max_batch": 1, "max_seq": 1024, "prefill_chunk": 1024}
+    assert (manifest["dtype"], manifest["device"]) == ("f32", "cpu")
+    assert manifest["weights"] == {"kind": "random", "seed": 7}
+    assert [p.name for p in Path("engines").iterdir()] == ["tiny-dense-reference"]
+
+
+def test_build_options(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "engine"
+    words = (
+        "--variant", "tiny-moe", "--random-weights", "1", "--dtype", "bfloat16",
+        "--max-batch", "3", "--all-logits", "--skip", "fuse_qkv", "--skip", "plan_cache",
+    )  # fmt: skip
+    assert json.loads(ok(*BUILD, *words, "--json", "--out", out)) == {"engine": str(out)}
+    manifest = read_manifest(out)
+    assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
+    assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
+    assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
+
+
+def test_dump_ir(tmp_path: Path) -> None:
+    folder, words = tmp_path / "ir", ("--variant", "tiny-ple", "--random-weights", "0")
+    ok(*BUILD, *words, "--dump-ir", folder, "--dry-run")
+    phases = ("decode", "embed", "prefill")
+    expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(PASSES, 1) for x in phases}
+    assert {p.name for p in folder.iterdir()} == expected
+    shown = ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
+    assert (folder / "06-plan_cache.decode.g4ir").read_text() == shown
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    words = ("--variant", "tiny-dense", "--random-weights", "0", "--max-batch", "2", "--dry-run")
+    plan = json.loads(ok(*BUILD, *words, "--json", "--out", tmp_path / "a" / "b"))
+    assert plan["param_bytes"] == 305_158 * 4
+    ring = 5 * 8 * 2 * 32  # five sliding layers, window 8, two heads of 32
+    assert plan["cache_bytes"] == 2 * 2 * 4 * (ring + 64 * 64)  # K and V, two rows, fp32
+    assert plan["disk_bytes"] == 0  # random weights are not stored
+    assert plan["nodes"]["embed"] == 1
+    text = ok(*BUILD, *words, "--out", tmp_path / "a" / "b")
+    assert "param_bytes    1.16 MiB\n" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_counts_programs(tmp_path: Path) -> None:
+    words = ("--variant", "tiny-ple", "--random-weights", "0", "--backend", "torch", "--dry-run")
+    plan = json.loads(ok("build", *words, "--json", "--out", tmp_path / "x"))
+    assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
+
+
+def test_build_and_verify(tmp_path: Path) -> None:
+    words = ("--variant", "tiny-dense", "--random-weights", "0", "--verify")
+    assert ok(*BUILD, *words, "--max-seq", "32", "--out", tmp_path / "e").endswith("\nok\n")
+
+
+def test_build_from_a_checkpoint(text_engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(text_engine)
+    assert manifest["variant"] == "my-tiny"
+    assert {"tokenizer.json", "generation_config.json"} < set(manifest["files"])
+    outcome = g4ir(*BUILD, "--checkpoint", checkpoint, "--link-weights", "--out", tmp_path / "e")
+    assert outcome.code == 0
+    assert outcome.err == (
+        "g4ir: note: 12 tensors not used: K or V of a layer that reads another layer's K and V\n"
+    )
+    assert not list((tmp_path / "e").glob("*.safetensors"))
+    words = ("--tokens", "2,5,7", "--max-new-tokens", "6", "--temperature", "0", "--json")
+    assert ok("run", tmp_path / "e", *words) == ok("run", text_engine, *words)
+
+
+def test_build_with_both_where_they_agree(checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--variant", "tiny-ple", "--checkpoint", checkpoint, "--dry-run", "--json")
+    plan = json.loads(ok(*BUILD, *words, "--out", tmp_path / "e"))
+    assert plan["variant"] == "tiny-ple"
+    assert plan["disk_bytes"] == plan["param_bytes"] == 543_800 * 4
+
+
+def test_what_a_killed_build_left_is_named(tmp_path: Path) -> None:
+    left = tmp_path / ".e.building-1"
+    left.mkdir()
+    words = ("--variant", "tiny-dense", "--random-weights", "0", "--out", tmp_path / "e")
+    assert f"{left} is left of a killed build" in g4ir(*BUILD, *words).err
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+def test_run_streams_ids(engine: Path, loaded: Engine) -> None:
+    want = loaded.generate([2, 5, 7], 12)
+    outcome = g4ir("run", engine, "--tokens", "2,5,7", "--max-new-tokens", "12")
+    assert outcome.out == " ".join(map(str, want)) + "\n"
+    assert "g4ir: 3 prompt tokens, 12 new ones; first after " in outcome.err
+    spaced = g4ir("run", engine, "--tokens", "2 5 7", "--max-new-tokens", "12", "--json")
+    assert json.loads(spaced.out) == {"tokens": want, "finish_reason": "length"}
+
+
+def test_run_without_a_count_takes_what_fits(engine: Path) -> None:
+    long = ",".join(["5"] * 61)
+    answer = json.loads(ok("run", engine, "--tokens", long, "--json"))
+    assert len(answer["tokens"]) == 4  # 61 + 4 - 1 = 64
+
+
+def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
+    ids = [2, *tokenizer().encode(PROMPT).ids]
+    want = text_loaded.generate(ids, 12)
+    words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "12")
+    assert ok(*words, "--temperature", "0") == tokenizer().decode(want) + "\n"
+    answer = json.loads(ok(*words, "--temperature", "0", "--json"))
+    assert answer["tokens"] == want
+    assert answer["text"] == tokenizer().decode(want)
+
+
+def test_run_draws_by_seed(text_engine: Path) -> None:
+    words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "20", "--json", "--seed")
+    first, again, other = (ok(*words, seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_run_stops(engine: Path, loaded: Engine) -> None:
+    want = loaded.generate([2, 5, 7], 12)
+    end = want[3]
+    words = ("run", engine, "--tokens", "2,5,7", "--json", "--max-new-tokens", "12")
+    answer = json.loads(ok(*words, "--stop", f"500,{end}"))
+    assert answer == {"tokens": want[: want.index(end) + 1], "finish_reason": "stop"}
+
+
+LOG = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "event": {"const": "request"},
+        "id": {"type": ["string", "integer", "null"]},
+        "prompt_tokens": {"type": "integer", "minimum": 1},
+        "cached_tokens": {"type": "integer", "minimum": 0},
+        "new_tokens": {"type": "integer", "minimum": 1},
+        "time_to_first_token_s": {"type": "number", "exclusiveMinimum": 0},
+        "tokens_per_second": {"type": ["number", "null"]},
+        "total_s": {"type": "number", "exclusiveMinimum": 0},
+        "finish_reason": {"enum": ["stop", "length"]},
+    },
+}
+LOG["required"] = list(LOG["properties"])  # type: ignore[call-overload]
+
+
+def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) -> None:
+    lines = [
+        {"id": "first", "prompt": PROMPT, "temperature": 0, "max_new_tokens": 5},
+        {"tokens": [2, 5, 7], "seed": 3, "max_new_tokens": 1, "stop": None},
+        {"id": 0, "prompt": f"{PROMPT} w9 w9", "temperature": 0.0, "max_new_tokens": 4},
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    outcome = g4ir("run", text_engine, "--input-jsonl", file)
+    answers = [json.loads(x) for x in outcome.out.splitlines()]
+    logs = [json.loads(x) for x in outcome.err.splitlines()]
+    assert [a["id"] for a in answers] == [x["id"] for x in logs] == ["first", 3, 0]
+    ids = [2, *tokenizer().encode(PROMPT).ids]
+    assert answers[0]["tokens"] == text_loaded.generate(ids, 5)
+    assert answers[0]["text"] == tokenizer().decode(answers[0]["tokens"])
+    for log in logs:
+        jsonschema.validate(log, LOG)
+    assert logs[0]["prompt_tokens"] == len(ids)
+    assert [x["new_tokens"] for x in logs] == [5, 1, 4]
+    assert logs[1]["tokens_per_second"] is None
+    assert "w3" not in outcome.err and "prompt\"" not in outcome.err
+
+
+def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = b'\xef\xbb\xbf{"tokens": [2, 5]}\r\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    out = ok("run", engine, "--input-jsonl", "-", "--max-new-tokens", "2")
+    assert json.loads(out)["id"] == 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert ok("run", engine, "--input-jsonl", "-") == ""
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+FILE = {"temperature": 0.9, "top_k": 64, "top_p": 0.95}
+PRECEDENCE = {
+    "file": ({}, {}, FILE),
+    "flag over file": ({}, {"temperature": 0.5, "top_k": 3}, {**FILE, "temperature": 0.5,
+                                                              "top_k": 3}),
+    "request over flag": ({"temperature": 0.1, "top_p": 0.2}, {"temperature": 0.5},
+                          {**FILE, "temperature": 0.1, "top_p": 0.2}),
+    "request turns off": ({"temperature": 0, "top_k": 0}, {}, {**FILE, "temperature": 0,
+                                                               "top_k": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PRECEDENCE)
+def test_precedence(text_loaded: Engine, case: str) -> None:
+    fields, flags, want = PRECEDENCE[case]
+    got = Desk(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
+    assert got == Sampling(**want, suppress=(390,))
+
+
+def test_greedy_is_the_last_resort(loaded: Engine) -> None:
+    assert Desk(loaded).request({"tokens": [2]}, "x").sampling == Sampling()
+    request = Desk(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
+    assert request.sampling == Sampling(0.0, 4, None, 5)
+
+
+def test_stop_ids_add_up(loaded: Engine, text_loaded: Engine) -> None:
+    assert Desk(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
+    assert Desk(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {1, 107, 9}
+    mine = Desk(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
+    assert mine.stop == {1, 107, 8}
+    assert Desk(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
+
+
+def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> None:
+    """Greedy too."""
+    first = loaded.generate([2, 5, 7], 1)
+    settings = json.dumps({"suppress_tokens": [*first, 99999]})
+    folder = plain_checkpoint(tmp_path / "c")
+    (folder / "generation_config.json").write_text(settings)
+    engine = built(tmp_path / "e", "--checkpoint", folder, "--link-weights")
+    answer = json.loads(ok("run", engine, "--tokens", "2,5,7", "--json"))
+    assert not {*first} & {*answer["tokens"]}
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1.0, 1e30])
+def test_no_temperature_overflows(loaded: Engine, temperature: float) -> None:
+    logits = loaded.session().prefill(torch.tensor([[2, 5, 7]]))
+    token = int(Sampler(Sampling(temperature, seed=0)).next(logits)[0])
+    assert temperature > 1e-5 or [token] == loaded.generate([2, 5, 7], 1)
+
+
+# --- reuse ------------------------------------------------------------------------------------
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+    desk = Desk(engine, {"max_new_tokens": 4})
+    made = [desk.answer(desk.request({"tokens": p}, "x")) for p in prompts]
+    return [(list(r.tokens), r.cached_tokens) for r in made]
+
+
+def test_a_conversation_is_computed_once(loaded: Engine) -> None:
+    first = list(range(20, 40))  # longer than the window
+    reply = loaded.generate(first, 4)
+    second = [*first, *reply, 9, 10, 11]
+    got = answers(loaded, [first, second, second])
+    assert [tokens for tokens, _ in got] == [reply, *[loaded.generate(second, 4)] * 2]
+    assert got[0][1] == 0
+    assert got[1][1] == len(first) + 3  # the last token drawn was never written
+    assert got[2][1] == 0  # its rings have moved on
+
+
+def test_a_shared_prefix_is_kept_within_the_window(loaded: Engine) -> None:
+    got = answers(loaded, [[2, 5, 7], [2, 5, 8], [2, 5, 8], [2], [3, 5]])
+    assert [cached for _, cached in got] == [0, 2, 2, 0, 0]
+    for (tokens, _), prompt in zip(got, [[2, 5, 7], [2, 5, 8], [2, 5, 8], [2], [3, 5]]):
+        assert tokens == loaded.generate(prompt, 4)
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+class Words:
+    """A codec on the test's tokenizer, without an engine."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer()
+
+    decode = requests.Codec.decode
+    is_byte = requests.Codec.is_byte
+
+
+CODEC = Words()
+
+
+@given(st.lists(st.integers(0, 511) | st.integers(4, 259), max_size=24))
+@settings(max_examples=300)
+def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
+    stream = TextStream(CODEC)  # type: ignore[arg-type]
+    assert "".join([*map(stream.push, ids), stream.rest()]) == CODEC.decode(ids)
+
+
+def test_a_character_is_streamed_whole() -> None:
+    stream = TextStream(CODEC)  # type: ignore[arg-type]
+    euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
+    ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
+    assert [p for p in map(stream.push, ids) if p] == ["ab", "€€ w3", " a"]
+    assert stream.rest() == "€"
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+def test_verify(engine: Path) -> None:
+    words = ("verify", engine, "--tokens", "2,5,7,9,11,13,17,19,23,29,31,37")
+    assert ok(*words).endswith("\nok\n")
+    report = json.loads(ok(*words, "--json"))
+    assert report["ok"] and report["against"] == "reference"
+
+
+def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = SimpleNamespace(ok=False, text=lambda: "FAILED", to_dict=lambda: {"nll": float("nan")})
+    monkeypatch.setattr("g4ir.compare.verify_engine", lambda *a, **k: report)
+    outcome = g4ir("verify", engine)
+    assert (outcome.code, outcome.out) == (1, "FAILED\n")
+    assert g4ir("verify", engine, "--json").out == '{"nll": null}\n'
+
+
+# --- console ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code", "words"), [
+    (KeyboardInterrupt(), 130, "g4ir: interrupted\n"),
+    (MemoryError(), 3, "g4ir: error: not enough memory; build for fewer rows"),
+    (RuntimeError("x DefaultCPUAllocator: can't allocate memory"), 3, "g4ir: error: not enough"),
+    (PermissionError(13, "Permission denied", "x.yaml"), 2,
+     "g4ir: error: x.yaml: Permission denied\n"),
+    (ValueError("odd\nmore"), 70, "g4ir: internal error: ValueError: odd; run again with --trace"),
+])  # fmt: skip
+def test_what_is_said_of_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
+) -> None:
+    def fail(name: object) -> None:
+        raise error
+
+    monkeypatch.setattr("g4ir.cli.specs.load_spec", fail)
+    outcome = g4ir("specs", "show", "e2b")
+    assert outcome.code == code
+    assert outcome.err.startswith(words)
+    assert outcome.err.count("\n") == 1
+    assert "Traceback" in g4ir("--trace", "specs", "show", "e2b").err
+
+
+def test_trace_may_stand_anywhere() -> None:
+    for words in (("--trace", "specs", "show", "x"), ("specs", "show", "x", "--trace")):
+        outcome = g4ir(*words)
+        assert outcome.code == 2
+        assert outcome.err.startswith("Traceback")
+        assert outcome.err.splitlines()[-1].startswith("g4ir: error: no spec is called 'x'")
+
+
+def test_warnings_are_lines_of_the_tool(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("schema: 1\nextends: tiny-dense\ntext: {num_hidden_layers: 5}\n")
+    assert g4ir("specs", "validate", file).err.startswith("g4ir: warning: s: the last of 5 layers")
+
+
+def test_progress_shows_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET_S", 0.0)
+    monkeypatch.setattr(console, "PERIOD_S", 0.01)
+    with console.Progress() as progress:
+        for message in ("one", "two"):
+            progress(message)
+            time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["g4ir: one (0 s)", "g4ir: two (0 s)"]
+
+
+def test_progress_rewrites_a_terminals_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "QUIET_S", 0.0)
+    monkeypatch.setattr(console, "PERIOD_S", 0.01)
+    monkeypatch.setattr(console, "_on_terminal", lambda: True)
+    with console.Progress() as progress:
+        progress("one")
+        time.sleep(0.2)
+    text = capsys.readouterr().err
+    assert text.startswith("\r\x1b[Kg4ir: one (0 s)\r")
+    assert text.endswith("\r\x1b[K")
+    assert "\n" not in text
+
+
+def test_progress_is_silent_about_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.Progress() as progress:
+        progress("one")
+    assert capsys.readouterr().err == ""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """A shell line in which $G4IR is the tool; pipefail, so that its exit code counts."""
+    line = f"set -o pipefail; {command}".replace("$G4IR", f"{sys.executable} -m g4ir.cli")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    words = [sys.executable, "-m", "g4ir.cli", "show", "--variant", "tiny-ple"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout and command.stderr
+        command.stdout.close()
+        assert (command.wait(), command.stderr.read()) == (141, b"")
+
+
+def test_a_full_or_closed_stdout() -> None:
+    done = shell("$G4IR specs > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "g4ir: error: No space left on device\n"
+    done = shell("$G4IR specs >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_options_are_not_abbreviated() -> None:
+    message = refused("build", "--var", "tiny-moe", "--backend", "reference")
+    assert "unrecognized arguments: --var" in message

@@ -1,0 +1,440 @@
+"""The engine directory: what is in it, what is refused, where weights and table rows come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import packing
+from g4ir.checkpoint import Checkpoint
+from g4ir.engine import Engine, load_engine, prepare
+from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.packing import MadeParams, RowTable, StoredParams
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import load_spec
+from tests.engines import agrees, some_tokens, tame_checkpoint
+
+GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
+SIDE = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": [1]}',
+        "chat_template.jinja": "hi"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-ple with side files, and one that engines have no use for."""
+    folder = tame_checkpoint(tmp_path_factory.mktemp("c") / "checkpoint", "tiny-ple")
+    for name, text in {**SIDE, "README.md": "no"}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def small(out: Path, spec: Any = None, **options: Any) -> Engine:
+    """A reference engine."""
+    options = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16, **options}
+    return g4ir.build(spec, out, **options)
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return small(tmp_path_factory.mktemp("e") / "engine", checkpoint=checkpoint)
+
+
+@pytest.fixture
+def copied(built: Engine, tmp_path: Path) -> Path:
+    """The engine's directory, free to be damaged."""
+    return Path(shutil.copytree(built.path, tmp_path / "copy"))
+
+
+def names(folder: Path) -> set[str]:
+    return {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
+
+
+def answer(engine: Engine) -> torch.Tensor:
+    """Logits after a prompt of several chunks and one step."""
+    session, tokens = engine.session(), some_tokens(1, 41)
+    session.prefill(tokens[:, :40])
+    return session.decode(tokens[:, 40])
+
+
+def resigned(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest and give it the digest of its new content."""
+    from g4ir.engine import _manifest_text
+
+    file = folder / "manifest.json"
+    values = json.loads(file.read_text())
+    del values["digest"]
+    change(values)
+    file.write_text(_manifest_text(values))
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+def test_directory(built: Engine) -> None:
+    packed = {"manifest.json", "spec.yaml", "weights-00000.safetensors"}
+    assert names(built.path) == packed | GRAPHS | set(SIDE)
+    assert g4ir.load_spec(built.path / "spec.yaml") == built.spec
+    for name in GRAPHS:
+        text = (built.path / name).read_text()
+        assert g4ir.print_graph(g4ir.parse_graph(text)) == text
+
+
+def test_manifest(built: Engine) -> None:
+    m = json.loads((built.path / "manifest.json").read_text())
+    assert set(m) == {
+        "format", "g4ir", "variant", "spec_digest", "backend", "device", "machine", "dtype",
+        "limits", "all_logits", "skipped_passes", "graphs", "weights", "compiled", "versions",
+        "notes", "files", "digest",
+    }  # fmt: skip
+    assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
+    assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")
+    assert m["weights"] == {"kind": "packed"} and m["spec_digest"] == built.spec.digest()
+    assert set(m["files"]) == names(built.path) - {"manifest.json"}
+    for name, kept in m["files"].items():
+        data = (built.path / name).read_bytes()
+        assert kept == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_no_file_names_the_machine_it_was_built_on(built: Engine, checkpoint: Path) -> None:
+    for path in built.path.iterdir():
+        assert str(checkpoint).encode() not in path.read_bytes()
+
+
+def test_packed_weights_are_what_the_prologue_makes(built: Engine, checkpoint: Path) -> None:
+    prologue = g4ir.parse_graph((built.path / "prologue.g4ir").read_text())
+    kept = packing.Packing(built.program, prologue)
+    made = MadeParams(kept, Checkpoint.open(checkpoint, built.spec))
+    stored = StoredParams.open([built.path / "weights-00000.safetensors"])
+    params = built.program.params()
+    assert {e for h in stored.headers for e in h.entries} == set(params)
+    assert sum(bool(kept.recipe(name).nodes) for name in params) > 8
+    for name in params:
+        assert torch.equal(stored.tensor(name), made.tensor(name)), name
+
+
+def test_weights_in_shards(
+    checkpoint: Path, built: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g4ir.engine.SHARD_BYTES", 100_000)
+    sharded = small(tmp_path / "sharded", checkpoint=checkpoint)
+    assert sum(n.startswith("weights-") for n in names(sharded.path)) > 3
+    agrees(answer(sharded), answer(built))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_building_twice_gives_the_same_files(engines: Any, tmp_path: Path, backend: str) -> None:
+    """Same graphs, weights and programs; nothing in a manifest depends on the day."""
+    first, options = engines(backend, "tiny-moe"), {"max_seq": 128, "prefill_chunk": 24}
+    second = g4ir.build(
+        None, tmp_path / "again", checkpoint=engines.checkpoint("tiny-moe"), backend=backend,
+        **options,
+    )  # fmt: skip
+    a, b = first.manifest, second.manifest
+    assert list(a["files"]) == list(b["files"]) and a["compiled"] == b["compiled"]
+    for name, kept in a["files"].items():
+        assert kept == b["files"][name], name
+    assert a == b
+
+
+def test_skipped_passes_are_kept_in_mind(checkpoint: Path, built: Engine, tmp_path: Path) -> None:
+    plain = small(tmp_path / "plain", checkpoint=checkpoint, skip=["fuse_qkv", "plan_cache"])
+    assert plain.manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
+    assert plain.rings == () and built.rings == ((8, 8),)
+    agrees(answer(plain), answer(built))
+    session = plain.session()
+    session.prefill(some_tokens(1, 40))
+    session.truncate(3)  # nothing has been overwritten
+
+
+def test_rows_cost_what_the_limits_say(built: Engine) -> None:
+    """Rings do not depend on max_seq; full layers hold a slot for each token."""
+    caches = built.session().state.tensors
+    slots = {name: t.shape[0] for name, t in caches.items()}
+    assert slots == {f"L{i}.{x}": 64 if i == 3 else 8 for i in range(4) for x in "kv"}
+    assert built.session().nbytes() == sum(t.numel() * 4 for t in caches.values())
+
+
+# --- where weights come from ------------------------------------------------------------------
+
+
+def test_random_weights_are_not_stored(tmp_path: Path) -> None:
+    engine = small(tmp_path / "r", "tiny-ple", random_weights=5)
+    assert names(engine.path) == {"manifest.json", "spec.yaml"} | GRAPHS
+    assert engine.manifest["weights"] == {"kind": "random", "seed": 5}
+    again, other = load_engine(engine.path), small(tmp_path / "o", "tiny-ple", random_weights=6)
+    assert torch.equal(answer(engine), answer(again))
+    assert not torch.allclose(answer(engine), answer(other), atol=0.1)
+
+
+def test_random_weights_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    """The same seed, written as a checkpoint and packed."""
+    spec = load_spec("tiny-moe")
+    g4ir.checkpoint.write_checkpoint(
+        tmp_path / "c", spec, RandomCheckpoint(spec, 5, torch.float32), shards=3
+    )
+    packed = small(tmp_path / "p", checkpoint=tmp_path / "c")
+    random = small(tmp_path / "r", "tiny-moe", random_weights=5)
+    for name in random.program.params():
+        assert torch.equal(random.runtime.source.tensor(name), packed.runtime.source.tensor(name))
+    agrees(answer(random), answer(packed), 1e-3)  # only the alignment of tensors differs
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_linked_weights(engines: Any, tmp_path: Path, backend: str) -> None:
+    """No copies; a checkpoint that has moved or changed is named."""
+    source = Path(shutil.copytree(engines.checkpoint("tiny-moe"), tmp_path / "source"))
+    engine = g4ir.build(
+        None, tmp_path / "linked", checkpoint=source, backend=backend, link_weights=True,
+        max_seq=128, prefill_chunk=24,
+    )  # fmt: skip
+    assert not any(n.endswith(".safetensors") for n in names(engine.path))
+    assert engine.manifest["weights"]["directory"] == str(source.resolve())
+    agrees(answer(engine), answer(engines("reference", "tiny-moe")))
+
+    source.rename(tmp_path / "moved")
+    with pytest.raises(EngineError, match=r"source/model.safetensors is missing .*--link-weights"):
+        load_engine(engine.path)
+    (tmp_path / "moved").rename(source)
+    agrees(answer(load_engine(engine.path)), answer(engines("reference", "tiny-moe")))
+
+    file = source / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EngineError, match="not the file this engine was built from"):
+        load_engine(engine.path)
+
+
+def test_checkpoint_may_go_away_after_packing(
+    checkpoint: Path, tmp_path: Path, built: Engine
+) -> None:
+    source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
+    engine = small(tmp_path / "engine", checkpoint=source)
+    shutil.rmtree(source)
+    assert torch.equal(answer(load_engine(engine.path)), answer(built))
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {"checkpoint": True}, {"checkpoint": True, "link_weights": True},
+    {"spec": "tiny-ple", "random_weights": 2}, {"checkpoint": True, "dtype": "bfloat16"},
+    {"spec": "tiny-ple", "random_weights": 2, "dtype": "bfloat16"},
+], ids=["packed", "linked", "random", "cast", "random bf16"])  # fmt: skip
+def test_large_tables_are_read_by_rows(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The same rows, and the table is never made as a whole."""
+    options = {**options, **({"checkpoint": checkpoint} if "checkpoint" in options else {})}
+    engine = small(tmp_path / "engine", **options)
+    want = answer(engine)
+    assert not any(isinstance(t, RowTable) for t in engine.tables.values())
+    monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
+    asked: list[str] = []
+    for kind in (StoredParams, MadeParams):
+        whole = kind.tensor
+        monkeypatch.setattr(
+            kind, "tensor", lambda self, name, whole=whole: asked.append(name) or whole(self, name)
+        )
+    large = load_engine(engine.path)
+    assert isinstance(large.tables["ple.table"], RowTable)
+    assert torch.equal(answer(large), want)
+    assert "ple.table" not in asked
+
+
+def test_per_layer_table_is_mapped(built: Engine) -> None:
+    """In memory only as pages of the file: a row's bytes are the file's."""
+    source = built.runtime.source
+    assert isinstance(source, StoredParams)
+    header = source.headers[0]
+    entry = header.entries["ple.table"]
+    assert header.path == built.path / "weights-00000.safetensors" and entry.shape == (512, 128)
+    mapped = source._maps[header.path]
+    start, size = entry.start, 128 * 4
+    data = bytearray(mapped[start + 7 * size : start + 8 * size])
+    raw = torch.frombuffer(data, dtype=torch.float32)
+    table = built.tables["ple.table"]
+    assert torch.equal(table[torch.tensor([[7]])][0, 0], raw)
+    assert torch.equal(source.rows("ple.table", torch.tensor([[7]]))[0, 0], raw)
+    page = table.data_ptr() // 4096 * 4096
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        line = next(x for x in maps.read_text().splitlines() if _holds(x, page))
+        assert str(header.path) in line
+
+
+def _holds(line: str, address: int) -> bool:
+    low, high = (int(x, 16) for x in line.split(" ")[0].split("-"))
+    return low <= address < high
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_every_changed_byte_is_found(built: Engine, copied: Path) -> None:
+    for name in sorted(names(copied)):
+        file = copied / name
+        data = file.read_bytes()
+        for at in (0, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(EngineError, match=name):
+                load_engine(copied)
+        file.write_bytes(data[:-1])
+        with pytest.raises(EngineError):
+            load_engine(copied)
+        file.unlink()
+        with pytest.raises(EngineError):
+            load_engine(copied)
+        file.write_bytes(data)
+    assert torch.equal(answer(load_engine(copied)), answer(built))
+
+
+def test_weights_are_checked_unless_told_otherwise(copied: Path) -> None:
+    file = copied / "weights-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EngineError, match="weights-00000"):
+        load_engine(copied)
+    load_engine(copied, check_weights=False)
+    file.write_bytes(data + b"\0")
+    with pytest.raises(EngineError, match="weights-00000"):
+        load_engine(copied, check_weights=False)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda m: m.update(format=99), "format 99"),
+    (lambda m: m.update(backend="tpu"), "tpu"),
+    (lambda m: m.update(machine="riscv rv64 v"), "another machine"),
+    (lambda m: m.update(device="cuda", machine="cuda sm_90"), "cuda"),
+    (lambda m: m.update(graphs=["embed", "../x"]), "graph.../x.g4ir is not among"),
+    (lambda m: m.pop("weights"), "weights"),
+    (lambda m: m["files"].pop("spec.yaml"), "spec.yaml is not among its files"),
+])  # fmt: skip
+def test_manifests_of_elsewhere(copied: Path, change: Any, message: str) -> None:
+    """Well signed, and still not for this g4ir or this machine."""
+    resigned(copied, change)
+    with pytest.raises(G4Error, match=message):
+        load_engine(copied)
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: p.mkdir(), lambda p: p.write_text("x"), lambda p: p.symlink_to("nowhere"),
+])  # fmt: skip
+def test_output_that_exists(tmp_path: Path, make: Any) -> None:
+    out = tmp_path / "out"
+    make(out)
+    with pytest.raises(EngineError, match="exists"):
+        small(out, "tiny-dense", random_weights=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("path", ["nothing", "file", "empty"])
+def test_no_engine_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EngineError, match="no engine directory"):
+        load_engine(tmp_path / path)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"backend": "tpu"}, "unknown backend 'tpu'"), ({"device": "tpu"}, "'tpu'"),
+    ({"dtype": "int8"}, "int8"), ({"max_batch": 0}, "max-batch 0"),
+    ({"max_seq": 5000}, "max-seq 5000"),
+    ({"prefill_chunk": 0}, "prefill-chunk 0"), ({"skip": ["fuse_all"]}, "fuse_all"),
+    ({"random_weights": -1}, "random-weights -1"), ({"checkpoint": "."}, "either a checkpoint or"),
+    ({"random_weights": None}, "no hub id"), ({"random_weights": None, "checkpoint": "/x"}, "/x"),
+])  # fmt: skip
+def test_wrong_requests_leave_nothing(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        small(tmp_path / "out", "tiny-dense", **{"random_weights": 0, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    p = prepare(load_spec("tiny-ple"), random_weights=0, backend="torch", dtype="bfloat16")
+    assert p.param_bytes() == sum(v.type.nbytes() for v in p.packing.program.params().values())
+    assert (p.device, p.dtype) == ("cpu", "bf16")
+    assert (p.limits.max_seq, p.limits.prefill_chunk) == (1024, 1024)
+    assert not list(tmp_path.iterdir())
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+USE = (
+    "import sys, g4ir\n"
+    "engine = g4ir.load_engine(sys.argv[1])\n"
+    "print(engine.generate([2, 5, 7], 5, stop_ids=()))\n"
+    "assert not {'transformers', 'torch._inductor', 'torch._dynamo'} & set(sys.modules), 'imported'"
+)
+
+
+@pytest.mark.parametrize("spec", ["tiny-ple", "tiny-moe"])
+def test_loading_compiles_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    from g4ir.backends.torch_compile import compile as compiler
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled something")
+
+    engine = engines("torch", spec)
+    for name in ("compile_all", "compile_program", "compile_kernels", "check_toolchain"):
+        monkeypatch.setattr(compiler, name, refuse)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert torch.equal(answer(load_engine(engine.path)), answer(engine))
+
+
+def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
+    """In a process that finds no program at all, with a home of its own."""
+    engine = engines("torch", "tiny-moe")
+    env = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+    for name in ("CC", "CXX"):
+        env.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(engine.path)], env=env, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == engine.generate([2, 5, 7], 5, stop_ids=())
+    assert not done.stderr and not list(tmp_path.iterdir())
+
+
+def test_public_names_stay_what_they_are() -> None:
+    """Modules of the same name do not hide functions of the package."""
+    code = (
+        "import g4ir, g4ir.interpret, g4ir.engine, g4ir.compare, g4ir.cli\n"
+        "for name in g4ir.__all__:\n"
+        "    assert type(getattr(g4ir, name)).__name__ != 'module', name\n"
+        "    assert type(getattr(g4ir, name)).__name__ != 'module', name"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_close(tmp_path: Path) -> None:
+    engine = small(tmp_path / "e", "tiny-dense", random_weights=0)
+    engine.close()
+    engine.close()

@@ -1,0 +1,90 @@
+"""The CPU kernels: products of one to four rows, with and without the CPU's bf16 instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import pyops
+from g4ir.ops.moe import experts as experts_op
+
+BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
+SHAPES = ((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compiler.compile_kernels(path)
+    pyops.load_kernels(path)
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    g = torch.Generator().manual_seed(n * k + rows)
+    x, w = (torch.randn(s, k, generator=g).to(dtype) for s in (rows, n))
+    want = x.double() @ w.double().t()
+    got = pyops.linear(x.view(1, rows, k), w)
+    assert got.dtype == dtype and got.shape == (1, rows, n)
+    assert (got[0].double() - want).abs().max() <= BUDGET[dtype] * want.abs().max().clamp(min=1)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    x, w = torch.randn(2, 8, 64)[:, 3], torch.randn(16, 64)
+    torch.testing.assert_close(pyops.linear(x, w), torch.nn.functional.linear(x, w))
+
+
+def test_special_values() -> None:
+    """Infinities and NaN survive the rounding to bf16; ties go to even."""
+    w = torch.eye(4, 32, dtype=torch.bfloat16)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, :3] = torch.tensor([float("inf"), float("nan"), -1.5])
+    assert pyops.linear(x, w).isnan().any()
+    exact = torch.tensor([[1.0, 2**-8] + [0.0] * 30]).bfloat16()  # 1 + 2^-8 lies between two
+    ones = torch.ones(1, 32, dtype=torch.bfloat16)
+    assert float(pyops.linear(exact, ones)) == 1.0
+
+
+def test_without_bf16_instructions(tmp_path: Path) -> None:
+    """The plain C path is the one that other CPUs run."""
+    source = Path(compiler.__file__).parent / "kernels.c"
+    path = tmp_path / "plain.so"
+    subprocess.run(
+        ["g++", "-x", "c", "-O2", "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
+         "-fno-trapping-math", "-shared", "-fPIC", "-w", str(source), "-o", str(path)],
+        check=True,
+    )  # fmt: skip
+    kernel = ctypes.CDLL(str(path)).g4ir_linear_bf16
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes, kernel.restype = [pointer] * 3 + [size] * 3 + [ctypes.c_int], None
+    for rows in (1, 2, 3, 4):
+        x, w = torch.randn(rows, 77).bfloat16(), torch.randn(13, 77).bfloat16()
+        out = torch.empty(rows, 13, dtype=torch.bfloat16)
+        kernel(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, 13, 77, 2)
+        torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=8e-3, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("case", ["one token", "many", "all to one", "some without"])
+def test_experts(dtype: torch.dtype, case: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    tokens = 1 if case == "one token" else 13
+    x = torch.randn(1, tokens, 32, generator=g).to(dtype)
+    gate_up = (torch.randn(6, 48, 32, generator=g) * 0.2).to(dtype)
+    down = (torch.randn(6, 32, 24, generator=g) * 0.2).to(dtype)
+    high = {"all to one": 1, "some without": 3}.get(case, 6)
+    index = torch.randint(0, high, (1, tokens, 2), generator=g)
+    weights = torch.rand(1, tokens, 2, generator=g)
+    act = "gelu_pytorch_tanh"
+    assert experts_op.reference  # type: ignore[attr-defined]
+    want = experts_op.reference(x, weights, index, gate_up, down, act=act)  # type: ignore[attr-defined]
+    got = pyops.experts(x, weights, index, gate_up, down, act)
+    error = (got.double() - want.double()).abs().max()
+    assert error <= 4 * BUDGET[dtype] * want.double().abs().max()

@@ -1,0 +1,113 @@
+"""What is built and installed is what lies in the tree, under one name each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools.config.pyprojecttoml import load_file
+
+ROOT = Path(__file__).parents[1]
+MAPPED = ("passes", "backends", "specs")  # top-level folders that become g4ir.<folder>
+PYPROJECT = load_file(ROOT / "pyproject.toml")
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+
+def sources(suffix: str) -> list[Path]:
+    """Files of the package with this suffix, relative to the root."""
+    found = (path for top in ("g4ir", *MAPPED) for path in (ROOT / top).rglob(f"*{suffix}"))
+    return sorted(path.relative_to(ROOT) for path in found if "__pycache__" not in path.parts)
+
+
+def installed(path: Path) -> Path:
+    """Where a file of the tree lies once installed: passes/a.py -> g4ir/passes/a.py."""
+    return Path("g4ir", path) if path.parts[0] in MAPPED else path
+
+
+def python(code: str, cwd: Path = ROOT) -> str:
+    """Run `code` in a fresh interpreter and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, built from a copy: a stale build/ would leak files into it."""
+    tree = tmp_path_factory.mktemp("tree")
+    for top in ("g4ir", *MAPPED):
+        shutil.copytree(ROOT / top, tree / top, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    return tree / python(code, cwd=tree).splitlines()[-1]
+
+
+def test_every_folder_is_in_the_package_list() -> None:
+    folders = {installed(path.parent) for path in sources(".py")}
+    assert sorted(SETUPTOOLS["packages"]) == sorted(".".join(folder.parts) for folder in folders)
+    assert not [folder for path in sources(".py")
+                if not (folder := ROOT / path.parent).joinpath("__init__.py").exists()]  # fmt: skip
+
+
+def test_the_mapping_names_the_top_level_folders() -> None:
+    expected = {"g4ir": "g4ir"} | {f"g4ir.{name}": name for name in MAPPED}
+    assert SETUPTOOLS["package-dir"] == expected
+
+
+def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
+    wanted = [*sources(".py"), *sources(".yaml"), Path("g4ir/py.typed")]
+    assert names == {installed(path) for path in wanted}
+    assert licences
+
+
+def test_the_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"import {', '.join(SETUPTOOLS['packages'])}\n"
+        "print(*{sys.modules[name].__file__ for name in sys.modules if name.startswith('g4ir')})"
+    )
+    assert all(file.startswith(str(tmp_path)) for file in python(code, cwd=tmp_path).split())
+
+
+def test_no_module_is_loaded_under_a_second_name() -> None:
+    """From the root `import passes` would work too, and make every class exist twice."""
+    code = f"import {', '.join(SETUPTOOLS['packages'])}, g4ir.cli, sys; print(*sys.modules)"
+    assert not {"passes", "backends", "specs"} & set(python(code).split())
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from g4ir.cli import main\n"
+        "sys.argv = ['g4ir', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "print('\\nMODULES', *sys.modules)"
+    )
+    usage, _, modules = python(code).rpartition("MODULES")
+    assert "build" in usage
+    assert not {"torch", "transformers", "numpy"} & set(modules.split())
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {normal(line) for line in pins if "==" in line}
+    project = PYPROJECT["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    assert not {normal(requirement) for requirement in asked} - pinned
+
+
+def normal(requirement: str) -> str:
+    """The distribution of a requirement in its normal form: `PyYAML>=6` -> `pyyaml`."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()

@@ -1,0 +1,301 @@
+"""From logits to tokens: greedy ties, drawing, stop and suppressed ids, several prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.engine import Engine
+from g4ir.errors import InputError, WeightsError
+from g4ir.sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
+from tests.engines import MAX_SEQ, some_tokens, tame_checkpoint
+
+DRAWS = 20_000
+LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def engine(engines: Any) -> Engine:
+    return engines("reference", "tiny-ple")
+
+
+def counts(**settings: Any) -> torch.Tensor:
+    """How often each token of LOGITS is drawn in DRAWS draws."""
+    sampler = Sampler(Sampling(seed=3, **settings))
+    return torch.bincount(sampler.next(LOGITS.expand(DRAWS, -1)), minlength=len(LOGITS))
+
+
+def fits(found: torch.Tensor, p: torch.Tensor) -> None:
+    """Counts within five standard deviations of what the probabilities say; nothing else drawn."""
+    assert not found[p == 0].any()
+    spread = (DRAWS * p * (1 - p)).sqrt()
+    assert ((found - DRAWS * p).abs() <= 5 * spread + 1).all(), f"{found.tolist()} of {p.tolist()}"
+
+
+def only(p: torch.Tensor, keep: list[int]) -> torch.Tensor:
+    """Probabilities of the kept tokens, adding up to 1."""
+    out = torch.zeros_like(p)
+    out[keep] = p[keep]
+    return out / out.sum()
+
+
+# --- greedy -----------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
+    assert Sampler(Sampling()).next(logits).tolist() == [1, 0, 3]
+    assert Sampler(Sampling()).next(logits.bfloat16()).tolist() == [1, 0, 3]
+    assert Sampler(Sampling()).next(torch.zeros(2, 262_144)).tolist() == [0, 0]
+
+
+def test_greedy_leaves_the_logits_alone() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    assert Sampler(Sampling(suppress=(1,))).next(logits).tolist() == [2]
+    assert logits.tolist() == [[0.0, 5.0, 1.0]]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}])
+def test_narrowest_draw_is_greedy(settings: dict[str, Any]) -> None:
+    assert counts(**{"temperature": 1.0, **settings})[1] == DRAWS
+
+
+# --- drawing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0, 50.0])
+def test_temperature(temperature: float) -> None:
+    fits(counts(temperature=temperature), (LOGITS / temperature).softmax(-1))
+
+
+@pytest.mark.parametrize("k, keep", [
+    (2, [1, 4]), (3, [1, 4, 2]), (6, [*range(6)]), (99, [*range(6)]),
+])  # fmt: skip
+def test_top_k(k: int, keep: list[int]) -> None:
+    fits(counts(temperature=1.0, top_k=k), only(LOGITS.softmax(-1), keep))
+
+
+@pytest.mark.parametrize("p, keep", [
+    (0.3, [1]), (0.6, [1, 4]), (0.8, [1, 4, 2]), (1.0, [*range(6)]),
+])  # fmt: skip
+def test_top_p_keeps_the_fewest_that_reach_it(p: float, keep: list[int]) -> None:
+    fits(counts(temperature=1.0, top_p=p), only(LOGITS.softmax(-1), keep))
+
+
+def test_top_p_counts_within_top_k() -> None:
+    """0.47, 0.28 and 0.17 of all are 0.50, 0.30 and 0.19 of the first three."""
+    fits(counts(temperature=1.0, top_k=3, top_p=0.79), only(LOGITS.softmax(-1), [1, 4]))
+
+
+def test_top_p_follows_the_temperature() -> None:
+    fits(counts(temperature=0.2, top_p=0.9), only((LOGITS / 0.2).softmax(-1), [1]))
+
+
+def test_same_seed_same_draws() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+
+    def draws(seed: int | None) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
+        return [t for _ in range(20) for t in sampler.next(logits).tolist()]
+
+    assert draws(7) == draws(7) != draws(8)
+    assert draws(None) != draws(None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}])
+def test_suppressed_tokens_are_never_chosen(settings: dict[str, Any]) -> None:
+    sampler = Sampler(Sampling(suppress=(1, 4), seed=0, **settings))
+    found = sampler.next(LOGITS.expand(1000, -1)).unique().tolist()
+    assert 2 in found and not {1, 4} & set(found)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"temperature": -1.0}, "temperature -1.0"), ({"temperature": float("nan")}, "temperature nan"),
+    ({"temperature": float("inf")}, "temperature inf"), ({"top_k": 0}, "top_k 0"),
+    ({"top_p": 0.0}, "top_p 0.0"), ({"top_p": 1.1}, "top_p 1.1"), ({"seed": -1}, "seed -1"),
+])  # fmt: skip
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("ids", [[1, 9, -1], [True], [1.0], ["a"], [10]])
+def test_checked_ids(ids: list[Any]) -> None:
+    assert checked_ids([0, 9], 10, "x") == [0, 9]
+    with pytest.raises(InputError, match="outside the vocabulary of 10"):
+        checked_ids(ids, 10, "x")
+
+
+def test_checked_prompt_counts_what_is_written() -> None:
+    assert checked_prompt([1, 2, 3], 6, 10, 8, "x") == [1, 2, 3]
+    wrong = (([1, 2, 3], 7, "max-seq 8"), ([], 1, "empty"), ([1], 0, "at least 1"))
+    for ids, count, message in wrong:
+        with pytest.raises(InputError, match=message):
+            checked_prompt(ids, count, 10, 8, "x")
+
+
+# --- generation_config.json -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values, expected", [
+    (None, Defaults()),
+    ({}, Defaults()),
+    ({"eos_token_id": 5}, Defaults(stop=(5,))),
+    ({"eos_token_id": [1, 106, 50]}, Defaults(stop=(1, 106, 50))),
+    ({"eos_token_id": [1, 999_999]}, Defaults(stop=(1,))),
+    ({"suppress_tokens": [7, 8]}, Defaults(suppress=(7, 8))),
+    ({"suppress_tokens": None}, Defaults()),
+    ({"temperature": 0.7, "top_k": 64}, Defaults()),
+    ({"do_sample": True, "top_k": 64, "top_p": 0.95},
+     Defaults(temperature=1.0, top_k=64, top_p=0.95)),
+    ({"do_sample": True, "top_k": 0}, Defaults(temperature=1.0)),
+])  # fmt: skip
+def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
+    file = tmp_path / "generation_config.json"
+    if values is not None:
+        file.write_text(json.dumps(values))
+    assert read_defaults(file, 512) == expected
+
+
+@pytest.mark.parametrize("text", [
+    '{"eos_token_id": "1"}', '{"eos_token_id": [1, null]}', '{"suppress_tokens": [true]}', "[]",
+    '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_p": 2}', "{",
+])  # fmt: skip
+def test_read_wrong_defaults(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(WeightsError, match=r"generation_config\.json"):
+        read_defaults(file, 512)
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine whose checkpoint names stop ids, and suppresses its own first greedy token."""
+    folder = tmp_path_factory.mktemp("configured")
+    checkpoint = tame_checkpoint(folder / "checkpoint", "tiny-dense")
+    options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
+    plain = g4ir.build(None, folder / "plain", **options)
+    first, second = plain.generate([2, 5, 7], 2, stop_ids=())
+    config = {"eos_token_id": [1, second], "suppress_tokens": [first]}
+    (checkpoint / "generation_config.json").write_text(json.dumps(config))
+    engine = g4ir.build(None, folder / "engine", **options)
+    assert engine.stop_ids() == (1, second) and engine.suppressed() == (first,)
+    return engine
+
+
+def test_suppressed_in_greedy_and_drawn_text(configured: Engine) -> None:
+    (first,) = configured.suppressed()
+    greedy = configured.generate([2, 5, 7], 20, stop_ids=())
+    drawn = configured.generate([2, 5, 7], 60, temperature=3.0, seed=0, stop_ids=())
+    assert first not in greedy and first not in drawn
+
+
+def test_stop_ids_come_from_the_checkpoint(configured: Engine) -> None:
+    text = configured.generate([2, 5, 7], 30, temperature=1.0, seed=5, stop_ids=())
+    stop = configured.stop_ids()
+    ends = [i for i, t in enumerate(text) if t in stop]
+    want = text[: ends[0] + 1] if ends else text
+    assert configured.generate([2, 5, 7], 30, temperature=1.0, seed=5) == want
+
+
+def test_stop_ids_of_the_spec_without_a_config(engine: Engine) -> None:
+    assert engine.stop_ids() == engine.spec.tokens.eos and engine.suppressed() == ()
+
+
+# --- generate ---------------------------------------------------------------------------------
+
+
+def test_generate_is_prefill_and_argmax(engine: Engine) -> None:
+    session, want = engine.session(), list[int]()
+    logits = session.prefill([[2, 5, 7]])
+    for _ in range(12):
+        want.append(int(logits.argmax()))
+        logits = session.decode(torch.tensor(want[-1:]))
+    assert engine.generate([2, 5, 7], 12, stop_ids=()) == want
+    assert engine.generate([2, 5, 7], 1, stop_ids=()) == want[:1]
+
+
+def test_stop_id_is_part_of_the_text_and_ends_it(engine: Engine) -> None:
+    text = engine.generate([2, 5, 7], 12, stop_ids=())
+    end = text.index(text[5])
+    assert engine.generate([2, 5, 7], 12, stop_ids=[text[5]]) == text[: end + 1]
+    assert engine.generate([2, 5, 7], 12, stop_ids=iter([text[0]])) == text[:1]
+
+
+def test_prompts_of_different_lengths_equal_single_runs(engine: Engine) -> None:
+    prompts = [some_tokens(1, n, n)[0].tolist() for n in (1, 37, 12)]
+    alone = [engine.generate(p, 15, stop_ids=()) for p in prompts]
+    assert engine.generate(prompts, 15, stop_ids=()) == alone
+    assert engine.generate(prompts[:1], 15, stop_ids=()) == alone[:1]
+
+
+def test_rows_end_on_their_own(engine: Engine) -> None:
+    prompts = [some_tokens(1, n, n)[0].tolist() for n in (4, 30, 9)]
+    texts = engine.generate(prompts, 15, stop_ids=())
+    stop = texts[1][3]
+    want = [t[: t.index(stop) + 1] if stop in t else t for t in texts]
+    assert len(want[1]) <= 4
+    assert engine.generate(prompts, 15, stop_ids=[stop]) == want
+
+
+def test_on_token_sees_tokens_in_order(engine: Engine) -> None:
+    seen: list[Any] = []
+    text = engine.generate([2, 5, 7], 8, stop_ids=(), on_token=seen.append)
+    assert seen == text
+    prompts, pairs = [[2, 5, 7], [3]], list[tuple[int, int]]()
+    texts = engine.generate(prompts, 6, stop_ids=(), on_token=lambda r, t: pairs.append((r, t)))
+    assert pairs == [(r, texts[r][i]) for i in range(6) for r in range(2)]
+
+
+def test_seed_repeats_the_text(engine: Engine) -> None:
+    def text(**settings: Any) -> list[int]:
+        return engine.generate([2, 5, 7], 20, stop_ids=(), temperature=1.5, **settings)
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text(seed=1, top_k=1) == engine.generate([2, 5, 7], 20, stop_ids=())
+
+
+def test_generate_up_to_max_seq(engine: Engine) -> None:
+    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
+    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
+    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
+    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
+        engine.generate(prompt, 2)
+
+
+@pytest.mark.parametrize("prompt, settings, message", [
+    ([], {}, "prompt 0.* is empty"),
+    ([[2], []], {}, "prompt 1.* is empty"),
+    ([2, 512], {}, "prompt 0: token 512 at index 1"),
+    ([[2], [3], [4], [5]], {}, "built for 1 to 3 rows"),
+    ([2], {"max_new_tokens": 0}, "max_new_tokens 0"),
+    ([2], {"temperature": -1.0}, "temperature"),
+    ([2], {"top_k": 0, "temperature": 1.0}, "top_k"),
+    ([[2], 3], {}, "prompt"),
+    ("hello", {}, "token 'h' at index 0"),
+])  # fmt: skip
+def test_generate_wrong(
+    engine: Engine, prompt: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.generate(prompt, **settings)
+
+
+def test_generate_takes_tensors(engine: Engine) -> None:
+    want = engine.generate([2, 5, 7], 4)
+    assert engine.generate(torch.tensor([2, 5, 7]), 4) == want

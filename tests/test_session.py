@@ -1,0 +1,376 @@
+"""Sessions: chunks, turns, ragged rows, truncation, resets and errors, on both backends.
+
+What is expected comes from the reference backend, one row alone, in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.engine import Engine
+from g4ir.errors import InputError
+from g4ir.session import Session
+from tests.engines import BUDGET, CHUNK, MAX_SEQ, agrees, some_tokens
+from tests.oracle import close_calls
+
+W = 8
+BACKENDS = ("reference", "torch")
+SPECS = ("tiny-ple", "tiny-moe")
+PIECES = {"1": 1, "W-1": W - 1, "W": W, "W+1": W + 1, "2W": 2 * W, "prime": 13, "all": 99}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[(b, s) for s in SPECS for b in BACKENDS], ids="-".join)
+def any_engine(request: pytest.FixtureRequest, engines: Any) -> Engine:
+    """For tests of one row."""
+    return engines(*request.param)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, engines: Any) -> Engine:
+    """For tests of up to three rows, with the logits of every token."""
+    return engines(request.param, "tiny-ple")
+
+
+@pytest.fixture
+def fresh(engines: Any) -> Any:
+    """Logits after tokens i64[T], by a new session of the reference backend."""
+
+    def run(tokens: torch.Tensor, spec: str = "tiny-ple") -> torch.Tensor:
+        return engines("reference", spec).session().prefill(tokens[None])[0]
+
+    return run
+
+
+def name_of(engine: Engine) -> str:
+    return engine.spec.name.removesuffix("-checkpoint")
+
+
+def feed(session: Session, tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """All of tokens i64[B, T] in turns of `size`; the last logits."""
+    out = torch.empty(0)
+    for piece in tokens.split(size, 1):
+        out = session.prefill(piece)
+    return out
+
+
+def caches(session: Session, row: int) -> dict[str, torch.Tensor]:
+    return {name: t[:, row].clone() for name, t in session.state.tensors.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- turns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", PIECES.values(), ids=list(PIECES))
+def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> None:
+    tokens = some_tokens(1, 3 * W + 3)
+    session = any_engine.session()
+    agrees(feed(session, tokens[:, :-1], size)[0], fresh(tokens[0, :-1], name_of(any_engine)))
+    agrees(session.decode(tokens[:, -1])[0], fresh(tokens[0], name_of(any_engine)))
+
+
+def test_prompt_longer_than_chunks(any_engine: Engine, fresh: Any) -> None:
+    tokens = some_tokens(1, 3 * CHUNK + 5)
+    agrees(any_engine.session().prefill(tokens)[0], fresh(tokens[0], name_of(any_engine)))
+
+
+def test_turns_and_steps_mixed(any_engine: Engine, fresh: Any) -> None:
+    """Two turns with generated tokens in between, across every ring's wrap."""
+    tokens, session, held = some_tokens(1, 70)[0], any_engine.session(), 0
+    for count in (20, 1, 1, 1, 11, 1, 1, W, 1, 25):
+        piece = tokens[None, held : held + count]
+        logits = session.decode(piece[:, 0]) if count == 1 else session.prefill(piece)
+        held += count
+        agrees(logits[0], fresh(tokens[:held], name_of(any_engine)))
+    assert session.length.tolist() == [held]
+
+
+def test_logits_of_every_token(engine: Engine, fresh: Any) -> None:
+    tokens = some_tokens(2, 2 * CHUNK + 5)
+    got = engine.session(2).prefill(tokens, all_logits=True)
+    assert got.shape == (2, 2 * CHUNK + 5, 512) and got.dtype == torch.float32
+    for at in (0, W - 1, W, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4):
+        agrees(got[1, at], fresh(tokens[1, : at + 1]))
+
+
+def test_backends_agree_over_600_greedy_steps(engines: Any) -> None:
+    """Changing lengths, two conversations interleaved; the reference's tokens are fed to both."""
+    left = {"short": some_tokens(1, 3, 1), "long": some_tokens(1, 40, 2)}
+    pairs = {k: [engines(b, "tiny-ple").session() for b in BACKENDS] for k in left}
+    steps = 0
+    while steps < 600:
+        for key, tokens in left.items():
+            ours = pairs[key]
+            want, got = (s.prefill(tokens) for s in ours)
+            agrees(got, want)
+            best = want.argmax(-1)
+            assert torch.equal(got.argmax(-1), best) or bool(close_calls(want, BUDGET)[0])
+            left[key], steps = best[:, None], steps + 1
+            if int(ours[0].length) == MAX_SEQ:
+                for session in ours:
+                    session.reset()
+                left[key] = some_tokens(1, 2 + steps % 50, steps)
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def test_ragged_rows_equal_single_rows(engine: Engine, fresh: Any) -> None:
+    tokens = some_tokens(3, 60)
+    session, held = engine.session(3), [torch.empty(0, dtype=torch.int64)] * 3
+    for turn in ([0, 5, 17], [9, 0, 33], [1, 1, 1], [26, 3, 0]):
+        padded = torch.full((3, max(turn)), -7)  # padding is never looked at
+        for row, n in enumerate(turn):
+            at = len(held[row])
+            padded[row, :n] = tokens[row, at : at + n]
+            held[row] = tokens[row, : at + n]
+        logits = session.prefill(padded, torch.tensor(turn))
+        for row, n in enumerate(turn):
+            if n:
+                agrees(logits[row], fresh(held[row]))
+            else:
+                assert not logits[row].any()
+        assert session.length.tolist() == [len(h) for h in held]
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("count", [1, 5, CHUNK + 3])
+def test_row_of_length_0_is_untouched(engine: Engine, fresh: Any, row: int, count: int) -> None:
+    tokens, session = some_tokens(3, 50), engine.session(3)
+    session.prefill(tokens[:, :20])
+    before = caches(session, row)
+    lengths = torch.full((3,), count)
+    lengths[row] = 0
+    session.prefill(tokens[:, 20 : 20 + count], lengths)
+    assert same(before, caches(session, row))
+    assert session.length.tolist() == [20 if r == row else 20 + count for r in range(3)]
+    agrees(session.decode(tokens[:, 20])[row], fresh(tokens[row, :21]))
+
+
+def test_decode_with_inactive_rows(engine: Engine, fresh: Any) -> None:
+    tokens, session = some_tokens(3, 40), engine.session(3)
+    session.prefill(tokens[:, :11])
+    before, held = caches(session, 1), [11, 11, 11]
+    for active in ([True, False, True], [True, False, False], [False, False, True]):
+        column = torch.stack([tokens[r, held[r]] for r in range(3)])
+        logits = session.decode(column, torch.tensor(active))
+        held = [n + on for n, on in zip(held, active, strict=True)]
+        for row in range(3):
+            if active[row]:
+                agrees(logits[row], fresh(tokens[row, : held[row]]))
+            else:
+                assert not logits[row].any()
+    assert same(before, caches(session, 1)) and session.length.tolist() == held
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fewer_rows_than_the_engine_allows(engine: Engine, fresh: Any, batch: int) -> None:
+    tokens, session = some_tokens(batch, 30), engine.session(batch)
+    logits = session.prefill(tokens[:, :29])
+    assert logits.shape == (batch, 512)
+    for row, got in enumerate(session.decode(tokens[:, 29])):
+        agrees(got, fresh(tokens[row]))
+    assert session.nbytes() < engine.session(3).nbytes()
+
+
+def test_sessions_do_not_disturb_each_other(any_engine: Engine, fresh: Any) -> None:
+    texts = [some_tokens(1, 45, seed)[0] for seed in range(3)]
+    sessions = [any_engine.session() for _ in texts]
+    for at, count in ((0, 3), (3, 1), (4, 30), (34, 1), (35, 10)):
+        for text, session in zip(texts, sessions, strict=True):
+            logits = session.prefill(text[None, at : at + count])
+            agrees(logits[0], fresh(text[: at + count], name_of(any_engine)))
+
+
+# --- truncate and reset -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held, keep", [
+    (30, 30), (30, 29), (30, 0), (6, 2), (W, 1), (W, W - 1), (W + 1, W), (W - 1, 0),
+])  # fmt: skip
+def test_truncate_then_continue_equals_fresh(
+    any_engine: Engine, fresh: Any, held: int, keep: int
+) -> None:
+    first, second = some_tokens(1, held, 1), some_tokens(1, 19, 2)
+    session = any_engine.session()
+    session.prefill(first)
+    session.truncate(keep)
+    assert session.length.tolist() == [keep]
+    for n in (1, 3, 19):
+        kept = torch.cat((first[0, :keep], second[0, :n]))
+        at = int(session.length) - keep
+        agrees(session.prefill(second[:, at:n])[0], fresh(kept, name_of(any_engine)))
+
+
+@pytest.mark.parametrize("keep", [28, 22, 1])
+def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any, keep: int) -> None:
+    tokens, session = some_tokens(1, 31), any_engine.session()
+    session.prefill(tokens[:, :30])
+    before = caches(session, 0)
+    with pytest.raises(InputError, match=rf"row 0 to {keep}: its ring of 8 .* at least 29 tokens"):
+        session.truncate(keep)
+    assert session.length.tolist() == [30] and same(before, caches(session, 0))
+    agrees(session.decode(tokens[:, 30])[0], fresh(tokens[0], name_of(any_engine)))
+
+
+def test_truncate_looks_at_what_rings_have_seen(any_engine: Engine, fresh: Any) -> None:
+    """A second truncation may not go back further than the first, until the row has grown."""
+    tokens, session = some_tokens(1, 40), any_engine.session()
+    session.prefill(tokens[:, :20])
+    session.truncate(19)
+    session.decode(tokens[:, 19])
+    session.truncate(19)
+    with pytest.raises(InputError):
+        session.truncate(18)
+    agrees(session.prefill(tokens[:, 19:])[0], fresh(tokens[0], name_of(any_engine)))
+    with pytest.raises(InputError):
+        session.truncate(38)
+    session.truncate(39)
+    session.truncate(0)
+    agrees(session.prefill(tokens[:, :9])[0], fresh(tokens[0, :9], name_of(any_engine)))
+    session.truncate(8)
+
+
+def test_truncate_rows(engine: Engine, fresh: Any) -> None:
+    tokens, session = some_tokens(3, 40), engine.session(3)
+    session.prefill(tokens[:, :30], torch.tensor([30, 7, 30]))
+    with pytest.raises(InputError, match="row 2 to 12"):
+        session.truncate(torch.tensor([29, 7, 12]))
+    assert session.length.tolist() == [30, 7, 30]
+    session.truncate(torch.tensor([29, 4, 0]))
+    logits = session.decode(torch.tensor([5, 6, 7]))
+    for row, keep in enumerate((29, 4, 0)):
+        agrees(logits[row], fresh(torch.cat((tokens[row, :keep], torch.tensor([5 + row])))))
+
+
+@pytest.mark.parametrize("n", [-1, 11, [1, 2], [[3]], 2.5, "all"])
+def test_truncate_wrong(engine: Engine, n: Any) -> None:
+    session = engine.session(3)
+    session.prefill(some_tokens(3, 10))
+    with pytest.raises(InputError, match="truncate"):
+        session.truncate(n)
+    assert session.length.tolist() == [10, 10, 10]
+
+
+def test_reset_rows(engine: Engine, fresh: Any) -> None:
+    tokens, session = some_tokens(3, 40), engine.session(3)
+    session.prefill(tokens[:, :30])
+    session.reset([0, 2])
+    assert session.length.tolist() == [0, 30, 0]
+    logits = session.prefill(tokens[:, 30:], torch.tensor([5, 10, 10]))
+    agrees(logits[0], fresh(tokens[0, 30:35]))
+    agrees(logits[1], fresh(tokens[1]))
+    agrees(logits[2], fresh(tokens[2, 30:]))
+    session.reset(1)
+    assert session.length.tolist() == [5, 0, 10]
+    session.reset()
+    assert session.length.tolist() == [0, 0, 0]
+    agrees(session.prefill(tokens[:, :9])[1], fresh(tokens[1, :9]))
+
+
+@pytest.mark.parametrize("rows", [3, -1, [0, 3], "all", 0.5])
+def test_reset_wrong(engine: Engine, rows: Any) -> None:
+    session = engine.session(3)
+    session.prefill(some_tokens(3, 4))
+    with pytest.raises(InputError, match="reset"):
+        session.reset(rows)
+    assert session.length.tolist() == [4, 4, 4]
+
+
+# --- limits and errors ------------------------------------------------------------------------
+
+
+def test_length_is_int64(engine: Engine) -> None:
+    session = engine.session(2)
+    for act in (
+        lambda: None, lambda: session.prefill(some_tokens(2, 5), [5, 2]),
+        lambda: session.truncate(2), lambda: session.decode([4, 5]), lambda: session.reset([0]),
+    ):  # fmt: skip
+        act()
+        assert session.length.dtype == torch.int64 and session.length.shape == (2,)
+
+
+def test_max_seq_can_be_filled(any_engine: Engine, fresh: Any) -> None:
+    tokens, session = some_tokens(1, MAX_SEQ + 1), any_engine.session()
+    session.prefill(tokens[:, : MAX_SEQ - 1])
+    got = session.decode(tokens[:, MAX_SEQ - 1])
+    agrees(got[0], fresh(tokens[0, :MAX_SEQ], name_of(any_engine)))
+    before = caches(session, 0)
+    with pytest.raises(InputError, match=rf"would hold {MAX_SEQ + 1} tokens .*--max-seq {MAX_SEQ}"):
+        session.decode(tokens[:, MAX_SEQ])
+    assert session.length.tolist() == [MAX_SEQ] and same(before, caches(session, 0))
+    with pytest.raises(InputError, match="would hold 129"):
+        any_engine.session().prefill(tokens)
+
+
+def test_empty_turn(engine: Engine) -> None:
+    session = engine.session(2)
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    for tokens, lengths in ((nothing, None), (some_tokens(2, 3), [0, 0])):
+        assert not session.prefill(tokens, lengths).any()
+    assert session.length.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tokens, lengths, message", [
+    ([1, 2], None, "expected int64 tokens"),
+    ([[1, 2]], None, "expected int64 tokens"),
+    ([[1.0], [2.0]], None, "expected int64 tokens"),
+    (torch.ones(2, 1, dtype=torch.int32), None, "found int32"),
+    ("ab", None, "expected int64 tokens"),
+    ([[1], [2, 3]], None, "expected int64 tokens"),
+    ([[1], [2]], [1], "expected 2 lengths"),
+    ([[1], [2]], 1, "expected 2 lengths"),
+    ([[1], [2]], [1, 2], "lengths of 0 to 1"),
+    ([[1], [2]], [-1, 1], "lengths of 0 to 1"),
+    ([[1], [2]], [0.5, 1], "lengths: expected whole numbers"),
+    ([[1], [2]], "ab", "lengths: found"),
+    ([[1, 3], [2, 512]], None, r"token 512 \(row 1, index 1\) is outside the vocabulary of 512"),
+    ([[1, -1], [2, 3]], None, r"token -1 \(row 0, index 1\)"),
+])  # fmt: skip
+def test_prefill_wrong(engine: Engine, tokens: Any, lengths: Any, message: str) -> None:
+    session = engine.session(2)
+    with pytest.raises(InputError, match=message):
+        session.prefill(tokens, lengths)
+    assert session.length.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tokens, active, message", [
+    ([1], None, "expected .2. tokens"),
+    ([[1], [2]], None, "expected .2. tokens"),
+    ([1, 512], None, "outside the vocabulary"),
+    ([1, 2], [True], "active"),
+    ([1, 2], [2, 1], "active"),
+])  # fmt: skip
+def test_decode_wrong(engine: Engine, tokens: Any, active: Any, message: str) -> None:
+    session = engine.session(2)
+    with pytest.raises(InputError, match=message):
+        session.decode(tokens, active)
+    assert session.length.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("batch", [0, 4, -1])
+def test_batch_wrong(engine: Engine, batch: int) -> None:
+    with pytest.raises(InputError, match="built for 1 to 3 rows"):
+        engine.session(batch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_logits_not_built(engines: Any, backend: str) -> None:
+    with pytest.raises(InputError, match="all-logits"):
+        engines(backend, "tiny-moe").session().prefill(some_tokens(1, 3), all_logits=True)

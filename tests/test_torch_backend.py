@@ -1,0 +1,428 @@
+"""The torch backend below the session: schedule of segments, products and experts, programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.base import Limits
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.backend import phase_steps
+from g4ir.backends.torch_compile.lower import SegmentModule, grouped_experts
+from g4ir.backends.torch_compile.segment import Glue, Segment, Step, schedule, state_steps
+from g4ir.errors import LowerError
+from g4ir.ir import Graph, Program
+from g4ir.ops import OPS
+from g4ir.packing import split_program
+from g4ir.spec import Spec, load_spec
+from g4ir.text import parse_graph, print_graph
+from tests.configs import NAMES, spec_called
+from tests.runner import built_program
+
+PHASES = ("prefill", "decode")
+SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", *NAMES)
+#: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
+#: each product once, to 2^-9 of its own size
+BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- the schedule -----------------------------------------------------------------------------
+
+
+def main_graph(spec: Spec, phase: str, **options: Any) -> Graph:
+    return split_program(built_program(spec, **options)).program.graphs[phase]
+
+
+def nodes_of(step: Step) -> int:
+    return 1 if isinstance(step, Glue) else len(parse_graph(step.text).nodes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_node_once_and_after_what_it_reads(name: str, phase: str) -> None:
+    graph = main_graph(spec_called(name), phase)
+    steps = schedule(graph)
+    assert sum(map(nodes_of, steps)) == len(graph.nodes)
+    written = {v.name: cache for cache, v in graph.next.items()}
+    known = {v.name for v in (*graph.inputs, *graph.params, *graph.state)}
+    for step in steps:
+        reads = {*step.inputs, *(step.params if isinstance(step, Segment) else ())}
+        assert {written.get(n, n) for n in reads} <= known
+        assert not known & set(step.outputs), "a value is made twice"
+        known.update(step.outputs)
+    assert {v.name for v in graph.outputs} <= known
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", SPECS)
+def test_writes_come_after_reads_of_the_old_contents(name: str, phase: str) -> None:
+    """A cache is written once, in place; whoever reads it under its old name comes before."""
+    graph = main_graph(spec_called(name), phase)
+    steps = schedule(graph)
+    caches = {v.name for v in graph.state}
+    writer = {c: i for i, s in enumerate(steps) for c in s.writes}
+    assert set(writer) == caches and sum(len(s.writes) for s in steps) == len(caches)
+    for i, step in enumerate(steps):
+        if isinstance(step, Segment):
+            read = {v for v in step.state if v not in step.writes}
+            assert all(i < writer[c] for c in read)
+            new = {c for c, v in graph.next.items() if v.name in step.inputs}
+            assert all(i > writer[c] for c in new)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", SPECS)
+def test_segments_are_graphs(name: str, phase: str) -> None:
+    """Their text parses (and so verifies), and operands match it in number."""
+    for step in schedule(main_graph(spec_called(name), phase)):
+        if isinstance(step, Segment):
+            g = parse_graph(step.text)
+            assert print_graph(g) == step.text
+            sizes = (len(g.inputs), len(g.params), len(g.state), len(g.outputs), len(g.next))
+            assert sizes == tuple(
+                map(len, (step.inputs, step.params, step.state, step.outputs, step.writes))
+            )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_steps_without_logits(name: str) -> None:
+    """A subset in the same order, closed under what it reads, with every write."""
+    graph = main_graph(spec_called(name), "prefill")
+    steps = schedule(graph)
+    some = state_steps(steps)
+    rest = iter(steps)
+    assert all(any(s is t for t in rest) for s in some)
+    assert {c for s in some for c in s.writes} == {v.name for v in graph.state}
+    made = {o for s in some for o in s.outputs}
+    everything = {o for s in steps for o in s.outputs}
+    assert all(i in made for s in some for i in s.inputs if i in everything)
+    assert "logits" not in made
+
+
+def test_shared_layers_are_left_out_without_logits() -> None:
+    """Two thirds of an e2b's layers own no cache: an early chunk skips them."""
+    steps = schedule(main_graph(spec_called("e2b-small"), "prefill"))
+    layers = load_spec("e2b").text
+    share = 1 - layers.num_kv_shared_layers / layers.num_hidden_layers
+    assert len(state_steps(steps)) < (share + 0.2) * len(steps)
+
+
+def program_texts(spec: Spec) -> set[str]:
+    program = split_program(built_program(spec)).program
+    steps = phase_steps(program, Limits()).values()
+    return {s.text for many in steps for s in many if isinstance(s, Segment)}
+
+
+def deeper(spec: Spec, layers: int) -> Spec:
+    shared = spec.text.num_kv_shared_layers * layers // spec.text.num_hidden_layers
+    return replace(
+        spec, text=replace(spec.text, num_hidden_layers=layers, num_kv_shared_layers=shared)
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_programs_do_not_grow_with_depth(name: str) -> None:
+    few, many = (program_texts(deeper(load_spec(name), n)) for n in (12, 60))
+    assert few == many and len(few) <= 9
+
+
+def test_programs_of_ple_do_not_grow_with_depth() -> None:
+    """What stands around the layers depends on their number; there is one of each."""
+    few, many = (program_texts(deeper(load_spec("tiny-ple"), n)) for n in (12, 60))
+    assert len(many) == len(few) and len(few - many) <= 2
+
+
+def test_equal_layers_have_equal_text() -> None:
+    steps = schedule(main_graph(load_spec("tiny-dense"), "decode"))
+    texts = [s.text for s in steps if isinstance(s, Segment)]
+    first, second = texts[1], texts[2]
+    assert first == second and "%L" not in first
+    assert len(set(texts)) < len(texts)
+
+
+# --- running segments without a compiler ------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe", "combined", "random-2", "random-5"])
+def test_segments_compute_what_the_graph_says(name: str, phase: str) -> None:
+    """Every step as eager torch, against the interpreter, caches included."""
+    graph = main_graph(spec_called(name), phase)
+    dims = {"B": 2, "S": 1 if phase == "decode" else 5, "C": 24}
+    g = torch.Generator().manual_seed(1)
+
+    def draw(v: Any) -> torch.Tensor:
+        return torch.randn([int(d) for d in v.type.bind(dims).shape], generator=g) * 0.3
+
+    held = torch.tensor([11, 2])
+    feeds = {v.name: draw(v) for v in graph.inputs if v.type.dtype != "i64"}
+    feeds["positions"] = held[:, None] + torch.arange(dims["S"])
+    feeds["lengths"] = torch.tensor([dims["S"], 1])
+    params = {v.name: draw(v) for v in graph.params}
+    caches = {v.name: draw(v) for v in graph.state}
+    from g4ir.interpret import interpret
+
+    want, after = interpret(graph, feeds, params, {k: t.clone() for k, t in caches.items()})
+    alias = {v.name: cache for cache, v in graph.next.items()}
+    env = {**feeds, **params, **caches}
+    for step in schedule(graph):
+        names = list(step.inputs)
+        if isinstance(step, Glue):
+            made = step.node.definition.reference(*(env[n] for n in names), **step.node.attrs)
+            made = made if isinstance(made, tuple) else (made,)
+        else:
+            names += [*step.params, *step.state]
+            module = SegmentModule(parse_graph(step.text), "cpu")
+            made = module(*(env[alias.get(n, n)] for n in names))
+        env.update(zip(step.outputs, made, strict=True))
+    close(env["logits"], want["logits"], 1e-4)
+    for name, cache in caches.items():
+        close(cache, after[name], 1e-4)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
+    got, want = got.double(), want.double()
+    error = ((got - want).abs().max() / want.pow(2).mean().sqrt()).item()
+    assert got.shape == want.shape and error <= budget, f"{error:.1e}, budget {budget:.0e}"
+
+
+# --- products ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The CPU kernels, compiled here; other tests keep what they have loaded."""
+    before = dict(pyops._kernels)
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compiler.compile_kernels(path)
+    pyops.load_kernels(path)
+    yield
+    pyops._kernels.clear()
+    pyops._kernels.update(before)
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (3,), (2, 2), (1, 5), (3, 7), (0,)])
+@pytest.mark.parametrize("n, k", [(256, 256), (300, 257), (7, 64), (1, 33), (65, 1)])
+def test_linear(kernels: None, dtype: torch.dtype, rows: tuple[int, ...], n: int, k: int) -> None:
+    """Few rows and many, sizes that fit no vector; against the product in fp64, rounded once."""
+    g = torch.Generator().manual_seed(n + k)
+    x, w = (torch.randn(*shape, generator=g).to(dtype) for shape in ((*rows, k), (n, k)))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        got = torch.ops.g4ir.linear(x, w)
+        assert got.dtype == dtype and got.shape == (*rows, n)
+        if got.numel():
+            close(got, torch.nn.functional.linear(x.double(), w.double()), BUDGETS[dtype])
+
+
+def test_linear_in_bf16_is_the_librarys_to_the_last_bit_or_one(kernels: None) -> None:
+    """Both sum in fp32 and round once; the order of the sum may move a result by one step."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*s, generator=g).bfloat16() for s in ((1, 1536), (2048, 1536)))
+    got, want = torch.ops.g4ir.linear(x, w), torch.nn.functional.linear(x, w)
+    steps = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
+    assert (steps == 0).float().mean() > 0.98
+    assert torch.allclose(got.float(), want.float(), rtol=2**-7, atol=2e-2)
+
+
+def test_linear_of_strided_rows(kernels: None) -> None:
+    x, w = torch.randn(4, 6, 64)[:, -1:], torch.randn(40, 64)
+    close(torch.ops.g4ir.linear(x, w), x @ w.t(), 1e-5)
+    halves = torch.randn(2, 128).chunk(2, -1)[1]
+    close(torch.ops.g4ir.linear(halves, w), halves @ w.t(), 1e-5)
+
+
+def test_every_row_of_a_product_is_the_same(kernels: None) -> None:
+    """A row does not depend on the rows beside it, so that ragged batches equal single rows."""
+    x, w = torch.randn(4, 256), torch.randn(300, 256)
+    alone = torch.cat([torch.ops.g4ir.linear(row[None], w) for row in x])
+    close(torch.ops.g4ir.linear(x, w), alone, 1e-6)
+
+
+# --- experts ----------------------------------------------------------------------------------
+
+INDICES = {
+    "one token": torch.tensor([[5, 2]]),
+    "spread": torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [0, 7]]),
+    "one expert gets all": torch.tensor([[3, 3]] * 6),
+    "experts without tokens": torch.tensor([[7, 0], [0, 7], [7, 0]]),
+    "one slot": torch.tensor([[1], [6], [1]]),
+}
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize("form", ["callback", "grouped"])
+def test_experts(kernels: None, form: str, case: str, dtype: torch.dtype) -> None:
+    """Both lowerings against the op's reference; with and without leading dims."""
+    index = INDICES[case]
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(len(index), 64, generator=g).to(dtype)
+    weights = torch.rand(index.shape, generator=g)
+    gate_up = (torch.randn(8, 96, 64, generator=g) / 8).to(dtype)
+    down = (torch.randn(8, 64, 48, generator=g) / 7).to(dtype)
+    run = torch.ops.g4ir.experts if form == "callback" else grouped_experts
+    act = "gelu_pytorch_tanh"
+    want = OPS["experts"].reference(x, weights, index, gate_up, down, act=act)
+    got = run(x, weights, index, gate_up, down, act)
+    assert got.dtype == dtype
+    close(got, want, BUDGETS[dtype])
+    lead = run(x[None], weights[None], index[None], gate_up, down, act)
+    assert lead.shape == (1, *x.shape)
+    close(lead[0], want, BUDGETS[dtype])
+
+
+# --- programs ---------------------------------------------------------------------------------
+
+TEXT = """\
+graph segment {
+  input %x0: f32[B,S,8]
+  param %w0: f32[4,8]
+  %v0 = linear(%x0, %w0): f32[B,S,4]
+  output %v0
+}
+"""
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compiling writes the text; returns what was compiled."""
+    done: list[str] = []
+
+    def compile_program(text: str, device: str, path: Path) -> None:
+        done.append(text)
+        path.write_text(text)
+
+    monkeypatch.setattr(compiler, "compile_program", compile_program)
+    return done
+
+
+def silent(message: str) -> None:
+    pass
+
+
+def name(text: str) -> str:
+    return compiler.program_name(text, "cpu")
+
+
+def test_second_compile_comes_from_the_cache(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = stub(monkeypatch)
+    first = compiler.compile_all([TEXT, TEXT], "cpu", tmp_path / "a", 1, silent)
+    second = compiler.compile_all([TEXT], "cpu", tmp_path / "b", 1, silent)
+    assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
+    assert [p.name for p in own_cache.iterdir()] == [first[TEXT]]
+    for folder in ("a", "b"):
+        assert (tmp_path / folder / first[TEXT]).read_text() == TEXT
+
+
+def test_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "file" / "cache")
+    done = stub(monkeypatch)
+    for folder in ("a", "b"):
+        compiler.compile_all([TEXT], "cpu", tmp_path / folder, 1, silent)
+    assert done == [TEXT, TEXT]
+
+
+def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {name(TEXT), name(TEXT.replace("8", "6"))}
+    monkeypatch.setattr(compiler, "_sources", lambda: "changed")
+    keys.add(name(TEXT))
+    monkeypatch.setattr(compiler, "machine", lambda device: "elsewhere")
+    keys.add(name(TEXT))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    keys.add(name(TEXT))
+    assert len(keys) == 5 and name(TEXT) == name(TEXT)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the compiler is out of luck")
+
+    monkeypatch.setattr(compiler, "_compile", fail)
+
+
+def test_failing_segment_is_named(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch)
+    with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
+        compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent)
+    assert not own_cache.exists()
+
+
+def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: Path) -> None:
+    """An op that nobody knows, in one of two processes; none is left running."""
+    texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
+    with pytest.raises(LowerError, match=r"unheard_of|unseen"):
+        compiler.compile_all(texts, "cpu", tmp_path / "a", 2, silent)
+
+
+def test_process_that_dies_is_an_error(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    texts = [TEXT, TEXT.replace("8", "6")]
+    with pytest.raises(LowerError, match="ended with status 1"):
+        compiler.compile_all(texts, "cpu", tmp_path / "a", 2, silent)
+
+
+def test_serve_answers_line_by_line(tmp_path: Path) -> None:
+    """Programs are compiled in processes of their own, which the user's script does not see."""
+    ask = json.dumps([TEXT.replace("linear", "unheard_of"), "cpu", str(tmp_path / "x")])
+    code = "from g4ir.backends.torch_compile.compile import serve; serve()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=f"{ask}\n{ask}\n", capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 2 and all("unheard_of" in a for a in answers)
+
+
+def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
+    """Compiled for real: any size up to the limits, weights as inputs."""
+    from g4ir.backends.torch_compile.runtime import _load_program
+
+    (name,) = compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent).values()
+    call = _load_program(tmp_path / "a" / name, "cpu")
+    w = torch.randn(4, 8)
+    for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
+        x = torch.randn(b, s, 8)
+        (got,) = call([x, w])
+        close(got, x @ w.t(), 1e-5)
+
+
+def test_programs_of_one_row_have_a_fixed_batch() -> None:
+    program: Program = split_program(built_program(load_spec("tiny-dense"))).program
+    for rows, dim in ((1, "[1,"), (2, "[B,")):
+        steps = phase_steps(program, Limits(max_batch=rows))["decode"]
+        text = next(s.text for s in steps if isinstance(s, Segment))
+        assert dim in text.splitlines()[1]

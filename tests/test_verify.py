@@ -1,0 +1,300 @@
+"""`verify_engine`: sound engines pass, disturbed ones fail with the value that differs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import compare
+from g4ir.compare import BUDGETS, Budget, Report, row_errors, verify_engine
+from g4ir.engine import Engine
+from g4ir.errors import InputError, MissingError, SpecError
+from tests.engines import MAX_SEQ, some_tokens, tame_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
+    """The engine on the reference backend, with one weight changed after loading (not by a
+    factor, which the next norm would take out)."""
+    out = compare.reference_engine(engine)
+    out.runtime.params = {  # type: ignore[attr-defined]
+        k: t + factor * t.flip(0) if k == param else t for k, t in out.runtime.params.items()  # type: ignore[attr-defined]
+    }
+    return out
+
+
+# --- sound engines ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["tiny-ple", "tiny-moe"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_sound_engine(engines: Any, backend: str, spec: str, against: str) -> None:
+    engine, said = engines(backend, spec), list[str]()
+    report = verify_engine(
+        engine, against, checkpoint=engines.checkpoint(spec), progress=said.append
+    )
+    assert report.ok and report.first_difference is None
+    assert report.budget == BUDGETS["f32", against]
+    assert sum(report.turns) == 96 and report.turns[-24:] == (1,) * 24
+    assert len(report.positions) == (96 if engine.all_logits else len(report.turns))
+    assert report.greedy.equal == report.greedy.count == 16
+    assert report.nll and abs(report.nll[0] - report.nll[1]) < 1e-4
+    assert any("through the engine" in s for s in said)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_given_tokens(engines: Any, backend: str) -> None:
+    engine = engines(backend, "tiny-ple")
+    for count in (2, 3, 40, MAX_SEQ):
+        report = verify_engine(engine, tokens=some_tokens(1, count)[0].tolist())
+        assert report.ok and sum(report.turns) == count and len(report.positions) == count
+
+
+def test_nll_is_that_of_the_given_tokens(engines: Any) -> None:
+    engine, tokens = engines("reference", "tiny-ple"), some_tokens(1, 30)
+    logits = engine.session().prefill(tokens, all_logits=True)[0]
+    want = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:]).item()
+    report = verify_engine(engine, tokens=tokens[0].tolist())
+    assert report.nll and abs(report.nll[0] - want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_16_bit(tmp_path: Path, dtype: str, against: str) -> None:
+    """fp32 weights, rounded by engine and peer alike."""
+    checkpoint = tame_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    engine = g4ir.build(
+        None, tmp_path / "engine", checkpoint=checkpoint, backend="reference", dtype=dtype,
+        max_seq=64, prefill_chunk=16, all_logits=True,
+    )  # fmt: skip
+    report = verify_engine(engine, against, checkpoint=checkpoint)
+    assert report.budget == Budget(cosine=0.999)
+    assert report.ok, report.text()
+
+
+def test_small_limits(tmp_path: Path) -> None:
+    """max_seq below the window and the greedy tokens; chunks of one token."""
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=1, backend="reference", max_seq=5,
+        prefill_chunk=1,
+    )  # fmt: skip
+    report = verify_engine(engine)
+    assert report.ok and sum(report.turns) == 5 and report.greedy.count == 5
+
+
+def test_random_weights_against_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are written for transformers, if they are few; rounding grows on them, and
+    is measured where the plain budget does not do."""
+    engine = g4ir.build(
+        "tiny-moe", tmp_path / "e", random_weights=3, backend="reference", max_seq=64,
+    )  # fmt: skip
+    report = verify_engine(engine, "hf")
+    assert report.ok, report.text()
+    monkeypatch.setattr(compare, "TEMPORARY_BYTES", 1 << 20)
+    with pytest.raises(InputError, match=r"random weights are 0.0 GiB.*--against reference"):
+        verify_engine(engine, "hf")
+
+
+def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
+    checkpoint = tame_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
+    linked = g4ir.build(None, tmp_path / "linked", link_weights=True, **options)
+    assert verify_engine(linked, "hf").ok
+    packed = g4ir.build(None, tmp_path / "packed", **options)
+    with pytest.raises(InputError, match="--checkpoint DIR"):
+        verify_engine(packed, "hf")
+
+
+# --- disturbed engines ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("param, value", [
+    ("L3.attn.wo", "L3.attn.o"), ("L6.mlp.w_down", "L6."), ("ple.w", "ple."),
+    ("L5.scalar", "L5.out"),
+])  # fmt: skip
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_disturbed_weight_is_found(engines: Any, against: str, param: str, value: str) -> None:
+    engine = disturbed(engines("reference", "tiny-ple"), param)
+    report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
+    assert not report.ok
+    assert report.first_difference and f"%{value}" in report.first_difference
+    assert ("outside the layers" in report.first_difference) == (param == "ple.w")
+    assert "FAILED" in report.text() and report.first_difference in report.text()
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_disturbed_torch_engine_names_the_layer(engines: Any, layer: int) -> None:
+    """Compiled segments show what stands between them."""
+    engine = engines("torch", "tiny-ple")
+    weight = engine.runtime.resident(f"L{layer}.mlp.w_down")
+    assert weight is not None
+    before = weight.clone()
+    weight.copy_(before + 0.3 * before.flip(0))
+    try:
+        report = verify_engine(engine, tokens=some_tokens(1, 20)[0].tolist())
+    finally:
+        weight.copy_(before)
+    assert not report.ok and report.first_difference
+    assert f"(layer {layer})" in report.first_difference or (
+        f"%L{layer + 1}." in report.first_difference
+    )
+
+
+def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turns end in single steps: a fault there shows, and where."""
+    engine = compare.reference_engine(engines("reference", "tiny-ple"))
+    run = engine.runtime.run
+
+    def faulty(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
+        if phase == "decode":
+            feeds = {**feeds, "positions": feeds["positions"] + 1}
+        return run(phase, feeds, *rest)
+
+    monkeypatch.setattr(engine.runtime, "run", faulty)
+    report = verify_engine(engine)
+    assert not report.ok
+    assert next(p.at for p in report.positions if not p.ok) == 72
+    assert report.first_difference and "at token 72" in report.first_difference
+
+
+def test_not_a_number_is_out_of_budget(engines: Any) -> None:
+    engine = disturbed(engines("reference", "tiny-moe"), "L2.norm_ffn", float("nan"))
+    report = verify_engine(engine, tokens=some_tokens(1, 12)[0].tolist())
+    assert not report.ok and not any(p.ok for p in report.positions)
+    assert report.first_difference and "layer 2" in report.first_difference
+    assert "nan" in report.text()
+
+
+def test_wrong_model_altogether(engines: Any, tmp_path: Path) -> None:
+    """Another checkpoint of the same shape: the graph is right, transformers disagrees."""
+    other = tame_checkpoint(tmp_path / "other", "tiny-moe", seed=5)
+    report = verify_engine(engines("reference", "tiny-moe"), "hf", checkpoint=other)
+    assert not report.ok and report.greedy.differs is not None
+    assert report.first_difference and "not what transformers computes" in report.first_difference
+
+
+def test_rounding_widens_the_budget_only_so_far(engines: Any) -> None:
+    """The disturbed engine's own weights do not count: rounding is measured on the sound ones."""
+    engine = disturbed(engines("reference", "tiny-ple"), "L3.attn.wo", 0.01)
+    report = verify_engine(engine)
+    assert not report.ok
+    assert report.budget.relative and report.budget.relative < 1e-3
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+def test_report(engines: Any) -> None:
+    report = verify_engine(engines("reference", "tiny-ple"))
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["ok"] is True and values["budget"] == {"relative": 1e-4, "cosine": None}
+    assert len(values["positions"]) == 96 and set(values["positions"][0]) == {
+        "at", "absolute", "relative", "cosine", "ok",
+    }  # fmt: skip
+    text = report.text()
+    lines = text.splitlines()
+    assert lines[0].endswith("against reference, 96 tokens in 63 + 9 + 24 single steps")
+    assert lines[-1] == "ok" and len(lines) <= 10 and all(len(x) <= 100 for x in lines)
+    for word in ("max abs", "relative", "cosine", "greedy", "NLL", "16 of 16 equal", "1.0e-04"):
+        assert word in text
+
+
+def greedy_report(engines: Any, budget: Budget, tokens: list[int]) -> Any:
+    class Fixed:
+        def greedy(self, prompt: torch.Tensor, count: int) -> Any:
+            logits = torch.zeros(count, 512)
+            logits[:, 1], logits[:, 2] = 1.0, 1.0 - 1e-3
+            return tokens[:count], logits
+
+    class Want(Fixed):
+        def greedy(self, prompt: torch.Tensor, count: int) -> Any:
+            return [1] * count, super().greedy(prompt, count)[1]
+
+    return compare._compare_greedy(Fixed(), Want(), torch.arange(9), 40, budget)  # type: ignore[arg-type]
+
+
+def test_close_calls_may_go_either_way(engines: Any) -> None:
+    """The two best of the peer's logits are 1e-3 apart, 16 times their rms of 0.0625 is 1."""
+    tokens = [1, 1, 1, 2] + [7] * 20
+    strict = greedy_report(engines, Budget(relative=1e-3), tokens)
+    assert (strict.equal, strict.differs) == (3, 3)
+    wide = greedy_report(engines, Budget(relative=1e-1), tokens)
+    assert (wide.equal, wide.differs) == (3, None)
+    assert greedy_report(engines, Budget(cosine=0.999), [1] * 30).equal == 16
+
+
+def test_row_errors() -> None:
+    want = torch.tensor([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
+    errors = row_errors(want + torch.tensor([[0.1, 0.0], [0.0, 0.0], [0.0, 0.0]]), want)
+    assert errors.absolute.tolist() == pytest.approx([0.1, 0, 0], abs=1e-6)
+    assert errors.relative.tolist() == pytest.approx([0.1 / 12.5**0.5, 0, 0], abs=1e-6)
+    assert errors.cosine[1:].tolist() == [1.0, 1.0] and 0.999 < errors.cosine[0] < 1
+    wrong = row_errors(torch.tensor([[float("nan"), 1.0]]), want[:1])
+    for budget in (Budget(relative=1e9), Budget(cosine=-2.0)):
+        assert not budget.holds(wrong).any()
+
+
+def test_ok_needs_every_position_and_the_greedy_tokens(engines: Any) -> None:
+    report: Report = verify_engine(engines("reference", "tiny-moe"))
+    assert not replace(report, greedy=replace(report.greedy, differs=4)).ok
+    worse = replace(report.positions[3], ok=False)
+    assert not replace(report, positions=(*report.positions[:3], worse)).ok
+
+
+# --- wrong requests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"against": "vllm"}, "reference or hf"),
+    ({"tokens": [5]}, "1 tokens; expected 2 to 128"),
+    ({"tokens": [5] * 129}, "129 tokens"),
+    ({"tokens": [5, 512]}, "token 512 at index 1"),
+    ({"against": "hf", "checkpoint": "/nowhere"}, "/nowhere"),
+])  # fmt: skip
+def test_wrong_request(engines: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        verify_engine(engines("reference", "tiny-ple"), **settings)
+
+
+def test_checkpoint_of_another_shape(engines: Any) -> None:
+    with pytest.raises(SpecError, match=r"text\.num_hidden_layers"):
+        verify_engine(
+            engines("reference", "tiny-moe"), "hf", checkpoint=engines.checkpoint("tiny-ple")
+        )
+
+
+def test_without_transformers(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    engine = engines("reference", "tiny-moe")
+    with pytest.raises(MissingError, match=r"pip install 'g4ir\[hf\]'"):
+        verify_engine(engine, "hf", checkpoint=engines.checkpoint("tiny-moe"))
+    assert verify_engine(engine, tokens=[5, 6, 7]).ok
+
+
+def test_transformers_is_not_imported_otherwise(engines: Any) -> None:
+    code = (
+        "import sys, g4ir; from g4ir.compare import verify_engine\n"
+        "engine = g4ir.load_engine(sys.argv[1])\n"
+        "assert verify_engine(engine, tokens=[5, 6, 7]).ok\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    path = engines("reference", "tiny-moe").path
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=120)
