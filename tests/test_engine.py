@@ -23,7 +23,7 @@ from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.packing import MadeParams, RowTable, StoredParams
 from g4ir.random_weights import RandomCheckpoint
 from g4ir.spec import load_spec
-from tests.engines import agrees, some_tokens, tame_checkpoint
+from tests.engines import agrees, random_checkpoint, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
 SIDE = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": [1]}',
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tiny-ple with side files, and one that engines have no use for."""
-    folder = tame_checkpoint(tmp_path_factory.mktemp("c") / "checkpoint", "tiny-ple")
+    folder = random_checkpoint(tmp_path_factory.mktemp("c") / "checkpoint", "tiny-ple")
     for name, text in {**SIDE, "README.md": "no"}.items():
         (folder / name).write_text(text)
     return folder

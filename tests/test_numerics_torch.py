@@ -1,7 +1,8 @@
 """Compiled engines against transformers: a Hugging Face directory in, logits out.
 
-A short run compiles few programs (each costs seconds) and still covers every structural feature;
-`--full` runs every spec of `tests/configs.py`, every pass alone off, and bf16 on all variants.
+Each program costs seconds to compile. The short run still covers every structural feature and
+needs few programs of its own, as `tiny-ple` and `tiny-moe` share theirs with other tests. `--full`
+runs every spec of `tests/configs.py`, every pass alone off, and bf16 on all variants.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PLANS = ("plan_cache", "last_token_only")
 FUSIONS = tuple(p for p in PASSES if p not in PLANS)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """These models are too small to share, and idle threads wait on each other."""
     threads = torch.get_num_threads()
@@ -106,7 +107,7 @@ class Built:
 
 
 def leftover() -> Spec:
-    """Four layers with every feature that neither e2b nor the other short cases have."""
+    """Four layers with every feature that the tiny specs have not."""
     base = shrink(load_spec("26b-a4b"))
     text = replace(
         base.text,
@@ -130,8 +131,8 @@ def short(*cases: Case) -> list[Any]:
 
 
 SHORT = {
-    "every token": (Case("leftover"),),
-    "last token": (Case("e2b-small", all_logits=False),),
+    "every token": (Case("leftover"), Case("tiny-ple")),
+    "last token": (Case("tiny-ple", ROWS, False), Case("tiny-moe", 1, False)),
     "passes": (
         Case("random-18", 1, False, PASSES),  # a window of 13 and an untied head
         Case("leftover", ROWS, False, PLANS),
@@ -154,7 +155,7 @@ def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Bui
     scope="module",
     params=[
         *short(*SHORT["last token"]),
-        *full(*(Case(n, ROWS, False) for n in NAMES if n != "e2b-small")),
+        *full(*(Case(n, ROWS, False) for n in NAMES)),
         *full(*(Case(n, 1, False) for n in (*SMALL, "combined"))),
     ],
 )

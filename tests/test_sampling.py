@@ -14,7 +14,7 @@ import g4ir
 from g4ir.engine import Engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
-from tests.engines import MAX_SEQ, some_tokens, tame_checkpoint
+from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 DRAWS = 20_000
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
@@ -187,7 +187,7 @@ def test_read_wrong_defaults(tmp_path: Path, text: str) -> None:
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose checkpoint names stop ids, and suppresses its own first greedy token."""
     folder = tmp_path_factory.mktemp("configured")
-    checkpoint = tame_checkpoint(folder / "checkpoint", "tiny-dense")
+    checkpoint = random_checkpoint(folder / "checkpoint", "tiny-dense")
     options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
     plain = g4ir.build(None, folder / "plain", **options)
     first, second = plain.generate([2, 5, 7], 2, stop_ids=())

@@ -25,11 +25,11 @@ from g4ir.ops import OPS
 from g4ir.packing import split_program
 from g4ir.spec import Spec, load_spec
 from g4ir.text import parse_graph, print_graph
-from tests.configs import NAMES, spec_called
+from tests.configs import RANDOM, SMALL, spec_called
 from tests.runner import built_program
 
 PHASES = ("prefill", "decode")
-SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", *NAMES)
+SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", "combined", *SMALL, *RANDOM[:6])
 #: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
 #: each product once, to 2^-9 of its own size
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -18,7 +18,7 @@ from g4ir import compare
 from g4ir.compare import BUDGETS, Budget, Report, row_errors, verify_engine
 from g4ir.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
-from tests.engines import MAX_SEQ, some_tokens, tame_checkpoint
+from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_nll_is_that_of_the_given_tokens(engines: Any) -> None:
 @pytest.mark.parametrize("against", ["reference", "hf"])
 def test_16_bit(tmp_path: Path, dtype: str, against: str) -> None:
     """fp32 weights, rounded by engine and peer alike."""
-    checkpoint = tame_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
     engine = g4ir.build(
         None, tmp_path / "engine", checkpoint=checkpoint, backend="reference", dtype=dtype,
         max_seq=64, prefill_chunk=16, all_logits=True,
@@ -114,7 +114,7 @@ def test_random_weights_against_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
-    checkpoint = tame_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
     options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
     linked = g4ir.build(None, tmp_path / "linked", link_weights=True, **options)
     assert verify_engine(linked, "hf").ok
@@ -185,7 +185,7 @@ def test_not_a_number_is_out_of_budget(engines: Any) -> None:
 
 def test_wrong_model_altogether(engines: Any, tmp_path: Path) -> None:
     """Another checkpoint of the same shape: the graph is right, transformers disagrees."""
-    other = tame_checkpoint(tmp_path / "other", "tiny-moe", seed=5)
+    other = random_checkpoint(tmp_path / "other", "tiny-moe", seed=5)
     report = verify_engine(engines("reference", "tiny-moe"), "hf", checkpoint=other)
     assert not report.ok and report.greedy.differs is not None
     assert report.first_difference and "not what transformers computes" in report.first_difference
@@ -197,6 +197,19 @@ def test_rounding_widens_the_budget_only_so_far(engines: Any) -> None:
     report = verify_engine(engine)
     assert not report.ok
     assert report.budget.relative and report.budget.relative < 1e-3
+
+
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_rounding_is_measured_where_the_budget_is_missed(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, against: str
+) -> None:
+    """Against float64 on this very model; four times as much is allowed."""
+    monkeypatch.setitem(BUDGETS, ("f32", against), Budget(relative=1e-9))
+    engine = engines("torch", "tiny-ple")
+    report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
+    ids = compare._tokens(engine, None)
+    rounding = compare.rounding_error(engine, ids, report.turns, True)
+    assert 1e-7 < rounding < 1e-4 and report.budget == Budget(relative=4 * rounding)
 
 
 # --- the report -------------------------------------------------------------------------------
