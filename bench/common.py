@@ -95,14 +95,17 @@ def _restore_buffers(model: Any, config: Any) -> None:
 
 
 class Peer:
-    """transformers with its best settings: static cache, last logits only, optionally compiled."""
+    """transformers in one of its modes, last logits only: `eager` and `compile` with a static
+    cache, `dynamic` eager with a cache that grows."""
 
-    def __init__(self, model: Any, max_seq: int, compiled: bool) -> None:
-        from transformers import StaticCache
+    def __init__(self, model: Any, max_seq: int, mode: str) -> None:
+        from transformers import DynamicCache, StaticCache
 
-        self.model, self.max_seq = model, max_seq
-        self.new_cache = lambda: StaticCache(config=model.config, max_cache_len=max_seq)
-        self.forward = torch.compile(model.forward) if compiled else model.forward
+        self.new_cache = lambda: (
+            DynamicCache(config=model.config) if mode == "dynamic"
+            else StaticCache(config=model.config, max_cache_len=max_seq)
+        )  # fmt: skip
+        self.forward = torch.compile(model.forward) if mode == "compile" else model.forward
         self.cache = self.new_cache()
         self.length = 0
 

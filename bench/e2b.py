@@ -1,10 +1,11 @@
 """The E2B shape at full width and depth, bf16, random weights: g4ir beside transformers.
 
-    python bench/e2b.py --engine build/bench/e2b [--peers eager,compile] [--rounds 3]
+    python bench/e2b.py --engine build/bench/e2b [--peers eager,dynamic,compile] [--rounds 3]
 
-Both run in this process on the same threads, interleaved A-B-A-B. The peer has a static cache and
-computes the last logits only. The per-layer-embedding vocabulary is cut to 8192 rows so that the
-peer's copy of that table fits; it is read by row and does not change the work per token.
+Both run in this process on the same threads, interleaved A-B-A-B. The peer computes the last
+logits only, in three modes: eager and compiled with a static cache, eager with a cache that
+grows. The per-layer-embedding vocabulary is cut to 8192 rows so that the peer's copy of that
+table fits; it is read by row and does not change the work per token.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", type=Path, default=Path("build/bench/e2b"))
-    parser.add_argument("--peers", default="eager,compile")
+    parser.add_argument("--peers", default="eager,dynamic,compile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--reuse", action="store_true", help="load --engine instead of building it")
@@ -136,7 +137,7 @@ def main() -> None:
     engine = g4ir.load_engine(args.engine) if args.reuse else build_engine(args.engine)
     spec = engine.spec
     model = hf_model(spec, 0, torch.bfloat16)
-    peers = {k: Peer(model, MAX_SEQ, k == "compile") for k in args.peers.split(",") if k}
+    peers = {k: Peer(model, MAX_SEQ, k) for k in args.peers.split(",") if k}
     session = engine.session()
     step_bytes = counts(spec).active * 2
     decode = decode_row(session, peers, args.rounds, args.steps, step_bytes)

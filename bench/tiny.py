@@ -35,7 +35,7 @@ def engines(paths: list[Path]) -> list[Any]:
 
 def measure(engine: Any, steps: int, rounds: int) -> dict[str, Any]:
     seed = engine.manifest["weights"]["seed"]
-    peer = Peer(hf_model(engine.spec, seed, torch_dtype(engine.dtype)), 256, compiled=False)
+    peer = Peer(hf_model(engine.spec, seed, torch_dtype(engine.dtype)), 256, "eager")
     session = engine.session()
     prompt, token = torch.arange(3, 27)[None], torch.tensor([5])
     worst = float((session.prefill(prompt) - peer.prefill(prompt)).abs().max())
