@@ -444,14 +444,17 @@ for name in ("fsync", "rename", "replace"):
 random.seed(0)
 for i in range(count):
     (folder / str(i)).mkdir()
+    start = time.monotonic()
     child = os.fork()
     if not child:
         engine.write_engine(prepared, folder / str(i) / "e", lambda message: None)
         os._exit(0)
     if i:
-        time.sleep(random.uniform(0, 0.4))
+        time.sleep(random.uniform(0.05, 0.8) * whole)
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    if not i:
+        whole = time.monotonic() - start
 """
 
 
@@ -467,7 +470,7 @@ def test_a_killed_build_leaves_nothing_that_loads(tmp_path: Path) -> None:
     assert load_engine(folder / "0" / "e")  # this one had the time
     left = [d for i in range(1, count) for d in (folder / str(i)).iterdir()]
     unfinished = [d for d in left if d.name != "e"]
-    assert len(unfinished) > count // 4
+    assert unfinished
     for directory in left:
         if directory.name == "e":
             load_engine(directory)

@@ -191,10 +191,12 @@ def _ask(process: subprocess.Popen[str], text: str, device: str, path: Path) -> 
         pass  # its answer is the end of its output
     answer = process.stdout.readline()
     if not answer:
-        raise LowerError(
-            f"torch: a compiling process ended with status {process.wait()}; it may have run out "
-            f"of memory: build again with fewer other programs running"
-        )
+        status = process.wait()
+        reason = (
+            "it was killed, most likely for memory: build again with fewer other programs running"
+            if status < 0 else "what it printed above says why"
+        )  # fmt: skip
+        raise LowerError(f"torch: a compiling process ended with status {status}; {reason}")
     if error := json.loads(answer):
         raise LowerError(error)
 
