@@ -76,8 +76,7 @@ class Graph:
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     def users(self) -> dict[str, list[Node]]:
-        """Value name -> the nodes that read it; a graph result counts as a use by `None`'s
-        stand-in, the empty node."""
+        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
         table: dict[str, list[Node]] = {}
         for n in self.nodes:
             for v in dict.fromkeys(n.inputs):

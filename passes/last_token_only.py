@@ -1,8 +1,8 @@
 """last_row(f(x))  ->  f(last_row(x)), up to the last layer that owns keys and values
 
 Everything that only the last token's logits need runs on the last valid row of each sequence.
-Attention there reads the cache after the chunk was written, as in decode, so that the tail of
-prefill and a decode step are the same program.
+Attention there reads the cache after the chunk was written, as in decode, so that the layers of the
+tail are the same programs as decode's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-/* Products of a weight [n, k] with one to four rows, at the speed at which memory delivers the
- * weight: every weight row is read once, front to back, by one thread. Sums are fp32. */
+/* Products of a weight [n, k] with one to four rows. Every weight row is read once, front to back,
+ * by one thread; for one row that is as fast as memory delivers the weight. Sums are fp32. */
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512BF16__

@@ -1,8 +1,8 @@
 """Ops that a compiled CPU program calls back for: large products and routed experts.
 
-Such a call costs about 3 us. For up to ROWS rows a product runs at the speed at which memory
-delivers the weight (kernels.c), which the library's products do not reach; above, and for other
-dtypes, the library is used.
+Such a call costs about 3 us. Up to ROWS rows go through kernels.c, which for one row runs
+at the speed at which memory delivers the weight; the library's products do not reach that. More
+rows, and other dtypes, go through the library.
 """
 
 from __future__ import annotations
