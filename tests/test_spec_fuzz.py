@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.errors import SpecError
 from g4ir.params import counts, dead_tensors, kv_bytes, text_tensors
 from g4ir.spec import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 
-FEWER = settings(max_examples=max(50, settings.default.max_examples // 4))  # costly or narrow
 BASES = {name: load_spec(name) for name in spec_names()}
 SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")
 
@@ -158,7 +157,6 @@ def test_mutated_spec_data(data: st.DataObject, name: str) -> None:
     attempt(lambda: load_text(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "replace")))
 
 
-@FEWER
 @given(st.data(), st.sampled_from(SMALL_BASES))
 def test_mutated_override(data: st.DataObject, name: str) -> None:
     part = mutate(data, BASES[name].to_dict()["text"])
@@ -173,7 +171,6 @@ def test_mutated_spec_bytes(data: st.DataObject, name: str) -> None:
     attempt(lambda: load_text(text))
 
 
-@FEWER
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace")))
 def test_any_bytes(text: bytes) -> None:
     attempt(lambda: load_text(text))
@@ -195,7 +192,6 @@ def test_mutated_config(data: st.DataObject, name: str) -> None:
         assert diff_specs(spec, again) == []
 
 
-@FEWER
 @given(st.data(), st.sampled_from(SMALL_BASES))
 def test_mutated_config_bytes(data: st.DataObject, name: str) -> None:
     text = mutate_bytes(data, json.dumps(BASES[name].to_hf()).encode())
@@ -258,7 +254,6 @@ def geometry(draw: Callable[..., Any], heads: int) -> dict[str, Any]:
     }
 
 
-@FEWER
 @given(legal_text())
 def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
     tree = {

@@ -336,9 +336,23 @@ def test_second_compile_comes_from_the_cache(
     first = compiler.compile_all([TEXT, TEXT], "cpu", tmp_path / "a", 1, silent)
     second = compiler.compile_all([TEXT], "cpu", tmp_path / "b", 1, silent)
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
-    assert [p.name for p in own_cache.iterdir()] == [first[TEXT]]
+    kept = own_cache / first[TEXT]
+    assert sorted(own_cache.iterdir()) == [kept, kept.with_suffix(".sha256")]
     for folder in ("a", "b"):
         assert (tmp_path / folder / first[TEXT]).read_text() == TEXT
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".sha256"])
+def test_damaged_cache_entry_is_compiled_again(
+    suffix: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = stub(monkeypatch)
+    kept = own_cache / compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent)[TEXT]
+    kept.with_suffix(suffix).write_text("damaged")
+    compiler.compile_all([TEXT], "cpu", tmp_path / "b", 1, silent)
+    assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
+    compiler.compile_all([TEXT], "cpu", tmp_path / "c", 1, silent)
+    assert len(done) == 2
 
 
 def test_cache_that_cannot_be_written_is_no_error(

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -20,7 +19,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from g4ir.errors import LowerError, MissingError
+from g4ir.checkpoint import sha256
+from g4ir.errors import G4Error, LowerError, MissingError
+from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
@@ -107,21 +108,27 @@ def compile_all(
 
 
 def _from_cache(name: str, out: Path) -> bool:
+    """Copy a kept program, unless it is not what was kept: then it is compiled again."""
     kept = cache_dir() / name
-    if not kept.is_file():
+    try:
+        shutil.copyfile(kept, out / name)
+        return sha256(out / name) == _digest_file(kept).read_text()
+    except (OSError, UnicodeDecodeError):
         return False
-    shutil.copyfile(kept, out / name)
-    return True
+
+
+def _digest_file(kept: Path) -> Path:
+    return kept.with_suffix(".sha256")
 
 
 def _keep(path: Path) -> None:
     """Best effort: a full or read-only cache directory is no reason to fail a build."""
+    kept = cache_dir() / path.name
     try:
         cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=cache_dir(), delete=False) as f:
-            shutil.copyfile(path, f.name)
-        os.replace(f.name, cache_dir() / path.name)
-    except OSError:
+        write_file(kept, [path.read_bytes()])
+        write_file(_digest_file(kept), [sha256(path).encode()])
+    except (G4Error, OSError):
         return
 
 
