@@ -242,10 +242,21 @@ def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
     The new nodes stand where the last of the old ones stood, or later where they need a value
     defined after it; order is restored by `order`.
     """
-    gone = {id(n) for n in old}
-    at = max(i for i, n in enumerate(g.nodes) if id(n) in gone)
-    nodes = [n for n in g.nodes[: at + 1] if id(n) not in gone]
-    return order(replace(g, nodes=(*nodes, *new, *g.nodes[at + 1 :])))
+    return splice_all(g, [(old, new)])
+
+
+def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> Graph:
+    """`splice` for every (old, new); no node is in two of them. One ordering serves them all."""
+    place = {id(n): i for i, n in enumerate(g.nodes)}
+    gone = {id(n) for old, _ in edits for n in old}
+    made: dict[int, list[Node]] = {}
+    for old, new in edits:
+        made.setdefault(max(place[id(n)] for n in old), []).extend(new)
+    nodes: list[Node] = []
+    for i, n in enumerate(g.nodes):
+        nodes += [n] if id(n) not in gone else []
+        nodes += made.get(i, [])
+    return order(replace(g, nodes=tuple(nodes))) if edits else g
 
 
 def order(g: Graph) -> Graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice
+from g4ir.ir import Builder, Graph, Node, splice_all
 
 from . import Note, ignore
 
@@ -11,16 +11,17 @@ def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
     """One matrix product for the two halves of a gated MLP."""
     producers, users = g.producers(), g.users()
     params = {v.name for v in g.params}
-    for act in list(g.find("glu")):
+    edits: list[tuple[list[Node], list[Node]]] = []
+    for act in g.find("glu"):
         pair = [producers.get(v.name) for v in act.inputs]
         reason = _refusal(pair, users, params)
         if reason:
             note(act.out.name, f"left: {reason}")
             continue
         gate, up = (n for n in pair if n)
-        g = splice(g, [gate, up, act], _packed(gate, up, act))
+        edits.append(([gate, up, act], _packed(gate, up, act)))
         note(act.out.name, "packed")
-    return g
+    return splice_all(g, edits)
 
 
 def _refusal(

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4ir.ir import Builder, Graph, Node, Value, splice
+from g4ir.ir import Builder, Graph, Node, Value, splice_all
 
 from . import Note, ignore
 
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
     """Post-norm, residual add, layer scalar and the following pre-norms in one op."""
-    for name in [n.out.name for n in g.find("add")]:
-        match = _match(g, name, note)
+    producers, users = g.producers(), g.users()
+    edits: list[tuple[list[Node], list[Node]]] = []
+    for add in g.find("add"):
+        match = _match(add, producers, users, note)
         if match:
-            g = splice(g, match.nodes(), match.fused())
-            note(name, f"fused with {len(match.pre)} pre-norms")
-    return g
+            edits.append((match.nodes(), match.fused()))
+            note(add.out.name, f"fused with {len(match.pre)} pre-norms")
+    return splice_all(g, edits)
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ class _Match:
         return b.nodes
 
 
-def _match(g: Graph, name: str, note: Note) -> _Match | None:
-    producers, users = g.producers(), g.users()
-    add = producers[name]
+def _match(
+    add: Node, producers: dict[str, Node], users: dict[str, list[Node]], note: Note
+) -> _Match | None:
+    name = add.out.name
     # The second input is the branch; where both are norms, the first stays the residual.
     post = next(
         (p for v in reversed(add.inputs) if (p := producers.get(v.name)) and _is_post(p)), None

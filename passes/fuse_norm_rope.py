@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, splice
+from g4ir.ir import Builder, Graph, Node, splice_all
 
 from . import Note, ignore
 
@@ -10,7 +10,8 @@ from . import Note, ignore
 def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
     """The per-head norm of Q or K and its rotation in one op."""
     producers, users = g.producers(), g.users()
-    for n in list(g.find("rope")):
+    edits: list[tuple[list[Node], list[Node]]] = []
+    for n in g.find("rope"):
         norm = producers.get(n.inputs[0].name)
         if norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
             note(n.out.name, "left: its input is not a weighted norm")
@@ -20,6 +21,6 @@ def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
             continue
         b = Builder()
         b.emit("norm_rope", *norm.inputs, *n.inputs[1:], name=n.out.name, **norm.attrs)
-        g = splice(g, [norm, n], b.nodes)
+        edits.append(([norm, n], b.nodes))
         note(n.out.name, "fused")
-    return g
+    return splice_all(g, edits)

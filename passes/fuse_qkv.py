@@ -5,7 +5,7 @@ K=V layers pack Q and K; a layer that reads another's keys and values has Q only
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice
+from g4ir.ir import Builder, Graph, Node, splice_all
 
 from . import Note, ignore
 
@@ -20,13 +20,14 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
                 note(n.out.name, f"left: its weight {n.inputs[1]} is no parameter")
                 continue
             groups.setdefault(n.inputs[0].name, []).append(n)
+    edits: list[tuple[list[Node], list[Node]]] = []
     for group in groups.values():
         if len(group) == 1:
             note(group[0].out.name, "left: the only projection of its input")
             continue
-        g = splice(g, group, _packed(group))
+        edits.append((group, _packed(group)))
         note(group[0].out.name, f"packed with {', '.join(str(n.out) for n in group[1:])}")
-    return g
+    return splice_all(g, edits)
 
 
 def _packed(group: list[Node]) -> list[Node]:
