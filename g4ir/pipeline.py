@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from .errors import G4Error, InputError, PassError
 from .ir import Graph, Node, Program, verify
 
 Dump = Callable[[str, Graph], None]
 Note = Callable[[str, str], None]
+#: pass -> its own keyword arguments
+Options = Mapping[str, Mapping[str, Any]]
 
 #: order matters: packing before the choice of rows, so that prefill and decode share weights
 PASSES = (
@@ -40,20 +44,22 @@ def run_passes(
     until: str | None = None,
     dump: Dump | None = None,
     note: Callable[[str, str, str], None] | None = None,
+    options: Options | None = None,
 ) -> Graph:
     """Run the pipeline without the passes in `skip`, up to and including `until`.
 
     `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each
-    did. Raises PassError with the passes that ran before.
+    did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}. Raises PassError with the passes that ran before.
     """
     skip = set(skip)
-    for name in (*skip, *([until] if until else [])):
+    options = options or {}
+    for name in (*skip, *options, *([until] if until else [])):
         find_pass(name)
     verify(g)
     done: list[str] = []
     for name in PASSES:
         if name not in skip:
-            g = _run_one(g, name, done, note)
+            g = _run_one(g, name, done, note, options.get(name, {}))
             done.append(name)
             if dump:
                 dump(name, g)
@@ -63,24 +69,26 @@ def run_passes(
 
 
 def run_program(
-    p: Program, skip: Iterable[str] = (), dump: Dump | None = None
-) -> Program:
+    p: Program, skip: Iterable[str] = (), dump: Dump | None = None,
+    options: Options | None = None,
+) -> Program:  # fmt: skip
     """`run_passes` on every graph; the caches they share must still agree."""
-    p = p.map(lambda g: run_passes(g, skip=skip, dump=dump))
+    p = p.map(lambda g: run_passes(g, skip=skip, dump=dump, options=options))
     p.state()
     p.params()
     return p
 
 
 def _run_one(
-    g: Graph, name: str, done: Sequence[str], note: Callable[[str, str, str], None] | None
-) -> Graph:
+    g: Graph, name: str, done: Sequence[str], note: Callable[[str, str, str], None] | None,
+    options: Mapping[str, Any],
+) -> Graph:  # fmt: skip
     def tell(value: str, reason: str) -> None:
         if note:
             note(name, value, reason)
 
     try:
-        out = find_pass(name)(g, tell)
+        out = partial(find_pass(name), **options)(g, tell)
         verify(out)
         _keeps_interface(g, out, name)
         _leaves(out, name)
