@@ -49,7 +49,8 @@ def run_passes(
     """Run the pipeline without the passes in `skip`, up to and including `until`.
 
     `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each
-    did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}. Raises PassError with the passes that ran before.
+    did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}.
+    Raises PassError with the passes that ran before.
     """
     skip = set(skip)
     options = options or {}
