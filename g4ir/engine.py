@@ -32,8 +32,9 @@ from .backends.base import Backend, Limits, Runtime
 from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
 from .ir import Graph, Program, Value
-from .model import build_program
-from .pipeline import run_program
+from .latent_forms import choose_form
+from .model import PLE_TABLE, build_program
+from .pipeline import Options, run_program
 from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_prompt, read_defaults
 from .session import Session, embed_rows
@@ -44,7 +45,7 @@ from .types import dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1
+FORMAT = 2
 VERSION = "0.1.0"
 MANIFEST = "manifest.json"
 GENERATION = "generation_config.json"
@@ -53,7 +54,7 @@ BUILDING = ".building-"
 #: what loading needs of a manifest
 KEYS: dict[str, type] = {
     "backend": str, "device": str, "machine": str, "dtype": str, "limits": dict,
-    "all_logits": bool, "skipped_passes": list, "graphs": list, "weights": dict,
+    "all_logits": bool, "skipped_passes": list, "options": dict, "graphs": list, "weights": dict,
     "compiled": dict, "versions": dict, "files": dict,
 }  # fmt: skip
 DTYPES = ("f32", "bf16", "f16")
@@ -85,6 +86,8 @@ class Prepared:
     limits: Limits
     all_logits: bool
     skip: tuple[str, ...]
+    options: Options
+    ple_placement: str | None
     packing: packings.Packing
     source: WeightSource
     weights: dict[str, Any]
@@ -113,6 +116,8 @@ def prepare(
     all_logits: bool = False,
     skip: Iterable[str] = (),
     link_weights: bool = False,
+    latent_kv: str = "auto",
+    ple_placement: str | None = None,
     dump: Callable[[str, Graph], None] | None = None,
 ) -> Prepared:
     """Check a build as far as it goes without compiling. Arguments as `build`."""
@@ -127,7 +132,11 @@ def prepare(
     kind = _dtype(dtype or spec.dtype)
     limits = _limits(spec, max_batch, max_seq, prefill_chunk)
     found.check(device)
-    program = run_program(build_program(spec, all_logits, kind), skip=skip, dump=dump)
+    options = _options(latent_kv, spec, device, kind, limits)
+    program = run_program(
+        build_program(spec, all_logits, kind), skip=skip, dump=dump, options=options
+    )
+    placement = _placement(ple_placement, program)
     source: WeightSource
     if directory is None:
         assert random_weights is not None
@@ -139,7 +148,7 @@ def prepare(
         weights = _linked(source) if link_weights else {"kind": "packed"}
     side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
     return Prepared(
-        spec, found, device, kind, limits, all_logits, tuple(skip),
+        spec, found, device, kind, limits, all_logits, tuple(skip), options, placement,
         packings.split_program(program), source, weights, tuple(side),
     )  # fmt: skip
 
@@ -159,7 +168,9 @@ def build(
     bfloat16 or float16 (default: the spec's). Limits: max_batch rows, max_seq tokens a row
     (default 8192 or the model's own limit), prefill_chunk tokens. all_logits: prefill can return
     every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
-    instead of copying.
+    instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
+    (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
+    the table of per-layer embeddings lies: `device`, `host` or `mmap`.
 
     Raises a G4Error for anything wrong, before anything is left at `out`.
     """
@@ -215,6 +226,8 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, 
         "limits": asdict(p.limits),
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),
+        "options": p.options,
+        "ple_placement": p.ple_placement,
         "graphs": list(p.packing.program.graphs),
         "weights": p.weights,
         "compiled": compiled,
@@ -379,12 +392,14 @@ def _generate(
 
 
 def load_engine(
-    path: str | Path, *, check_weights: bool = True, progress: Progress = silent
-) -> Engine:
+    path: str | Path, *, check_weights: bool = True, ple_placement: str | None = None,
+    progress: Progress = silent,
+) -> Engine:  # fmt: skip
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
     check_weights=False leaves out the weight files, which take about a second per GiB.
+    ple_placement puts the table of per-layer embeddings elsewhere than the build said.
     Raises EngineError naming the file, or another machine, and the fix.
     """
     path = Path(path)
@@ -399,8 +414,10 @@ def load_engine(
         program, limits, manifest["device"], path, manifest["compiled"], params,
         _prefixed(progress, "load"),
     )  # fmt: skip
+    placed = _placement(ple_placement or manifest.get("ple_placement"), program)
     tables = {
-        v.name: _table(runtime, params, v) for v in program.graphs["embed"].params
+        v.name: _table(runtime, params, v, placed, manifest["device"])
+        for v in program.graphs["embed"].params
     }
     return Engine(
         path, manifest, spec, limits, manifest["all_logits"], manifest["device"],
@@ -420,10 +437,30 @@ def read_program(path: Path, check_weights: bool = False) -> tuple[dict[str, Any
     return manifest, Program({n: _read_graph(path / f"graph.{n}.g4ir") for n in names})
 
 
-def _table(runtime: Runtime, params: packings.ParamSource, v: Value) -> Any:
-    """The runtime's own copy of a table that it holds anyway (a tied head), or its rows."""
+def _table(
+    runtime: Runtime, params: packings.ParamSource, v: Value, ple: str | None, device: str
+) -> Any:
+    """The runtime's own copy of a table that it holds anyway (a tied head), or one placed as the
+    engine says."""
     resident = runtime.resident(v.name)
-    return packings.open_table(params, v) if resident is None else resident
+    if resident is not None:
+        return resident
+    placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
+    return packings.open_table(params, v, placement, device)
+
+
+def _placement(given: str | None, program: Program) -> str | None:
+    """Where the table of per-layer embeddings lies; None where there is none."""
+    if given is not None and given not in packings.PLACEMENTS:
+        raise InputError(
+            f"ple-placement {given!r}: expected one of {', '.join(packings.PLACEMENTS)}"
+        )
+    table = program.params().get(PLE_TABLE)
+    if table is None:
+        if given is not None:
+            raise InputError(f"ple-placement {given}: this spec has no per-layer embeddings")
+        return None
+    return given or packings.DEFAULT_PLACEMENT
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -597,6 +634,21 @@ def _dtype(name: str) -> str:
     if short not in DTYPES:
         raise InputError(f"dtype {name!r}: expected float32, bfloat16 or float16")
     return short
+
+
+def _options(latent_kv: str, spec: Spec, device: str, dtype: str, limits: Limits) -> Options:
+    """The passes' own arguments; the form of the K=V caches as asked, or as measured."""
+    from .pipeline import PASSES
+
+    if "latent_kv" not in PASSES:
+        return {}
+    from .passes.latent_kv import FORMS
+
+    if latent_kv not in ("auto", *FORMS):
+        raise InputError(f"latent-kv {latent_kv!r}: expected one of auto, {', '.join(FORMS)}")
+    auto = latent_kv == "auto"
+    form = choose_form(spec, device, dtype, limits.max_seq) if auto else latent_kv
+    return {"latent_kv": {"form": form}}
 
 
 def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:

@@ -14,6 +14,8 @@ from .spec import Layer, Rope, Spec
 from .types import Type
 
 PHASES = ("embed", "prefill", "decode")
+#: the table of per-layer embeddings, gathered from and never multiplied with
+PLE_TABLE = "ple.table"
 
 
 def build_program(spec: Spec, all_logits: bool = False, dtype: str | None = None) -> Program:
@@ -52,7 +54,7 @@ class _Embed:
         outs = [b.emit("embedding", table, tokens, scale=text.hidden_size**0.5, name="embeds")]
         if text.ple:
             shape = (text.ple.vocab_size, text.num_hidden_layers * text.ple.dim)
-            table = b.param("ple.table", Type(self.dtype, shape))
+            table = b.param(PLE_TABLE, Type(self.dtype, shape))
             rows = b.emit("embedding", table, tokens, scale=text.ple.dim**0.5, name="ple_rows")
             outs.append(rows)
         return b.graph(*outs)

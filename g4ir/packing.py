@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .checkpoint import WeightSource
 
-#: a table up to this size is held in memory, a larger one is read row by row
+#: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
 TABLE_BYTES = 256 << 20
 
 
@@ -142,11 +142,19 @@ class RowTable:
         return self.source.rows(self.name, ids)
 
 
-def open_table(source: ParamSource, v: Value) -> Any:
-    """A table param for the embed graph: in memory where it is small."""
-    if v.type.nbytes() <= TABLE_BYTES:
-        return source.tensor(v.name)
-    return RowTable(source, v)
+#: where a table lies that is only gathered from: the engine's device, host memory, or its file
+PLACEMENTS = ("device", "host", "mmap")
+DEFAULT_PLACEMENT = "mmap"
+
+
+def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
+    """A table param for the embed graph. `host` and `mmap` allocate nothing on the device: their
+    rows are gathered on the host, and only those rows travel."""
+    if placement == "mmap":
+        return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
+    table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)
+    source.release(v.name)
+    return table
 
 
 def write_params(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import g4ir
 from g4ir import packing
@@ -103,8 +104,8 @@ def test_manifest(built: Engine) -> None:
     m = json.loads((built.path / "manifest.json").read_text())
     assert set(m) == {
         "format", "g4ir", "variant", "spec_digest", "backend", "device", "machine", "dtype",
-        "limits", "all_logits", "skipped_passes", "graphs", "weights", "compiled", "versions",
-        "notes", "files", "digest",
+        "limits", "all_logits", "skipped_passes", "options", "ple_placement", "graphs", "weights",
+        "compiled", "versions", "notes", "files", "digest",
     }  # fmt: skip
     assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
     assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")
@@ -282,6 +283,71 @@ def test_per_layer_table_is_mapped(built: Engine) -> None:
     if maps.exists():
         line = next(x for x in maps.read_text().splitlines() if _holds(x, page))
         assert str(header.path) in line
+
+
+@pytest.mark.parametrize("weights", ["packed", "linked", "random"])
+def test_placements_of_the_per_layer_table_agree(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    options: dict[str, Any] = {
+        "packed": {"checkpoint": checkpoint},
+        "linked": {"checkpoint": checkpoint, "link_weights": True},
+        "random": {"spec": "tiny-ple", "random_weights": 2},
+    }[weights]
+    found = {}
+    for placement in packing.PLACEMENTS:
+        engine = small(tmp_path / placement, **options, ple_placement=placement)
+        assert engine.manifest["ple_placement"] == placement
+        found[placement] = answer(load_engine(engine.path))
+        monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
+        assert torch.equal(answer(load_engine(engine.path)), found[placement])
+        monkeypatch.undo()
+    assert all(torch.equal(x, found["device"]) for x in found.values())
+    moved = load_engine(tmp_path / "device", ple_placement="host")
+    assert torch.equal(answer(moved), found["device"])
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that appear on a device that only this test uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type == "meta":
+            self.nbytes += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize("placement, on_device", [("device", True), ("host", False),
+                                                  ("mmap", False)])  # fmt: skip
+@pytest.mark.parametrize("table_bytes", [1000, 1 << 28])
+def test_only_the_device_placement_allocates_the_table_there(
+    built: Engine, monkeypatch: pytest.MonkeyPatch, placement: str, on_device: bool,
+    table_bytes: int,
+) -> None:  # fmt: skip
+    """`meta` stands for a device with memory of its own."""
+    monkeypatch.setattr(packing, "TABLE_BYTES", table_bytes)
+    v = built.program.params()["ple.table"]
+    with Allocations() as seen:
+        table = packing.open_table(built.runtime.source, v, placement, "meta")
+        rows = table[torch.tensor([[1, 2, 3]])]
+    if on_device:
+        assert table.device.type == rows.device.type == "meta" and seen.nbytes >= v.type.nbytes()
+    else:
+        assert seen.nbytes == 0 and rows.device.type == "cpu"
+
+
+@pytest.mark.parametrize("spec, placement, message", [
+    ("tiny-ple", "disk", "device, host, mmap"), ("tiny-dense", "host", "no per-layer embeddings"),
+])  # fmt: skip
+def test_wrong_placements(tmp_path: Path, spec: str, placement: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        small(tmp_path / "engine", spec=spec, random_weights=0, ple_placement=placement)
 
 
 def _holds(line: str, address: int) -> bool:

@@ -34,6 +34,10 @@ def add_build(verbs: Any) -> None:
                    help="tokens of a row, new ones too (default 8192)")  # fmt: skip
     p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
+    p.add_argument("--latent-kv", metavar="FORM", default="auto",
+                   help="what layers with K=V cache: off, value, raw or auto")  # fmt: skip
+    p.add_argument("--ple-placement", metavar="P",
+                   help="where the per-layer table lies: device, host or mmap")  # fmt: skip
     p.add_argument("--link-weights", action="store_true",
                    help="refer to the checkpoint's files instead of copying them")  # fmt: skip
     p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
@@ -58,7 +62,8 @@ def _build(args: argparse.Namespace) -> int:
             spec, checkpoint=args.checkpoint, random_weights=args.random_weights,
             backend=args.backend, device=args.device, dtype=args.dtype, max_batch=args.max_batch,
             max_seq=args.max_seq, prefill_chunk=args.prefill_chunk, all_logits=args.all_logits,
-            skip=args.skip, link_weights=args.link_weights,
+            skip=args.skip, link_weights=args.link_weights, latent_kv=args.latent_kv,
+            ple_placement=args.ple_placement,
             dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
         )  # fmt: skip
         out = _out(args, prepared.spec)
