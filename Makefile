@@ -6,7 +6,7 @@ BIN         = $(VENV)/bin
 READY       = $(VENV)/.ready
 PIP         = $(BIN)/python -m pip --disable-pip-version-check
 DEMO        = build/demo
-FOLDERS     = g4ir g4ir/cli g4ir/ops passes backends backends/torch_compile specs tests tests/passes bench
+FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/ops passes backends backends/torch_compile specs tests tests/passes bench
 
 .DELETE_ON_ERROR:
 .PHONY: setup demo test test-full lint lines bench clean distclean

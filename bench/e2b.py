@@ -12,32 +12,26 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    Peer,
-    environment,
-    hf_model,
-    interleave,
-    median,
-    read_floor,
-    save,
-    seconds,
-)
+from common import medians, random_model, save, seconds
 
 import g4ir
+from g4ir.bench.measure import interleave
+from g4ir.bench.peers import HfRunner
+from g4ir.bench.roof import Meter
+from g4ir.bench.stats import median
+from g4ir.bench.system import environment
 from g4ir.params import counts
 
+SPEC = Path(__file__).with_name("e2b-ple8k.yaml")
 PREFILL = (32, 512, 2048)
 MAX_SEQ = 2560
-
-
-def bench_spec() -> Any:
-    spec = g4ir.load_spec("e2b")
-    return replace(spec, text=replace(spec.text, ple=replace(spec.text.ple, vocab_size=8192)))
+#: modes of the peer as this script names them
+MODES = {"eager": "hf-static", "dynamic": "hf", "compile": "hf-compile"}
+Peers = dict[str, HfRunner]
 
 
 def build_engine(path: Path) -> Any:
@@ -45,7 +39,7 @@ def build_engine(path: Path) -> Any:
         shutil.rmtree(path)
     holder: list[Any] = []
     taken = seconds(lambda: holder.append(g4ir.build(
-        bench_spec(), path, random_weights=0, max_seq=MAX_SEQ, prefill_chunk=2048, progress=print
+        SPEC, path, random_weights=0, max_seq=MAX_SEQ, prefill_chunk=2048, progress=print
     )))  # fmt: skip
     print(f"build and load: {taken:.1f} s")
     return holder[0]
@@ -56,7 +50,13 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.float(), b.float(), -1).min())
 
 
-def prefill_rows(session: Any, peers: dict[str, Peer], rounds: int) -> list[dict[str, Any]]:
+def restart(peer: HfRunner, tokens: torch.Tensor) -> torch.Tensor:
+    """A prompt on an empty cache."""
+    peer.rewind()
+    return peer.step(tokens)
+
+
+def prefill_rows(session: Any, peers: Peers, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for n in PREFILL:
         tokens = torch.randint(3, 8000, (1, n), generator=torch.Generator().manual_seed(n))
@@ -67,18 +67,17 @@ def prefill_rows(session: Any, peers: dict[str, Peer], rounds: int) -> list[dict
             return out
 
         first = ours()
-        cosines = {name: agreement(first, p.prefill(tokens)) for name, p in peers.items()}
+        cosines = {name: agreement(first, restart(p, tokens)) for name, p in peers.items()}
         runs = {"g4ir": lambda f=ours: seconds(f)}
         runs |= {
-            k: (lambda p=p, t=tokens: seconds(lambda: p.prefill(t))) for k, p in peers.items()
+            k: (lambda p=p, t=tokens: seconds(lambda: restart(p, t))) for k, p in peers.items()
         }
-        times = {k: median(v) for k, v in interleave(rounds, **runs).items()}
-        rows.append(_row({"prefill": n}, times, cosines))
+        rows.append(_row({"prefill": n}, medians(rounds, **runs), cosines))
     return rows
 
 
 def decode_row(
-    session: Any, peers: dict[str, Peer], rounds: int, steps: int, step_bytes: int
+    session: Any, peers: Peers, rounds: int, steps: int, step_bytes: int
 ) -> dict[str, Any]:
     """Seconds per token at one row, context 64 and up; the floor is one read of the weights."""
     prompt = torch.randint(3, 8000, (1, 64), generator=torch.Generator().manual_seed(1))
@@ -88,7 +87,7 @@ def decode_row(
     ours = session.decode(token)
     cosines = {}
     for name, p in peers.items():
-        p.prefill(prompt)
+        restart(p, prompt)
         cosines[name] = agreement(ours, p.step(token[:, None]))
         p.step(token[:, None])
     session.decode(token)
@@ -98,15 +97,12 @@ def decode_row(
 
     runs = {"g4ir": lambda: run(lambda: session.decode(token))}
     runs |= {k: (lambda p=p: run(lambda: p.step(token[:, None]))) for k, p in peers.items()}
-    floors = []
-    times: dict[str, list[float]] = {k: [] for k in runs}
-    for _ in range(rounds):
-        floors.append(read_floor())
-        for k, v in interleave(1, **runs).items():
-            times[k] += v
+    meter = Meter("cpu", torch.bfloat16)
+    rates, times = interleave(rounds, meter.measure, runs)
+    fastest = max(r.read for r in rates)
     row = _row({"decode": "1 row, context 64"}, {k: median(v) for k, v in times.items()}, cosines)
-    floor = step_bytes / 1e9 / max(floors)
-    row["read_floor_gb_per_s"] = max(floors)
+    floor = step_bytes / fastest
+    row["read_floor_gb_per_s"] = fastest / 1e9
     row["floor_ms"] = floor * 1e3
     row["share_of_read_floor"] = floor / (row["ms"]["g4ir"] / 1e3)
     return row
@@ -136,8 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     engine = g4ir.load_engine(args.engine) if args.reuse else build_engine(args.engine)
     spec = engine.spec
-    model = hf_model(spec, 0, torch.bfloat16)
-    peers = {k: Peer(model, MAX_SEQ, k) for k in args.peers.split(",") if k}
+    model = random_model(spec, 0, torch.bfloat16)
+    peers = {k: HfRunner(model, MAX_SEQ, MODES[k]) for k in args.peers.split(",") if k}
     session = engine.session()
     step_bytes = counts(spec).active * 2
     decode = decode_row(session, peers, args.rounds, args.steps, step_bytes)

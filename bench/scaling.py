@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment, interleave, median, save, seconds
+from common import medians, save, seconds
 
 import g4ir
 from g4ir.backends.torch_compile import compile as compiler
+from g4ir.bench.system import environment
 
 SPEC = "tiny-ple"
 
@@ -66,7 +67,7 @@ def decode(engine: Any, length: int, steps: int = 16) -> Callable[[], float]:
 
 def compare(what: str, a: Callable[[], float], b: Callable[[], float], limit: float) -> dict:
     """Median of a over median of b, interleaved."""
-    times = {k: median(v) for k, v in interleave(15, a=a, b=b).items()}
+    times = medians(15, a=a, b=b)
     row = {"what": what, "ms": {k: t * 1e3 for k, t in times.items()},
            "ratio": times["a"] / times["b"], "limit": limit}  # fmt: skip
     print(f"{what}: {row['ratio']:.2f} (limit {limit})", flush=True)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Peer, environment, hf_model, interleave, median, save, seconds
+from common import medians, random_model, save, seconds
 
 import g4ir
+from g4ir.bench.peers import HfRunner
+from g4ir.bench.system import environment
 from g4ir.types import torch_dtype
 
 VARIANTS = ("tiny-dense", "tiny-moe", "tiny-ple")
@@ -35,10 +37,11 @@ def engines(paths: list[Path]) -> list[Any]:
 
 def measure(engine: Any, steps: int, rounds: int) -> dict[str, Any]:
     seed = engine.manifest["weights"]["seed"]
-    peer = Peer(hf_model(engine.spec, seed, torch_dtype(engine.dtype)), 256, "eager")
+    model = random_model(engine.spec, seed, torch_dtype(engine.dtype))
+    peer = HfRunner(model, 256, "hf-static")
     session = engine.session()
     prompt, token = torch.arange(3, 27)[None], torch.tensor([5])
-    worst = float((session.prefill(prompt) - peer.prefill(prompt)).abs().max())
+    worst = float((session.prefill(prompt) - peer.step(prompt)).abs().max())
     worst = max(worst, float((session.decode(token) - peer.step(token[:, None])).abs().max()))
 
     def run(step: Any) -> float:
@@ -50,10 +53,11 @@ def measure(engine: Any, steps: int, rounds: int) -> dict[str, Any]:
         return run(lambda: session.decode(token))
 
     def theirs() -> float:
-        peer.prefill(prompt)
+        peer.rewind()
+        peer.step(prompt)
         return run(lambda: peer.step(token[:, None]))
 
-    times = {k: median(v) for k, v in interleave(rounds, g4ir=ours, eager=theirs).items()}
+    times = medians(rounds, g4ir=ours, eager=theirs)
     return {
         "variant": engine.spec.name,
         "decode_us": {k: t * 1e6 for k, t in times.items()},

@@ -5,6 +5,9 @@ position that yields them, then 16 greedy tokens. Where fp32 logits are out of b
 rounding error of the interpreter on this very model is measured (against float64) and four times
 that is allowed. Where they still are, the values inside are compared in the order in which they
 are made, and the first that differs is named.
+
+The outputs of the layers at the end of each chunk are compared too: the curve shows where two
+models part. Logits near the softcap are alike whatever made them, so their number is watched.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .backends.base import Runtime, Watch
+from .backends.base import Runtime
 from .backends.reference import ReferenceRuntime
 from .checkpoint import hub_snapshot, write_checkpoint
 from .engine import Engine, Progress, agreed_spec, silent
@@ -35,9 +40,18 @@ AGAINST = ("reference", "hf")
 #: single steps at the end of the given tokens
 STEPS = 24
 GREEDY = 16
+#: names of what is compared layer by layer
+LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
 SEED = 0
 #: random weights up to this many bytes are written to disk for transformers
 TEMPORARY_BYTES = 1 << 30
+#: a row is at the softcap where its largest logit is beyond this share of the cap
+SATURATED = 0.99
+#: share of rows at the softcap from which on there is an alarm: a sound model is seldom as sure
+SATURATED_ROWS = 0.1
+#: columns and levels of the curve
+CURVE_WIDTH = 60
+LEVELS = "_.:-=+*#@"
 #: logits of every position are compared up to this many values, else those of each turn's end
 EVERY_LOGITS = 1 << 28
 
@@ -126,6 +140,39 @@ class Greedy:
 
 
 @dataclass(frozen=True)
+class LayerError:
+    """The output of a layer at the ends of the chunks: worst relative error and worst cosine.
+    `value` is the output's name, or the final norm's where a backend shows only that of the last
+    layer."""
+
+    layer: int
+    value: str
+    relative: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """Shares of rows, of the engine and of the peer, at the softcap."""
+
+    cap: float
+    engine: float
+    peer: float
+
+    @property
+    def alarm(self) -> bool:
+        """Too many: agreement says little, and the model or its weights are probably damaged."""
+        return max(self.engine, self.peer) > SATURATED_ROWS
+
+    def text(self) -> str:
+        return (
+            f"  ALARM: {self.engine:.0%} of the engine's rows and {self.peer:.0%} of the peer's "
+            f"are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; up to "
+            f"{SATURATED_ROWS:.0%} is normal): there, agreement says little"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """What was compared, and how far apart it was."""
 
@@ -137,6 +184,8 @@ class Report:
     greedy: Greedy
     nll: tuple[float, float] | None
     first_difference: str | None
+    layers: tuple[LayerError, ...]
+    saturation: Saturation | None
 
     @property
     def ok(self) -> bool:
@@ -145,7 +194,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "ok": self.ok}
+        out = {**asdict(self), "ok": self.ok}
+        if self.saturation:
+            out["saturation"]["alarm"] = self.saturation.alarm
+        return out
 
     def text(self) -> str:
         """A short table."""
@@ -160,6 +212,10 @@ class Report:
         ]
         if self.nll:
             lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
+        if self.layers:
+            lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
+        if self.saturation and self.saturation.alarm:
+            lines.append(self.saturation.text())
         if self.first_difference:
             lines.append(f"  first value out of budget: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
@@ -179,6 +235,30 @@ def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
     return f"  {label:10}{1 - value if sign < 0 else value:>12.2e}{worst.at:>10}"
 
 
+def curve(errors: Sequence[float]) -> str:
+    """`_.:-=+@`: one column per layer (the worst of several where they do not fit), its height by
+    the logarithm; `_` is no error, `!` not a number. Then the first and the last error."""
+    step = -(-len(errors) // CURVE_WIDTH)
+    columns = [_worst(errors[i : i + step]) for i in range(0, len(errors), step)]
+    sizes = sorted(e for e in columns if 0 < e < math.inf)
+    if not sizes and not any(columns):
+        return f"{len(errors)} layers, bit for bit"
+    low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
+    text = "".join(_level(e, low, high) for e in columns)
+    return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"
+
+
+def _worst(errors: Sequence[float]) -> float:
+    return max(math.inf if math.isnan(e) else e for e in errors)
+
+
+def _level(error: float, low: float, high: float) -> str:
+    if error == 0 or error == math.inf:
+        return LEVELS[0] if error == 0 else "!"
+    height = math.log(error / low) / math.log(high / low) if high > low else 0.0
+    return LEVELS[1 + round(height * (len(LEVELS) - 2))]
+
+
 def _turns(turns: Sequence[int]) -> str:
     long = [str(n) for n in turns if n > 1]
     steps = len(turns) - len(long)
@@ -191,11 +271,19 @@ def _greedy_text(g: Greedy) -> str:
     return f"{g.equal} of {g.count} equal"
 
 
+#: value -> index of a token -> the value's row there, f32[hidden]
+Rows = dict[str, dict[int, "torch.Tensor"]]
+
+
 class Peer(Protocol):
     """What an engine is compared with, one row at a time."""
 
-    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        """i64[T] -> f32[N, vocab] after every token, or at the end of each turn."""
+    def logits(
+        self, tokens: torch.Tensor, turns: Sequence[int], every: bool, ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """i64[T] -> f32[N, vocab] after every token, or at the end of each turn. The outputs of
+        the layers at the tokens `ends`, the ends of the chunks, go into `layers`."""
 
     def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
         """(tokens, the logits f32[count, vocab] that chose them)."""
@@ -218,7 +306,9 @@ def verify_engine(
     """
     if against not in AGAINST:
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
-    ids = _tokens(engine, tokens)
+    ids = given_tokens(engine, tokens)
+    if ids is None:
+        ids = random_tokens(engine, _wanted(engine))
     turns = _plan(engine, len(ids))
     every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
     with _peer(engine, against, checkpoint, progress) as peer:
@@ -234,10 +324,13 @@ def _compare(
     progress: Progress,
 ) -> Report:  # fmt: skip
     own = EnginePeer(engine)
+    ends = [*accumulate(_chunks(turns, engine.limits.prefill_chunk), initial=-1)][1:]
+    mine: Rows = {}
+    theirs: Rows = {}
     progress(f"{len(ids)} tokens through the engine")
-    got = own.logits(ids, turns, every)
+    got = own.logits(ids, turns, every, ends, mine)
     progress(f"{len(ids)} tokens through {against}")
-    want = peer.logits(ids, turns, every)
+    want = peer.logits(ids, turns, every, ends, theirs)
     where = _positions(turns, every)
     errors = row_errors(got, want)
     budget = BUDGETS[engine.dtype, against]
@@ -249,11 +342,37 @@ def _compare(
     progress("greedy tokens")
     greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, budget)
     nll = _nll(got, ids, where), _nll(want, ids, where)
-    name = f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"
     return Report(
-        name, against, budget, tuple(turns), tuple(rows), greedy,
+        engine_name(engine), against, budget, tuple(turns), tuple(rows), greedy,
         nll if len(where) > 1 else None, None,
+        _layer_errors(engine.spec.text.num_hidden_layers, mine, theirs),
+        _saturation(engine.spec.text.final_logit_softcapping, got, want),
     )  # fmt: skip
+
+
+def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
+    """By layer, at the tokens that both sides show."""
+    import torch
+
+    out = []
+    for layer in range(count):
+        names = [f"L{layer}.out"] + [FINAL] * (layer + 1 == count)
+        name = next((n for n in names if n in mine and n in theirs), None)
+        at = sorted(mine[name].keys() & theirs[name].keys()) if name else []
+        if name and at:
+            errors = row_errors(*(torch.stack([x[name][i] for i in at]) for x in (mine, theirs)))
+            relative, cosine = errors.relative.max(), errors.cosine.min()
+            out.append(LayerError(layer, name, float(relative), float(cosine)))
+    return tuple(out)
+
+
+def _saturation(
+    cap: float | None, got: torch.Tensor, want: torch.Tensor
+) -> Saturation | None:
+    if not cap:
+        return None
+    shares = [float((t.abs().amax(-1) > SATURATED * cap).float().mean()) for t in (got, want)]
+    return Saturation(cap, *shares)
 
 
 def _widened(budget: Budget, rounding: float) -> Budget:
@@ -294,24 +413,40 @@ def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
     return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
 
 
+def engine_name(engine: Engine) -> str:
+    """The head of a report."""
+    return f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"
+
+
 # ---- tokens -----------------------------------------------------------------------------------
 
 
-def _tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor:
+def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | None:
+    """i64[T], checked; None stays None."""
     import torch
 
-    limits, text = engine.limits, engine.spec.text
-    if given is not None:
-        ids = checked_ids(list(given), text.vocab_size, "verify")
-        if not 2 <= len(ids) <= limits.max_seq:
-            raise InputError(
-                f"verify: {len(ids)} tokens; expected 2 to {limits.max_seq} (--max-seq)"
-            )
-        return torch.tensor(ids)
-    count = min(limits.max_seq, max(2 * limits.prefill_chunk, _window(engine)) + 2 * STEPS)
+    if given is None:
+        return None
+    limit = engine.limits.max_seq
+    ids = checked_ids(list(given), engine.spec.text.vocab_size, "verify")
+    if not 2 <= len(ids) <= limit:
+        raise InputError(f"verify: {len(ids)} tokens; expected 2 to {limit} (--max-seq)")
+    return torch.tensor(ids)
+
+
+def random_tokens(engine: Engine, count: int) -> torch.Tensor:
+    """i64[count] from a fixed seed; every table has a row for each."""
+    import torch
+
+    text = engine.spec.text
     generator = torch.Generator().manual_seed(SEED)
     top = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
     return torch.randint(0, top, (count,), generator=generator)
+
+
+def _wanted(engine: Engine) -> int:
+    limits = engine.limits
+    return min(limits.max_seq, max(2 * limits.prefill_chunk, _window(engine)) + 2 * STEPS)
 
 
 def _window(engine: Engine) -> int:
@@ -367,10 +502,17 @@ class EnginePeer:
 
     engine: Engine
 
-    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def logits(
+        self, tokens: torch.Tensor, turns: Sequence[int], every: bool, ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         import torch
 
-        session = self.engine.session()
+        def keep(at: int, name: str, t: torch.Tensor) -> None:
+            if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
+                layers.setdefault(name, {})[at] = t[0, -1].float().cpu()
+
+        session = _watched(self.engine, keep) if layers is not None else self.engine.session()
         rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
         return torch.cat(rows) if every else torch.stack(rows)
 
@@ -391,11 +533,14 @@ class HfPeer:
 
     model: Any
 
-    def logits(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def logits(
+        self, tokens: torch.Tensor, turns: Sequence[int], every: bool, ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         import torch
 
         where = torch.tensor(_positions(turns, every))
-        with torch.no_grad():
+        with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
             out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=where)
         rows: torch.Tensor = out.logits[0].float()
         return rows
@@ -414,6 +559,27 @@ class HfPeer:
                 column = rows[-1].argmax()[None, None]
         logits = torch.stack(rows)
         return logits.argmax(-1).tolist(), logits
+
+
+@contextmanager
+def _hooked(decoder: Any, ends: Sequence[int], layers: Rows | None) -> Iterator[None]:
+    """Keep the rows `ends` of what the layers and the final norm of a transformers model make."""
+
+    def keeper(name: str) -> Callable[..., None]:
+        def keep(module: Any, given: Any, made: Any) -> None:
+            out = made[0] if isinstance(made, tuple) else made
+            if layers is not None:
+                layers[name] = {at: out[0, at].float().cpu() for at in ends}
+
+        return keep
+
+    named = {f"L{i}.out": layer for i, layer in enumerate(decoder.layers)} | {FINAL: decoder.norm}
+    hooks = [module.register_forward_hook(keeper(name)) for name, module in named.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -515,12 +681,20 @@ def _first(
     )
 
 
+#: sees the index of a chunk's last token, the name of a value and the value
+ChunkWatch = Callable[[int, str, "torch.Tensor"], None]
+
+
 @dataclass(frozen=True)
 class _Watched:
-    """A runtime whose values are shown to `watch`."""
+    """A runtime whose values are shown to `watch`, for one row without padding. On a GPU decode
+    steps stay what they are for users, one replayed graph, of which nothing shows; `deep` runs
+    them step by step."""
 
     runtime: Runtime
-    watch: Watch
+    watch: ChunkWatch
+    cuda: bool
+    deep: bool
 
     def new_state(self, batch: int) -> Any:
         return self.runtime.new_state(batch)
@@ -528,7 +702,10 @@ class _Watched:
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool
     ) -> torch.Tensor | None:
-        return self.runtime.run(phase, feeds, state, context, logits, self.watch)
+        if self.cuda and phase == "decode" and not self.deep:
+            return self.runtime.run(phase, feeds, state, context, logits)
+        at = int(feeds["positions"][0, -1])
+        return self.runtime.run(phase, feeds, state, context, logits, partial(self.watch, at))
 
 
 def first_difference(
@@ -539,15 +716,18 @@ def first_difference(
     found: list[str] = []
     at = 0
 
-    def compare(name: str, want: torch.Tensor) -> None:
+    def keep(end: int, name: str, value: torch.Tensor) -> None:
+        made[name] = value
+
+    def compare(end: int, name: str, want: torch.Tensor) -> None:
         if found or name not in made or not want.is_floating_point():
             return
         errors = row_errors(made[name], want)
         if not bool(budget.holds(errors).all()):
             found.append(_described(name, at, errors))
 
-    one = _watched(engine, made.__setitem__)
-    two = _watched(peer, compare)
+    one = _watched(engine, keep, deep=True)
+    two = _watched(peer, compare, deep=True)
     for size in _chunks(turns, engine.limits.prefill_chunk):
         made.clear()
         piece = ids[None, at : at + size]
@@ -559,8 +739,9 @@ def first_difference(
     return None
 
 
-def _watched(engine: Engine, watch: Callable[[str, torch.Tensor], None]) -> Any:
-    return replace(engine, runtime=_Watched(engine.runtime, watch)).session()  # type: ignore[arg-type]
+def _watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Any:
+    runtime = _Watched(engine.runtime, watch, engine.device == "cuda", deep)
+    return replace(engine, runtime=runtime).session()  # type: ignore[arg-type]
 
 
 def _described(name: str, at: int, errors: Errors) -> str:

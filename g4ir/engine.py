@@ -19,6 +19,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -31,16 +32,17 @@ from .backends import find_backend
 from .backends.base import Backend, Limits, Runtime
 from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
+from .fit import device_memory, require_fit
 from .ir import Graph, Program, Value
-from .latent_forms import choose_form
 from .model import PLE_TABLE, build_program
 from .pipeline import Options, run_program
 from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_prompt, read_defaults
 from .session import Session, embed_rows
+from .settings import find_dtype, find_latent, find_placement
 from .spec import Spec, diff_specs, load_spec
 from .text import parse_graph
-from .types import dtype_name, torch_dtype
+from .types import torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 FORMAT = 2
 VERSION = "0.1.0"
 MANIFEST = "manifest.json"
+#: how long the build took, for `g4ir bench`; not in the manifest, which two builds share
+TIMES = "build-times.json"
 GENERATION = "generation_config.json"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -57,7 +61,6 @@ KEYS: dict[str, type] = {
     "all_logits": bool, "skipped_passes": list, "options": dict, "graphs": list, "weights": dict,
     "compiled": dict, "versions": dict, "files": dict,
 }  # fmt: skip
-DTYPES = ("f32", "bf16", "f16")
 SHARD_BYTES = 4 << 30
 #: copied from the checkpoint where they exist
 SIDE_FILES = (
@@ -118,6 +121,7 @@ def prepare(
     link_weights: bool = False,
     latent_kv: str = "auto",
     ple_placement: str | None = None,
+    memory: int | None = None,
     dump: Callable[[str, Graph], None] | None = None,
 ) -> Prepared:
     """Check a build as far as it goes without compiling. Arguments as `build`."""
@@ -129,14 +133,19 @@ def prepare(
     if link_weights and directory is None:
         raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
     spec = agreed_spec(spec, directory)
-    kind = _dtype(dtype or spec.dtype)
+    kind = find_dtype(dtype or spec.dtype)
     limits = _limits(spec, max_batch, max_seq, prefill_chunk)
     found.check(device)
-    options = _options(latent_kv, spec, device, kind, limits)
+    options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
     program = run_program(
         build_program(spec, all_logits, kind), skip=skip, dump=dump, options=options
     )
-    placement = _placement(ple_placement, program)
+    placement = find_placement(ple_placement, spec)
+    require_fit(
+        spec, program, limits, dtype=kind, device=device, ple_placement=placement,
+        memory=device_memory(device) if memory is None else memory, all_logits=all_logits,
+        skip=skip, options=options,
+    )  # fmt: skip
     source: WeightSource
     if directory is None:
         assert random_weights is not None
@@ -170,7 +179,9 @@ def build(
     every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
     instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
     (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
-    the table of per-layer embeddings lies: `device`, `host` or `mmap`.
+    the table of per-layer embeddings lies: `device`, `host` or `mmap`. memory: bytes that the
+    engine may need of its device (default: all that the device has); a build that would need
+    more is refused before anything is loaded.
 
     Raises a G4Error for anything wrong, before anything is left at `out`.
     """
@@ -195,9 +206,11 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> None:
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
+        start = time.perf_counter()
         compiled = p.backend.compile(
             p.packing.program, p.limits, p.device, folder, _prefixed(progress, "build")
         )
+        seconds = time.perf_counter() - start
         if p.weights["kind"] == "packed":
             params = packings.MadeParams(p.packing, p.source)
             packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
@@ -207,7 +220,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> None:
         _write_text(folder / "spec.yaml", p.spec.to_yaml())
         for path in p.side_files:
             shutil.copyfile(path, folder / path.name)
-        _write_text(folder / MANIFEST, _manifest_text(_manifest(p, folder, compiled)))
+        manifest = _manifest(p, folder, compiled)
+        _write_text(folder / TIMES, json.dumps({"compile_s": round(seconds, 3)}) + "\n")
+        _write_text(folder / MANIFEST, _manifest_text(manifest))
 
 
 def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -269,13 +284,13 @@ class Engine:
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
         """(window, slots) of every distinct ring cache."""
-        found = set()
+        found: set[tuple[int, int]] = set()
         for g in self.program.graphs.values():
-            caches = {v.name: v for v in g.state} | dict(g.next)
-            for n in g.find("attention"):
-                cache = caches.get(n.inputs[3].name)
-                if cache is not None and isinstance(cache.type.shape[0], int):
-                    found.add((int(n.attrs["window"]), cache.type.shape[0]))  # type: ignore[arg-type]
+            caches = {*g.state, *g.next.values()}
+            for n in g.find("attention", "attention_latent"):
+                slots = {v.type.shape[0] for v in n.inputs if v in caches}
+                window = int(n.attrs["window"])  # type: ignore[arg-type]
+                found |= {(window, size) for size in slots if isinstance(size, int)}
         return tuple(sorted(found))
 
     def session(self, batch: int = 1) -> Session:
@@ -340,6 +355,14 @@ class Engine:
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
         out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told)
         return out[0] if single else out
+
+    def compile_seconds(self) -> float | None:
+        """What compiling took at the build, programs taken from the cache included."""
+        file = self.path / TIMES
+        try:
+            return float(tensorfile.parse_json(file, file.read_bytes())["compile_s"])
+        except (G4Error, OSError, KeyError, TypeError, ValueError):
+            return None
 
     def close(self) -> None:
         """Free what the runtime holds."""
@@ -414,7 +437,7 @@ def load_engine(
         program, limits, manifest["device"], path, manifest["compiled"], params,
         _prefixed(progress, "load"),
     )  # fmt: skip
-    placed = _placement(ple_placement or manifest.get("ple_placement"), program)
+    placed = find_placement(ple_placement or manifest.get("ple_placement"), spec)
     tables = {
         v.name: _table(runtime, params, v, placed, manifest["device"])
         for v in program.graphs["embed"].params
@@ -447,20 +470,6 @@ def _table(
         return resident
     placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
     return packings.open_table(params, v, placement, device)
-
-
-def _placement(given: str | None, program: Program) -> str | None:
-    """Where the table of per-layer embeddings lies; None where there is none."""
-    if given is not None and given not in packings.PLACEMENTS:
-        raise InputError(
-            f"ple-placement {given!r}: expected one of {', '.join(packings.PLACEMENTS)}"
-        )
-    table = program.params().get(PLE_TABLE)
-    if table is None:
-        if given is not None:
-            raise InputError(f"ple-placement {given}: this spec has no per-layer embeddings")
-        return None
-    return given or packings.DEFAULT_PLACEMENT
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -624,31 +633,6 @@ def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
             f"build what the checkpoint says, or correct one of them:\n{lines}"
         )
     return spec
-
-
-def _dtype(name: str) -> str:
-    try:
-        short = dtype_name(name)
-    except ValueError:
-        short = name
-    if short not in DTYPES:
-        raise InputError(f"dtype {name!r}: expected float32, bfloat16 or float16")
-    return short
-
-
-def _options(latent_kv: str, spec: Spec, device: str, dtype: str, limits: Limits) -> Options:
-    """The passes' own arguments; the form of the K=V caches as asked, or as measured."""
-    from .pipeline import PASSES
-
-    if "latent_kv" not in PASSES:
-        return {}
-    from .passes.latent_kv import FORMS
-
-    if latent_kv not in ("auto", *FORMS):
-        raise InputError(f"latent-kv {latent_kv!r}: expected one of auto, {', '.join(FORMS)}")
-    auto = latent_kv == "auto"
-    form = choose_form(spec, device, dtype, limits.max_seq) if auto else latent_kv
-    return {"latent_kv": {"form": form}}
 
 
 def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .errors import VerifyError
@@ -71,12 +72,21 @@ class Graph:
         """The nodes of these ops, in order."""
         return (n for n in self.nodes if n.op in ops)
 
-    def producers(self) -> dict[str, Node]:
+    def producers(self) -> Mapping[str, Node]:
         """Value name -> the node that makes it."""
+        return self._producers
+
+    def users(self) -> Mapping[str, list[Node]]:
+        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
+        return self._users
+
+    # Worked out once: a graph never changes.
+    @cached_property
+    def _producers(self) -> dict[str, Node]:
         return {v.name: n for n in self.nodes for v in n.outputs}
 
-    def users(self) -> dict[str, list[Node]]:
-        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
+    @cached_property
+    def _users(self) -> dict[str, list[Node]]:
         table: dict[str, list[Node]] = {}
         for n in self.nodes:
             for v in dict.fromkeys(n.inputs):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .errors import G4Error, InputError, PassError
-from .ir import Graph, Node, Program, verify
+from .ir import RESULT, Graph, Node, Program, verify
 
 Dump = Callable[[str, Graph], None]
 Note = Callable[[str, str], None]
@@ -24,9 +24,10 @@ PASSES = (
     "fuse_norm_residual",
     "plan_cache",
     "last_token_only",
+    "latent_kv",
 )
 #: passes that may change what the caches look like
-CHANGES_STATE = frozenset({"plan_cache"})
+CHANGES_STATE = frozenset({"plan_cache", "latent_kv"})
 
 
 def find_pass(name: str) -> Callable[[Graph, Note], Graph]:
@@ -92,7 +93,7 @@ def _run_one(
         out = partial(find_pass(name), **options)(g, tell)
         verify(out)
         _keeps_interface(g, out, name)
-        _leaves(out, name)
+        _leaves(out, name, options)
     except G4Error as e:
         after = f" (after {', '.join(done)})" if done else ""
         raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e
@@ -107,9 +108,9 @@ def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
         raise PassError("the pass changed the state and is not declared to")
 
 
-def _leaves(g: Graph, name: str) -> None:
+def _leaves(g: Graph, name: str, options: Mapping[str, Any]) -> None:
     """A fusion that quietly stops matching is an error, not a slow engine."""
-    left = [n for n in g.nodes if name in LEAVES and LEAVES[name](g, n)]
+    left = [n for n in g.nodes if name in LEAVES and LEAVES[name](g, n, **options)]
     if left:
         raise PassError(f"left {left[0].outputs[0]} = {left[0].op}, which it should have taken")
 
@@ -183,8 +184,36 @@ def _late_choice(g: Graph, n: Node) -> bool:
     )  # fmt: skip
 
 
-#: pass -> whether a node should not be there after it
-LEAVES: dict[str, Callable[[Graph, Node], bool]] = {
+def _cached_twice(g: Graph, n: Node, form: str = "off") -> bool:
+    """K and V of one projection, both in a cache, where one of this form could hold them."""
+    v = _makes(g, n, 1, "rms_norm") if n.op == "cache_write" and form != "off" else None
+    if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
+        return False
+    return any(
+        k is not None and k.inputs[:1] == v.inputs and k.attrs == v.attrs
+        and _read_by_attention(g, m) and _rotated_at_its_slot(g, m, k, form)
+        for m in g.find("cache_write") for k in [_makes(g, m, 1, "norm_rope")]
+    )  # fmt: skip
+
+
+def _read_by_attention(g: Graph, write: Node) -> bool:
+    """And by nothing else."""
+    users = g.users()
+    readers = {n.op for v in (write.inputs[0], write.out) for n in users[v.name]}
+    return "attention" in readers and readers <= {"attention", "cache_write", RESULT.op}
+
+
+def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
+    """By a table of the positions that it is written at; for `value` in part only."""
+    table, start = _makes(g, k, 2, "rope_table"), _makes(g, write, 2, "row_start")
+    if table is None or start is None or table.inputs != start.inputs:
+        return False
+    part = table.attrs["kind"] == "proportional" and table.attrs["fraction"] != 1
+    return form == "raw" or part
+
+
+#: pass -> whether a node should not be there after it; takes the pass's own options too
+LEAVES: dict[str, Callable[..., bool]] = {
     "share_rope_tables": _repeated_table,
     "fuse_qkv": _separate_projection,
     "fuse_gate_up": _separate_halves,
@@ -192,4 +221,5 @@ LEAVES: dict[str, Callable[[Graph, Node], bool]] = {
     "fuse_norm_residual": _unfused_residual,
     "plan_cache": _unplanned_cache,
     "last_token_only": _late_choice,
+    "latent_kv": _cached_twice,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,15 @@ from .interpret import interpret
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a session held: lengths, and the part of each cache that was in use."""
+
+    length: torch.Tensor
+    written: torch.Tensor
+    caches: dict[str, torch.Tensor]
 
 
 class Session:
@@ -101,6 +111,26 @@ class Session:
             raise InputError(f"reset rows {index.tolist()}: the session has {self.batch} rows")
         self.length[index] = 0
         self._written[index] = 0
+
+    def snapshot(self) -> Snapshot:
+        """A copy of what every row holds, for `restore` on this session. Unlike `truncate`, which
+        copies nothing, it also brings back what rings have overwritten since."""
+        held = int(self.length.max())
+        views = self.state.views(held) if held else {}
+        caches = {name: t.clone() for name, t in views.items()}
+        return Snapshot(self.length.clone(), self._written.clone(), caches)
+
+    def restore(self, kept: Snapshot) -> None:
+        """Hold again what the snapshot holds."""
+        if kept.length.shape != self.length.shape:
+            raise InputError(
+                f"restore: a snapshot of {len(kept.length)} rows; the session has {self.batch}"
+            )
+        if kept.caches:
+            views = self.state.views(int(kept.length.max()))
+            for name, t in kept.caches.items():
+                views[name].copy_(t)
+        self.length, self._written = kept.length.clone(), kept.written.clone()
 
     def nbytes(self) -> int:
         """Bytes of the caches."""

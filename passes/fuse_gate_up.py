@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from g4ir.ir import Builder, Graph, Node, splice_all
 
 from . import Note, ignore
@@ -14,7 +16,7 @@ def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
     edits: list[tuple[list[Node], list[Node]]] = []
     for act in g.find("glu"):
         pair = [producers.get(v.name) for v in act.inputs]
-        reason = _refusal(pair, users, params)
+        reason = _refusal(act, pair, users, params)
         if reason:
             note(act.out.name, f"left: {reason}")
             continue
@@ -25,11 +27,12 @@ def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _refusal(
-    pair: list[Node | None], users: dict[str, list[Node]], params: set[str]
+    act: Node, pair: list[Node | None], users: Mapping[str, list[Node]], params: set[str]
 ) -> str | None:
     gate, up = pair
-    if not (gate and up and gate.op == up.op == "linear"):
-        return "its inputs are not two projections"
+    other = [v for v, n in zip(act.inputs, pair, strict=True) if n is None or n.op != "linear"]
+    if other or not gate or not up:
+        return f"{' and '.join(map(str, other))} is no projection"
     if gate.inputs[0] != up.inputs[0]:
         return f"{gate.out} and {up.out} project different inputs"
     if any(n.inputs[1].name not in params for n in (gate, up)):

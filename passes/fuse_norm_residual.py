@@ -6,6 +6,7 @@ The three norms of one residual in a layer with experts share their rsqrt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from g4ir.ir import Builder, Graph, Node, Value, splice_all
@@ -57,7 +58,7 @@ class _Match:
 
 
 def _match(
-    add: Node, producers: dict[str, Node], users: dict[str, list[Node]], note: Note
+    add: Node, producers: Mapping[str, Node], users: Mapping[str, list[Node]], note: Note
 ) -> _Match | None:
     name = add.out.name
     # The second input is the branch; where both are norms, the first stays the residual.
@@ -86,6 +87,6 @@ def _is_post(n: Node) -> bool:
     return n.op == "rms_norm" and len(n.inputs) == 2
 
 
-def _feeds_add(norm: Node, users: dict[str, list[Node]]) -> bool:
+def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
     """Such a norm is the post-norm of its own residual add."""
     return [u.op for u in users.get(norm.out.name, [])] == ["add"]

@@ -7,6 +7,7 @@ tail are the same programs as decode's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from g4ir.ir import Builder, Graph, Node, Value, drop_dead, order, rebuild
@@ -21,6 +22,7 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
         note(g.outputs[0].name, "left: every row is asked for")
         return g
     region = _region(g, sink)
+    _tell_left(g, region, note)
     if sink.inputs[0].name not in region:
         note(sink.out.name, f"left: {sink.inputs[0]} has another user")
         return g
@@ -37,6 +39,28 @@ def _region(g: Graph, sink: Node) -> set[str]:
         if all(_last_only(v, read, sink, region) for v, read in reads.items()):
             region.update(v.name for v in n.outputs)
     return region
+
+
+def _tell_left(g: Graph, region: set[str], note: Note) -> None:
+    """Why the layers before the tail keep every row."""
+    users = g.users()
+    for n in g.find("attention"):
+        if n.out.name not in region:
+            write = _first_write(n, users)
+            why = f"for {write.out}" if write else "by others than the last row's"
+            note(n.out.name, f"left: every row is read, {why}")
+
+
+def _first_write(n: Node, users: Mapping[str, list[Node]]) -> Node | None:
+    """The nearest cache write that a node's result goes into."""
+    queue, seen = [n], {id(n)}
+    for node in queue:
+        if node.op == "cache_write":
+            return node
+        after = [u for v in node.outputs for u in users.get(v.name, []) if id(u) not in seen]
+        seen.update(map(id, after))
+        queue += after
+    return None
 
 
 def _last_only(v: Value, users: list[Node], sink: Node, region: set[str]) -> bool:
@@ -59,7 +83,7 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
             return v
         if v.name not in last:
             last[v.name] = b.emit("last_row", v, lengths, name=f"{v.name}.last")
-            note(f"{v.name}.last", "chosen before, not after")
+            note(f"{v.name}.last", f"what follows reads only the last row of {v}")
         return last[v.name]
 
     end = _end(g, b)

@@ -33,10 +33,11 @@ def open_session(
     all_logits: bool = False,
     skip: Iterable[str] = (),
     max_seq: int = 128,
+    latent_kv: str = "off",
 ) -> Session:
     """A session on the oracle's weights, prefilling in chunks of at most `chunk` tokens."""
     dtype = DTYPES[oracle.dtype]
-    program = built_program(oracle.spec, all_logits, tuple(skip), dtype)
+    program = built_program(oracle.spec, all_logits, tuple(skip), dtype, latent_kv)
     return Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
 
 
@@ -69,12 +70,15 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def built_program(
-    spec: Spec, all_logits: bool = False, skip: tuple[str, ...] = (), dtype: str | None = None
-) -> Program:
+    spec: Spec, all_logits: bool = False, skip: tuple[str, ...] = (), dtype: str | None = None,
+    latent_kv: str = "off",
+) -> Program:  # fmt: skip
     """The graphs after the passes, kept for the next test."""
-    key = (spec, all_logits, skip, dtype)
+    key = (spec, all_logits, skip, dtype, latent_kv)
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = run_program(build_program(spec, all_logits, dtype), skip=skip)
+        options = {"latent_kv": {"form": latent_kv}}
+        plain = build_program(spec, all_logits, dtype)
+        _PROGRAMS[key] = run_program(plain, skip=skip, options=options)
     return _PROGRAMS[key]
 
 
@@ -100,7 +104,8 @@ class Session:
             self.params[name] = {v.name: {**given, **packed}[v.name] for v in main.params}
         dims = {"B": self.batch, "C": self.max_seq}
         dtype = self.tensors["model.embed_tokens.weight"].dtype
-        self.state = empty_state(self.program.graphs["prefill"], dims, dtype)
+        wider = dtype if dtype == torch.float64 else None  # than the graph declares
+        self.state = empty_state(self.program.graphs["prefill"], dims, wider)
         self.length = torch.zeros(self.batch, dtype=torch.int64)
 
     def prefill(

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from g4ir.backends.base import Limits
-from g4ir.backends.caches import capacity
 from g4ir.backends.torch_compile.backend import phase_steps
 from g4ir.backends.torch_compile.segment import Segment
+from g4ir.cache_sizes import capacity
 from g4ir.checkpoint import Checkpoint, write_checkpoint
 from g4ir.engine import Engine, build, prepare
 from g4ir.packing import split_program

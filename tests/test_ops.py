@@ -119,14 +119,24 @@ def test_nothing_given_is_changed(case: tuple[str, int]) -> None:
 def test_cost_is_a_count(case: tuple[str, int]) -> None:
     s, o = sample(case), OPS[case[0]]
     outs = o.infer_types(s.types(), s.attrs)
-    flops, nbytes = (c(s.types(), outs, **s.attrs) for c in (o.flops, o.nbytes))
-    assert type(flops) is int and type(nbytes) is int and min(flops, nbytes) >= 0
-    assert (flops == 0) == (case[0] in NO_FLOPS) and (nbytes == 0) == (case[0] in NO_BYTES)
+    flops, (reads, writes) = (f(s.types(), outs, **s.attrs) for f in (o.flops, o.traffic))
+    assert (len(reads), len(writes)) == (len(s.inputs), len(outs))
+    assert all(type(n) is int and n >= 0 for n in (flops, *reads, *writes))
+    for moved, t in zip((*reads, *writes), (*s.types(), *outs), strict=True):
+        assert moved <= t.nbytes(), "an operand is moved at most once"
+    assert (flops == 0) == (case[0] in NO_FLOPS)
+    assert (not any((*reads, *writes))) == (case[0] in VIEWS)
 
 
-NO_FLOPS = {"concat", "split", "heads", "merge_heads", "last_row", "cache_write", "stack_layers",
-            "unstack_layers"}  # fmt: skip
-NO_BYTES = {"unstack_layers"}
+NO_FLOPS = {"concat", "split", "heads", "merge_heads", "last_row", "row_start", "cache_write",
+            "stack_layers", "unstack_layers", "latent_row"}  # fmt: skip
+VIEWS = {"split", "heads", "merge_heads", "unstack_layers"}
+
+
+#: (op, form) -> inputs before the fresh chunk
+WITHOUT_FRESH = {
+    ("attention", None): 5, ("attention_latent", "value"): 5, ("attention_latent", "raw"): 6,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if OPS[c[0]].rows])
@@ -134,7 +144,7 @@ def test_rows_are_independent(case: tuple[str, int]) -> None:
     """What an op says of `rows`: one row of those inputs alone gives that row of the results."""
     s, rows = sample(case), OPS[case[0]].rows
     # The keys of a fresh chunk belong to all its queries: such rows read the cache alone.
-    inputs = tensors(s.types(), s, F64)[: 5 if case[0] == "attention" else None]
+    inputs = tensors(s.types(), s, F64)[: WITHOUT_FRESH.get((case[0], s.attrs.get("form")))]
     whole = run(case[0], *inputs, **s.attrs)
     for at in range(inputs[rows[0]].shape[1]):
         row = [x[:, at : at + 1] if i in rows else x for i, x in enumerate(inputs)]
@@ -179,6 +189,8 @@ MISMATCHES = {
     "last_row": ("f32[2,3,8]", "i64[3]"), "embedding": ("f32[8]", "i64[2]"),
     "cache_write": ("f32[4,2,2,8]", "f32[2,3,2,9]", "i64[2]", "i64[2]"),
     "attention": ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[9,2,2,7]", "f32[9,2,2,7]"),
+    "attention_latent": ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[9]", "f32[9,2,2,12]"),
+    "latent_row": ("f32[2,3,2,8]", "f32[2,3,2,7]"),
 }  # fmt: skip
 
 
@@ -199,6 +211,9 @@ def test_infer_itself_names_both_types(name: str) -> None:
      ("rope_table", "dim", 7), ("rope_table", "kind", "yarn"), ("rope_table", "dtype", "f8"),
      ("rope_table", "factor", 0.0), ("router", "top_k", 9), ("router", "top_k", 0),
      ("attention", "window", -1), ("attention", "softcap", -1.0), ("scale", "value", "2"),
+     ("attention_latent", "form", "whole"), ("attention_latent", "window", -1),
+     ("attention_latent", "fraction", 1.5), ("attention_latent", "kind", "yarn"),
+     ("latent_row", "pairs", 5), ("latent_row", "pairs", -1), ("inverse_rms", "eps", 0.0),
      ("norm_residual", "weighted", (1,)), ("norm_residual", "scaled", False)],
 )  # fmt: skip
 def test_a_wrong_attribute_is_refused(name: str, attr: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -38,6 +38,14 @@ def _one_thread() -> Iterator[None]:
 
 GOLDEN = sorted((Path(__file__).parent / "passes").glob("*.g4ir"))
 CUT = "// ----\n"
+ASKS = "# options: "
+
+
+def asked(text: str) -> dict[str, str]:
+    """The pass's options, from a first line such as `# options: form=raw`."""
+    line = text.partition("\n")[0]
+    pairs = line.removeprefix(ASKS).split() if line.startswith(ASKS) else []
+    return dict(pair.split("=") for pair in pairs)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
@@ -49,10 +57,11 @@ def test_golden(path: Path, rewrite_golden: bool) -> None:
     name, _, case = path.stem.partition(".")
     before, _, after = path.read_text().partition(CUT)
     g, notes = parse_graph(before), list[str]()
-    out = find_pass(name)(g, lambda value, reason: notes.append(f"# %{value}: {reason}\n"))
+    run = partial(find_pass(name), **asked(before))
+    out = run(g, lambda value, reason: notes.append(f"# %{value}: {reason}\n"))
     verify(out)
     assert (out == g) == case.startswith("refuse")
-    assert find_pass(name)(out, lambda *_: None) == out
+    assert run(out, lambda *_: None) == out
     if rewrite_golden:
         path.write_text(before + CUT + "".join(notes) + print_graph(out))
     else:
@@ -66,9 +75,13 @@ def test_every_pass_has_an_acceptance_and_a_refusal() -> None:
     assert {s for s, _, case in stems if case.startswith("refuse")} == set(PASSES)
 
 
-def golden_input(stem: str) -> Graph:
+def golden_text(stem: str) -> str:
     path = Path(__file__).parent / "passes" / f"{stem}.g4ir"
-    return parse_graph(path.read_text().partition(CUT)[0])
+    return path.read_text().partition(CUT)[0]
+
+
+def golden_input(stem: str) -> Graph:
+    return parse_graph(golden_text(stem))
 
 
 # --- laws -------------------------------------------------------------------------------------
@@ -91,11 +104,21 @@ SPECS: dict[str, Callable[[], Spec]] = {
     **{n: lambda n=n: load_spec(n) for n in spec_names() if n.startswith("tiny-")},  # type: ignore[misc]
     "combined": combined,
 }
+LATENT = ("value", "raw")
 SKIPS = {
     "none": (), "all": PASSES,
     **{f"no {p}": (p,) for p in PASSES},
     **{f"only {p}": tuple(q for q in PASSES if q != p) for p in PASSES},
+    **dict.fromkeys(LATENT, ()),
+    **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
+    **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
 }  # fmt: skip
+
+
+def options(skip: str) -> dict[str, dict[str, str]]:
+    """The form of the K=V caches in a pipeline of SKIPS."""
+    form = skip.partition(" ")[0]
+    return {"latent_kv": {"form": form}} if form in LATENT else {}
 
 
 @cache
@@ -105,7 +128,7 @@ def program(spec: str) -> Program:
 
 @cache
 def optimised(spec: str, skip: str) -> Program:
-    return run_program(program(spec), skip=SKIPS[skip])
+    return run_program(program(spec), skip=SKIPS[skip], options=options(skip))
 
 
 def interface(g: Graph) -> tuple[Any, ...]:
@@ -121,22 +144,26 @@ def test_a_pipeline_keeps_the_laws(spec: str, skip: str) -> None:
         verify(out)
         assert interface(out) == interface(g)
         assert set(out.params) <= set(g.params)
-        assert run_passes(out, skip=SKIPS[skip]) == out
-        if CHANGES_STATE & set(SKIPS[skip]):
+        assert run_passes(out, skip=SKIPS[skip], options=options(skip)) == out
+        idle = set() if options(skip) else {"latent_kv"}
+        if not CHANGES_STATE - set(SKIPS[skip]) - idle:
             assert out.state == g.state and out.next.keys() == g.next.keys()
 
 
+@pytest.mark.parametrize("form", ["off", *LATENT])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
-def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str) -> None:
+def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
     stages = [program(spec).graphs[phase]]
-    run_passes(stages[0], dump=lambda _, g: stages.append(g))
+    run_passes(stages[0], dump=lambda _, g: stages.append(g), options=options(form))
+    tied = any(x.attention.k_eq_v for x in SPECS[spec]().layers())
+    idle = {"last_token_only": phase == "decode", "latent_kv": form == "off" or not tied}
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
         assert interface(after) == interface(before)
         assert before.state == after.state or name in CHANGES_STATE
-        assert find_pass(name)(after, lambda *_: None) == after
-        narrowing = name == "last_token_only" and phase == "decode"
-        assert (after == before) == narrowing, f"{name} does nothing on {phase}"
+        run = partial(find_pass(name), **options(form).get(name, {}))
+        assert run(after, lambda *_: None) == after
+        assert (after == before) == idle.get(name, False), f"{name} on {phase}"
 
 
 # Chunks as (padded length, valid tokens of each row): longer than the window of 8, ragged, rows of
@@ -343,7 +370,7 @@ def test_prefill_and_decode_share_weights_and_caches(spec: str) -> None:
 
 
 def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], Graph]) -> None:
-    def broken(g: Graph, note: Note) -> Graph:
+    def broken(g: Graph, note: Note, **options: Any) -> Graph:
         return f(g)
 
     monkeypatch.setattr(importlib.import_module(f"g4ir.passes.{name}"), name, broken)
@@ -353,7 +380,7 @@ FIRST_LEFT = {
     "share_rope_tables": "%L0.attn.cos = rope_table", "fuse_qkv": "%L0.attn.q.heads = heads",
     "fuse_gate_up": "%L0.mlp.act = glu", "fuse_norm_rope": "%L0.attn.q.rope = rope",
     "fuse_norm_residual": "%L0.mid = add", "plan_cache": "%L0.attn.out = attention",
-    "last_token_only": "%logits = last_row",
+    "last_token_only": "%logits = last_row", "latent_kv": "%L3.v.next = cache_write",
 }  # fmt: skip
 
 
@@ -361,11 +388,11 @@ FIRST_LEFT = {
 def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the pass, the graph, those that ran before, and the value left."""
     break_pass(monkeypatch, name, lambda g: g)
-    g = program("tiny-ple").graphs["prefill"]
+    g = program("combined").graphs["prefill"]
     before = PASSES[: PASSES.index(name)]
     start = f"pass {name} on graph prefill" + (f" (after {', '.join(before)})" if before else "")
     with pytest.raises(PassError) as e:
-        run_passes(g)
+        run_passes(g, options=options("raw"))
     assert str(e.value).startswith(start)
     assert f"left {FIRST_LEFT[name]}, which it should have taken" in str(e.value)
     run_passes(g, skip=[name])
@@ -379,8 +406,9 @@ def test_every_pass_says_what_it_leaves() -> None:
 def test_a_refusal_is_not_taken_for_a_regression(path: Path) -> None:
     g = golden_input(path.stem)
     only = path.stem.partition(".")[0]
-    assert run_passes(g, skip=[p for p in PASSES if p != only]) == g
-    run_passes(g)
+    options = {only: asked(golden_text(path.stem))}
+    assert run_passes(g, skip=[p for p in PASSES if p != only], options=options) == g
+    run_passes(g, options=options)
 
 
 MISDEEDS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
@@ -429,7 +457,15 @@ def test_every_candidate_gets_a_reason(spec: str) -> None:
         plan = plan if x.donor is None else f"reads %L{x.donor}.k"
         assert notes["plan_cache"][f"L{x.index}.k"].startswith(plan)
     chosen = {n.out.name for n in graphs["last_token_only"].find("last_row")}
-    assert notes["last_token_only"].keys() == chosen
+    whole = {
+        n.out.name for n in graphs["last_token_only"].find("attention")
+        if n.out.type.shape[1] == "S"
+    }  # fmt: skip
+    assert notes["last_token_only"].keys() == chosen | whole
+    tied = {f"L{x.index}.k": x.attention.k_eq_v for x in layers if x.donor is None}
+    reasons = {False: "K and V do not come from one projection", True: "the form `off` keeps K"}
+    assert notes["latent_kv"].keys() == tied.keys()
+    assert all(reasons[eq] in notes["latent_kv"][name] for name, eq in tied.items())
     assert all(reason for told in notes.values() for reason in told.values())
 
 

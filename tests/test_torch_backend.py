@@ -30,6 +30,9 @@ from tests.runner import built_program
 
 PHASES = ("prefill", "decode")
 SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", "combined", *SMALL, *RANDOM[:6])
+#: with the forms of the K=V caches
+FORMS = (*((n, "off") for n in SPECS), *((n, f) for n in ("combined", "31b-small", "random-19")
+                                          for f in ("value", "raw")))  # fmt: skip
 #: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
 #: each product once, to 2^-9 of its own size
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -56,9 +59,9 @@ def nodes_of(step: Step) -> int:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", SPECS)
-def test_every_node_once_and_after_what_it_reads(name: str, phase: str) -> None:
-    graph = main_graph(spec_called(name), phase)
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_every_node_once_and_after_what_it_reads(name: str, form: str, phase: str) -> None:
+    graph = main_graph(spec_called(name), phase, latent_kv=form)
     steps = schedule(graph)
     assert sum(map(nodes_of, steps)) == len(graph.nodes)
     written = {v.name: cache for cache, v in graph.next.items()}
@@ -72,10 +75,10 @@ def test_every_node_once_and_after_what_it_reads(name: str, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", SPECS)
-def test_writes_come_after_reads_of_the_old_contents(name: str, phase: str) -> None:
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_writes_come_after_reads_of_the_old_contents(name: str, form: str, phase: str) -> None:
     """A cache is written once, in place; whoever reads it under its old name comes before."""
-    graph = main_graph(spec_called(name), phase)
+    graph = main_graph(spec_called(name), phase, latent_kv=form)
     steps = schedule(graph)
     caches = {v.name for v in graph.state}
     writer = {c: i for i, s in enumerate(steps) for c in s.writes}
@@ -162,10 +165,13 @@ def test_equal_layers_have_equal_text() -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe", "combined", "random-2", "random-5"])
-def test_segments_compute_what_the_graph_says(name: str, phase: str) -> None:
+@pytest.mark.parametrize(("name", "form"), [
+    *((n, "off") for n in ("tiny-ple", "tiny-moe", "combined", "random-2", "random-5")),
+    *((n, f) for n in ("combined", "random-5", "random-19") for f in ("value", "raw")),
+])  # fmt: skip
+def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) -> None:
     """Every step as eager torch, against the interpreter, caches included."""
-    graph = main_graph(spec_called(name), phase)
+    graph = main_graph(spec_called(name), phase, latent_kv=form)
     dims = {"B": 2, "S": 1 if phase == "decode" else 5, "C": 24}
     g = torch.Generator().manual_seed(1)
 

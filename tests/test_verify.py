@@ -15,9 +15,19 @@ import torch
 
 import g4ir
 from g4ir import compare
-from g4ir.compare import BUDGETS, Budget, Report, row_errors, verify_engine
+from g4ir.compare import (
+    BUDGETS,
+    LEVELS,
+    Budget,
+    Report,
+    Saturation,
+    curve,
+    row_errors,
+    verify_engine,
+)
 from g4ir.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
+from g4ir.spec import load_spec
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 
@@ -207,7 +217,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     monkeypatch.setitem(BUDGETS, ("f32", against), Budget(relative=1e-9))
     engine = engines("torch", "tiny-ple")
     report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
-    ids = compare._tokens(engine, None)
+    ids = compare.random_tokens(engine, 96)
     rounding = compare.rounding_error(engine, ids, report.turns, True)
     assert 1e-7 < rounding < 1e-4 and report.budget == Budget(relative=4 * rounding)
 
@@ -228,6 +238,76 @@ def test_report(engines: Any) -> None:
     assert lines[-1] == "ok" and len(lines) <= 10 and all(len(x) <= 100 for x in lines)
     for word in ("max abs", "relative", "cosine", "greedy", "NLL", "16 of 16 equal", "1.0e-04"):
         assert word in text
+
+
+@pytest.mark.parametrize("against", ["reference", "hf"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_curve_of_the_layers(engines: Any, backend: str, against: str) -> None:
+    """A weight of layer 3 is wrong: the curve jumps there."""
+    engine = engines(backend, "tiny-ple")
+    if backend == "reference":
+        engine = disturbed(engine, "L3.mlp.w_down", 0.01)
+    report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
+    assert [e.layer for e in report.layers] == [*range(8)]
+    assert [e.value for e in report.layers] == [f"L{i}.out" for i in range(8)]
+    if backend == "torch":
+        assert all(0 < e.relative < 1e-4 and e.cosine > 0.999999 for e in report.layers)
+        return
+    assert all(e.relative < 1e-5 for e in report.layers[:3])
+    assert all(e.relative > 1e-4 and e.cosine < 0.9999999 for e in report.layers[3:])
+    line = next(x for x in report.text().splitlines() if x.startswith("  layers"))
+    columns = line.split()[1]
+    heights = [LEVELS.index(c) for c in columns]
+    assert len(heights) == 8 and max(heights[:3]) < min(heights[3:])
+
+
+def test_last_layer_that_a_backend_does_not_show() -> None:
+    """The norm after it stands for it; other layers are left out."""
+    rows = {4: torch.ones(3), 9: torch.ones(3)}
+    mine = {"L0.out": rows, "final.norm": {4: torch.ones(3), 9: torch.tensor([1.0, 1.0, 1.1])}}
+    theirs = {f"L{i}.out": rows for i in range(3)} | {"final.norm": rows}
+    first, last = compare._layer_errors(3, mine, theirs)
+    assert (first.layer, first.value, first.relative) == (0, "L0.out", 0.0)
+    assert (last.layer, last.value) == (2, "final.norm")
+    assert last.relative == pytest.approx(0.1) and last.cosine < 1
+
+
+def test_curve_text() -> None:
+    assert curve([0.0, 1e-8, 1e-4, float("nan")]) == (
+        "_.@!  relative 0.0e+00 at the first, nan at the last"
+    )
+    assert curve([0.0] * 5) == "5 layers, bit for bit"
+    assert curve([1e-7] * 3).split()[0] == "..."
+    wide = curve([10.0 ** (i - 200) for i in range(180)]).split()[0]
+    assert len(wide) == 60 and wide == "".join(sorted(wide, key=LEVELS.index))
+
+
+def test_alarm_at_the_softcap(engines: Any) -> None:
+    """A head a hundred times too large: nearly all rows end at the cap, where any two models
+    agree. Engine and peer are watched alike."""
+    engine = engines("reference", "tiny-ple")
+    quiet = verify_engine(engine)
+    assert quiet.saturation == Saturation(30.0, 0.0, 0.0) and not quiet.saturation.alarm
+    assert "ALARM" not in quiet.text()
+    loud = compare.reference_engine(engine)
+    weights = loud.runtime.params  # type: ignore[attr-defined]
+    weights["final.w"] = weights["final.w"] * 100
+    report = verify_engine(loud)
+    assert report.saturation and report.saturation.engine > 0.9 and report.saturation.peer == 0
+    assert report.saturation.alarm and not report.ok
+    assert "ALARM: " in report.text() and "are at the softcap" in report.text()
+    kept = report.to_dict()["saturation"]
+    assert kept["alarm"] is True and kept["cap"] == 30.0
+    assert Saturation(30.0, 0.0, 0.5).alarm and not Saturation(30.0, 0.1, 0.1).alarm
+
+
+def test_no_softcap_no_alarm(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    spec = replace(spec, text=replace(spec.text, final_logit_softcapping=None))
+    engine = g4ir.build(
+        spec, tmp_path / "e", random_weights=1, backend="reference", max_seq=32, prefill_chunk=16
+    )
+    assert verify_engine(engine).saturation is None
 
 
 def greedy_report(engines: Any, budget: Budget, tokens: list[int]) -> Any:

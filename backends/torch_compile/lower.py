@@ -9,11 +9,12 @@ import torch
 
 from g4ir.interpret import expansion
 from g4ir.ir import Graph, Node, Value
-from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
 from g4ir.types import Type, torch_dtype
 
 from . import pyops
+from .attention import attention, attention_latent
 
 Lowering = Callable[..., Any]
 
@@ -117,69 +118,13 @@ def _cache_write(
     return cache
 
 
-def _attention(
-    m: SegmentModule, n: Node, q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor,
-    cache_k: torch.Tensor, cache_v: torch.Tensor, *fresh: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """The form that measured fastest: products per head for a chunk over a ring in an engine for
-    one row, else the library's attention with the heads of a group as query rows."""
-    if n.attrs["softcap"]:
-        operands = (q, positions, written, cache_k, cache_v, *fresh)
-        out: torch.Tensor = n.definition.reference(*operands, **n.attrs)  # type: ignore[misc]
-        return out
-    key_pos = slot_positions(written, cache_k.shape[0])
-    if fresh:
-        cache_k, cache_v = (
-            torch.cat((old, new.transpose(0, 1)))
-            for old, new in zip((cache_k, cache_v), fresh, strict=True)
-        )
-        key_pos = torch.cat((key_pos, positions.t()))
-    mask = visible(key_pos, positions, int(n.attrs["window"]))  # type: ignore[arg-type]
-    ring_of_one_row = n.attrs["window"] and n.inputs[0].type.shape[0] == 1
-    form = _per_head if fresh and ring_of_one_row else _grouped
-    return form(q, cache_k, cache_v, mask, float(n.attrs["scale"]))  # type: ignore[arg-type]
-
-
-def _per_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """One row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask [1,S,T]."""
-    _, s, heads, d = q.shape
-    n = k.shape[2]
-    group = heads // n
-    outs = []
-    for h in range(n):
-        queries = q[0, :, h * group : (h + 1) * group].transpose(0, 1).reshape(group * s, d)
-        scores = (torch.mm(queries, k[:, 0, h].t()) * scale).view(group, s, -1)
-        scores = wide(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
-        weights = scores.softmax(-1).to(q.dtype).view(group * s, -1)
-        outs.append(torch.mm(weights, v[:, 0, h]).view(group, s, d))
-    return torch.cat(outs).transpose(0, 1).unsqueeze(0)
-
-
-def _grouped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group of heads."""
-    b, s, heads, d = q.shape
-    n = k.shape[2]
-    group = heads // n
-    queries = q.view(b, s, n, group, d).permute(0, 2, 3, 1, 4).reshape(b, n, group * s, d)
-    bias = torch.zeros((), dtype=q.dtype, device=q.device).expand(mask.shape)
-    bias = bias.masked_fill(~mask, torch.finfo(q.dtype).min)
-    bias = bias[:, None, None].expand(b, 1, group, s, mask.shape[-1]).reshape(b, 1, group * s, -1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        queries, k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), attn_mask=bias, scale=scale
-    )
-    return out.view(b, n, group, s, d).permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
-
-
 #: op -> (module, node, *tensors) -> result; an op that is not here runs its reference
 LOWERINGS: dict[str, Lowering] = {
     "linear": _linear,
     "experts": _experts,
     "cache_write": _cache_write,
-    "attention": _attention,
+    "attention": attention,
+    "attention_latent": attention_latent,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,24 +20,35 @@ from .backend import KERNELS, phase_steps
 from .cuda_graph import capture
 from .segment import Glue, Segment, Step, state_steps
 
+#: stands for an operand that is bound when its step runs
+NOTHING = torch.empty(0)
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A step with its params in place: `slots` says which operand comes from which value."""
+    """A step with its params in place: `slots` says which operand comes from which value, `last`
+    which values no later step reads."""
 
     call: Call
     operands: list[torch.Tensor]
     slots: tuple[tuple[int, str], ...]
     outputs: tuple[str, ...]
+    last: tuple[str, ...] = ()
 
-    def run(self, env: dict[str, torch.Tensor]) -> None:
+    def run(self, env: dict[str, torch.Tensor], watch: Watch | None = None) -> None:
         operands = self.operands
         for i, name in self.slots:
             operands[i] = env[name]
         for name, t in zip(self.outputs, self.call(operands)):
             env[name] = t
+            if watch:
+                watch(name, t)
+        # What is kept here would stay in memory until the next token.
+        for i, _ in self.slots:
+            operands[i] = NOTHING
+        for name in self.last:
+            del env[name]
 
 
 class TorchRuntime:
@@ -61,8 +72,11 @@ class TorchRuntime:
                 id(s): _bind(s, calls.get(f or ""), self.weights, alias)
                 for s, f in zip(many, files[phase], strict=True)
             }
-            self.plans[phase, True] = [bound[id(s)] for s in many]
-            self.plans[phase, False] = [bound[id(s)] for s in state_steps(many)]
+            feeds = {v.name for v in program.graphs[phase].inputs}
+            keep = {v.name for v in program.graphs[phase].outputs} | feeds
+            for logits, chosen in ((True, many), (False, state_steps(many))):
+                plan = [bound[id(s)] for s in chosen]
+                self.plans[phase, logits] = _freeing(plan, keep)
 
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
@@ -100,10 +114,7 @@ class TorchRuntime:
     ) -> dict[str, torch.Tensor]:
         env = {**feeds, **views}
         for step in plan:
-            step.run(env)
-            if watch:
-                for name in step.outputs:
-                    watch(name, env[name])
+            step.run(env, watch)
         return env
 
     def _replay(
@@ -139,6 +150,17 @@ def _load_program(path: Path, device: str) -> Call:
     return call
 
 
+def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
+    """Each step with the values that die there; caches and `keep` live on."""
+    made = {name for b in plan for name in b.outputs} - keep
+    out: list[Bound] = []
+    for b in reversed(plan):
+        touched = {*(name for _, name in b.slots), *b.outputs} & made
+        out.append(replace(b, last=tuple(sorted(touched))))
+        made -= touched
+    return out[::-1]
+
+
 def _bind(
     s: Step, call: Call | None, weights: Mapping[str, torch.Tensor], alias: Mapping[str, str]
 ) -> Bound:
@@ -147,7 +169,7 @@ def _bind(
         return _bind_glue(s, alias)
     assert call
     names = [*s.inputs, *s.params, *s.state]
-    operands = [weights.get(n, torch.empty(0)) for n in names]
+    operands = [weights.get(n, NOTHING) for n in names]
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return Bound(call, operands, slots, s.outputs)
 
@@ -160,4 +182,4 @@ def _bind_glue(s: Glue, alias: Mapping[str, str]) -> Bound:
         return as_tuple(reference(*operands, **attrs))
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
-    return Bound(call, [torch.empty(0)] * len(slots), slots, s.outputs)
+    return Bound(call, [NOTHING] * len(slots), slots, s.outputs)

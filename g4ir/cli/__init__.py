@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 from g4ir import __version__, console
 
+from .bench import add_bench, add_bench_compare
 from .build import add_build
 from .common import Parser
+from .plan import add_plan
 from .run import add_run, add_verify
 from .show import add_show
 from .specs import add_specs
@@ -46,7 +48,10 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     add_specs(verbs)
     add_show(verbs)
+    add_plan(verbs)
     add_build(verbs)
     add_run(verbs)
     add_verify(verbs)
+    add_bench(verbs)
+    add_bench_compare(verbs)
     return parser

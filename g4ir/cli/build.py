@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
+from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
 
 from .common import add_source, add_verb, emit, given_spec
@@ -38,6 +39,8 @@ def add_build(verbs: Any) -> None:
                    help="what layers with K=V cache: off, value, raw or auto")  # fmt: skip
     p.add_argument("--ple-placement", metavar="P",
                    help="where the per-layer table lies: device, host or mmap")  # fmt: skip
+    p.add_argument("--memory", metavar="GPU|BYTES",
+                   help="what it must fit (default: all of the device's memory)")  # fmt: skip
     p.add_argument("--link-weights", action="store_true",
                    help="refer to the checkpoint's files instead of copying them")  # fmt: skip
     p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
@@ -64,6 +67,7 @@ def _build(args: argparse.Namespace) -> int:
             max_seq=args.max_seq, prefill_chunk=args.prefill_chunk, all_logits=args.all_logits,
             skip=args.skip, link_weights=args.link_weights, latent_kv=args.latent_kv,
             ple_placement=args.ple_placement,
+            memory=find_gpu(args.memory).memory_bytes if args.memory else None,
             dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
         )  # fmt: skip
         out = _out(args, prepared.spec)
@@ -135,15 +139,15 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     """What a build would make; sizes in bytes."""
     from dataclasses import asdict
 
-    from g4ir.backends.caches import cache_types
+    from g4ir.cache_sizes import cache_bytes
     from g4ir.engine import free_bytes
 
-    caches = cache_types(p.packing.program, p.limits.max_batch, p.limits.max_seq)
     return {
         "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
         **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
+        "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
         "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
-        "cache_bytes": sum(t.nbytes() for t in caches.values()),
+        "cache_bytes": cache_bytes(p.packing.program, p.limits.max_batch, p.limits.max_seq),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
         "programs": _program_counts(p), "disk_bytes": p.disk_bytes(),
         "disk_free": free_bytes(out), "out": str(out),

@@ -18,14 +18,15 @@ Command = Callable[[argparse.Namespace], int]
 
 def emit(value: Any, indent: int | None = None) -> None:
     """JSON on stdout; what is not a finite number becomes null, which every reader knows."""
-    print(json.dumps(_strict(value), indent=indent), flush=True)
+    print(json.dumps(strict(value), indent=indent), flush=True)
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """JSON values only: null for what is not a finite number."""
     if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
+        return {k: strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir import console
+from g4ir.errors import InputError
 
 from .common import add_verb, emit, token_ids
 
@@ -40,8 +43,16 @@ def add_verify(verbs: Any) -> None:
     p = add_verb(verbs, "verify", _verify, "compare logits and greedy tokens")
     p.add_argument("engine", metavar="ENGINE")
     p.add_argument("--against", choices=("reference", "hf"), default="reference")
-    p.add_argument("--checkpoint", metavar="DIR", help="what hf is loaded from")
+    p.add_argument(
+        "--checkpoint", metavar="DIR",
+        help="what hf is loaded from; with --each-pass, the weights before packing",
+    )  # fmt: skip
     p.add_argument("--tokens", metavar="2,5,7", help="compare on these tokens")
+    p.add_argument(
+        "--each-pass", action="store_true",
+        help="run the pipeline again, pass by pass, compare each stage with the one before and\n"
+        "the last with the backend, and name the first node out of its op's budget",
+    )  # fmt: skip
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -112,22 +123,33 @@ def _tell_summary(r: Result) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    return verified(args.engine, args, args.against, token_ids(args.tokens, "--tokens"))
+    tokens = token_ids(args.tokens, "--tokens")
+    if not args.each_pass:
+        return verified(args.engine, args, args.against, tokens)
+    if args.against != "reference":
+        raise InputError(f"--each-pass compares with the interpreter: leave out --against "
+                         f"{args.against}")  # fmt: skip
+    from g4ir.stages import verify_each_pass
+
+    return _reported(args, args.engine, partial(verify_each_pass, tokens=tokens))
 
 
 def verified(
     engine: str, args: argparse.Namespace, against: str = "reference",
     tokens: list[int] | None = None,
 ) -> int:  # fmt: skip
+    """`verify` of an engine directory; also what `build --verify` does."""
     from g4ir.compare import verify_engine
 
+    return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens))
+
+
+def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any]) -> int:
+    """Load, check, print; exit 1 where the check failed."""
     with console.Progress() as progress:
         loaded = _load(engine, progress)
         try:
-            report = verify_engine(
-                loaded, against=against, tokens=tokens, checkpoint=args.checkpoint,
-                progress=progress,
-            )  # fmt: skip
+            report = check(loaded, checkpoint=args.checkpoint, progress=progress)
         finally:
             loaded.close()
     emit(report.to_dict()) if args.json else print(report.text())

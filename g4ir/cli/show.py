@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
-from g4ir.spec import load_spec, spec_names
+from g4ir.spec import Spec, load_spec, spec_names
 
-from .common import add_source, add_verb, emit, given_spec
+from .common import Parser, add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
     from g4ir.ir import Graph, Program
 
 PHASES = ("prefill", "decode", "embed")
+#: options that only `--cost` has
+COST_OPTIONS = (
+    "batch", "chunk", "context", "gpu", "bandwidth", "flop_rate", "weights", "nodes",
+)  # fmt: skip
+#: phase -> options that say nothing about it
+MEANINGLESS = {"prefill": (), "decode": ("chunk",), "embed": ("context",)}
 
 
 def add_show(verbs: Any) -> None:
@@ -28,14 +34,64 @@ def add_show(verbs: Any) -> None:
     )
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
+    p.add_argument(
+        "--diff", action="store_true",
+        help="with --after PASS: what the pass changes; - and + are lines of one graph, ~ lines\n"
+        "of both with old->new inside",
+    )  # fmt: skip
+    p.add_argument(
+        "--against", metavar="B",
+        help="the same graph of another variant (a name, a YAML file, a checkpoint or its\n"
+        "config.json), as a diff; exit 1 where they differ",
+    )  # fmt: skip
+    _add_cost(p)
+
+
+def _add_cost(p: Parser) -> None:
+    p.add_argument("--cost", action="store_true", help="FLOPs, bytes and the time floor by kind")
+    group = p.add_argument_group("with --cost")
+    group.add_argument("--batch", metavar="N", help="rows (default 1)")
+    group.add_argument("--chunk", metavar="N", help="new tokens of a row in prefill (default 1K)")
+    group.add_argument("--context", metavar="N",
+                       help="tokens that a row holds when the step is done, such as 32K\n"
+                       "(default: decode 1K, prefill the chunk)")  # fmt: skip
+    group.add_argument("--gpu", metavar="NAME", help="the roof of a card, such as h100-80gb")
+    group.add_argument("--bandwidth", metavar="X", type=float,
+                       help="the roof's bytes per second, measured, say")  # fmt: skip
+    group.add_argument("--flop-rate", metavar="X", type=float, help="and its FLOPs per second")
+    group.add_argument("--weights", metavar="FORMAT",
+                       help="f32, bf16, f16, fp8, int8 or int4 (default: the graph's)")  # fmt: skip
+    group.add_argument("--nodes", action="store_true", default=None,
+                       help="every node that costs something")  # fmt: skip
+
+
+def _check_cost(args: argparse.Namespace) -> None:
+    """Raises InputError where an option means nothing here."""
+    given = [name for name in COST_OPTIONS if getattr(args, name) is not None]
+    if given and not args.cost:
+        raise InputError(f"--{given[0].replace('_', '-')} needs --cost")
+    if args.cost and args.why:
+        raise InputError("give --cost or --why, not both")
+    for name in MEANINGLESS[args.phase]:
+        if name in given:
+            raise InputError(f"--{name} means nothing in phase {args.phase}")
 
 
 def _show(args: argparse.Namespace) -> int:
     if args.engine is not None and (args.variant or args.spec or args.all_logits):
         raise InputError("an engine has its own spec: leave out --variant, --spec, --all-logits")
+    _check_cost(args)
+    if args.diff or args.against is not None:
+        from .show_diff import show_diff
+
+        return show_diff(args, (*_plain_graph(args), _options(args)))
     if args.why:
         return _show_why(args)
     graph = _shown_graph(args)
+    if args.cost:
+        from .show_cost import show_cost
+
+        return show_cost(args, graph, _spec(args))
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
     emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
     return 0
@@ -89,15 +145,26 @@ def _plain_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """The graph before all passes, and the passes to leave out."""
     from g4ir.model import build_graph
 
+    spec = _spec(args)
     if args.engine is None:
-        spec = given_spec(args)
-        if spec is None:
-            raise InputError("give --variant N, --spec F, or an engine directory")
         return build_graph(spec, args.phase, args.all_logits), set(args.skip)
     manifest, _ = _stored(args.engine)
-    spec = load_spec(Path(args.engine) / "spec.yaml")
     graph = build_graph(spec, args.phase, manifest["all_logits"], manifest["dtype"])
     return graph, {*manifest["skipped_passes"], *args.skip}
+
+
+def _spec(args: argparse.Namespace) -> Spec:
+    if args.engine is not None:
+        return load_spec(Path(args.engine) / "spec.yaml")
+    spec = given_spec(args)
+    if spec is None:
+        raise InputError("give --variant N, --spec F, or an engine directory")
+    return spec
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What an engine's passes were told."""
+    return {} if args.engine is None else dict(_stored(args.engine)[0]["options"])
 
 
 def _stored(engine: str) -> tuple[dict[str, Any], Program]:

@@ -94,7 +94,7 @@ def _specs_to_hf(args: argparse.Namespace) -> int:
 
 def _specs_diff(args: argparse.Namespace) -> int:
     """Exit 1 where they differ, like diff(1)."""
-    rows = diff_specs(_any_spec(args.a), _any_spec(args.b))
+    rows = diff_specs(any_spec(args.a), any_spec(args.b))
     if args.json:
         emit([{"key": key, "a": a, "b": b} for key, a, b in rows])
     for key, a, b in () if args.json else rows:
@@ -107,7 +107,7 @@ def _specs_schema(args: argparse.Namespace) -> int:
     return 0
 
 
-def _any_spec(source: str) -> Spec:
+def any_spec(source: str) -> Spec:
     """A shipped name, a YAML file, a config.json or a checkpoint directory."""
     hf = source.endswith(".json") or ("/" in source and Path(source).is_dir())
     return Spec.from_hf(source) if hf else load_spec(source)

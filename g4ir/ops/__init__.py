@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import attention, elementwise, embed, linear, mlp, moe, norm, rope
+from . import attention, elementwise, embed, latent, linear, mlp, moe, norm, rope
 from .base import Op, Sample
 
 _FAMILIES: tuple[tuple[Any, ...], ...] = (
@@ -14,6 +14,7 @@ _FAMILIES: tuple[tuple[Any, ...], ...] = (
     (norm.rms_norm, norm.norm_residual),
     (rope.rope_table, rope.rope, rope.norm_rope),
     (attention.attention, attention.cache_write),
+    (latent.attention_latent, latent.latent_row, latent.inverse_rms),
     (mlp.glu, mlp.glu_packed),
     (moe.router, moe.experts),
     (embed.embedding, embed.stack_layers, embed.unstack_layers),

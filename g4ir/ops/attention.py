@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Type
-from .base import Sample, op, require, wide
+from .base import Sample, Traffic, op, require, wide
 
 
 def slot_positions(written: Any, slots: int) -> Any:
@@ -29,6 +29,19 @@ def visible(key_pos: Any, query_pos: Any, window: int) -> Any:
     query = query_pos[:, :, None]
     mask = (key >= 0) & (key <= query)
     return mask & (key > query - window) if window else mask
+
+
+def visible_pairs(queries: int, keys: int, window: int) -> int:
+    """Pairs of a query and a key that it sees: the queries are the newest of `keys` tokens.
+
+    Query i of 1..queries sees itself and what came before, keys - queries + i tokens, at most
+    `window` of them where that is not 0. Exact for a ring too: it has lost only what no query of
+    the chunk sees beyond its window.
+    """
+    first, last = max(keys - queries, 0), keys  # tokens before the first query; up to the last
+    full = min(max(last - window, 0), last - first) if window else 0  # see a whole window
+    rising = last - first - full  # see all that came before
+    return rising * first + rising * (rising + 1) // 2 + full * window
 
 
 @op
@@ -93,11 +106,11 @@ class attention:
         return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        """Two products over every slot of the cache and, in a chunk, the causal half of it."""
-        slots, s = int(ins[3].shape[0]), int(ins[0].shape[1])
-        keys = slots + (s + 1) // 2 if len(ins) > 5 else slots
-        return 4 * ins[0].numel() * keys
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, window: int, **_: Any) -> int:
+        """Two products over the keys that each query sees."""
+        b, s, heads, d = (int(n) for n in ins[0].shape)
+        keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
+        return 4 * b * heads * d * visible_pairs(s, keys, window)
 
     samples = [
         Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
@@ -138,7 +151,15 @@ class cache_write:
         return torch.where((source >= 0)[:, :, None, None], picked, cache)
 
     flops = staticmethod(lambda ins, outs: 0)
-    nbytes = staticmethod(lambda ins, outs: 2 * ins[1].nbytes())
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> Traffic:
+        """The new tokens once read and once written; of more than there are slots, the last."""
+        new = ins[1]
+        rows = min(int(new.shape[1]), int(outs[0].shape[0]))
+        moved = new.nbytes() // int(new.shape[1]) * rows
+        return (0, moved, *(t.nbytes() for t in ins[2:])), (moved,)
+
     samples = [
         Sample(("f32[4,2,2,8]", "f32[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}),
         Sample(("f32[4,2,2,8]", "f32[2,1,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 2)}),

@@ -5,11 +5,15 @@ An op class gives
   reference(*tensors, **attrs)  torch; the definition (or `expand` for a fused op)
   expand(b, *values, **attrs)   the fused op in simpler ops
   flops(ins, outs, **attrs)     multiply and add count as two; default: one per output element
-  nbytes(ins, outs, **attrs)    bytes moved; default: every input and output once
+  traffic(ins, outs, **attrs)   bytes read of each input and written to each result, as two
+                                tuples; default: every operand once
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
   glue       a view or gather that backends run between compiled programs
   fold       may run in the weight prologue
   samples    inputs and attrs from which tests are generated
+
+`flops` and `traffic` see types whose dims are all ints. A cache comes with as many slots as hold
+a token at that point, so its size says what an op can read of it (see g4ir/cost.py).
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..types import Type, parse_type
+
+#: bytes per input, bytes per result
+Traffic = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Op:
     reference: Callable[..., Any] | None
     expand: Callable[..., Any] | None
     flops: Callable[..., int]
-    nbytes: Callable[..., int]
+    traffic: Callable[..., Traffic]
     rows: tuple[int, ...]
     glue: bool
     fold: bool
@@ -97,8 +104,14 @@ def _default_flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) 
     return sum(t.numel() for t in outs)
 
 
-def _default_nbytes(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> int:
-    return sum(t.nbytes() for t in (*ins, *outs))
+def every_operand(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
+    """The traffic of an op that reads and writes each operand once."""
+    return tuple(t.nbytes() for t in ins), tuple(t.nbytes() for t in outs)
+
+
+def nothing(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
+    """The traffic of a view."""
+    return (0,) * len(ins), (0,) * len(outs)
 
 
 def op(cls: type) -> Op:
@@ -122,7 +135,7 @@ def op(cls: type) -> Op:
         reference=part("reference"),
         expand=part("expand"),
         flops=part("flops", _default_flops),
-        nbytes=part("nbytes", _default_nbytes),
+        traffic=part("traffic", every_operand),
         rows=parts.get("rows", ()),
         glue=parts.get("glue", False),
         fold=parts.get("fold", True),

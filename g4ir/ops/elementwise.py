@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Type
-from .base import Sample, op, require
+from .base import Sample, Traffic, op, require
 
 
 @op
@@ -102,7 +102,12 @@ class last_row:
         return x[row, (lengths - 1).clamp(min=0)].unsqueeze(1)
 
     flops = staticmethod(lambda ins, outs, **_: 0)
-    nbytes = staticmethod(lambda ins, outs, **_: 2 * outs[0].nbytes())
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Of x, the rows that are chosen."""
+        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+
     samples = [Sample(("f32[2,5,8]", "i64[2]"), ints={1: (0, 6)})]
 
 
@@ -119,4 +124,5 @@ class row_start:
     def reference(positions: Any) -> Any:
         return positions[:, 0].contiguous()
 
+    flops = staticmethod(lambda ins, outs: 0)
     samples = [Sample(("i64[2,5]",), ints={0: (0, 9)})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Type
-from .base import Sample, op, require
+from .base import Sample, Traffic, nothing, op, require
 
 
 @op
@@ -26,7 +26,12 @@ class embedding:
 
         return table[ids] * torch.tensor(scale).to(table.dtype)
 
-    nbytes = staticmethod(lambda ins, outs, **_: 2 * outs[0].nbytes() + ins[1].nbytes())
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Of the table, the rows that are asked for."""
+        rows = outs[0].nbytes()
+        return (rows, ins[1].nbytes()), (rows,)
+
     samples = [Sample(("f32[11,8]", "i64[2,3]"), {"scale": 39.191835884530846}, {1: (0, 11)})]
 
 
@@ -46,7 +51,7 @@ class unstack_layers:
         return tuple(x.unbind(0))
 
     flops = staticmethod(lambda ins, outs, **_: 0)
-    nbytes = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
     samples = [Sample(("f32[3,2,5,4]",))]
 
 

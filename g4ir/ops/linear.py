@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Dim, Type
-from .base import Sample, op, require
+from .base import Sample, nothing, op, require
 
 
 @op
@@ -80,6 +80,7 @@ class split:
         return tuple(x.split(list(sizes), -1))
 
     flops = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
     samples = [Sample(("f32[2,3,12]",), {"sizes": (6, 4, 2)})]
 
 
@@ -101,6 +102,7 @@ class heads:
         return x.unflatten(-1, (n, -1))
 
     flops = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
     samples = [Sample(("f32[2,3,12]",), {"n": 4})]
 
 
@@ -120,6 +122,7 @@ class merge_heads:
         return x.flatten(-2)
 
     flops = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
     samples = [Sample(("f32[2,3,4,8]",))]
 
 

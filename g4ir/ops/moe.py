@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Type
-from .base import Sample, op, require, wide
+from .base import Sample, Traffic, every_operand, op, require, wide
 from .mlp import activate
 
 
@@ -58,6 +58,13 @@ class router:
     ]
 
 
+def distinct_experts(count: int, top_k: int, tokens: int) -> float:
+    """Expected number of different experts that `tokens` tokens choose, top_k of `count` each,
+    all choices equally likely: count * (1 - (1 - top_k / count)^tokens), since each token passes
+    an expert over with probability 1 - top_k / count."""
+    return count * (1 - (1 - top_k / count) ** tokens)
+
+
 @op
 class experts:
     """y = sum over slots of weight * down[e] @ (act(gate) * up), gate, up = gate_up[e] @ x
@@ -105,14 +112,17 @@ class experts:
         return 3 * ins[2].numel() * int(double) * int(hidden)
 
     @staticmethod
-    def nbytes(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        """Weights of the expected number of distinct experts, E * (1 - (1 - k/E)^tokens)."""
-        x, weights, index, gate_up, down = ins
-        count, k = int(gate_up.shape[0]), int(index.shape[-1])
-        tokens = index.numel() // k
-        hit = count * (1 - (1 - k / count) ** tokens)
-        read = (gate_up.nbytes() + down.nbytes()) / count * hit
-        return int(read) + sum(t.nbytes() for t in (x, weights, index, *outs))
+    def traffic(
+        ins: tuple[Type, ...], outs: tuple[Type, ...], *, distinct: float | None = None, **_: Any
+    ) -> Traffic:
+        """Weights of the experts that some token chose: `distinct` of them where they were
+        counted, else `distinct_experts`, an upper bound for routers that have favourites."""
+        reads, writes = every_operand(ins, outs)
+        count, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
+        if distinct is None:
+            distinct = distinct_experts(count, k, ins[2].numel() // k)
+        weights = (round(size * min(distinct, count) / count) for size in reads[3:])
+        return (*reads[:3], *weights), writes
 
     samples = [
         Sample(("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[8,24,16]", "f32[8,16,12]"),

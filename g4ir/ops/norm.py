@@ -8,6 +8,11 @@ from ..types import Type
 from .base import Sample, op, require, wide
 
 
+def reciprocal_rms(h: Any, eps: float) -> Any:
+    """(mean(h^2) + eps)^-0.5 over the last dim, which stays as a dim of one (rule 10)."""
+    return (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
+
+
 @op
 class rms_norm:
     """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)"""
@@ -25,7 +30,7 @@ class rms_norm:
     @staticmethod
     def reference(x: Any, w: Any = None, *, eps: float) -> Any:
         h = wide(x)
-        h = h * (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
+        h = h * reciprocal_rms(h, eps)
         if w is not None:
             h = h * wide(w)
         return h.to(x.dtype)

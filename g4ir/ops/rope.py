@@ -8,15 +8,20 @@ from ..types import Type, torch_dtype
 from .base import Sample, op, require
 
 
+def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
+    """Pairs (j, j + dim / 2) that are rotated, the first ones: all of them, or, where the kind is
+    `proportional`, int(fraction * dim // 2) (rule 14)."""
+    return int(fraction * dim // 2) if kind == "proportional" else dim // 2
+
+
 def inverse_frequencies(kind: str, theta: float, dim: int, fraction: float, factor: float) -> Any:
-    """fp32 [dim / 2]: theta^(-2j/dim) / factor; `proportional` keeps the first
-    int(fraction * dim // 2) and sets the rest to zero, so those dims are not rotated (rule 14)."""
+    """fp32 [dim / 2]: theta^(-2j/dim) / factor; zero for the pairs that are not rotated
+    (rule 14)."""
     import torch
 
     j = torch.arange(0, dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (theta ** (j / dim))
-    if kind == "proportional":
-        frequencies[int(fraction * dim // 2) :] = 0.0
+    frequencies[rotated_pairs(kind, dim, fraction) :] = 0.0
     return frequencies / factor
 
 

@@ -1,0 +1,208 @@
+"""How the attention ops are computed: over K and V, or over one cache that says both.
+
+q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) and a mask
+[B,S,T]. Heads of a group are query rows of one product, so that keys are read once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from g4ir.ir import Node
+from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.base import wide
+from g4ir.ops.latent import PARTS
+from g4ir.ops.rope import inverse_frequencies, rotated_pairs
+from g4ir.types import torch_dtype
+
+if TYPE_CHECKING:
+    from .lower import SegmentModule
+
+Tensor = torch.Tensor
+
+
+def attention(
+    m: SegmentModule, n: Node, q: Tensor, positions: Tensor, written: Tensor, cache_k: Tensor,
+    cache_v: Tensor, *fresh: Tensor,
+) -> Tensor:  # fmt: skip
+    """The form that measured fastest: products per head for a chunk over a ring in an engine for
+    one row, else the library's attention with the heads of a group as query rows."""
+    if n.attrs["softcap"]:
+        return _reference(n, q, positions, written, cache_k, cache_v, *fresh)
+    mask = _mask(n, positions, written, cache_k, bool(fresh))
+    keys, values = _joined((cache_k, cache_v), fresh)
+    return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+
+
+def attention_latent(
+    m: SegmentModule, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor,
+    *held: Tensor,
+) -> Tensor:  # fmt: skip
+    """The form that measured fastest. Rows of the form `value` are keys and values at once; those
+    of the form `raw` are made K and V again, except for a single token of a single row."""
+    if n.attrs["softcap"]:
+        return _reference(n, q, positions, written, w, *held)
+    form = str(n.attrs["form"])
+    parts = len(PARTS[form])
+    caches, fresh = held[:parts], held[parts:]
+    mask = _mask(n, positions, written, caches[0], bool(fresh))
+    one_token = not fresh and n.inputs[0].type.shape[:2] == (1, 1)
+    if form == "value":
+        (rows,) = _joined(caches, fresh)
+        query = torch.cat(_query(q, w, _pairs(n)), -1)
+        if one_token and q.dtype == torch.bfloat16:
+            return _one_token(n, query, rows, rows[..., : w.shape[0]], mask)
+        return _grouped(query, rows, rows, mask, _scale(n))[..., : w.shape[0]]
+    key_pos = slot_positions(written, caches[0].shape[0])
+    raw, rms = _joined(caches, fresh)
+    # fp16 holds a product with the projection only once that was divided by its rms.
+    if one_token and q.dtype != torch.float16:
+        return _one_token_raw(n, q, w, raw, rms, key_pos, mask)
+    key_pos = torch.cat((key_pos, positions.t())) if fresh else key_pos
+    keys, values = _keys_values(n, raw, rms, w, key_pos)
+    return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+
+
+def _reference(n: Node, *operands: Tensor) -> Tensor:
+    assert n.definition.reference
+    out: Tensor = n.definition.reference(*operands, **n.attrs)
+    return out
+
+
+def _mask(n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: bool) -> Tensor:
+    """[B,S,T] bool, over the slots of the cache and then the tokens of the chunk."""
+    key_pos = slot_positions(written, cache.shape[0])
+    if chunk:
+        key_pos = torch.cat((key_pos, positions.t()))
+    mask: Tensor = visible(key_pos, positions, int(n.attrs["window"]))  # type: ignore[arg-type]
+    return mask
+
+
+def _joined(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Each cache with the chunk's rows behind it."""
+    if not fresh:
+        return caches
+    return tuple(torch.cat((old, new.transpose(0, 1))) for old, new in zip(caches, fresh))
+
+
+def _scale(n: Node) -> float:
+    return float(n.attrs["scale"])  # type: ignore[arg-type]
+
+
+def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
+    ring_of_one_row = n.attrs["window"] and n.inputs[0].type.shape[0] == 1
+    form = _per_head if chunk and ring_of_one_row else _grouped
+    return form(q, k, v, mask, _scale(n))
+
+
+def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """One row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask [1,S,T]."""
+    _, s, heads, d = q.shape
+    n = k.shape[2]
+    group = heads // n
+    outs = []
+    for h in range(n):
+        queries = q[0, :, h * group : (h + 1) * group].transpose(0, 1).reshape(group * s, d)
+        scores = (torch.mm(queries, k[:, 0, h].t()) * scale).view(group, s, -1)
+        scores = wide(scores).masked_fill(~mask, torch.finfo(torch.float32).min)
+        weights = scores.softmax(-1).to(q.dtype).view(group * s, -1)
+        outs.append(torch.mm(weights, v[:, 0, h]).view(group, s, d))
+    return torch.cat(outs).transpose(0, 1).unsqueeze(0)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group of heads."""
+    b, s, heads, d = q.shape
+    n = k.shape[2]
+    group = heads // n
+    queries = q.view(b, s, n, group, d).permute(0, 2, 3, 1, 4).reshape(b, n, group * s, d)
+    bias = torch.zeros((), dtype=q.dtype, device=q.device).expand(mask.shape)
+    bias = bias.masked_fill(~mask, torch.finfo(q.dtype).min)
+    bias = bias[:, None, None].expand(b, 1, group, s, mask.shape[-1]).reshape(b, 1, group * s, -1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), attn_mask=bias, scale=scale
+    )
+    return out.view(b, n, group, s, d).permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+
+
+def _pairs(n: Node) -> int:
+    """Rotated pairs of a node that reads a latent cache."""
+    kind, fraction = str(n.attrs["kind"]), float(n.attrs["fraction"])  # type: ignore[arg-type]
+    return rotated_pairs(kind, int(n.inputs[0].type.shape[-1]), fraction)
+
+
+def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
+    """The last dim as rotated, rest; rotated, rest: both halves."""
+    half = x.shape[-1] // 2
+    return tuple(x.split([pairs, half - pairs, pairs, half - pairs], -1))
+
+
+def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """The query for normed rows and the query for K's rotated dims, [..., d] and [..., 2p]: where
+    K is not rotated it is V * w, and the weight moves to q."""
+    low, _, high, _ = _split(q, pairs)
+    _, rest1, _, rest2 = _split(q * w, pairs)
+    nothing = torch.zeros_like(low)
+    return torch.cat((nothing, rest1, nothing, rest2), -1), torch.cat((low, high), -1)
+
+
+def _weights(scores: Tensor, mask: Tensor) -> Tensor:
+    """Probabilities of a single token: softmax over scores [G,T] under a mask [1,1,T]."""
+    return scores.masked_fill(~mask[0], torch.finfo(scores.dtype).min).softmax(-1)
+
+
+def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """q [1,1,nq,D]; keys [T,1,n,D] and values [T,1,n,d], read where they lie."""
+    outs = []
+    for h, query in enumerate(q[0, 0].chunk(keys.shape[2])):
+        scores = wide(torch.mm(query, keys[:, 0, h].t()) * _scale(n))
+        outs.append(torch.mm(_weights(scores, mask).to(q.dtype), values[:, 0, h]))
+    return torch.cat(outs)[None, None]
+
+
+def _one_token_raw(
+    n: Node, q: Tensor, w: Tensor, raw: Tensor, rms: Tensor, key_pos: Tensor, mask: Tensor
+) -> Tensor:  # fmt: skip
+    """V = raw * rms: the reciprocal rms moves to the scores and to the probabilities, so that the
+    projection is read as it is stored. Only K's rotated dims are made again."""
+    still, turned = (x[0, 0].chunk(raw.shape[2]) for x in _query(q, w, _pairs(n)))
+    low, _, high, _ = _split(raw, _pairs(n))
+    w_low, _, w_high, _ = _split(w, _pairs(n))
+    low, high = ((wide(x) * rms * wide(y)).to(q.dtype) for x, y in ((low, w_low), (high, w_high)))
+    keys = torch.cat(_rotate(n, low, high, key_pos), -1)
+    outs = []
+    for h in range(raw.shape[2]):
+        factor = rms[:, 0, h].t()
+        scores = wide(torch.mm(still[h], raw[:, 0, h].t())) * factor
+        scores = (scores + wide(torch.mm(turned[h], keys[:, 0, h].t()))) * _scale(n)
+        weights = (_weights(scores, mask) * factor).to(q.dtype)
+        outs.append(torch.mm(weights, raw[:, 0, h]))
+    return torch.cat(outs)[None, None]
+
+
+def _keys_values(
+    n: Node, raw: Tensor, rms: Tensor, w: Tensor, key_pos: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops that made them;
+    sines of rotated pairs only."""
+    h = wide(raw) * rms
+    low, rest1, high, rest2 = _split((h * wide(w)).to(raw.dtype), _pairs(n))
+    low, high = _rotate(n, low, high, key_pos)
+    return torch.cat((low, rest1, high, rest2), -1), h.to(raw.dtype)
+
+
+def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (low, high) [T,B,n,p] turned by key_pos i64[T,B], rounded as `rope_table` and `rope`
+    round."""
+    d, attrs = int(n.inputs[0].type.shape[-1]), n.attrs
+    kind, dtype = str(attrs["kind"]), torch_dtype(str(attrs["dtype"]))
+    theta, fraction, factor = (float(attrs[a]) for a in ("theta", "fraction", "factor"))  # type: ignore[arg-type]
+    table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
+    # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
+    # vectorise, with nothing: sums of one term are exact.
+    angles = torch.mm(key_pos.float().flatten()[:, None], table.to(key_pos.device)[None])
+    angles = angles.view(*key_pos.shape, -1)
+    cos, sin = (x.to(dtype)[:, :, None] for x in (angles.cos(), angles.sin()))
+    return low * cos - high * sin, high * cos + low * sin

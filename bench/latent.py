@@ -1,0 +1,328 @@
+"""One cache instead of two where K = V: decode time against context, and accuracy.
+
+    python bench/latent.py [--contexts 2048,...] [--dtypes bf16,f32] [--rounds 5] [--save]
+
+One layer of head dim 512 with 8 query heads per KV head; three engines, with the caches plain,
+`value` and `raw`, in one process and interleaved A-B-C-A-B-C. The caches are filled with the keys
+and values of one random projection, so that all three say the same; the rest of a step (embedding,
+small MLP, head) is the same in all and is timed at a context of one token. Accuracy: logits over a
+long text through the interpreter, in fp32 and bf16, against float64.
+
+--save writes bench/results/latent.json, and from the times the table that `--latent-kv auto` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save
+
+import g4ir
+from g4ir.bench.measure import interleave
+from g4ir.bench.roof import Meter
+from g4ir.bench.stats import Stat, median, stat
+from g4ir.bench.system import environment
+from g4ir.interpret import empty_state, interpret
+from g4ir.latent_forms import Measured, read_table, write_table
+from g4ir.model import build_program
+from g4ir.ops import OPS
+from g4ir.ops.rope import rotated_pairs
+from g4ir.passes.latent_kv import FORMS
+from g4ir.pipeline import run_program
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import Spec, load_spec
+from g4ir.types import torch_dtype
+from g4ir.weights import checkpoint_name
+
+BUILD = Path("build/bench/latent")
+CONTEXTS = "2048,4096,8192,16384,32768,65536"
+SPEC = """\
+schema: 1
+model_type: gemma4
+dtype: bf16
+text:
+  vocab_size: 256
+  hidden_size: 256
+  intermediate_size: 256
+  num_hidden_layers: {layers}
+  num_attention_heads: 8
+  pattern: [{pattern}]
+  sliding:
+    head_dim: 64
+    num_key_value_heads: 2
+    window: 64
+    rope: {{kind: default, theta: 10000.0}}
+  full:
+    head_dim: 512
+    num_key_value_heads: 1
+    k_eq_v: true
+    rope: {{kind: proportional, theta: 1000000.0, rotary_fraction: 0.25}}
+  max_position_embeddings: 262144
+  final_logit_softcapping: 30.0
+tokens: {{bos: 2, eos: [1], pad: 0}}
+"""
+
+
+def spec_file(name: str, *pattern: str) -> Spec:
+    """A spec of these layers, written to a file of its own."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = BUILD / f"{name}.yaml"
+    path.write_text(SPEC.format(layers=len(pattern), pattern=", ".join(pattern)))
+    return load_spec(path)
+
+
+# --- decode time ------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Sessions of one dtype, by form, whose caches hold the same keys and values."""
+
+    spec: Spec
+    dtype: str
+    contexts: tuple[int, ...]
+    steps: int
+
+    def __post_init__(self) -> None:
+        room = max(*self.contexts, 64)
+        self.sessions: dict[str, Any] = {}
+        for form in FORMS:
+            out = BUILD / f"{self.dtype}-{form}"
+            shutil.rmtree(out, ignore_errors=True)
+            engine = g4ir.build(
+                self.spec, out, random_weights=0, dtype=self.dtype, max_seq=room,
+                prefill_chunk=16, latent_kv=form, progress=print,
+            )  # fmt: skip
+            self.sessions[form] = engine.session()
+        self._fill()
+
+    def _fill(self) -> None:
+        """In pieces, so that the projection in fp32 is never held whole."""
+        dtype, kind = torch_dtype(self.dtype), self.spec.text.full
+        source = RandomCheckpoint(self.spec, 0, dtype)
+        weight = source.tensor(checkpoint_name("L0.attn.norm_k"))
+        slots = next(iter(self.sessions["off"].state.tensors.values())).shape[0]
+        for start in range(0, slots, 4096):
+            at = torch.arange(start, min(start + 4096, slots))
+            g = torch.Generator().manual_seed(start)
+            raw = torch.randn(len(at), 1, kind.num_key_value_heads, kind.head_dim, generator=g)
+            for name, rows in _rows(self.spec, raw.to(dtype), weight, at[:, None]).items():
+                for session in self.sessions.values():
+                    if name in session.state.tensors:
+                        session.state.tensors[name][at] = rows
+
+    def step(self, form: str, context: int) -> torch.Tensor:
+        """Logits of one token after `context` of them."""
+        session = self.sessions[form]
+        session.length.fill_(context - 1)
+        out: torch.Tensor = session.decode(torch.tensor([5]))
+        return out
+
+    def time(self, form: str, context: int) -> list[float]:
+        """Seconds of each of `steps` decode steps, the last of which has this context."""
+        session, token, times = self.sessions[form], torch.tensor([5]), []
+        session.length.fill_(max(0, context - self.steps))
+        for _ in range(self.steps):
+            start = time.perf_counter()
+            session.decode(token)
+            times.append(time.perf_counter() - start)
+        return times
+
+
+def _rows(
+    spec: Spec, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The layer's state by name, in every form, of a projection [T,1,n,d] at positions [T,1]."""
+    full, eps = spec.text.full, spec.text.rms_norm_eps
+    rope, dtype = full.rope, {torch.float32: "f32", torch.bfloat16: "bf16"}[raw.dtype]
+
+    def run(op: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
+        reference = OPS[op].reference
+        assert reference
+        return reference(*tensors, **attrs)
+
+    cos, sin = run(
+        "rope_table", at, kind=rope.kind, theta=rope.theta, dim=full.head_dim,
+        fraction=rope.rotary_fraction, factor=rope.factor or 1.0, dtype=dtype,
+    )  # fmt: skip
+    k = run("rope", run("rms_norm", raw, w, eps=eps), cos, sin)
+    v = run("rms_norm", raw, eps=eps)
+    pairs = rotated_pairs(rope.kind, full.head_dim, rope.rotary_fraction)
+    return {
+        "L0.k": k, "L0.v": v, "L0.raw": raw, "L0.rms": run("inverse_rms", raw, eps=eps),
+        "L0.latent": run("latent_row", v, k, pairs=pairs),
+    }  # fmt: skip
+
+
+def decode_rows(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each context: time, bytes and agreement of each form."""
+    rest = {form: median(bench.time(form, 1)) for form in FORMS}
+    for context in bench.contexts:
+        plain = bench.step("off", context)
+        agreement = {f: _cosine(bench.step(f, context), plain) for f in FORMS}
+        runs = {f: (lambda f=f, c=context: bench.time(f, c)) for f in FORMS}
+        _, times = interleave(rounds, lambda: None, runs)
+        stats = {f: stat(times[f], median) for f in FORMS}
+        size = {f: _bytes_read(bench.sessions[f], context) for f in FORMS}
+        yield {
+            "dtype": bench.dtype,
+            "context": context,
+            "ms": {f: _ms(s) for f, s in stats.items()},
+            "ms_without_context": {f: rest[f] * 1e3 for f in FORMS},
+            "speedup": {f: stats["off"].value / s.value for f, s in stats.items()},
+            "cache_bytes": size,
+            "share_of_plain_bytes": {f: size[f] / size["off"] for f in FORMS},
+            "cosine_of_logits": agreement,
+            "fastest": _fastest(stats),
+        }
+
+
+def _ms(s: Stat) -> dict[str, float]:
+    return {k: v * 1e3 for k, v in s.to_dict().items()}
+
+
+def _fastest(stats: dict[str, Stat]) -> str:
+    """A form that is faster than the plain caches by more than the spread of both, else `off`."""
+    best = min(stats, key=lambda f: stats[f].value)
+    return best if stats[best].differs(stats["off"]) else "off"
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), -1).min())
+
+
+def _bytes_read(session: Any, context: int) -> int:
+    """Of the cache's prefix that a step at this context reads."""
+    views = session.state.views(context)
+    return sum(t.numel() * t.element_size() for t in views.values())
+
+
+# --- accuracy ---------------------------------------------------------------------------------
+
+
+def accuracy_rows(lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Each dtype and form over a text of random tokens, against float64 with plain caches."""
+    spec = spec_file("accuracy", "sliding", "full", "sliding", "full")
+    total = max(lengths)
+    tokens = torch.randint(3, 256, (1, total), generator=torch.Generator().manual_seed(0))
+    exact = _logits(spec, "f64", "off", tokens)
+    for dtype in ("f32", "bf16"):
+        plain = _logits(spec, dtype, "off", tokens)
+        for form in FORMS:
+            got = plain if form == "off" else _logits(spec, dtype, form, tokens)
+            for n in lengths:
+                at = slice(max(0, n - 256), n)
+                yield {
+                    "dtype": dtype, "form": form, "tokens": n,
+                    "rms_error": _rms_error(got[at], exact[at]),
+                    "rms_from_plain": _rms_error(got[at], plain[at]),
+                    "bit_equal_to_plain": bool(torch.equal(got[:n], plain[:n])),
+                    "same_top_token": float(
+                        (got[at].argmax(-1) == exact[at].argmax(-1)).double().mean()
+                    ),
+                }  # fmt: skip
+
+
+def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, vocab] by the interpreter, in chunks; weights are those of bf16 in every dtype."""
+    declared, kind = "f32" if dtype == "f64" else dtype, torch_dtype(dtype)
+    plain = build_program(spec, all_logits=True, dtype=declared)
+    graphs = run_program(plain, options={"latent_kv": {"form": form}}).graphs
+    source = RandomCheckpoint(spec, 0, torch.bfloat16)
+    names = {v.name for g in graphs.values() for v in g.params}
+    params = {n: source.tensor(checkpoint_name(n)).to(kind) for n in names}
+    state = empty_state(
+        graphs["prefill"], {"B": 1, "C": tokens.shape[1]}, kind if dtype == "f64" else None
+    )
+    out, chunk = [], 256
+    for start in range(0, tokens.shape[1], chunk):
+        piece = tokens[:, start : start + chunk]
+        feeds, _ = interpret(graphs["embed"], {"tokens": piece}, params, {})
+        feeds["positions"] = torch.arange(start, start + piece.shape[1])[None]
+        feeds["lengths"] = torch.tensor([piece.shape[1]])
+        results, state = interpret(graphs["prefill"], feeds, params, state)
+        out.append(results["logits"][0])
+    return torch.cat(out)
+
+
+def _rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of the wanted logits."""
+    got, want = got.double(), want.double()
+    return float(((got - want).pow(2).mean() / want.pow(2).mean()).sqrt())
+
+
+# --- report -----------------------------------------------------------------------------------
+
+
+def print_decode(row: dict[str, Any]) -> None:
+    times = "  ".join(
+        f"{f} {row['ms'][f]['value']:8.3f} ±{row['ms'][f]['spread']:.3f}" for f in FORMS
+    )
+    print(f"{row['dtype']:5} {row['context']:7}  ms: {times}  fastest {row['fastest']}  "
+          f"cosine {min(row['cosine_of_logits'].values()):.6f}")  # fmt: skip
+
+
+def print_accuracy(row: dict[str, Any]) -> None:
+    print(f"{row['dtype']:5} {row['form']:6} {row['tokens']:6}  error {row['rms_error']:.2e}  "
+          f"from plain {row['rms_from_plain']:.2e}  top token {row['same_top_token']:.3f}  "
+          f"bit-equal {row['bit_equal_to_plain']}")  # fmt: skip
+
+
+def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
+    """Replace this device's and shape's rows of the shipped table; rows of others stay."""
+    full, heads = spec.text.full, spec.text.num_attention_heads
+    rotated = 2 * rotated_pairs(full.rope.kind, full.head_dim, full.rope.rotary_fraction)
+    shape = (full.head_dim, rotated, heads // full.num_key_value_heads)
+    new = [Measured("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
+    keys = {(r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) for r in new}
+    write_table([
+        *new,
+        *(r for r in read_table()
+          if (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) not in keys),
+    ])  # fmt: skip
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=numbers, default=numbers(CONTEXTS))
+    parser.add_argument("--dtypes", default="bf16,f32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--lengths", type=numbers, default=(256, 1024, 4096), help="of texts")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    spec = spec_file("decode", "full")
+    decode: list[dict[str, Any]] = []
+    rates: dict[str, Any] = {}
+    for dtype in args.dtypes.split(","):
+        rates[dtype] = Meter("cpu", torch_dtype(dtype)).measure().to_dict()
+        for row in decode_rows(Bench(spec, dtype, args.contexts, args.steps), args.rounds):
+            decode.append(row)
+            print_decode(row)
+    accuracy = []
+    for row in accuracy_rows(args.lengths):
+        accuracy.append(row)
+        print_accuracy(row)
+    if args.save:
+        save("latent", {
+            "environment": environment(), "command": "python bench/latent.py --save",
+            "shape": "one layer, head dim 512, 128 rotated, 8 query heads, 1 KV head, 1 row",
+            "rates": rates, "rounds": args.rounds, "steps": args.steps,
+            "decode": decode, "accuracy": accuracy,
+        })  # fmt: skip
+        keep_table(spec, decode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Where the time of a decode step goes, and how many calls it makes.
+
+A runtime shows its values as it makes them; the time between two of them is the time of what made
+the second. For compiled programs that is a measured time for each program, and a program holds
+one stage of one layer: parts of a layer (attention, MLP, ...) are then estimated from the cost
+model. The interpreter shows every node, so there the kinds are measured too. On CUDA the device is
+waited for at every value, and the step runs as single launches, not as the one graph that a
+session replays: shares are right, sums are not.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..backends.torch_compile.backend import phase_steps
+from ..backends.torch_compile.segment import Segment
+from ..cost import NodeCost, Roof
+from ..engine import Engine
+from ..spec import Spec
+from .roof import synchronize
+from .runners import EngineRunner, Watched, pieces, prepare
+from .stats import median
+from .workload import Workload
+
+#: decode steps that are taken apart
+STEPS = 8
+OUTSIDE = "session"
+
+
+class _Clock:
+    """Seconds by the name of the value that they made."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.last = 0.0
+
+    def start(self) -> None:
+        self.last = time.perf_counter()
+
+    def see(self, name: str, t: torch.Tensor) -> None:
+        synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[name] += now - self.last
+        self.last = time.perf_counter()
+
+
+class _Timed(Watched):
+    """Starts the clock when a run starts."""
+
+    def __init__(self, engine: Engine, clock: _Clock) -> None:
+        super().__init__(engine.runtime, clock.see)
+        self.clock = clock
+
+    def run(self, *args: Any) -> torch.Tensor | None:
+        self.clock.start()
+        return super().run(*args)
+
+
+def step_times(engine: Engine, w: Workload, tokens: torch.Tensor) -> dict[str, float]:
+    """Median seconds of a decode step by the name of the value made; OUTSIDE is the session's own
+    work (gather the rows of the tables, choose the token)."""
+    clock = _Clock(engine.device)
+    runner = EngineRunner(replace(engine, runtime=_Timed(engine, clock)), w.batch)
+    prepare(runner, w, tokens)
+    prompt, *steps = pieces(w, tokens)
+    runner.step(prompt)
+    found = []
+    for piece in steps[: STEPS + 1]:
+        clock.seconds.clear()
+        start = time.perf_counter()
+        runner.step(piece).argmax(-1).tolist()
+        whole = time.perf_counter() - start
+        clock.seconds[OUTSIDE] = max(0.0, whole - sum(clock.seconds.values()))
+        found.append(dict(clock.seconds))
+    warm = found[1:] or found
+    return {name: median([step[name] for step in warm]) for name in warm[0]}
+
+
+_LAYER = re.compile(r"L(\d+)\.")
+_HEAD = re.compile(r"(head\.|logits\b)")
+
+
+def part_of(name: str, spec: Spec) -> str:
+    """The part of the model that a program or node belongs to, by the value it makes."""
+    if name == OUTSIDE:
+        return OUTSIDE
+    if not (match := _LAYER.match(name)):
+        return "head" if _HEAD.match(name) else "before the layers"
+    layer = spec.layers()[int(match[1])]
+    notes = [layer.kind]
+    if layer.has_moe:
+        notes.append("MoE")
+    if layer.donor is not None:
+        notes.append("shared KV")
+    return f"{' '.join(notes)} layers"
+
+
+def by_part(times: Mapping[str, float], spec: Spec) -> dict[str, float]:
+    """Measured seconds of each part."""
+    out: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in times.items():
+        out[part_of(name, spec)] += seconds
+    return dict(out)
+
+
+def by_kind(
+    times: Mapping[str, float], costs: Sequence[NodeCost], roof: Roof
+) -> tuple[dict[str, float], bool]:
+    """(seconds of each kind of node, whether they are measured). Where only programs are shown, a
+    layer's time is split by the least times of its nodes, activations included."""
+    measured = all(c.node in times for c in costs)
+    place: Callable[[str], str] = (lambda name: name) if measured else _stage
+    least: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for c in costs:
+        bound = max(c.cost.nbytes / roof.bytes_per_s, c.cost.flops / roof.flops_per_s)
+        least[place(c.node)][c.kind] += 1.0 if measured else bound
+    out: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in times.items():
+        kinds = least[place(name)]
+        whole = sum(kinds.values())
+        for kind, share in kinds.items():
+            out[kind] += seconds * share / whole if whole else 0.0
+        if not whole:
+            out[OUTSIDE if name == OUTSIDE else "other"] += seconds
+    return dict(out), measured
+
+
+def _stage(name: str) -> str:
+    """Programs hold one stage each: a layer, what comes before the layers, or the head."""
+    match = _LAYER.match(name)
+    if match:
+        return match[0]
+    return name if name == OUTSIDE else "head" if _HEAD.match(name) else "before"
+
+
+def breakdown(
+    engine: Engine, w: Workload, tokens: torch.Tensor, costs: Sequence[NodeCost], roof: Roof
+) -> dict[str, Any]:
+    """Milliseconds of a decode step by part (measured) and by kind (measured or estimated)."""
+    times = step_times(engine, w, tokens)
+    kinds, measured = by_kind(times, costs, roof)
+    return {
+        "parts_ms": _milliseconds(by_part(times, engine.spec)),
+        "kinds_ms": _milliseconds(kinds),
+        "kinds": "measured" if measured else "estimated from the cost model",
+        "whole_ms": sum(times.values()) * 1e3,
+    }
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Largest first."""
+    ordered = sorted(seconds.items(), key=lambda x: -x[1])
+    return {name: s * 1e3 for name, s in ordered}
+
+
+# ---- calls ------------------------------------------------------------------------------------
+
+
+def calls_per_step(engine: Engine) -> dict[str, int]:
+    """What a decode step calls: compiled programs and views between them, or the interpreter's
+    nodes."""
+    if engine.manifest["backend"] != "torch":
+        return {"nodes": len(engine.program.graphs["decode"].nodes)}
+    steps = phase_steps(engine.program, engine.limits)["decode"]
+    programs = sum(isinstance(s, Segment) for s in steps)
+    return {"programs": programs, "glue": len(steps) - programs}
+
+
+def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
+    """On CUDA: kernels that a step runs on the device, and milliseconds that they take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = [
+        e for e in profiler.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")
+    ]  # fmt: skip
+    return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}

@@ -1,0 +1,123 @@
+"""Timed requests in interleaved rounds, and the statistics that are read off them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .roof import Rates, middle
+from .runners import Runner, pieces
+from .stats import Stat, around, mean, percentile, stats
+from .workload import Workload
+
+#: a runner's share of a round lasts at least this long, or takes this many requests
+ROUND_S = 0.5
+MOST_REQUESTS = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """Seconds to the first token, and between each token and the one before it."""
+
+    ttft: float
+    itl: tuple[float, ...]
+
+    @property
+    def e2e(self) -> float:
+        return self.ttft + math.fsum(self.itl)
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first: (E2E - TTFT) / (n - 1)."""
+        return (self.e2e - self.ttft) / len(self.itl)
+
+
+Rounds = Sequence[Sequence[Request]]
+
+
+def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> Request:
+    """Each step ends with the chosen tokens on the host; going back to the depth is not timed."""
+    runner.rewind()
+    marks = [time.perf_counter()]
+    for piece in pieces(w, tokens):
+        runner.step(piece).argmax(-1).tolist()
+        marks.append(time.perf_counter())
+    first, *rest = (b - a for a, b in pairwise(marks))
+    return Request(first, tuple(rest))
+
+
+def turn(runner: Runner, w: Workload, tokens: torch.Tensor, count: int) -> list[Request]:
+    """A runner's share of a round, without the garbage of the one before."""
+    gc.collect()
+    return [timed_request(runner, w, tokens) for _ in range(count)]
+
+
+def requests_per_round(seconds: float) -> int:
+    """From the time of one request."""
+    return max(1, min(MOST_REQUESTS, math.ceil(ROUND_S / max(seconds, 1e-6))))
+
+
+def interleave(
+    rounds: int, before: Callable[[], Any], runs: Mapping[str, Callable[[], Any]]
+) -> tuple[list[Any], dict[str, list[Any]]]:
+    """A-B-A-B: each round calls `before`, then every run once; what they return, by round."""
+    each: list[Any] = []
+    results: dict[str, list[Any]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        each.append(before())
+        for name, run in runs.items():
+            results[name].append(run())
+    return each, results
+
+
+def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
+    """Milliseconds: every statistic of ttft, itl, tpot and e2el."""
+    def milliseconds(take: Callable[[Request], Sequence[float]]) -> dict[str, Stat]:
+        return stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
+
+    return {
+        "ttft_ms": milliseconds(lambda r: (r.ttft,)),
+        "itl_ms": milliseconds(lambda r: r.itl),
+        "tpot_ms": milliseconds(lambda r: (r.tpot,)),
+        "e2el_ms": milliseconds(lambda r: (r.e2e,)),
+    }
+
+
+def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
+    """Tokens per second: of prefill (all rows), of decode per row and in all, of whole requests.
+
+    Decode is tokens over the time of decode steps; prefill is never part of it.
+    """
+    def rate(tokens: int, seconds: Callable[[Request], float]) -> Stat:
+        by_round = [tokens / mean([seconds(r) for r in many]) for many in rounds]
+        return around(tokens / mean([seconds(r) for many in rounds for r in many]), by_round)
+
+    steps = w.output_len - 1
+    return {
+        "prefill": rate(w.batch * w.input_len, lambda r: r.ttft),
+        "decode_per_user": rate(steps, lambda r: math.fsum(r.itl)),
+        "decode": rate(w.batch * steps, lambda r: math.fsum(r.itl)),
+        "output": rate(w.batch * w.output_len, lambda r: r.e2e),
+        "total": rate(w.batch * (w.input_len + w.output_len), lambda r: r.e2e),
+        "request": rate(w.batch, lambda r: r.e2e),
+    }
+
+
+def shares(
+    rounds: Rounds, rates: Sequence[Rates], take: Callable[[Request], Sequence[float]],
+    seconds_at: Callable[[Rates], float],
+) -> Stat:  # fmt: skip
+    """Least time at the measured rates over the median time; each round by its own rates."""
+    def median_of(many: Sequence[Request]) -> float:
+        return percentile([x for r in many for x in take(r)], 50)
+
+    by_round = [seconds_at(r) / median_of(many) for r, many in zip(rates, rounds, strict=True)]
+    everything = [r for many in rounds for r in many]
+    return around(seconds_at(middle(list(rates))) / median_of(everything), by_round)

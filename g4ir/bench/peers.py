@@ -1,0 +1,190 @@
+"""transformers as a peer: the same weights, process and threads, last logits only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import Checkpoint, WeightSource, hub_snapshot
+from ..engine import Engine, agreed_spec
+from ..errors import InputError, MissingError
+from ..random_weights import RandomCheckpoint
+from ..spec import Spec
+from ..types import torch_dtype
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How transformers runs."""
+
+    label: str
+    static: bool
+    compiled: bool
+
+
+MODES = {
+    "hf": Mode("eager, growing cache", static=False, compiled=False),
+    "hf-static": Mode("eager, static cache", static=True, compiled=False),
+    "hf-compile": Mode("decode compiled, static cache", static=True, compiled=True),
+}
+
+
+class HfRunner:
+    """A transformers model in one mode. A static cache has room for `max_len` tokens a row and no
+    more, since its cost follows its size."""
+
+    def __init__(self, model: Any, max_len: int, mode: str) -> None:
+        import transformers
+
+        self.role, self.mode, self.model, self.max_len = mode, MODES[mode], model, max_len
+        self.label = f"transformers {transformers.__version__} {self.mode.label}"
+        self.single = model.forward
+        if self.mode.compiled:
+            # As transformers' generate does: single tokens compiled, with CUDA graphs where there
+            # are any, and prompts eager, since every length would be compiled anew.
+            self.single = torch.compile(model.forward, mode="reduce-overhead")
+        self.cache = self._new_cache()
+        self._kept: Any = None
+        self._length = self._depth = 0
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache, StaticCache
+
+        if self.mode.static:
+            return StaticCache(config=self.model.config, max_cache_len=self.max_len)
+        return DynamicCache(config=self.model.config)
+
+    def hold(self, tokens: torch.Tensor) -> None:
+        self._kept, self._depth = None, 0
+        self.rewind()
+        if tokens.shape[1]:
+            self.step(tokens)
+            self._depth = tokens.shape[1]
+            self._kept = self._copied()
+
+    def rewind(self) -> None:
+        self._length = self._depth
+        if not self.mode.static:
+            self.cache = self._new_cache() if self._kept is None else copy.deepcopy(self._kept)
+        elif self._kept is None:
+            self.cache.reset()
+        else:
+            for layer, kept in zip(self.cache.layers, self._kept, strict=True):
+                _put_back(layer, kept)
+
+    def _copied(self) -> Any:
+        """Of a static cache its contents: compiled code is bound to its tensors."""
+        if not self.mode.static:
+            return copy.deepcopy(self.cache)
+        return [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(layer).items()}
+            for layer in self.cache.layers
+        ]
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        device = self.model.device
+        n = tokens.shape[1]
+        position = torch.arange(self._length, self._length + n, device=device)
+        with torch.no_grad():
+            out = (self.single if n == 1 else self.model.forward)(
+                input_ids=tokens.to(device), past_key_values=self.cache, use_cache=True,
+                position_ids=position[None].expand(len(tokens), -1), logits_to_keep=1,
+            )  # fmt: skip
+        self._length += n
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+
+def _put_back(layer: Any, kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        if isinstance(value, torch.Tensor):
+            getattr(layer, name).copy_(value)
+        else:
+            setattr(layer, name, value)
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """InputError for an unknown peer, MissingError for one that is not installed."""
+    for name in names:
+        if name not in MODES:
+            raise InputError(f"--peer {name!r}: expected one of {', '.join(MODES)}")
+    if not names:
+        return
+    try:
+        from transformers import Gemma4ForCausalLM  # noqa: F401
+    except ImportError as e:
+        raise MissingError(
+            f"--peer {names[0]} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
+        ) from e
+
+
+def check_compiler(names: Sequence[str], device: str) -> None:
+    """MissingError where a peer is to be compiled and cannot be."""
+    if any(MODES[name].compiled for name in names):
+        from ..backends.torch_compile.compile import check_toolchain
+
+        check_toolchain(device)
+
+
+def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
+    """The transformers text model on an engine's weights, in its dtype and on its device."""
+    kept = engine.manifest["weights"]
+    dtype = torch_dtype(engine.dtype)
+    source: WeightSource
+    if kept["kind"] == "random" and checkpoint is None:
+        source = RandomCheckpoint(engine.spec, kept["seed"], dtype)
+    else:
+        directory = _directory(engine, checkpoint)
+        agreed_spec(engine.spec, directory)
+        source = Checkpoint.open(directory, engine.spec)
+    try:
+        return hf_model(engine.spec, source, dtype, engine.device)
+    finally:
+        source.close()
+
+
+def _directory(engine: Engine, given: str | Path | None) -> Path:
+    found = given or engine.manifest["weights"].get("directory")
+    found = found or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    if not found:
+        raise InputError(
+            f"bench --peer: {engine.path} does not say where its checkpoint is; give "
+            f"--checkpoint DIR"
+        )
+    if not Path(found).is_dir():
+        raise InputError(f"--checkpoint {found}: no such directory")
+    return Path(found)
+
+
+def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """The transformers text model of a spec with the weights of `source`."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = spec.to_hf()
+    config = Gemma4TextConfig(**config.get("text_config", config))
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM(config)
+    model = model.to(dtype).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for name, t in model.model.state_dict().items():
+            t.copy_(source.tensor(name))
+            source.release(name)
+        _restore_buffers(model, config)
+    model.tie_weights()
+    return model.to(device)
+
+
+def _restore_buffers(model: Any, config: Any) -> None:
+    """Constants that are no checkpoint tensors: rope frequencies and embedding scales."""
+    from transformers.models.gemma4 import modeling_gemma4 as m
+
+    model.model.rotary_emb = m.Gemma4TextRotaryEmbedding(config)
+    for module in model.modules():
+        if isinstance(module, m.Gemma4TextScaledWordEmbedding):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)

@@ -1,0 +1,75 @@
+"""Numbers with a spread. Torch-free.
+
+A statistic is taken over the samples of all rounds. Its spread is the largest distance between
+it and the same statistic of a single round, but at least FLOOR of it: what differs from process
+to process (where memory lies, clocks) is the same in every round of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+#: least relative spread that is claimed
+FLOOR = 0.02
+Samples = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A value; each round's lies within value - spread and value + spread."""
+
+    value: float
+    spread: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {"value": self.value, "spread": self.spread}
+
+    def differs(self, other: Stat) -> bool:
+        """Whether the two lie further apart than both spreads explain."""
+        return abs(self.value - other.value) > self.spread + other.spread
+
+
+def percentile(samples: Samples, percent: float) -> float:
+    """With linear interpolation between the two nearest samples (numpy's default)."""
+    ordered = sorted(samples)
+    at = (len(ordered) - 1) * percent / 100
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def mean(samples: Samples) -> float:
+    return math.fsum(samples) / len(samples)
+
+
+def median(samples: Samples) -> float:
+    return percentile(samples, 50)
+
+
+#: name -> statistic of a list of samples
+STATISTICS: dict[str, Callable[[Samples], float]] = {
+    "mean": mean,
+    "p50": median,
+    "p90": lambda s: percentile(s, 90),
+    "p99": lambda s: percentile(s, 99),
+    "min": min,
+}
+
+
+def stat(rounds: Sequence[Samples], statistic: Callable[[Samples], float]) -> Stat:
+    """One statistic of the samples of several rounds."""
+    value = statistic([x for samples in rounds for x in samples])
+    return around(value, [statistic(samples) for samples in rounds])
+
+
+def around(value: float, rounds: Samples) -> Stat:
+    """A value and what it was in each round."""
+    spread = max(abs(x - value) for x in rounds)
+    return Stat(value, max(spread, FLOOR * abs(value)))
+
+
+def stats(rounds: Sequence[Samples]) -> dict[str, Stat]:
+    """Every statistic of STATISTICS."""
+    return {name: stat(rounds, f) for name, f in STATISTICS.items()}

@@ -1,0 +1,121 @@
+"""The machine, the versions and the memory in use, as kept beside the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+#: what nvidia-smi is asked -> key of the report
+GPU_FIELDS = {
+    "driver_version": "driver", "clocks.sm": "clock_mhz", "clocks.max.sm": "max_clock_mhz",
+    "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c", "clocks_throttle_reasons.active": "throttle_reasons",
+}  # fmt: skip
+PACKAGES = ("transformers", "triton")
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """CPU or GPU model, clocks where they can be read, threads, versions, commit, date."""
+    versions = {p: v for p in PACKAGES if (v := _version(p))}
+    return {
+        **(_gpu() if device == "cuda" else {}),
+        **_cpu(),
+        "cores": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        **versions,
+        "g4ir": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+    clocks = [float(x.partition(":")[2]) for x in lines if x.startswith("cpu MHz")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cpu_mhz": round(sum(clocks) / len(clocks)) if clocks else None,
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    """Of the current device; what nvidia-smi does not say is left out."""
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits",
+               f"--id={torch.cuda.current_device()}"]  # fmt: skip
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        values = [x.strip() for x in done.stdout.strip().split(",")]
+        if done.returncode == 0 and len(values) == len(GPU_FIELDS):
+            found |= dict(zip(GPU_FIELDS.values(), values, strict=True))
+    return found
+
+
+def commit() -> str:
+    """Of the checkout that runs; `unknown` where this is none."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--match=-"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+        return done.stdout.strip() or "uncommitted"
+    return "unknown"
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def reset_peak(device: str) -> None:
+    """Start a new peak, where the system lets us."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory(device: str) -> dict[str, int]:
+    """Bytes since `reset_peak`: the process's resident memory and the CUDA allocator's."""
+    cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
+    return {"rss_bytes": _status("VmHWM"), **cuda}
+
+
+def _status(key: str) -> int:
+    """A size of /proc/self/status in bytes; the peak of the whole run where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory() -> int:
+    """Bytes that the system can give; 4 GiB where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30

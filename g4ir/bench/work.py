@@ -1,0 +1,166 @@
+"""What a request costs: bytes and FLOPs of its steps by the cost model, experts counted.
+
+The steps are those that a session makes: a prompt in chunks, of which only the last computes
+logits, and a chunk of one token is a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ..backends.base import Runtime
+from ..cost import Cost, NodeCost, Roof, floor, graph_costs, total
+from ..engine import Engine
+from ..ir import Graph
+from .runners import EngineRunner, Watched, interpreter, pieces, prepare
+from .stats import mean
+from .workload import Workload
+
+#: decode steps whose cost is worked out, spread evenly over a request
+DECODE_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One run of a graph: `new` tokens a row on rows that hold `held`; `distinct` is the mean
+    number of experts that a layer's tokens chose, where it was counted."""
+
+    phase: str
+    new: int
+    held: int
+    logits: bool
+    distinct: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The chunks of a prompt, and decode steps that stand for all of them, with their costs."""
+
+    prefill: tuple[tuple[Chunk, list[NodeCost]], ...]
+    decode: tuple[tuple[Chunk, list[NodeCost]], ...]
+    experts: dict[str, Any] | None
+
+    def prefill_cost(self) -> Cost:
+        """Of a whole prompt."""
+        return sum((total(c) for _, c in self.prefill), Cost())
+
+    def decode_cost(self) -> Cost:
+        """Of a step, on average."""
+        whole = sum((total(c) for _, c in self.decode), Cost())
+        return Cost(*(v // len(self.decode) for v in asdict(whole).values()))
+
+    def prefill_floor(self, roof: Roof) -> float:
+        """Seconds: the chunks follow each other."""
+        return sum(floor(total(c), roof).seconds for _, c in self.prefill)
+
+    def decode_floor(self, roof: Roof) -> float:
+        """Seconds of a step, on average."""
+        return sum(floor(total(c), roof).seconds for _, c in self.decode) / len(self.decode)
+
+
+def request_chunks(w: Workload, size: int) -> Iterator[Chunk]:
+    """The runs of a request in an engine whose chunks have `size` tokens."""
+    end = w.context + w.input_len
+    for at in range(w.context, end, size):
+        new = min(size, end - at)
+        yield Chunk("decode" if new == 1 else "prefill", new, at, at + new == end)
+    for at in range(end, w.fed):
+        yield Chunk("decode", 1, at, True)
+
+
+def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
+    """The cost of a request. Experts are counted by the interpreter, which runs the same tokens
+    once more; an engine without experts is not run."""
+    chunks = list(request_chunks(w, engine.limits.prefill_chunk))
+    routed = any(n.op == "router" for n in engine.program.graphs["decode"].nodes)
+    if routed:
+        chunks = _counted(engine, w, tokens, chunks)
+    prompts = len(chunks) - (w.output_len - 1)
+    steps = chunks[prompts:]
+    some = [steps[i * len(steps) // n] for n in (min(DECODE_STEPS, len(steps)),) for i in range(n)]
+
+    def priced(many: Sequence[Chunk]) -> tuple[tuple[Chunk, list[NodeCost]], ...]:
+        return tuple((c, chunk_costs(engine, c, w.batch)) for c in many)
+
+    experts = _described(engine, chunks[:prompts], steps) if routed else None
+    return Work(priced(chunks[:prompts]), priced(some), experts)
+
+
+def chunk_costs(engine: Engine, c: Chunk, batch: int) -> list[NodeCost]:
+    """Costs of the nodes that a run of a chunk needs."""
+    g = engine.program.graphs[c.phase]
+    costs = graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
+    if c.logits:
+        return costs
+    live = _state_nodes(g)
+    return [n for n in costs if n.node in live]
+
+
+def _state_nodes(g: Graph) -> set[str]:
+    """First results of the nodes that the caches follow from."""
+    wanted = {v.name for v in g.next.values()}
+    live = set()
+    for n in reversed(g.nodes):
+        if any(v.name in wanted for v in n.outputs):
+            live.add(n.outputs[0].name)
+            wanted |= {v.name for v in n.inputs}
+    return live
+
+
+# ---- experts ----------------------------------------------------------------------------------
+
+
+class _Counting(Watched):
+    """Notes for each run how many distinct experts each router chose."""
+
+    def __init__(self, runtime: Runtime, routers: set[str]) -> None:
+        super().__init__(runtime, self._see)
+        self.routers = routers
+        self.runs: list[dict[str, int]] = []
+
+    def run(self, *args: Any) -> torch.Tensor | None:
+        self.runs.append({})
+        return super().run(*args)
+
+    def _see(self, name: str, t: torch.Tensor) -> None:
+        if name in self.routers:
+            self.runs[-1][name] = int(t.unique().numel())
+
+
+def _counted(
+    engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]
+) -> list[Chunk]:
+    """The chunks with their `distinct`."""
+    routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
+    counting = _Counting(interpreter(engine), routers)
+    runner = EngineRunner(replace(engine, runtime=counting), w.batch)
+    prepare(runner, w, tokens)
+    counting.runs.clear()
+    for piece in pieces(w, tokens):
+        runner.step(piece)
+    return [_with_count(engine, *x) for x in zip(chunks, counting.runs, strict=True)]
+
+
+def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:
+    """Of the layers that the chunk runs."""
+    g = engine.program.graphs[c.phase]
+    live = {n.outputs[0].name for n in g.nodes} if c.logits else _state_nodes(g)
+    ran = [counts[n.outputs[1].name] for n in g.find("router") if n.outputs[0].name in live]
+    return replace(c, distinct=mean(ran)) if ran else c
+
+
+def _described(engine: Engine, prompts: list[Chunk], steps: list[Chunk]) -> dict[str, Any]:
+    """How many there are, and how many were touched in a layer, on average."""
+    moe = engine.spec.text.moe
+    assert moe
+    return {
+        "source": "counted by the interpreter on the same tokens",
+        "experts": moe.num_experts,
+        "per_token": moe.top_k_experts,
+        "prefill_distinct": mean([c.distinct for c in prompts if c.distinct is not None]),
+        "decode_distinct": mean([c.distinct for c in steps if c.distinct is not None]),
+    }

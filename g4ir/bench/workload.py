@@ -1,0 +1,100 @@
+"""What is asked of every runner: the same tokens, whatever anybody would have chosen.
+
+A request is a prompt of `input_len` tokens on rows that hold `context` tokens already, then
+`output_len - 1` single steps: `output_len` choices of a token. The tokens of the single steps are
+given too, so that end-of-sequence ends nothing, all runners do the same work, and a stream cannot
+loop. They are drawn from a seed, or taken from a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine import Engine
+
+DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths are tokens per row; `batch` is the number of rows."""
+
+    input_len: int
+    output_len: int
+    batch: int = 1
+    context: int = 0
+    seed: int = 0
+    text: str | None = None
+
+    @property
+    def fed(self) -> int:
+        """Tokens that a row holds after a request."""
+        return self.context + self.input_len + self.output_len - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_workload(
+    engines: list[Engine], input_len: int | None = None, output_len: int | None = None,
+    batch: int = 1, context: int = 0, seed: int = 0, text: str | None = None,
+) -> Workload:  # fmt: skip
+    """A workload that fits every engine; lengths left open become 512 and 64, or what fits.
+
+    Raises InputError naming the size that is out of range and the limit.
+    """
+    room = min(e.limits.max_seq for e in engines)
+    rows = min(e.limits.max_batch for e in engines)
+    for flag, size, least, most, limit in (
+        ("--context", context, 0, room - 2, f"--max-seq {room}"),
+        ("--batch", batch, 1, rows, f"--max-batch {rows}"),
+        ("--input-len", input_len, 1, room, f"--max-seq {room}"),
+        ("--output-len", output_len, 2, room, f"--max-seq {room}"),
+        ("--seed", seed, 0, 2**63 - 1, "63 bits"),
+    ):
+        if size is not None and not least <= size <= most:
+            raise InputError(f"bench: {flag} {size}: expected {least} to {most} ({limit})")
+    free = room - context
+    outputs = output_len or max(2, min(DEFAULT_OUTPUT, free // 4, free - (input_len or 1) + 1))
+    inputs = input_len or max(1, min(DEFAULT_INPUT, free - outputs + 1))
+    w = Workload(inputs, outputs, batch, context, seed, text)
+    if w.fed > room:
+        raise InputError(
+            f"bench: --context {context}, --input-len {inputs} and --output-len {outputs} are "
+            f"{w.fed} tokens a row; the engine was built with --max-seq {room}"
+        )
+    return w
+
+
+def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
+    """i64[batch, fed]: the context, the prompt, then the token of each single step."""
+    import torch
+
+    if w.text is not None:
+        return _text_tokens(w, w.text, engine)
+    spec = engine.spec.text
+    # Ids that the per-layer table has no row for cannot be read.
+    top = min(spec.vocab_size, spec.ple.vocab_size if spec.ple else spec.vocab_size)
+    generator = torch.Generator().manual_seed(w.seed)
+    return torch.randint(0, top, (w.batch, w.fed), generator=generator)
+
+
+def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
+    """Each row continues where the one before ended."""
+    import torch
+
+    try:
+        with open(file, encoding="utf-8") as f:
+            ids = engine.tokenizer().encode(f.read(), add_special_tokens=False).ids
+    except UnicodeDecodeError as e:
+        raise InputError(f"bench: --text {file}: not UTF-8 text: {e}") from e
+    wanted = w.batch * w.fed
+    if len(ids) < wanted:
+        raise InputError(f"bench: --text {file}: {len(ids)} tokens; {wanted} are needed")
+    return torch.tensor(ids[:wanted]).view(w.batch, w.fed)

@@ -1,0 +1,150 @@
+"""`g4ir bench` and `g4ir bench-compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir import console
+from g4ir.errors import InputError
+
+from .common import add_verb, emit, strict
+
+if TYPE_CHECKING:
+    from g4ir.engine import Engine
+
+STDOUT = "-"
+
+
+def add_bench(verbs: Any) -> None:
+    p = add_verb(verbs, "bench", _bench, "speed beside agreement, a peer and a roof", json=False)
+    p.add_argument("engines", metavar="ENGINE", nargs="*",
+                   help="one, or two of the same variant, which take turns")  # fmt: skip
+    p.add_argument("--input-len", metavar="N", type=int,
+                   help="tokens of a prompt (default 512, or what fits)")  # fmt: skip
+    p.add_argument("--output-len", metavar="N", type=int,
+                   help="tokens chosen after it, exactly (default 64, or what fits)")  # fmt: skip
+    p.add_argument("--batch", metavar="N", type=int, default=1, help="rows (default 1)")
+    p.add_argument("--context", metavar="N", type=int, default=0,
+                   help="tokens that each row holds before the prompt (default 0)")  # fmt: skip
+    p.add_argument("--peer", metavar="NAME", action="append", default=[],
+                   help="transformers in the same run (repeat): hf (eager, growing cache),\n"
+                   "hf-static (static cache), hf-compile (decode compiled too)")  # fmt: skip
+    p.add_argument("--checkpoint", metavar="DIR", help="what the peer is loaded from")
+    p.add_argument("--text", metavar="FILE", help="take the tokens from a text, not from a seed")
+    p.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens (default 0)")
+    p.add_argument("--rounds", metavar="N", type=int, default=5,
+                   help="turns of each runner (default 5)")  # fmt: skip
+    p.add_argument("--warmup", metavar="N", type=int, default=2,
+                   help="requests of each before the rounds (default 2)")  # fmt: skip
+    p.add_argument("--json", metavar="FILE", help="write the report; `-`: to stdout")
+    p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
+    p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    p.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
+
+
+def add_bench_compare(verbs: Any) -> None:
+    p = add_verb(verbs, "bench-compare", _compare, "two reports side by side")
+    p.add_argument("a", metavar="A.json")
+    p.add_argument("b", metavar="B.json")
+    p.add_argument("--all", action="store_true", help="every statistic")
+    p.add_argument("--check", action="store_true",
+                   help="exit 1 if any differs by more than both spreads")  # fmt: skip
+    p.add_argument("--plot", metavar="FILE", help="draw both: .png or .svg")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from g4ir.bench.schema import SCHEMA
+
+    if args.schema:
+        emit(SCHEMA, indent=1)
+        return 0
+    _check_arguments(args)
+    report = _measured(args)
+    _write(args, report)
+    return 0 if report["outputs_agree"] else 1
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """What would be a pity to find out after the measurement."""
+    if not 1 <= len(args.engines) <= 2:
+        raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
+    for flag, file in (("--json", args.json), ("--csv", args.csv)):
+        if file and file != STDOUT and not Path(file).absolute().parent.is_dir():
+            raise InputError(f"{flag} {file}: no such directory")
+    if args.plot:
+        from g4ir.plots import check_plot
+
+        check_plot(args.plot)
+    from g4ir.bench.report import check_options
+
+    check_options(args.peer, args.rounds, args.warmup)
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    from g4ir.bench.report import run_bench
+    from g4ir.bench.workload import plan_workload
+
+    engines: list[Engine] = []
+    seconds = []
+    with console.Progress() as progress:
+        try:
+            for path in args.engines:
+                start = time.perf_counter()
+                engines.append(_load(path, progress))
+                seconds.append(time.perf_counter() - start)
+            workload = plan_workload(
+                engines, args.input_len, args.output_len, args.batch, args.context, args.seed,
+                args.text,
+            )  # fmt: skip
+            report = run_bench(
+                engines, workload, peers=args.peer, rounds=args.rounds, warmup=args.warmup,
+                checkpoint=args.checkpoint, load_s=seconds, progress=progress,
+            )  # fmt: skip
+        finally:
+            for engine in engines:
+                engine.close()
+    plain: dict[str, Any] = strict(report)
+    return plain
+
+
+def _load(path: str, progress: console.Progress) -> Engine:
+    from g4ir.engine import load_engine
+
+    progress(f"loading {path}")
+    return load_engine(path, progress=progress)
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    from g4ir.bench import text
+    from g4ir.plots import plot_bench
+    from g4ir.tensorfile import write_file
+
+    if args.json == STDOUT:
+        emit(report)
+    else:
+        print(text.text(report))
+    if args.json and args.json != STDOUT:
+        write_file(Path(args.json), [(json.dumps(report, indent=1) + "\n").encode()])
+    if args.csv:
+        write_file(Path(args.csv), [text.csv_text(report).encode()])
+    if args.plot:
+        plot_bench(args.plot, {"": report})
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from g4ir.bench.compare import compare_reports, compare_text
+    from g4ir.bench.schema import read_report
+    from g4ir.plots import check_plot, plot_bench
+
+    if args.plot:
+        check_plot(args.plot)
+    a, b = read_report(args.a), read_report(args.b)
+    result = compare_reports(a, b, args.all)
+    emit(result) if args.json else print(compare_text(result))
+    if args.plot:
+        plot_bench(args.plot, {"A": a, "B": b})
+    return 1 if args.check and result["differ"] else 0

@@ -1,0 +1,115 @@
+"""`g4ir plan`: what a variant needs and what fits, before anything is downloaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.params import counts
+from g4ir.spec import Spec, load_spec, spec_names
+from g4ir.units import parse_count, parse_counts
+
+from .common import add_source, add_verb, emit
+
+if TYPE_CHECKING:
+    from g4ir.gpus import Gpu
+    from g4ir.plan import Plan
+
+ALL = "all"
+
+
+def add_plan(verbs: Any) -> None:
+    p = add_verb(verbs, "plan", _plan, "parameters, weights, caches, and what fits")
+    add_source(p)
+    p.add_argument("--ctx", metavar="N,..", help="tokens of a row, such as 4K,32K (default: up\n"
+                   "to the model's limit)")  # fmt: skip
+    p.add_argument("--batch", metavar="N,..", default="1", help="rows, such as 1,8 (default 1)")
+    p.add_argument("--gpu", metavar="G,..", help="h100-80gb, rtx4090-24gb ..., a size such as\n"
+                   "24GiB, or `all` that are known")  # fmt: skip
+    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                   help="what the engine would be built for (default cuda)")  # fmt: skip
+    p.add_argument("--prefill-chunk", metavar="N", default="1024",
+                   help="tokens of a prompt at a time (default 1024)")  # fmt: skip
+    p.add_argument("--latent-kv", metavar="FORM", default="auto",
+                   help="what layers with K=V cache: off, value, raw or auto")  # fmt: skip
+    p.add_argument("--ple-placement", metavar="P",
+                   help="where the per-layer table lies: device, host or mmap")  # fmt: skip
+    p.add_argument("--nominal", action="store_true",
+                   help="show the usual estimate too: bytes x the quoted count")  # fmt: skip
+    p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
+    p.description = (
+        "Plans one variant, or compares several: --variant e2b,31b or `all` (the default), those\n"
+        "with published weights. Three totals of K and V: naive (every layer keeps the whole\n"
+        "context), planned (windows and shared layers), as built (K=V layers in a latent form too)."
+    )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from g4ir.plan_text import comparison_text, plan_text
+    from g4ir.plots import check_plot
+
+    specs = _specs(args)
+    gpus = _gpus(args.gpu)
+    if args.plot:
+        check_plot(args.plot)
+    plans = [_made(spec, args, gpus, several=len(specs) > 1) for spec in specs]
+    if args.plot:
+        _plot(plans, args.plot)
+    if args.json:
+        from g4ir.plan import SCHEMA
+
+        one = plans[0].to_dict()
+        emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
+    elif len(plans) == 1:
+        print(plan_text(plans[0], args.nominal), end="")
+    else:
+        print(comparison_text(plans, args.nominal), end="")
+    return 0
+
+
+def _specs(args: argparse.Namespace) -> list[Spec]:
+    if args.spec is not None:
+        if args.variant is not None:
+            raise InputError("give either --variant or --spec, not both")
+        return [load_spec(Path(args.spec))]
+    if args.variant in (None, ALL):
+        shipped = [load_spec(name) for name in spec_names()]
+        return sorted((s for s in shipped if s.hub), key=lambda s: counts(s).loaded)
+    return [load_spec(name) for name in dict.fromkeys(args.variant.split(","))]
+
+
+def _gpus(text: str | None) -> list[Gpu]:
+    from g4ir.gpus import GPUS, find_gpu
+
+    if text is None:
+        return []
+    named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
+    return list(dict.fromkeys(named))
+
+
+def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
+    """Of several variants, each takes the contexts and options that it has a use for."""
+    from g4ir.plan import make_plan
+
+    longest = spec.text.max_position_embeddings
+    ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
+    if several and ctx:
+        ctx = [c for c in ctx if c <= longest] or ctx
+    placement = args.ple_placement if spec.text.ple or not several else None
+    return make_plan(
+        spec, ctx=ctx, batch=parse_counts(args.batch, "--batch"), dtype=args.dtype, memory=gpus,
+        device=args.device, ple_placement=placement, latent=args.latent_kv,
+        prefill_chunk=parse_count(args.prefill_chunk, "--prefill-chunk"),
+        all_logits=args.all_logits, skip=args.skip,
+    )  # fmt: skip
+
+
+def _plot(plans: list[Plan], path: str) -> None:
+    from g4ir.plan import cache_lines
+    from g4ir.plots import plot_caches
+
+    lines = [cache_lines(p) for p in plans]
+    plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

@@ -1,0 +1,204 @@
+"""`g4ir show --cost`: FLOPs, bytes and the time floor of a graph, by kind or node by node."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from g4ir.cost import (
+    Cost,
+    NodeCost,
+    Roof,
+    Step,
+    by_kind,
+    floor,
+    graph_costs,
+    prefill_chunks,
+    total,
+    weight_format,
+)
+from g4ir.errors import InputError
+from g4ir.gpus import find_gpu
+from g4ir.units import parse_count
+
+from .common import emit
+
+if TYPE_CHECKING:
+    from g4ir.ir import Graph
+    from g4ir.spec import Spec
+
+#: of a chunk, and of a row's context in decode, where nothing is given
+TOKENS = 1024
+RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
+NOTE = (
+    "time: the longer of bytes (weights and caches) and FLOPs at the roof; activations are left\n"
+    "out, since fused nodes keep them on the chip"
+)
+
+
+def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
+    """Print the cost of one step of a graph; in prefill also that of the whole prompt."""
+    step, weights = _step(args, spec), args.weights
+    roof = _roof(args)
+    if weights is not None:
+        weight_format(weights)
+    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
+    if args.layer is not None:
+        costs = _of_layer(costs, graph, args.layer)
+    report: dict[str, Any] = {
+        "variant": spec.name, "phase": graph.name, "batch": step.B, "new_tokens": step.S,
+        "context": step.C + step.S, "weights": weights or _dtype(graph), "layer": args.layer,
+        "roof": roof and asdict(roof), "total": _row(total(costs), roof),
+        "kinds": {kind: _row(cost, roof) for kind, cost in by_kind(costs).items()},
+    }  # fmt: skip
+    if args.nodes or args.layer is not None:
+        report["nodes"] = [
+            {"node": c.node, "op": c.op, "kind": c.kind, **_row(c.cost, roof)}
+            for c in costs
+            if c.cost != Cost()
+        ]
+    if graph.name == "prefill" and args.layer is None:
+        chunks = prefill_chunks(graph, step.C + step.S, step.S, B=step.B, weights=weights)
+        report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
+        if roof:
+            report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
+    emit(report) if args.json else print("\n".join(_lines(report)))
+    return 0
+
+
+def _step(args: argparse.Namespace, spec: Spec) -> Step:
+    """The step that the options describe, within the limits of the model."""
+    batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
+    longest = spec.text.max_position_embeddings
+    new = 1 if args.phase == "decode" else chunk or min(TOKENS, context or longest)
+    held = context or (min(TOKENS, longest) if args.phase == "decode" else new)
+    if held > longest:
+        given = "context" if context else "chunk"
+        raise InputError(f"--{given} {held}: {spec.name} has {longest} positions")
+    if new > held:
+        raise InputError(f"--chunk {new} is more than --context {held}")
+    return Step(batch or 1, new, held - new)
+
+
+def _count(args: argparse.Namespace, name: str) -> int | None:
+    text = getattr(args, name)
+    return None if text is None else parse_count(text, f"--{name}")
+
+
+def _roof(args: argparse.Namespace) -> Roof | None:
+    """That of a card, with what was given instead; None where nothing was given."""
+    for name in RATES:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{RATES[name]} {value}: expected a positive number")
+    card = find_gpu(args.gpu).roof if args.gpu is not None else None
+    rates = (args.bandwidth, args.flop_rate)
+    if card is None and rates == (None, None):
+        return None
+    if card is None and None in rates:
+        raise InputError("--bandwidth and --flop-rate go together unless --gpu gives the other")
+    names = [card.name] if card else []
+    names += [flag for name, flag in RATES.items() if getattr(args, name) is not None]
+    return Roof(
+        args.bandwidth or (card.bytes_per_s if card else 0.0),
+        args.flop_rate or (card.flops_per_s if card else 0.0),
+        " with ".join(names),
+    )
+
+
+def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeCost]:
+    found = [c for c in costs if c.node.startswith(f"L{layer}.")]
+    if not found:
+        raise InputError(f"--layer {layer}: graph {graph.name} has no such layer")
+    return found
+
+
+def _dtype(graph: Graph) -> str:
+    """That of most weights."""
+    return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
+
+
+def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
+    row: dict[str, Any] = asdict(cost)
+    if roof:
+        f = floor(cost, roof)
+        row |= {"memory_s": f.memory_s, "compute_s": f.compute_s, "floor_s": f.seconds,
+                "bound": f.bound}  # fmt: skip
+    return row
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def _lines(report: dict[str, Any]) -> Iterable[str]:
+    """The report as tables."""
+    roof = report["roof"]
+    part = "" if report["layer"] is None else f" layer {report['layer']}"
+    yield (
+        f"{report['variant']} {report['phase']}{part}: batch {report['batch']}, "
+        f"{report['new_tokens']} new of {report['context']} tokens a row, "
+        f"weights {report['weights']}"
+    )
+    if roof:
+        rates = f"{si(roof['bytes_per_s'], 'B')}/s, {si(roof['flops_per_s'], 'FLOP')}/s"
+        yield f"roof: {roof['name']}: {rates}"
+    yield ""
+    if "nodes" in report:
+        yield from _table("node", {r["node"]: r for r in report["nodes"]}, roof)
+        yield ""
+    yield from _table("kind", {**report["kinds"], "total": report["total"]}, roof)
+    prompt = report.get("prompt", {"chunks": 1})
+    if prompt["chunks"] > 1:
+        yield ""
+        floor_s = f", floor {si(prompt['floor_s'], 's')}" if roof else ""
+        yield (
+            f"whole prompt of {report['context']} tokens in {prompt['chunks']} chunks: "
+            f"{si(prompt['flops'], 'FLOP')}{floor_s}"
+        )
+    if roof:
+        yield from ("", NOTE)
+
+
+COLUMNS = (
+    ("FLOPs", "flops", "FLOP"), ("weights", "weight_bytes", "B"), ("caches", "state_bytes", "B"),
+    ("activations", "other_bytes", "B"),
+)  # fmt: skip
+
+
+def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
+    """One row per entry; with a roof also its time, what bounds it and its share of the times."""
+    times = sum(r["floor_s"] for name, r in rows.items() if name != "total") if roof else 0
+    head = [title, *(c for c, _, _ in COLUMNS), *(["time", "bound", "share"] if roof else [])]
+    body = [head]
+    for name, r in rows.items():
+        cells = [name, *(si(r[key], unit) for _, key, unit in COLUMNS)]
+        if roof:
+            share = "" if name == "total" or not times else f"{r['floor_s'] / times:.1%}"
+            cells += [si(r["floor_s"], "s"), r["bound"] if r["floor_s"] else "", share]
+        body.append(cells)
+    wide = [max(len(line[i]) for line in body) for i in range(len(head))]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, wide, strict=True))
+        ).rstrip()
+        for line in body
+    ]
+
+
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"),
+            (1e-6, "u"), (1e-9, "n"))  # fmt: skip
+
+
+def si(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms."""
+    if not value:
+        return "0"
+    size, prefix = next((p for p in PREFIXES if value >= 0.9995 * p[0]), PREFIXES[-1])
+    scaled = value / size
+    digits = 0 if size == 1 else min(max(2 - math.floor(math.log10(scaled) + 1e-4), 0), 2)
+    return f"{scaled:.{digits}f} {prefix}{unit}"

@@ -1,0 +1,73 @@
+"""`g4ir show --diff` and `--against`: what a pass changes, and what two variants differ in."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from g4ir import console
+from g4ir.errors import InputError
+from g4ir.graph_diff import diff_graphs, diff_text
+
+from .common import emit
+from .specs import any_spec
+
+if TYPE_CHECKING:
+    from g4ir.ir import Graph
+
+#: what a stage of the pipeline is made from: the plain graph, passes left out, their options
+Start = tuple["Graph", set[str], dict[str, Any]]
+
+
+def show_diff(args: argparse.Namespace, start: Start) -> int:
+    """A pass is there to change something: exit 0. Two variants: exit 1 where they differ, as
+    `specs diff` and diff(1)."""
+    if args.why or args.cost:
+        raise InputError("give --diff or --against, or --why, or --cost")
+    a, b = _stages(args, start) if args.against is None else _variants(args, start)
+    if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
+        raise InputError(f"--layer {args.layer}: graph {a.name} has no such layer")
+    changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
+    emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
+    if args.against is None and not changes:
+        console.say(f"{args.after} changes nothing in graph {a.name}")
+    return int(args.against is not None and bool(changes))
+
+
+def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
+    """Before and after a pass."""
+    from g4ir.pipeline import find_pass, run_passes
+
+    if args.after in (None, "none"):
+        raise InputError(
+            "--diff: give --after PASS for what a pass changes, or --against B for two variants"
+        )
+    find_pass(args.after)
+    graph, skip, options = start
+    if args.after in skip:
+        raise InputError(f"--after {args.after}: the pass is skipped")
+    stages = [graph]
+    run_passes(
+        graph, skip=skip, until=args.after, dump=lambda _, g: stages.append(g), options=options
+    )
+    return stages[-2], stages[-1]
+
+
+def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
+    """The same stage of two variants, in the first one's dtype."""
+    from g4ir.model import build_graph
+    from g4ir.pipeline import run_passes
+
+    graph, skip, options = start
+    dtype = graph.outputs[0].type.dtype
+    all_logits = "logits.all" not in graph.producers()
+    other = build_graph(any_spec(args.against), args.phase, all_logits, dtype)
+    if args.after == "none":
+        return graph, other
+    one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
+    return one, two
+
+
+def _has_layer(g: Graph, layer: int) -> bool:
+    return any(v.name.startswith(f"L{layer}.") for n in g.nodes for v in n.outputs)

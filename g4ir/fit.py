@@ -1,0 +1,196 @@
+"""Whether an engine fits its device: asked before anything is loaded.
+
+    require_fit(spec, program, limits, dtype="bf16", device="cuda", memory=device_memory("cuda"))
+
+The need is that of `g4ir plan`: weights on the device, caches of max_batch rows of max_seq tokens,
+activations, workspace, and the reserve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlanError
+from .ir import Program
+from .memory import Needs
+from .model import build_graph
+from .packing import DEFAULT_PLACEMENT, split_program
+from .params import DTYPE_BYTES
+from .pipeline import Options, run_passes
+from .plan import MOST_ROWS, Footprint, Row, largest, reserve
+from .spec import Spec
+from .types import TORCH_NAMES
+from .units import size_text
+
+if TYPE_CHECKING:
+    from .backends.base import Limits
+
+CGROUPS = Path("/sys/fs/cgroup")
+CHUNKS = (512, 256, 128, 64)
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is fitted,
+    or the limit of the control groups that the process is in, if that is less."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits(CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def _group_limits(root: Path, membership: Path) -> Iterator[int]:
+    """Memory limits of the process's control group and of those above it, in both layouts."""
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            folder = root / controllers / path.strip("/")
+            for place in (folder, *folder.parents):
+                if place == root.parent:
+                    break
+                if (text := _read(place / name).strip()).isdigit():
+                    yield int(text)
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, as on other systems."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Build:
+    """What decides the memory that a build needs."""
+
+    spec: Spec
+    limits: Limits
+    dtype: str
+    device: str
+    placement: str | None
+    remake: Callable[[str], Needs]
+    needs: Needs
+
+    def footprint(self) -> Footprint:
+        needs = replace(self.needs, prefill_chunk=self.limits.prefill_chunk)
+        placement = self.placement or DEFAULT_PLACEMENT
+        return Footprint(self.spec, self.dtype, self.device, placement, needs, needs)
+
+    def row(self) -> Row:
+        return self.footprint().row(self.limits.max_seq, self.limits.max_batch)
+
+    def need(self) -> int:
+        return self.footprint().need(self.row(), self.dtype, "built")
+
+    def with_limits(self, **changes: int) -> _Build:
+        limits = replace(self.limits, **changes)
+        chunk = min(limits.prefill_chunk, limits.max_seq)
+        return replace(self, limits=replace(limits, prefill_chunk=chunk))
+
+    def with_dtype(self, dtype: str) -> _Build:
+        return replace(self, dtype=dtype, needs=self.remake(dtype))
+
+
+def require_fit(
+    spec: Spec,
+    program: Program,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: str,
+    memory: int,
+    ple_placement: str | None = None,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    options: Options | None = None,
+) -> None:
+    """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
+    number short and each single setting that would fit.
+
+    `program` holds the optimised graphs, with or without their prologue; the other arguments are
+    those of `prepare`, resolved.
+    """
+    skip = tuple(skip)
+
+    def remake(kind: str) -> Needs:
+        graph = build_graph(spec, "prefill", all_logits, kind)
+        return _needs(Program({"prefill": run_passes(graph, skip=skip, options=options)}))
+
+    build = _Build(spec, limits, dtype, device, ple_placement, remake, _needs(program))
+    room = memory - reserve(memory)
+    if build.need() > room:
+        raise PlanError(_message(build, memory, room))
+
+
+def _needs(program: Program) -> Needs:
+    mains = split_program(program).program.graphs
+    return Needs(tuple(g for name, g in mains.items() if name != "embed"), 1)
+
+
+def _message(build: _Build, memory: int, room: int) -> str:
+    row, limits = build.row(), build.limits
+    parts = {
+        "weights": build.footprint().resident(build.dtype), "caches": row.built,
+        "activations": row.activations, "workspace": row.workspace, "reserve": memory - room,
+    }  # fmt: skip
+    total = sum(parts.values())
+    shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
+    return (
+        f"{build.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[build.dtype]} needs {size_text(total)} on {build.device} ({shares}), which "
+        f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
+        f"{_advice(build, room)}"
+    )
+
+
+def _advice(build: _Build, room: int) -> str:
+    if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room)]:
+        return f"any of these fits: {', '.join(fixes)}"
+    smallest = _smallest(build)
+    seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, build.limits.max_seq)
+    if not seq:
+        return "nothing of it fits: take a smaller variant or a device with more memory"
+    place = f" --ple-placement {smallest.placement}" if smallest.placement else ""
+    return (
+        f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
+        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.dtype]}{place}"
+    )
+
+
+def _smallest(build: _Build) -> _Build:
+    """One row of the same length, by every other setting as small as it gets."""
+    chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
+    build = build.with_limits(max_batch=1, prefill_chunk=chunk)
+    build = replace(build, placement=build.placement and "mmap")
+    return build.with_dtype(min(build.dtype, "bf16", key=lambda d: DTYPE_BYTES[d]))
+
+
+def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
+    """(option, value): each alone makes the build fit."""
+    limits = build.limits
+
+    def fits(**changes: int) -> bool:
+        return build.with_limits(**changes).need() <= room
+
+    if seq := largest(lambda n: fits(max_seq=n), limits.max_seq):
+        yield "--max-seq", seq
+    if rows := largest(lambda n: fits(max_batch=n), min(limits.max_batch, MOST_ROWS)):
+        yield "--max-batch", rows
+    if chunk := next((c for c in CHUNKS if c < limits.prefill_chunk and fits(prefill_chunk=c)), 0):
+        yield "--prefill-chunk", chunk
+    for dtype, size in DTYPE_BYTES.items():
+        smaller = size < DTYPE_BYTES[build.dtype]
+        if smaller and build.with_dtype(dtype).need() <= room:
+            yield "--dtype", TORCH_NAMES[dtype]
+            break
+    for place in ("host", "mmap") if build.placement else ():
+        if replace(build, placement=place).need() <= room:
+            yield "--ple-placement", place
+            break

@@ -1,0 +1,218 @@
+"""Attention over one cache instead of two, on layers whose K and V come from one projection.
+
+There K = rope(rms_norm(raw, w)) and V = rms_norm(raw) (rule 13), so what a cache holds of one
+tensor says both. A row of such a cache comes in one of two forms:
+
+  value   V and the rotated dims of K, d + 2p elements for p rotated pairs; the other dims of K
+          are V * w. V is rounded before w multiplies it, so below fp32 they differ from the
+          plain K by a rounding.
+  raw     the projection itself, d elements, and its reciprocal rms in fp32. K and V are made
+          again with the roundings of the first time: the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import FLOATS, Type
+from .attention import attention, slot_positions
+from .base import Sample, op, require, wide
+from .norm import reciprocal_rms
+from .rope import rope, rope_table, rotated_pairs
+
+#: form -> its tensors in the order in which `attention_latent` takes them
+PARTS = {"value": ("latent",), "raw": ("raw", "rms")}
+
+
+@op
+class inverse_rms:
+    """(mean(x^2) + eps)^-0.5 over the last dim, [..., 1]: the factor of rms_norm, not rounded
+
+    fp32 where x is narrower; float64 stays.
+    """
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, eps: float) -> Type:
+        require(eps > 0, f"inverse_rms: eps {eps} is not positive")
+        require(x.rank > 0, f"inverse_rms: {x} has no last dim")
+        return Type("f64" if x.dtype == "f64" else "f32", (*x.shape[:-1], 1))
+
+    @staticmethod
+    def reference(x: Any, *, eps: float) -> Any:
+        return reciprocal_rms(wide(x), eps)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 2 * ins[0].numel()
+
+    samples = [Sample(("f32[2,3,4,8]",), {"eps": 1e-6}), Sample(("f32[2,3,33]",), {"eps": 1e-6})]
+
+
+@op
+class latent_row:
+    """V and the rotated dims of K, one row: concat(v, k[:pairs], k[d/2 : d/2 + pairs])
+
+    v, k [B,S,n,d]; the result, [B,S,n,d + 2 pairs], is the `value` form of both.
+    """
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(v: Type, k: Type, *, pairs: int) -> Type:
+        d = v.shape[-1]
+        require(v.rank == 4 and v == k, f"latent_row: v {v} and k {k} differ or are not rank 4")
+        fits = isinstance(d, int) and d % 2 == 0 and 0 <= pairs <= d // 2
+        require(fits, f"latent_row: {pairs} pairs in {v}")
+        return v.with_shape(*v.shape[:-1], int(d) + 2 * pairs)
+
+    @staticmethod
+    def reference(v: Any, k: Any, *, pairs: int) -> Any:
+        import torch
+
+        half = k.shape[-1] // 2
+        return torch.cat((v, k[..., :pairs], k[..., half : half + pairs]), -1)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [
+        Sample(("f32[2,3,2,8]", "f32[2,3,2,8]"), {"pairs": 1}),
+        Sample(("f32[2,3,2,8]", "f32[2,3,2,8]"), {"pairs": 0}),
+    ]
+
+
+def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
+    """K and V [..., d] of rows in the `value` form, [..., d + 2p]; K's unrotated dims are V * w,
+    rounded once."""
+    import torch
+
+    d = w.shape[0]
+    half, pairs = d // 2, (row.shape[-1] - d) // 2
+    v, low, high = row.split([d, pairs, pairs], -1)
+    k = v * w
+    return torch.cat((low, k[..., pairs:half], high, k[..., half + pairs :]), -1), v
+
+
+def keys_values_of_raw(
+    raw: Any, rms: Any, w: Any, positions: Any, *, kind: str, theta: float, fraction: float,
+    factor: float, dtype: str,
+) -> tuple[Any, Any]:  # fmt: skip
+    """K and V [X,Y,n,d] of a projection [X,Y,n,d] and its reciprocal rms [X,Y,n,1] at `positions`
+    i64[X,Y], with the roundings of `rms_norm`, `rope_table` (of this dtype) and `rope`."""
+    h = wide(raw) * rms
+    cos, sin = rope_table.reference(
+        positions, kind=kind, theta=theta, dim=w.shape[0], fraction=fraction, factor=factor,
+        dtype=dtype,
+    )  # fmt: skip
+    k = rope.reference((h * wide(w)).to(raw.dtype), cos, sin)
+    return k.to(raw.dtype), h.to(raw.dtype)
+
+
+def keys_values(
+    form: str, row: tuple[Any, ...], w: Any, positions: Any, **rotation: Any
+) -> tuple[Any, Any]:
+    """K and V of rows in either form."""
+    if form == "value":
+        (latent,) = row
+        return keys_values_of_value(latent, w)
+    raw, rms = row
+    return keys_values_of_raw(raw, rms, w, positions, **rotation)
+
+
+def _as_keys(
+    form: str, held: tuple[Type, ...], d: int, kind: str, fraction: float
+) -> list[Type]:
+    """The types of the keys in the cache and, where given, in the chunk."""
+    pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
+    widths = {"value": (d + 2 * pairs,), "raw": (d, 1)}[form]
+    fits = len(held) in (parts, 2 * parts)
+    require(fits, f"attention_latent: form {form} has {parts} caches, found {len(held)} tensors")
+    require(0 <= pairs <= d // 2, f"attention_latent: {pairs} rotated pairs in {d} dims")
+    for i, t in enumerate(held):
+        first, width = held[i // parts * parts], widths[i % parts]
+        fits = t.rank == 4 and t.shape == (*first.shape[:3], width) and t.dtype in FLOATS
+        require(fits, f"attention_latent: {t} of form {form} does not fit {first}, width {width}")
+    return [t.with_shape(*t.shape[:3], d) for t in held[::parts]]
+
+
+@op
+class attention_latent:
+    """`attention` over K and V that are made again from rows in one of two forms
+
+    q [B,S,nq,d], positions, written, window, scale, softcap as in `attention`; w [d] the weight
+    of K's norm; kind, theta, fraction, factor, dtype as in the `rope_table` that rotated K.
+    Then the caches and, for a chunk that is not yet in them, its rows [B,S,...]: `value` one
+    tensor [C,B,n,d + 2p], p = rotated_pairs(kind, d, fraction); `raw` two, [C,B,n,d] and
+    [C,B,n,1], the result of `inverse_rms`. Roundings as in `attention`; those of K and V are
+    stated above, at the forms.
+    """
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(
+        q: Type, positions: Type, written: Type, w: Type, *held: Type,
+        form: str, window: int, scale: float, softcap: float,
+        kind: str, theta: float, fraction: float, factor: float, dtype: str,
+    ) -> Type:  # fmt: skip
+        require(form in PARTS, f"attention_latent: form {form!r}: one of {', '.join(PARTS)}")
+        fits = q.rank == 4 and isinstance(q.shape[-1], int) and w == Type(q.dtype, q.shape[-1:])
+        require(fits, f"attention_latent: weight {w} does not fit q {q}")
+        d = int(q.shape[-1])
+        rope_table.infer(
+            positions, kind=kind, theta=theta, dim=d, fraction=fraction, factor=factor, dtype=dtype
+        )
+        rows = [t for t in _as_keys(form, held, d, kind, fraction) for _ in "kv"]
+        attention.infer(q, positions, written, *rows, window=window, scale=scale, softcap=softcap)
+        return q
+
+    @staticmethod
+    def reference(
+        q: Any, positions: Any, written: Any, w: Any, *held: Any,
+        form: str, window: int, scale: float, softcap: float, **rotation: Any,
+    ) -> Any:  # fmt: skip
+        parts = len(PARTS[form])
+        key_pos = slot_positions(written, held[0].shape[0])
+        rows = [*keys_values(form, held[:parts], w, key_pos, **rotation)]
+        if len(held) > parts:
+            rows += keys_values(form, held[parts:], w, positions, **rotation)
+        return attention.reference(
+            q, positions, written, *rows, window=window, scale=scale, softcap=softcap
+        )
+
+    @staticmethod
+    def flops(
+        ins: tuple[Type, ...], outs: tuple[Type, ...], *,
+        form: str, window: int, scale: float, softcap: float, **_: Any,
+    ) -> int:  # fmt: skip
+        """Of `attention`; a key of the `value` form is d + 2p long. `raw`: also 5 for each element
+        of K and V that is made again."""
+        q, held, parts = ins[0], ins[4:], len(PARTS[form])
+        d = int(q.shape[-1])
+        rows = [x.with_shape(*x.shape[:-1], d) for x in held[::parts] for _ in "kv"]
+        count = attention.flops(
+            (*ins[:3], *rows), outs, window=window, scale=scale, softcap=softcap
+        )
+        if form == "value":
+            return count * (d + int(held[0].shape[-1])) // (2 * d)
+        return count + 5 * sum(x.numel() for x in held[::parts])
+
+    samples = [
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]"),
+               {"form": "value", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
+                "theta": 1e4, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
+               {1: (9, 14), 2: (9, 10)}),
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,8]", "f32[7,2,2,1]",
+                "f32[2,5,2,8]", "f32[2,5,2,1]"),
+               {"form": "raw", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "default",
+                "theta": 1e4, "fraction": 1.0, "factor": 2.0, "dtype": "f32"},
+               {1: (9, 14), 2: (9, 10)}),
+        Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
+               {"form": "value", "window": 0, "scale": 1.0, "softcap": 20.0,
+                "kind": "proportional", "theta": 1e6, "fraction": 0.25, "factor": 1.0,
+                "dtype": "f32"}, {1: (6, 7), 2: (7, 8)}),
+        Sample(("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8]", "f32[8,1,2,8]", "f32[8,1,2,1]"),
+               {"form": "raw", "window": 8, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
+                "theta": 1e6, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
+               {1: (29, 30), 2: (30, 31)}),
+    ]  # fmt: skip

@@ -1,0 +1,520 @@
+"""The pipeline pass by pass: each stage against the one before, and the last with the backend.
+
+All stages are run by the interpreter, on the engine's own weights and the same tokens. Comparing
+whole runs would say little: rounding grows from layer to layer. So a stage is guided by the one
+before it: a value's name is its identity under passes, and a node takes its inputs from the
+values that the earlier stage gave those names. What a node then gets wrong is its own doing, and
+is held to its op's budget. Values that only the new stage has (a packed projection, a shared
+table) are its own, and so are its caches, which go on from chunk to chunk; the first value after
+them that both stages have shows what they are worth.
+
+The same with a backend: after each compiled program its results are compared and replaced by the
+interpreter's, and so are the caches after each chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .budgets import CLOSE_EXPERTS
+from .compare import engine_name, given_tokens, random_tokens
+from .engine import Engine, Progress, silent
+from .interpret import empty_state, interpret, run_node
+from .ir import Graph, Node, Program, Value
+from .model import build_program
+from .packing import Packing, split_program
+from .pipeline import run_program
+from .stage_report import Judge, Made, StageReport, StagesReport
+from .text import parse_graph
+from .types import Type
+from .unpack import StageWeights, plain_params
+
+if TYPE_CHECKING:
+    import torch
+
+#: single steps at the end of the tokens
+STEPS = 4
+#: invalid tokens at the end of each longer chunk: a pass must not take them for the last
+PADDING = 2
+PHASES = ("prefill", "decode")
+BACKEND, STORED, MODEL = "backend", "stored graphs", "model"
+
+
+# ---- the way through --------------------------------------------------------------------------
+
+
+def verify_each_pass(
+    engine: Engine,
+    tokens: Sequence[int] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Progress = silent,
+) -> StagesReport:
+    """Run the engine's pipeline again, pass by pass, and compare each stage with the one before;
+    at the end the engine's backend with the last. Stops at the first stage that fails.
+
+    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
+    longer than the window after a shorter one, and single steps (as far as max_seq goes).
+    checkpoint: where the weights before packing are, should the engine no longer tell. Raises
+    InputError for a wrong request and PassError where a pass breaks its contract.
+    """
+    window = _window(engine)
+    ids = given_tokens(engine, tokens)
+    if ids is None:
+        ids = random_tokens(engine, min(engine.limits.max_seq, _wanted(window)))
+    chunks = [*_chunks(ids, window, engine.limits.prefill_chunk)]
+    reports: list[StageReport] = []
+    stages = _stages(engine, StageWeights(plain_params(engine, checkpoint), engine.device))
+    old = next(stages)
+    for new in stages:
+        if new.packing == old.packing:
+            reports.append(StageReport(new.name, 0, (), None))
+            continue
+        progress(f"{new.name}: against {old.name}")
+        reports.append(_against(old, new, chunks, engine))
+        if not reports[-1].ok:
+            break
+        old = new
+    else:
+        progress(f"{engine.manifest['backend']} backend")
+        reports.append(_backend(engine, old, chunks))
+    sizes = tuple(c.valid for c in chunks)
+    return StagesReport(engine_name(engine), len(ids), sizes, tuple(reports))
+
+
+def _window(engine: Engine) -> int:
+    """The longest window of an attention; 1 where all see all the past."""
+    return max(
+        (w for g in engine.program.graphs.values() for n in g.nodes
+         if isinstance(w := n.attrs.get("window"), int) and w), default=1,
+    )  # fmt: skip
+
+
+def _wanted(window: int) -> int:
+    return min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens i64[1, S], on the host, of which the first `valid` count, after `at` others."""
+
+    at: int
+    tokens: torch.Tensor
+    valid: int
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.tokens.shape[1] == 1 else "prefill"
+
+    @property
+    def end(self) -> int:
+        return self.at + self.valid
+
+    def feeds(self, device: str) -> dict[str, torch.Tensor]:
+        """What the embedding and the text graphs take, but for the rows of the embedding. Rows are
+        gathered where the tables are, from ids on the host."""
+        import torch
+
+        positions = self.at + torch.arange(self.tokens.shape[1], device=device)[None]
+        lengths = torch.tensor([self.valid], device=device)
+        return {"tokens": self.tokens, "positions": positions, "lengths": lengths}
+
+    def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
+        """Without the rows of padding."""
+        if "S" not in of.shape:
+            return t
+        return t.narrow(of.shape.index("S"), 0, self.valid)
+
+
+def _chunks(ids: torch.Tensor, window: int, limit: int) -> Iterator[Chunk]:
+    """A chunk, one a little longer than the window, a short one, single steps; each cut where an
+    engine would."""
+    import torch
+
+    padding = PADDING if limit > 2 * PADDING else 0
+    at = 0
+    for size in _turns(len(ids), window):
+        for start in range(0, size, limit - padding):
+            valid = min(limit - padding, size - start)
+            tokens = ids[None, at : at + valid]
+            if size > 1:
+                tokens = torch.nn.functional.pad(tokens, (0, padding))
+            yield Chunk(at, tokens, valid)
+            at += valid
+
+
+def _turns(count: int, window: int) -> list[int]:
+    steps = min(STEPS, count // 3)
+    rest = count - steps
+    short = min(3, rest // 4)
+    long = min(window + 1, max(rest - short - 1, 0))
+    return [n for n in (rest - short - long, long, short, *[1] * steps) if n]
+
+
+# ---- stages -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What one chunk of a phase goes through: the graph of the embedding, then that of the text.
+
+    `nodes` has every value that a node makes, in order; `types` those and the inputs; `kept` the
+    values that become caches.
+    """
+
+    graphs: tuple[Graph, Graph]
+    params: tuple[Mapping[str, Any], Mapping[str, Any]]
+    prologue: Graph
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        return {k: n for g in self.graphs for k, n in g.producers().items()}
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        return {id(n): i for i, n in enumerate(n for g in self.graphs for n in g.nodes)}
+
+    @cached_property
+    def types(self) -> dict[str, Type]:
+        inputs = {v.name: v.type for g in self.graphs for v in g.inputs}
+        return inputs | {v.name: v.type for n in self.nodes.values() for v in n.outputs}
+
+    @cached_property
+    def kept(self) -> set[str]:
+        return {v.name for v in self.graphs[1].next.values()}
+
+    def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
+        """The nodes between a value and values that are given, in order."""
+        found: dict[int, Node] = {}
+        queue = [name]
+        while queue:
+            n = self.nodes.get(queue.pop())
+            if n and id(n) not in found:
+                found[id(n)] = n
+                queue += [v.name for v in n.inputs if v.name not in given]
+        return tuple(sorted(found.values(), key=lambda n: self.place[id(n)]))
+
+    def makers(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """The nodes, after those that make their params."""
+        made = self.prologue.producers()
+        early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
+        return (*early.values(), *nodes)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graphs as they are after a pass, and their params by graph."""
+
+    name: str
+    packing: Packing
+    params: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def tapes(self) -> dict[str, Tape]:
+        graphs = self.packing.program.graphs
+        params, prologue = self.params, self.packing.prologue
+        return {
+            p: Tape((graphs["embed"], graphs[p]), (params["embed"], params[p]), prologue)
+            for p in PHASES
+        }
+
+    def caches(self, slots: int, device: str) -> dict[str, torch.Tensor]:
+        """Empty caches for one row."""
+        state = tuple(self.packing.program.state().values())
+        empty = empty_state(Graph("caches", (), (), state, (), ()), {"B": 1, "C": slots})
+        return {name: t.to(device) for name, t in empty.items()}
+
+
+def _stages(engine: Engine, weights: StageWeights) -> Iterator[Stage]:
+    """The model as it is written, then after each pass; then the engine's own graphs, should
+    they be others (an engine of an older version)."""
+    plain = build_program(engine.spec, engine.all_logits, engine.dtype)
+    after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
+
+    def keep(name: str, g: Graph) -> None:
+        after.setdefault(name, {})[g.name] = g
+
+    run_program(
+        plain, skip=engine.manifest["skipped_passes"], dump=keep,
+        options=engine.manifest["options"],
+    )  # fmt: skip
+    packing = None
+    for name, graphs in after.items():
+        packing = split_program(Program(graphs))
+        yield _stage(engine, name, packing, weights)
+    stored = Packing(engine.program, parse_graph((engine.path / "prologue.g4ir").read_text()))
+    if packing != stored:
+        yield _stage(engine, STORED, stored, weights)
+
+
+def _stage(engine: Engine, name: str, packing: Packing, weights: StageWeights) -> Stage:
+    params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
+    for phase in PHASES:
+        params[phase] = weights.params(packing, packing.program.graphs[phase])
+    return Stage(name, packing, params)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every value of a stage in one chunk, and its caches before it."""
+
+    values: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+    def in_float64(self, tape: Tape, cone: Iterable[Node], name: str) -> torch.Tensor:
+        """What `name` would be without rounding in the nodes of the cone."""
+        known = {**tape.params[0], **tape.params[1], **self.state, **self.values}
+        own: dict[str, Any] = {}
+        for n in cone:
+            inputs = [own[v.name] if v.name in own else _double(known[v.name]) for v in n.inputs]
+            made = [_double(t) for t in run_node(n, inputs)]
+            own |= {v.name: t for v, t in zip(n.outputs, made, strict=True)}
+        out: torch.Tensor = own[name]
+        return out
+
+
+def _double(t: Any) -> Any:
+    import torch
+
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+class Run:
+    """A stage on its own, chunk after chunk."""
+
+    def __init__(self, stage: Stage, slots: int, device: str) -> None:
+        self.stage, self.device = stage, device
+        self.state = stage.caches(slots, device)
+
+    def trace(self, chunk: Chunk) -> Trace:
+        """Run one chunk."""
+        values, before = chunk.feeds(self.device), self.state
+        tape = self.stage.tapes[chunk.phase]
+
+        def keep(v: Value, t: torch.Tensor) -> None:
+            values[v.name] = t.to(self.device)
+
+        for graph, params in zip(tape.graphs, tape.params, strict=True):
+            state = {v.name: self.state[v.name] for v in graph.state}
+            _, after = interpret(graph, dict(values), params, state, keep)
+            self.state = {**self.state, **after}
+        return Trace(values, before)
+
+
+# ---- one stage guided by another ----------------------------------------------------------------
+
+
+def _against(old: Stage, new: Stage, chunks: Sequence[Chunk], engine: Engine) -> StageReport:
+    """`new`, guided by `old`."""
+    slots, judge = chunks[-1].end, Judge(new.name, engine.dtype)
+    run = Run(old, slots, engine.device)
+    guided = Guided(old, new, new.caches(slots, engine.device), judge, engine.device)
+    for chunk in chunks:
+        guided.follow(chunk, run.trace(chunk))
+        if judge.first:
+            break
+    return judge.report()
+
+
+class Guided:
+    """A stage whose nodes take their inputs from another stage's values of the same names."""
+
+    def __init__(
+        self, old: Stage, new: Stage, state: dict[str, torch.Tensor], judge: Judge, device: str
+    ) -> None:
+        self.old, self.new, self.judge, self.device = old, new, judge, device
+        self.state = state
+
+    def follow(self, chunk: Chunk, trace: Trace) -> None:
+        """Compare what the new stage makes of a chunk with what the old one made of it."""
+        self.chunk, self.trace = chunk, trace
+        self.was, self.now = self.old.tapes[chunk.phase], self.new.tapes[chunk.phase]
+        self.given = {k for k, t in self.now.types.items() if self._guide(k, t) is not None}
+        self.own: dict[str, torch.Tensor] = {}
+        for graph, params, before in zip(
+            self.now.graphs, self.now.params, self.was.params, strict=True
+        ):
+            self.params = params
+            same = {k for k in params if params[k] is before.get(k)} | self.given
+            for n in graph.nodes:
+                if self.judge.first:
+                    return
+                if not self._is_unchanged(n, same):
+                    self._evaluate(n)
+            self.state = self.state | {k: self._look(v) for k, v in graph.next.items()}
+
+    def _guide(self, name: str, t: Type) -> torch.Tensor | None:
+        """The old stage's value in the new one's shape; None where it has none."""
+        if name not in self.was.types:
+            return None
+        old, value = self.was.types[name], self.trace.values[name]
+        if old == t:
+            return value
+        axis = _narrowed(old, t)
+        return None if axis is None else value.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+
+    def _look(self, v: Value) -> torch.Tensor:
+        if v.name in self.state:
+            return self.state[v.name]
+        if v.name in self.given:
+            found = self._guide(v.name, v.type)
+            assert found is not None
+            return found
+        out: torch.Tensor = self.params[v.name] if v.name in self.params else self.own[v.name]
+        return out
+
+    def _is_unchanged(self, n: Node, same: set[str]) -> bool:
+        """The same node on the same values: nothing to compare."""
+        return self.was.nodes.get(n.outputs[0].name) == n and all(v.name in same for v in n.inputs)
+
+    def _evaluate(self, n: Node) -> None:
+        inputs = [self._look(v) for v in n.inputs]
+        for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
+            self.own[v.name] = t.to(self.device)
+            if v.name in self.was.types:
+                self._compare(n, v, self.own[v.name], inputs)
+
+    def _compare(self, n: Node, v: Value, got: torch.Tensor, inputs: list[Any]) -> None:
+        want = self._guide(v.name, v.type)
+        cone = self.now.cone(v.name, self.given)
+        before = self.was.makers(self.was.cone(v.name, self.given))
+        made = Made(v, self.chunk.phase, self.chunk.at, cone, before, self.now.makers(cone))
+        if want is None:
+            # A cache may be laid out anew: those who read it show what it is worth.
+            if v.name not in self.was.kept:
+                self.judge.decide(made, math.inf, 0.0)
+            return
+        got, want = self.chunk.rows(got, v.type), self.chunk.rows(want, v.type)
+        if want.is_floating_point():
+            self.judge.compare(made, got, want, lambda: self._wide(made))
+            return
+
+        def chances() -> torch.Tensor:
+            return self.chunk.rows(expert_chances(n, inputs), v.type)
+
+        _compare_whole(self.judge, made, got, want, chances)
+
+    def _wide(self, made: Made) -> torch.Tensor:
+        """The old stage's value without rounding, from what the new one was given."""
+        name, given = made.value.name, {v.name for n in made.cone for v in n.inputs}
+        out = self.trace.in_float64(self.was, self.was.cone(name, given & self.given), name)
+        axis = _narrowed(self.was.types[name], made.value.type)
+        if axis is not None:
+            return out.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+        return self.chunk.rows(out, made.value.type)
+
+
+def _narrowed(old: Type, new: Type) -> int | None:
+    """The axis along which only the last row is left."""
+    if old.dtype != new.dtype or old.rank != new.rank:
+        return None
+    axes = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+    fits = len(axes) == 1 and (old.shape[axes[0]], new.shape[axes[0]]) == ("S", 1)
+    return axes[0] if fits else None
+
+
+# ---- a backend guided by the interpreter --------------------------------------------------------
+
+
+def _backend(engine: Engine, stage: Stage, chunks: Sequence[Chunk]) -> StageReport:
+    """The engine's own runtime: after each of its programs the interpreter's values go on."""
+    slots, judge = chunks[-1].end, Judge(BACKEND, engine.dtype)
+    run, state = Run(stage, slots, engine.device), engine.runtime.new_state(1)
+    for chunk in chunks:
+        trace = run.trace(chunk)
+        tape = stage.tapes[chunk.phase]
+        feeds = {v.name: trace.values[v.name].clone() for v in tape.graphs[1].inputs}
+        shown = Shown(tape, chunk, trace, judge, set(feeds))
+        engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
+        for name, v in tape.graphs[1].next.items():
+            want = run.state[name]
+            cache = state.tensors[name][: want.shape[0]]
+            shown.compare(v, cache, want)
+            cache.copy_(want)
+        if judge.first:
+            break
+    return judge.report()
+
+
+@dataclass
+class Shown:
+    """Compares what a runtime shows of one chunk, and puts the interpreter's values there."""
+
+    tape: Tape
+    chunk: Chunk
+    trace: Trace
+    judge: Judge
+    names: set[str]
+
+    def watch(self, name: str, got: torch.Tensor) -> None:
+        """One value of the runtime, in order. Caches have their own turn, after the chunk."""
+        if name in self.tape.kept:
+            return
+        want = self.trace.values[name]
+        v = next(v for v in self.tape.nodes[name].outputs if v.name == name)
+        self.compare(v, got, want)
+        got.copy_(want)
+        self.names.add(name)
+
+    def compare(self, v: Value, got: torch.Tensor, want: torch.Tensor) -> None:
+        cone = self.tape.cone(v.name, self.names)
+        made = Made(v, self.chunk.phase, self.chunk.at, cone, (), cone[-1:])
+        got, want = self.chunk.rows(got, v.type), self.chunk.rows(want, v.type)
+        if not want.is_floating_point():
+            _compare_whole(self.judge, made, got, want, lambda: self._chances(cone[-1]))
+            return
+
+        def wide() -> torch.Tensor:
+            return self.chunk.rows(self.trace.in_float64(self.tape, cone, v.name), v.type)
+
+        self.judge.compare(made, got, want, wide, lambda: self._close(cone))
+
+    def _close(self, cone: Iterable[Node]) -> torch.Tensor | None:
+        """bool[B, S]: rows in which a router of the cone chose by next to nothing."""
+        rows = [self._near(n) for n in cone if n.op == "router"]
+        return functools.reduce(operator.or_, rows) if rows else None
+
+    def _near(self, router: Node) -> torch.Tensor:
+        """bool[B, S]: the last expert chosen is next to no better than the first that is not."""
+        k = router.outputs[1].type.shape[-1]
+        assert isinstance(k, int)
+        best = self._chances(router).sort(-1, descending=True).values
+        # Where all are chosen, none is left that could have been.
+        last, rest = best[..., k - 1 : k], best[..., k : k + 1]
+        return ((last - rest) / last <= CLOSE_EXPERTS[self.judge.dtype]).any(-1)
+
+    def _chances(self, router: Node) -> torch.Tensor:
+        known = {**self.tape.params[1], **self.trace.values}
+        chances = expert_chances(router, [known[v.name] for v in router.inputs])
+        return self.chunk.rows(chances, router.outputs[1].type)
+
+
+def _compare_whole(
+    judge: Judge, made: Made, got: torch.Tensor, want: torch.Tensor,
+    chances: Callable[[], torch.Tensor],
+) -> None:  # fmt: skip
+    """Whole numbers are equal, but for experts that are as probable."""
+    if made.cone[-1].op == "router" and not got.equal(want):
+        judge.decide_experts(made, got, want, chances())
+    else:
+        judge.decide(made, 0.0 if got.equal(want) else math.inf, 0.0)
+
+
+def expert_chances(n: Node, inputs: Sequence[Any]) -> torch.Tensor:
+    """f32[B, S, experts]: a router node's probabilities of all experts."""
+    import torch
+
+    x, scale, proj, per_expert = inputs
+    reference = n.definition.reference
+    assert reference
+    count = proj.shape[0]
+    ones = torch.ones_like(per_expert)
+    weights, index = reference(x, scale, proj, ones, **{**n.attrs, "top_k": count})
+    out: torch.Tensor = torch.zeros_like(weights).scatter(-1, index, weights)
+    return out

@@ -1,0 +1,735 @@
+"""`g4ir bench`: numbers and their spread, agreement, the report and its form. No timings."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from g4ir.bench import breakdown, measure, roof
+from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_roles
+from g4ir.bench.compare import MAIN, compare_reports, compare_text
+from g4ir.bench.measure import Request, interleave, latencies, speeds
+from g4ir.bench.peers import MODES, HfRunner, peer_model
+from g4ir.bench.report import check_engines, check_options, run_bench
+from g4ir.bench.runners import EngineRunner, Watched, pieces, prepare, reference_runner
+from g4ir.bench.schema import SCHEMA, VERSION, check, read_report
+from g4ir.bench.stats import FLOOR, STATISTICS, Stat, percentile, stat
+from g4ir.bench.text import COLUMNS, csv_text, metrics, text
+from g4ir.bench.work import chunk_costs, find_work, request_chunks
+from g4ir.bench.workload import Workload, draw_tokens, plan_workload
+from g4ir.compare import Budget
+from g4ir.cost import Cost, NodeCost, Roof, graph_costs, total
+from g4ir.engine import Engine
+from g4ir.errors import InputError
+from tests.cli_tools import PROMPT, built, g4ir, one_thread, refused, text_checkpoint
+from tests.engines import CHUNK, MAX_SEQ
+
+assert one_thread  # a fixture for every test here
+
+SMALL = Workload(input_len=30, output_len=5, context=0)
+DEEP = Workload(input_len=30, output_len=5, context=26)
+FLAGS = ("--input-len", "6", "--output-len", "4", "--rounds", "2", "--warmup", "0")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small operands for the roof and one request a round: nothing here looks at speed."""
+    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
+    monkeypatch.setattr(measure, "ROUND_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def moe(engines: Any) -> Engine:
+    return engines("torch", "tiny-moe")
+
+
+@pytest.fixture(scope="module")
+def ple(engines: Any) -> Engine:
+    return engines("torch", "tiny-ple")
+
+
+@pytest.fixture(scope="module")
+def report(moe: Engine) -> dict[str, Any]:
+    """Of one engine against the interpreter, as its reader gets it."""
+    return as_read(run_bench([moe], SMALL, rounds=3, warmup=1, load_s=[0.5]))
+
+
+def as_read(made: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(made, allow_nan=False))
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
+def test_percentiles_are_numpys(count: int) -> None:
+    samples = np.random.default_rng(count).normal(size=count).tolist()
+    for percent in (0, 10, 50, 90, 99, 100):
+        assert percentile(samples, percent) == pytest.approx(np.percentile(samples, percent))
+
+
+def test_a_spread_covers_every_round() -> None:
+    rounds = np.random.default_rng(1).gamma(2.0, size=(5, 20)).tolist()
+    for name, statistic in STATISTICS.items():
+        s = stat(rounds, statistic)
+        assert s.value == pytest.approx(statistic([x for r in rounds for x in r])), name
+        far = max(abs(statistic(r) - s.value) for r in rounds)
+        assert s.spread == pytest.approx(max(far, FLOOR * s.value)), name
+
+
+def test_a_spread_has_a_floor() -> None:
+    assert stat([[2.0], [2.0]], max) == Stat(2.0, 2 * FLOOR)
+
+
+def test_values_differ_beyond_both_spreads() -> None:
+    assert not Stat(10, 1).differs(Stat(12, 1))
+    assert Stat(10, 1).differs(Stat(12.1, 1))
+
+
+def test_rates_and_latencies_of_a_request() -> None:
+    w = Workload(input_len=8, output_len=3, batch=2)
+    r = Request(0.5, (0.1, 0.3))
+    assert r.e2e == pytest.approx(0.9)
+    assert r.tpot == pytest.approx((0.9 - 0.5) / 2)
+    found = {k: s.value for k, s in speeds(w, [[r], [r]]).items()}
+    assert found == pytest.approx({
+        "prefill": 16 / 0.5, "decode_per_user": 2 / 0.4, "decode": 4 / 0.4, "output": 6 / 0.9,
+        "total": 22 / 0.9, "request": 2 / 0.9,
+    })  # fmt: skip
+    assert latencies([[r], [r]])["itl_ms"]["mean"].value == pytest.approx(200)
+
+
+def test_runners_take_turns() -> None:
+    seen: list[str] = []
+    runs = {name: (lambda n=name: seen.append(n) or n) for name in "AB"}
+    each, results = interleave(2, lambda: seen.append("roof"), runs)
+    assert seen == ["roof", "A", "B", "roof", "A", "B"]
+    assert results == {"A": ["A", "A"], "B": ["B", "B"]}
+    assert len(each) == 2
+
+
+def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
+    rates = [roof.Rates(100, 50, 1), roof.Rates(200, 50, 1)]
+    rounds = [[Request(1.0, (0.2,))], [Request(1.0, (0.1,))]]
+    share = measure.shares(rounds, rates, lambda r: r.itl, lambda r: 10 / r.bandwidth)
+    assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
+
+
+def test_the_roof_is_measured() -> None:
+    found = roof.Meter("cpu", torch.float32).measure()
+    assert all(0 < rate < 1e16 for rate in found.to_dict().values())
+    assert found.roof().bytes_per_s == max(found.read, found.copy)
+
+
+# ---- the workload -------------------------------------------------------------------------------
+
+
+def test_lengths_left_open_fit(moe: Engine) -> None:
+    w = plan_workload([moe])
+    assert w.fed == MAX_SEQ and w.output_len == MAX_SEQ // 4
+    assert plan_workload([moe], input_len=MAX_SEQ - 1).output_len == 2
+    assert plan_workload([moe], context=MAX_SEQ - 2).fed == MAX_SEQ
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"input_len": 0}, "--input-len 0: expected 1 to"),
+        ({"output_len": 1}, "--output-len 1: expected 2 to"),
+        ({"output_len": -3}, "--output-len -3"),
+        ({"batch": 0}, "--batch 0"),
+        ({"batch": 2}, "--batch 2: expected 1 to 1 (--max-batch 1)"),
+        ({"context": -1}, "--context -1"),
+        ({"context": MAX_SEQ}, "--max-seq 128"),
+        ({"seed": -1}, "--seed -1"),
+        ({"input_len": 100, "output_len": 30}, "are 129 tokens a row"),
+    ],
+)
+def test_sizes_out_of_range(moe: Engine, sizes: dict[str, int], named: str) -> None:
+    with pytest.raises(InputError) as e:
+        plan_workload([moe], **sizes)
+    assert named in str(e.value)
+
+
+def test_tokens_follow_from_the_seed(ple: Engine) -> None:
+    w = replace(SMALL, batch=3)
+    tokens = draw_tokens(w, ple)
+    assert tokens.shape == (3, w.fed)
+    assert torch.equal(tokens, draw_tokens(w, ple))
+    assert not torch.equal(tokens, draw_tokens(replace(w, seed=1), ple))
+    many = draw_tokens(replace(w, input_len=20_000), ple)
+    assert int(many.max()) == ple.spec.text.ple.vocab_size - 1
+
+
+def test_tokens_of_a_text(tmp_path: Path) -> None:
+    out = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
+    (tmp_path / "t.txt").write_text(f"{PROMPT} " * 20)
+    flags = ("--text", tmp_path / "t.txt", "--json", "-", *FLAGS)
+    outcome = g4ir("bench", out, *flags)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["workload"]["text"].endswith("t.txt")
+    (tmp_path / "t.txt").write_text("ab")
+    assert "1 tokens; 9 are needed" in refused("bench", out, *flags)
+    (tmp_path / "t.txt").write_bytes(b"\xff\xfe\xff")
+    assert "not UTF-8" in refused("bench", out, *flags)
+
+
+@pytest.mark.parametrize("w", [SMALL, DEEP, Workload(1, 2), Workload(CHUNK + 1, 3, context=7)])
+def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
+    """(graph, tokens, tokens held, logits) of each run that a session makes."""
+    seen: list[tuple[str, int, int, bool]] = []
+
+    class Spy(Watched):
+        def run(self, phase: str, feeds: Any, state: Any, context: int, logits: bool) -> Any:
+            new = feeds["positions"].shape[1]
+            seen.append((phase, new, context - new, logits))
+            return super().run(phase, feeds, state, context, logits)
+
+    spy: Any = Spy(ple.runtime, lambda name, t: None)
+    runner = EngineRunner(replace(ple, runtime=spy), 1)
+    tokens = draw_tokens(w, ple)
+    prepare(runner, w, tokens)
+    seen.clear()
+    for piece in pieces(w, tokens):
+        runner.step(piece)
+    made = [(c.phase, c.new, c.held, c.logits) for c in request_chunks(w, CHUNK)]
+    assert seen == made
+
+
+# ---- runners ------------------------------------------------------------------------------------
+
+
+def modes() -> list[Any]:
+    slow = [pytest.param("hf-compile", marks=pytest.mark.full)]  # a minute to compile
+    return ["engine", "reference", *(m for m in MODES if m != "hf-compile"), *slow]
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -> None:
+    """What the rings overwrote since is back: the depth is beyond the window of 8."""
+    tokens = draw_tokens(DEEP, ple)
+    runner: Any = {"engine": lambda: EngineRunner(ple, 1),
+                   "reference": lambda: reference_runner(ple, 1)}.get(mode)  # fmt: skip
+    if runner is None:
+        model = peer_model(ple, engines.checkpoint("tiny-ple"))
+        runner = HfRunner(model, DEEP.fed, mode)
+    else:
+        runner = runner()
+    prepare(runner, DEEP, tokens)
+
+    def request() -> torch.Tensor:
+        runner.rewind()
+        return torch.stack([runner.step(p).clone() for p in pieces(DEEP, tokens)])
+
+    first, again = request(), request()
+    torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
+    runner.hold(tokens[:, :0])
+    assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
+
+
+def test_a_snapshot_belongs_to_its_number_of_rows(ple: Engine) -> None:
+    with pytest.raises(InputError, match="a snapshot of 2 rows; the session has 1"):
+        ple.session(1).restore(ple.session(2).snapshot())
+
+
+def test_a_snapshot_keeps_ragged_rows(ple: Engine) -> None:
+    session = ple.session(2)
+    tokens = torch.arange(3, 43).view(2, 20)
+    session.prefill(tokens, torch.tensor([20, 7]))
+    kept = session.snapshot()
+    first = session.decode(torch.tensor([5, 6]))
+    session.prefill(tokens)
+    session.restore(kept)
+    assert session.length.tolist() == [20, 7]
+    assert torch.equal(session.decode(torch.tensor([5, 6])), first)
+
+
+# ---- agreement ----------------------------------------------------------------------------------
+
+
+class Shifted(Watched):
+    """A runtime that computes something else."""
+
+    def __init__(self, engine: Engine, by: float) -> None:
+        super().__init__(engine.runtime, lambda name, t: None)
+        self.by = by
+
+    def run(self, *args: Any) -> torch.Tensor | None:
+        out = super().run(*args)
+        return None if out is None else out.roll(1, -1) * self.by + out * (1 - self.by)
+
+
+def shifted(engine: Engine, by: float = 1.0) -> Engine:
+    return replace(engine, runtime=Shifted(engine, by))  # type: ignore[arg-type]
+
+
+class Script:
+    """A runner that gives prepared logits."""
+
+    def __init__(self, role: str, rows: list[list[float]]) -> None:
+        self.role, self.rows = role, rows
+
+    def rewind(self) -> None:
+        self.left = iter(self.rows)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([next(self.left)])
+
+
+def compared(base: list[list[float]], other: list[list[float]], budget: Budget) -> Agreement:
+    w = Workload(1, len(base))
+    pair: Any = Script("a", base), Script("b", other)
+    return compare_runners(w, torch.zeros(1, w.fed), pair[0], [(pair[1], budget)])[0]
+
+
+def test_choices_are_compared() -> None:
+    wide = Budget(relative=0.1)
+    same = compared([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
+    assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
+    close = compared([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
+    assert (close.equal, close.close, close.ok) == (0, 1, True)
+    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Budget(cosine=0.1))
+    assert far.ok, "within the gap that such a budget allows"
+    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Budget(cosine=-2.0))
+    assert (wrong.equal, wrong.close) == (0, 1)
+    one_bad = compared([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
+    assert not one_bad.ok and one_bad.equal == 2
+
+
+def test_what_is_not_a_number_disagrees() -> None:
+    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Budget(cosine=0.9))
+    assert not nan.ok and math.isnan(nan.cosine)
+
+
+def test_the_wider_budget_of_two_dtypes() -> None:
+    assert pair_budget(["f32", "bf16"], "hf") == pair_budget(["bf16", "bf16"], "hf")
+    assert pair_budget(["f32", "f32"], "hf").relative is not None
+
+
+def test_void_is_who_agrees_with_nobody() -> None:
+    def row(role: str, ok: bool) -> Agreement:
+        return Agreement(role, "hf", 1, 1, 0, 1, 0, ok, "")
+
+    assert void_roles([row("engine", True)]) == set()
+    assert void_roles([row("engine", True), row("engine-b", False)]) == {"engine-b"}
+    assert void_roles([row("engine", False)]) == {"engine", "hf"}
+
+
+def test_numbers_of_a_wrong_engine_are_void(moe: Engine) -> None:
+    both = as_read(run_bench([moe, shifted(moe)], SMALL, rounds=2, warmup=0))
+    assert not both["outputs_agree"]
+    assert [r["void"] for r in both["runs"]] == [False, True]
+    assert both["speedup"] == {"engine-b": None}
+    assert both["output_throughput"] > 0
+    shown = text(both)
+    assert "engine-b against reference: same token" in shown and "DISAGREES" in shown
+    assert shown.count("VOID") == len([x for x in shown.splitlines() if "VOID" in x]) > 5
+    jsonschema.validate(both, SCHEMA)
+    alone = as_read(run_bench([shifted(moe)], SMALL, rounds=2, warmup=0))
+    assert alone["runs"][0]["void"] and alone["output_throughput"] is None
+    assert alone["mean_ttft_ms"] is None and alone["p99_itl_ms"] is None
+
+
+def test_a_disagreement_is_a_failed_check(
+    moe: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from g4ir.cli import bench as verb
+
+    broken = replace(shifted(moe), path=moe.path)
+    monkeypatch.setattr(verb, "_load", lambda path, progress: broken)
+    monkeypatch.setattr(Engine, "close", lambda self: None)
+    outcome = g4ir("bench", moe.path, *FLAGS)
+    assert outcome.code == 1
+    assert "DISAGREES" in outcome.out and "VOID" in outcome.out
+
+
+# ---- work ---------------------------------------------------------------------------------------
+
+
+def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
+    w = replace(DEEP, batch=2)
+    work = find_work(ple, w, draw_tokens(w, ple))
+    g = ple.program.graphs["prefill"]
+    early, last = work.prefill
+    assert [c.new for c, _ in work.prefill] == [CHUNK, 30 - CHUNK]
+    assert last[1] == graph_costs(g, B=2, S=30 - CHUNK, C=26 + CHUNK)
+    skipped = {n.kind for n in graph_costs(g)} - {n.kind for n in early[1]}
+    assert skipped == {"head"}, "only the last chunk computes logits"
+    assert work.prefill_cost() == total(early[1]) + total(last[1])
+    steps = [total(graph_costs(ple.program.graphs["decode"], B=2, C=56 + i)) for i in range(4)]
+    assert work.decode_cost().flops == sum(s.flops for s in steps) // 4
+    assert work.experts is None
+
+
+def test_a_chunk_of_which_nobody_reads_logits_skips_what_comes_after(ple: Engine) -> None:
+    """tiny-ple's last layers read the caches of others: they run for the last row alone."""
+    early, last = list(request_chunks(Workload(2 * CHUNK, 2), CHUNK))[:2]
+    nodes = {n.node for n in chunk_costs(ple, early, 1)}
+    all_nodes = {n.node for n in chunk_costs(ple, last, 1)}
+    assert "L7.out" in all_nodes - nodes and "L2.out" in nodes
+
+
+def test_experts_are_counted(moe: Engine) -> None:
+    """Against the choices of the interpreter, collected here by layer."""
+    tokens = draw_tokens(SMALL, moe)
+    chosen: dict[str, list[torch.Tensor]] = {}
+
+    def watch(name: str, t: torch.Tensor) -> None:
+        if name.endswith(".moe.index"):
+            chosen.setdefault(name, []).append(t)
+
+    runner = reference_runner(moe, 1)
+    runtime: Any = Watched(runner.engine.runtime, watch)
+    for piece in pieces(SMALL, tokens):
+        replace_runtime(runner, runtime).step(piece)
+    work = find_work(moe, SMALL, tokens)
+    last = [len(set(runs[1].flatten().tolist())) for runs in chosen.values()]
+    assert work.prefill[-1][0].distinct == pytest.approx(sum(last) / len(last))
+    top_k = moe.spec.text.moe.top_k_experts
+    assert all(c.distinct == top_k for c, _ in work.decode)
+    assert work.experts and work.experts["source"].startswith("counted")
+    expert = graph_costs(moe.program.graphs["decode"], C=30, experts=top_k)
+    assert total(work.decode[0][1]) == total(expert)
+
+
+def replace_runtime(runner: EngineRunner, runtime: Any) -> EngineRunner:
+    """The same session on another runtime."""
+    runner.session.engine = replace(runner.engine, runtime=runtime)
+    return runner
+
+
+# ---- the breakdown ------------------------------------------------------------------------------
+
+
+def test_measured_programs_are_split_by_their_least_times() -> None:
+    def node(name: str, kind: str, nbytes: int, flops: int = 0) -> NodeCost:
+        return NodeCost(name, "linear", kind, Cost(flops=flops, weight_bytes=nbytes))
+
+    costs = [node("L0.attn.o", "attention", 10), node("L0.mlp.down", "mlp", 30),
+             node("L1.mlp.down", "mlp", 5, flops=100), node("head.out", "head", 7)]  # fmt: skip
+    times = {"L0.out": 4.0, "L1.out": 2.0, "logits": 1.0, breakdown.OUTSIDE: 0.5}
+    kinds, measured = breakdown.by_kind(times, costs, Roof(1.0, 1.0))
+    assert not measured
+    assert kinds == {"attention": 1.0, "mlp": 5.0, "head": 1.0, breakdown.OUTSIDE: 0.5}
+
+
+def test_measured_nodes_need_no_split() -> None:
+    costs = [NodeCost("L0.attn.o", "linear", "attention", Cost())]
+    kinds, measured = breakdown.by_kind({"L0.attn.o": 2.0, "L0.x": 1.0}, costs, Roof(1.0, 1.0))
+    assert measured and kinds == {"attention": 2.0, "other": 1.0}
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
+def test_parts_and_kinds_add_up(engines: Any, backend: str, name: str) -> None:
+    engine = engines(backend, name)
+    tokens = draw_tokens(SMALL, engine)
+    costs = graph_costs(engine.program.graphs["decode"], C=30)
+    b = breakdown.breakdown(engine, SMALL, tokens, costs, Roof(1e9, 1e9))
+    for parts in (b["parts_ms"], b["kinds_ms"]):
+        assert sum(parts.values()) == pytest.approx(b["whole_ms"])
+    assert b["kinds"] == ("measured" if backend == "reference" else "estimated from the cost model")
+    kinds = {layer.kind for layer in engine.spec.layers()}
+    assert kinds <= {word for part in b["parts_ms"] for word in part.split()}
+    assert {"head", "session"} <= b["parts_ms"].keys()
+    assert {"attention", "mlp", "head"} <= b["kinds_ms"].keys()
+
+
+def test_calls_are_counted(engines: Any) -> None:
+    torch_calls = breakdown.calls_per_step(engines("torch", "tiny-moe"))
+    plan = engines("torch", "tiny-moe").runtime.plans["decode", True]
+    assert sum(torch_calls.values()) == len(plan)
+    graph = engines("reference", "tiny-moe").program.graphs["decode"]
+    assert breakdown.calls_per_step(engines("reference", "tiny-moe")) == {"nodes": len(graph.nodes)}
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+
+def test_the_schema_is_one_and_a_report_is_of_it(report: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(report, SCHEMA)
+    check(report, SCHEMA)
+
+
+def test_keys_of_vllm_are_what_its_formulas_say(report: dict[str, Any]) -> None:
+    run, w = report["runs"][0], report["workload"]
+    ttft = np.array(run["samples_ms"]["ttft"])
+    itl = np.array(run["samples_ms"]["itl"])
+    assert ttft.shape == (3, w["requests_per_round"])
+    assert itl.shape == (*ttft.shape, w["output_len"] - 1)
+    e2e = ttft + itl.sum(-1)
+    found = {"ttft": ttft, "itl": itl, "e2el": e2e, "tpot": (e2e - ttft) / (w["output_len"] - 1)}
+    for key, samples in found.items():
+        assert report[f"mean_{key}_ms"] == pytest.approx(samples.mean())
+        assert report[f"median_{key}_ms"] == pytest.approx(np.median(samples))
+        assert report[f"p99_{key}_ms"] == pytest.approx(np.percentile(samples, 99))
+    assert report["num_prompts"] == ttft.size
+    seconds = e2e.sum() / 1e3
+    assert report["request_throughput"] == pytest.approx(ttft.size / seconds)
+    assert report["output_throughput"] == pytest.approx(ttft.size * w["output_len"] / seconds)
+    everything = ttft.size * (w["output_len"] + w["input_len"])
+    assert report["total_token_throughput"] == pytest.approx(everything / seconds)
+
+
+def test_shares_follow_from_samples_and_roof(report: dict[str, Any]) -> None:
+    run, rates = report["runs"][0], report["roof"]["samples"]
+    bandwidth = max(np.median([r[k] for r in rates]) for k in ("read", "copy"))
+    work = run["work"]["decode"]
+    moved = work["weight_bytes"] + work["state_bytes"]
+    step = np.median(run["samples_ms"]["itl"]) / 1e3
+    assert report["mbu"] == pytest.approx(moved / step / bandwidth)
+    rate = np.median([r["matmul"] for r in rates])
+    prompt = np.median(run["samples_ms"]["ttft"]) / 1e3
+    assert report["mfu"] == pytest.approx(run["work"]["prefill"]["flops"] / prompt / rate)
+    assert report["roof_ratio"]["decode"] == pytest.approx(work["floor_ms"] / step / 1e3)
+
+
+def test_a_report_says_what_ran(report: dict[str, Any], moe: Engine) -> None:
+    run = report["runs"][0]
+    assert run["engine"]["manifest"] == moe.manifest["digest"]
+    assert run["setup_s"]["load"] == 0.5 and run["setup_s"]["first_request"] > 0
+    assert run["peak_memory"]["rss_bytes"] > 1 << 26
+    assert run["cache_bytes"] == moe.session().nbytes()
+    env = report["env"]
+    assert env["torch"] == torch.__version__ and env["cores"] == torch.get_num_threads()
+    assert {"cpu", "commit", "g4ir", "python", "isa"} <= env.keys()
+    assert report["agreement"][0]["base"] == "reference" and report["peer"] is None
+
+
+def test_the_text_shows_agreement_before_any_speed(report: dict[str, Any]) -> None:
+    lines = text(report).splitlines()
+    outputs = next(i for i, x in enumerate(lines) if x.startswith("outputs"))
+    speed = next(i for i, x in enumerate(lines) if "TTFT" in x)
+    assert "same token 5 of 5" in lines[outputs] and outputs < speed
+    for word in ("MBU", "MFU", "of the roof", "tokens/s a user", "experts  2.0 of 8", "peak"):
+        assert any(word in x for x in lines), word
+
+
+def test_csv_has_a_row_for_each_metric(report: dict[str, Any]) -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert tuple(rows[0]) == COLUMNS
+    assert len(rows) == 3 + sum(len(list(metrics(r))) for r in report["runs"])
+    one = next(r for r in rows if r["metric"] == "itl_p99")
+    assert float(one["value"]) == report["p99_itl_ms"] and one["unit"] == "ms"
+
+
+def saved(folder: Path, report: Any, name: str = "r.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(report))
+    return path
+
+
+def test_a_report_is_read_back(report: dict[str, Any], tmp_path: Path) -> None:
+    assert read_report(saved(tmp_path, report)) == report
+
+
+def test_another_schema_version_is_refused(report: dict[str, Any], tmp_path: Path) -> None:
+    path = saved(tmp_path, {**report, "schema": VERSION + 6})
+    message = refused("bench-compare", path, path)
+    assert str(path) in message and f"version {VERSION + 6}, expected {VERSION}" in message
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "3", '{"kind": "other"}', "[" * 100_000])
+def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    assert str(path) in refused("bench-compare", path, path)
+
+
+def test_reports_that_lack_or_change_something_are_refused(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every value taken away or replaced: refused exactly where the schema does not allow it."""
+    judge = jsonschema.Draft202012Validator(SCHEMA)
+    for path in paths(report):
+        for value in ("gone", "text", [1], {"a": 1}, -1, None, True):
+            bad = changed(report, path, value)
+            if judge.is_valid(bad):
+                check(bad, SCHEMA)
+                continue
+            with pytest.raises(InputError):
+                check(bad, SCHEMA)
+    bad = changed(report, ("runs", 0, "stats", "itl_ms", "p50", "value"), "gone")
+    message = refused("bench-compare", saved(tmp_path, bad), saved(tmp_path, bad))
+    assert "r.json: runs: 0: stats: itl_ms: p50: key 'value' is missing" in message
+
+
+def changed(report: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """With another value at a path, or without that one."""
+    out = copy.deepcopy(report)
+    at: Any = out
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    if value == "gone":
+        del at[path[-1]]
+    return out
+
+
+def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if (
+        isinstance(value, list)
+    ) else ()
+    for key, inner in items:
+        yield (key,)
+        if depth > 1:
+            yield from ((key, *rest) for rest in paths(inner, depth - 1))
+
+
+# ---- two reports --------------------------------------------------------------------------------
+
+
+def slower(report: dict[str, Any], factor: float) -> dict[str, Any]:
+    out = copy.deepcopy(report)
+    for s in out["runs"][0]["stats"]["itl_ms"].values():
+        s["value"] *= factor
+    return out
+
+
+def test_a_report_equals_itself(report: dict[str, Any]) -> None:
+    same = compare_reports(report, report)
+    assert same["differ"] == 0 and not same["notes"]
+    assert {r["metric"] for r in same["rows"]} == set(MAIN)
+    assert all(r["ratio"] == 1 for r in same["rows"] if r["a"]["value"])
+
+
+def test_differences_beyond_the_spreads_are_marked(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
+    other = slower(report, 100.0)
+    found = compare_reports(report, other, every=True)
+    marked = {r["metric"] for r in found["rows"] if r["differs"]}
+    assert marked == {f"itl_{name}" for name in STATISTICS}
+    assert "differs" in compare_text(found)
+    a, b = saved(tmp_path, report, "a.json"), saved(tmp_path, other, "b.json")
+    assert g4ir("bench-compare", a, b).code == 0
+    assert g4ir("bench-compare", a, b, "--check").code == 1
+    assert g4ir("bench-compare", a, a, "--check").code == 0
+    outcome = g4ir("bench-compare", a, b, "--json", "--plot", tmp_path / "ab.svg")
+    assert json.loads(outcome.out)["differ"] == 3
+    assert b"<svg" in (tmp_path / "ab.svg").read_bytes()
+
+
+def test_what_makes_two_reports_incomparable_is_said(report: dict[str, Any]) -> None:
+    other = copy.deepcopy(report)
+    other["workload"]["input_len"] = 7
+    other["env"]["cores"] += 1
+    other["runs"][0]["engine"]["manifest"] = "0" * 64
+    other["runs"][0]["void"] = True
+    found = compare_reports(report, other)
+    said = "\n".join(found["notes"])
+    assert "input_len: 30 in A, 7 in B" in said and "cores" in said and "another engine" in said
+    assert "VOID" in compare_text(found)
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
+    files = {flag: tmp_path / f"r.{end}" for flag, end in
+             (("--json", "json"), ("--csv", "csv"), ("--plot", "png"))}  # fmt: skip
+    words = [w for pair in files.items() for w in pair]
+    outcome = g4ir("bench", moe.path, *FLAGS, "--context", "9", *words)
+    assert outcome.code == 0, outcome.err
+    made = read_report(files["--json"])
+    jsonschema.validate(made, SCHEMA)
+    assert made["workload"]["context"] == 9
+    assert text(made).splitlines() == outcome.out.splitlines()
+    assert files["--csv"].read_text() == csv_text(made)
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_engines_and_a_peer_in_one_run(
+    engines: Any, moe: Engine, tmp_path: Path
+) -> None:
+    """A compiled engine, the interpreter and transformers agree and are told apart."""
+    reference = engines("reference", "tiny-moe")
+    outcome = g4ir("bench", moe.path, reference.path, *FLAGS, "--peer", "hf", "--peer", "hf-static",
+                   "--checkpoint", engines.checkpoint("tiny-moe"), "--json", "-")  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    made = json.loads(outcome.out)
+    jsonschema.validate(made, SCHEMA)
+    assert [r["role"] for r in made["runs"]] == ["engine", "engine-b", "hf", "hf-static"]
+    assert {a["base"] for a in made["agreement"]} == {"hf"}
+    assert all(a["ok"] and a["equal"] + a["close"] == 4 for a in made["agreement"])
+    assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
+    assert made["peer"] in ("hf", "hf-static")
+
+
+def test_a_peer_gets_the_random_weights_of_the_seed(tmp_path: Path) -> None:
+    out = built(tmp_path / "e", "--variant", "tiny-ple", "--random-weights", "5")
+    outcome = g4ir("bench", out, *FLAGS, "--peer", "hf")
+    assert outcome.code == 0, outcome.out
+    assert "random weights" in outcome.out and "engine over hf" in outcome.out
+
+
+def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
+    """Three rows at a depth beyond the window, against transformers."""
+    w = replace(DEEP, batch=3)
+    made = as_read(run_bench([ple], w, peers=["hf-static"], rounds=2, warmup=0,
+                             checkpoint=str(engines.checkpoint("tiny-ple"))))  # fmt: skip
+    assert made["outputs_agree"], made["agreement"]
+    assert made["agreement"][0]["count"] == 3 * w.output_len
+    assert made["max_concurrency"] == 3 and made["num_prompts"] == 6
+
+
+def test_the_schema_is_printed() -> None:
+    assert json.loads(g4ir("bench", "--schema").out) == SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "one engine or two, not 0"),
+        (("a", "b", "c"), "not 3"),
+        (("no-such",), "no-such is no engine directory"),
+        (("x", "--peer", "vllm"), "--peer 'vllm': expected one of hf, hf-static, hf-compile"),
+        (("x", "--peer", "hf", "--peer", "hf"), "each of them once"),
+        (("x", "--rounds", "1"), "--rounds 1: expected at least 2"),
+        (("x", "--warmup", "-1"), "--warmup -1"),
+        (("x", "--plot", "x.gif"), "ends in .png or .svg"),
+        (("x", "--json", "/no/such/r.json"), "--json /no/such/r.json: no such directory"),
+        (("x", "--csv", "/no/such/r.csv"), "--csv"),
+    ],
+)
+def test_bad_requests(words: tuple[str, ...], named: str) -> None:
+    assert named in refused("bench", *words)
+
+
+def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
+    with pytest.raises(InputError, match="their outputs cannot agree"):
+        check_engines([moe, ple], [])
+
+
+def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
+    assert "give --checkpoint DIR" in refused("bench", moe.path, *FLAGS, "--peer", "hf")
+    assert "no such directory" in refused(
+        "bench", moe.path, *FLAGS, "--peer", "hf", "--checkpoint", "/no/such"
+    )
+
+
+def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = refused("bench", "engine", "--peer", "hf", code=3)
+    assert "pip install 'g4ir[hf]'" in message
+    check_options([], 2, 0)
+
+
+def test_a_plot_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "g4ir[plot]" in refused("bench", "engine", "--plot", "x.png", code=3)

@@ -1,0 +1,710 @@
+"""The cost model against a counter that watches torch, against published tables, and itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from g4ir.cost import (
+    KINDS,
+    WEIGHT_FORMATS,
+    Cost,
+    NodeCost,
+    Roof,
+    by_kind,
+    decode_costs,
+    floor,
+    floors,
+    graph_costs,
+    prefill_chunks,
+    prefill_costs,
+    total,
+)
+from g4ir.errors import InputError
+from g4ir.gpus import GPUS, find_gpu, parse_bytes
+from g4ir.interpret import interpret
+from g4ir.ir import Graph, Value, split_prologue
+from g4ir.model import PHASES, build_graph
+from g4ir.ops import OPS
+from g4ir.ops.attention import slot_positions, visible, visible_pairs
+from g4ir.ops.moe import distinct_experts
+from g4ir.params import counts, kv_bytes
+from g4ir.pipeline import PASSES, run_passes
+from g4ir.spec import load_spec
+from g4ir.types import torch_dtype
+from tests.cli_tools import (
+    built,
+    g4ir,
+    one_thread,  # noqa: F401
+    refused,
+)
+
+TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
+#: ops whose FLOPs are those of matrix products alone, as the counter sees them
+PRODUCTS = ("linear", "router", "experts")
+
+
+@cache
+def graph(
+    name: str, phase: str = "decode", all_logits: bool = False, skip: tuple[str, ...] = ()
+) -> Graph:
+    return run_passes(build_graph(load_spec(name), phase, all_logits), skip=skip)
+
+
+# --- against torch's own counter --------------------------------------------------------------
+
+
+def tensor(v: Value, dims: Mapping[str, int], seed: int) -> torch.Tensor:
+    t = v.type.bind(dims)
+    shape = [int(d) for d in t.shape]
+    if t.dtype == "i64":
+        return torch.zeros(shape, dtype=torch.int64)
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(torch_dtype(t.dtype))
+
+
+def counted(g: Graph, B: int, S: int, C: int, slots: int) -> dict[str, int]:
+    """First result of each node -> FLOPs that torch counted while the interpreter ran it."""
+    dims = {"B": B, "S": S, "C": slots}
+    given = [{v.name: tensor(v, dims, i) for i, v in enumerate(values)}
+             for values in (g.inputs, g.params, g.state)]  # fmt: skip
+    given[0]["positions"] = C + torch.arange(S).expand(B, S)
+    given[0]["lengths"] = torch.full((B,), S)
+    seen, before = dict[str, int](), 0
+    first = {v.name: n.outputs[0].name for n in g.nodes for v in n.outputs}
+
+    def watch(v: Value, _: Any) -> None:
+        nonlocal before
+        now = counter.get_total_flops()
+        seen[first[v.name]] = seen.get(first[v.name], 0) + now - before
+        before = now
+
+    with FlopCounterMode(display=False) as counter:
+        interpret(g, *given, watch)
+    return seen
+
+
+@pytest.mark.parametrize("skip", [(), PASSES, ("last_token_only",), ("fuse_qkv", "plan_cache")])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", TINY)
+def test_products_are_what_torch_counts(name: str, phase: str, skip: tuple[str, ...]) -> None:
+    _, g = split_prologue(graph(name, phase, skip=skip))
+    B, S, C = 3, (5 if phase == "prefill" else 1), 11
+    seen = counted(g, B, S, C, slots=C + S)
+    costs = graph_costs(g, B=B, S=S, C=C)
+    assert [c.node for c in costs] == list(seen)
+    for c in costs:
+        if c.op in PRODUCTS:
+            assert c.cost.flops == seen[c.node] > 0, c
+        elif c.op != "attention":
+            assert seen[c.node] == 0, c
+    kinds = {c.kind for c in costs if c.op in PRODUCTS}
+    assert kinds == set(KINDS[:6]) - {"kv"} - {
+        kind for kind, absent in (("experts", name != "tiny-moe"), ("ple", name != "tiny-ple"))
+        if absent
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_attention_is_what_torch_counts_where_every_slot_is_seen(name: str) -> None:
+    """A single query over caches that are full: a ring of its window and as many slots as tokens.
+    The reference works on every slot, so a chunk or an empty slot costs it more than is needed."""
+    g = graph(name)
+    seen = counted(split_prologue(g)[1], 2, 1, 30, slots=31)
+    exact = {c.node: c.cost.flops for c in graph_costs(g, B=2, C=30) if c.op == "attention"}
+    assert exact == {node: seen[node] for node in exact} and exact
+    empty = counted(split_prologue(g)[1], 2, 1, 3, slots=31)
+    assert all(
+        c.cost.flops < empty[c.node] for c in graph_costs(g, B=2, C=3) if c.op == "attention"
+    )
+
+
+# --- attention and caches ---------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(0, 30), st.integers(0, 12), st.booleans())
+def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, after: bool) -> None:
+    """The keys that the op's own mask shows, for a chunk beside a cache and for the newest token
+    over the cache after its write; a ring of the window's slots or a full-length cache."""
+    for slots in {window or held + queries, held + queries}:
+        position = held + torch.arange(queries)[None]
+        if after:
+            position, queries = position[:, -1:], 1
+            written = position[0, -1:] + 1
+            keys = slot_positions(written, slots)
+            count = min(slots, int(written))
+        else:
+            keys = slot_positions(torch.tensor([held]), slots)
+            keys = torch.cat((keys, position.t()))
+            count = min(slots, held) + queries
+        want = int(visible(keys, position, window).sum())
+        assert visible_pairs(queries, count, window) == want
+
+
+@pytest.mark.parametrize("name", ["e2b", "26b-a4b", "tiny-ple"])
+@given(tokens=st.integers(1, 3000), chunk=st.integers(1, 1500))
+@settings(max_examples=10)
+def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
+    """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
+    g = graph(name, "prefill", True)
+    whole, parts = prefill_costs(g, tokens), prefill_costs(g, tokens, chunk)
+    assert [c.cost.flops for c in parts] == [c.cost.flops for c in whole]
+    assert total(parts).weight_bytes >= total(whole).weight_bytes
+    assert sum(prefill_chunks(g, tokens, chunk), Cost()) == total(parts)
+    last = graph_costs(g, S=(tokens - 1) % chunk + 1, C=(tokens - 1) // chunk * chunk)
+    assert total(last) == prefill_chunks(g, tokens, chunk)[-1]
+
+
+@pytest.mark.parametrize("name", ["e2b", "12b", "31b"])
+@pytest.mark.parametrize("context", [1, 700, 1024, 5000, 131072])
+def test_a_step_reads_each_cache_as_often_as_layers_share_it(name: str, context: int) -> None:
+    """Rings up to their window, full layers to the context; the new rows are written once."""
+    spec = load_spec(name)
+    dtype = spec.dtype
+    reads = writes = 0
+    for layer in spec.layers():
+        kind = layer.attention
+        row = 2 * kind.num_key_value_heads * kind.head_dim * {"bf16": 2, "f32": 4}[dtype]
+        reads += row * min(context, kind.window or context)
+        writes += row * (layer.donor is None)
+    costs = decode_costs(graph(name), context)
+    assert sum(c.cost.state_bytes for c in costs if c.op == "attention") == reads
+    assert by_kind(costs)["kv"].state_bytes == reads + writes == total(costs).state_bytes
+    if all(layer.donor is None for layer in spec.layers()):
+        assert reads == kv_bytes(spec, context).planned
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
+def test_a_ring_is_written_where_it_keeps_the_tokens(tokens: int) -> None:
+    """Of a chunk longer than the ring, the last tokens alone."""
+    spec = load_spec("tiny-dense")
+    g = graph("tiny-dense", "prefill")
+    written = {c.node: c.cost.state_bytes for c in graph_costs(g, B=2, S=tokens, C=5)
+               if c.op == "cache_write"}  # fmt: skip
+    for layer in spec.layers():
+        kind = layer.attention
+        row = 2 * 4 * kind.num_key_value_heads * kind.head_dim
+        kept = min(tokens, kind.window or tokens)
+        assert written[f"L{layer.index}.k.next"] == written[f"L{layer.index}.v.next"] == row * kept
+
+
+# --- what passes may change -------------------------------------------------------------------
+
+
+def products(costs: list[NodeCost]) -> dict[str, int]:
+    """FLOPs of matrix products by kind."""
+    table = dict.fromkeys(KINDS, 0)
+    for c in costs:
+        table[c.kind] += c.cost.flops if c.op in (*PRODUCTS, "attention") else 0
+    return table
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@given(skip=st.sets(st.sampled_from(PASSES)), size=st.integers(2, 20), held=st.integers(0, 20))
+@settings(max_examples=25)
+def test_fusion_keeps_the_products(
+    phase: str, name: str, skip: set[str], size: int, held: int
+) -> None:
+    chosen = tuple(sorted(skip | {"last_token_only"}))
+    step = {"B": 2, "S": size, "C": held}
+    plain = graph_costs(build_graph(load_spec(name), phase), **step)
+    fused = graph_costs(graph(name, phase, skip=chosen), **step)
+    assert products(fused) == products(plain)
+    assert total(fused).other_bytes <= total(plain).other_bytes
+    assert total(fused).state_bytes <= total(plain).state_bytes
+    if phase == "prefill":
+        short = products(graph_costs(graph(name, phase), **step))
+        assert all(short[k] <= n for k, n in products(plain).items())
+        assert short["head"] * size == products(plain)["head"]
+    else:
+        assert total(fused).weight_bytes == total(plain).weight_bytes
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("all_logits", [False, True])
+def test_every_stage_of_every_graph_has_a_cost(name: str, phase: str, all_logits: bool) -> None:
+    g = build_graph(load_spec(name), phase, all_logits)
+    stages = [g]
+    run_passes(g, dump=lambda _, after: stages.append(after))
+    assert len(stages) == len(PASSES) + 1
+    for stage in stages:
+        costs = graph_costs(stage, B=2, S=3, C=4)
+        sums = by_kind(costs)
+        assert list(sums) == [k for k in KINDS if k in sums]
+        assert sum(sums.values(), Cost()) == total(costs)
+        assert set(sums) <= ({"embed"} if phase == "embed" else set(KINDS) - {"embed"})
+
+
+def test_every_op_has_a_kind() -> None:
+    """Ops whose kind goes by the name of their result are those that serve several parts."""
+    from g4ir.cost import OP_KINDS
+
+    by_op = {op for ops in OP_KINDS.values() for op in ops}
+    assert by_op <= OPS.keys() and set(OP_KINDS) <= set(KINDS)
+    assert OPS.keys() - by_op == {
+        "linear", "concat", "split", "heads", "merge_heads", "glu", "glu_packed", "scale",
+        "softcap", "last_row", "stack_layers", "unstack_layers",
+    }  # fmt: skip
+    named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in OPS.keys() - by_op]
+    assert all(c.kind != "other" for c in named)
+
+
+def test_packing_weights_costs_nothing_at_run_time() -> None:
+    g = graph("tiny-dense")
+    assert any(n.op == "concat" for n in g.nodes)
+    assert all(c.op != "concat" for c in graph_costs(g))
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
+def test_a_step_reads_the_active_parameters(name: str) -> None:
+    """Once each, with the scalars of the layers; the token's table row is the embed graph's."""
+    spec = load_spec(name)
+    count = counts(spec)
+    read = total(decode_costs(graph(name), 1)).weight_bytes
+    assert read == 2 * (count.active + count.layer_scalars + count.final_norm)
+
+
+def test_the_active_parameters_of_the_26b() -> None:
+    """3,822.5M with the head, 3,084.3M without."""
+    costs = by_kind(decode_costs(graph("26b-a4b"), 1))
+    read = sum(c.weight_bytes for c in costs.values()) / 2
+    assert read == pytest.approx(3822.5e6, abs=0.05e6)
+    assert read - costs["head"].weight_bytes / 2 == pytest.approx(3084.3e6, abs=0.05e6)
+
+
+def test_expected_distinct_experts() -> None:
+    """E = 128, k = 8: performance table, to its printed digit."""
+    printed = {1: 8, 2: 15.5, 4: 29.1, 8: 51.6, 16: 82.4, 32: 111.8}
+    for tokens, want in printed.items():
+        assert distinct_experts(128, 8, tokens) == pytest.approx(want, abs=0.05)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=30)
+def test_expected_distinct_experts_by_enumeration(count: int, top_k: int, tokens: int) -> None:
+    top_k = min(top_k, count)
+    choices = list(itertools.combinations(range(count), top_k))
+    tokens = min(tokens, 2 if len(choices) > 8 else 3)
+    drawn = [len(set().union(*some)) for some in itertools.product(choices, repeat=tokens)]
+    assert distinct_experts(count, top_k, tokens) == pytest.approx(sum(drawn) / len(drawn))
+
+
+def test_counted_experts_take_the_place_of_expected_ones() -> None:
+    g = graph("26b-a4b")
+    one = by_kind(graph_costs(g, experts=1))["experts"]
+    eight = by_kind(graph_costs(g, experts=8))["experts"]
+    assert eight == by_kind(graph_costs(g))["experts"]
+    each = (eight.weight_bytes - one.weight_bytes) / 7 / load_spec("26b-a4b").text.num_hidden_layers
+    assert each == 2 * 5_947_392, "facts: parameters of one expert"
+    all_read = by_kind(graph_costs(g, B=4, experts=128))["experts"]
+    assert all_read == by_kind(graph_costs(g, B=4, experts=1e9))["experts"], "no more than exist"
+    assert all_read.flops == eight.flops * 4
+
+
+def test_a_chunk_of_1k_reads_every_expert() -> None:
+    """26B: 45.6 GB, which takes longer than the FLOPs of the chunk at 4.3 TB/s and 790 TFLOP/s.
+    With `last_token_only` the last layer runs on one row and reads 8 of its experts."""
+    costs = prefill_costs(graph("26b-a4b", "prefill", skip=("last_token_only",)), 1024)
+    experts = by_kind(costs)["experts"].weight_bytes
+    assert experts / 1e9 == pytest.approx(45.6, rel=0.01)
+    assert floors(costs, Roof(4.3e12, 790e12)).total.bound == "memory"
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
+def test_a_format_sets_the_bytes_of_weights_alone(form: str) -> None:
+    g, f = graph("tiny-moe"), WEIGHT_FORMATS[form]
+    plain, cost = total(graph_costs(g, C=5)), total(graph_costs(g, C=5, weights=form))
+    assert (cost.flops, cost.state_bytes, cost.other_bytes) == (
+        plain.flops, plain.state_bytes, plain.other_bytes,
+    )  # fmt: skip
+    elements = {"body": 0.0, "head": 0.0, "vector": 0.0}
+    _, main = split_prologue(g)
+    for v in main.params:
+        part = "vector" if v.type.rank < 2 else "head" if v.name == "embed.table" else "body"
+        elements[part] += v.type.numel() * (0.25 if v.type.rank == 3 else 1)  # 2 of 8 experts
+    want = sum(count * getattr(f, part) for part, count in elements.items())
+    assert cost.weight_bytes == pytest.approx(want, abs=len(main.params))
+
+
+# --- the published tables ---------------------------------------------------------------------
+
+CONTEXTS = (1024, 8192, 32768, 131072)
+#: variant, weights, rows: GB read in a decode step at the contexts. Weights (2 bytes; 1; or 0.5625
+#: with a head of 1) and caches in bf16, each layer reading its source: no activations.
+DECODE = """
+31b     bf16  1   62.3  62.9  64.9  73.0
+31b     bf16  8   68.8  73.5  89.6  154.0
+31b     bf16  32  90.9  109.7 174.1 431.8
+31b     fp8   1   31.6  32.2  34.2  42.3
+31b     fp8   8   38.1  42.8  58.9  123.3
+31b     fp8   32  60.2  79.0  143.4 401.1
+31b     int4  1   18.8  19.4  21.4  29.5
+31b     int4  8   25.3  30.0  46.1  110.5
+31b     int4  32  47.4  66.2  130.6 388.3
+26b-a4b bf16  1   7.9   8.0   8.5   10.5
+26b-a4b bf16  8   25.1  26.2  30.3  46.4
+26b-a4b bf16  32  52.1  56.8  72.9  137.3
+26b-a4b fp8   1   4.1   4.2   4.7   6.7
+26b-a4b fp8   8   13.5  14.6  18.7  34.8
+26b-a4b fp8   32  29.7  34.4  50.5  114.9
+26b-a4b int4  1   2.7   2.9   3.4   5.4
+26b-a4b int4  8   8.7   9.9   13.9  30.0
+26b-a4b int4  32  20.3  25.0  41.1  105.5
+e4b     bf16  1   9.4   9.6   10.3  13.1
+e4b     bf16  8   9.8   11.5  17.1  39.6
+e4b     bf16  32  11.4  18.0  40.5  130.7
+e4b     fp8   1   4.7   4.9   5.6   8.4
+e4b     fp8   8   5.2   6.8   12.5  35.0
+e4b     fp8   32  6.8   13.3  35.9  126.1
+e4b     int4  1   3.0   3.2   3.9   6.7
+e4b     int4  8   3.4   5.1   10.7  33.3
+e4b     int4  32  5.0   11.6  34.1  124.3
+e2b     bf16  1   4.6   4.7   5.0   6.5
+e2b     bf16  8   4.8   5.6   8.4   19.7
+e2b     bf16  32  5.5   8.8   20.1  65.2
+e2b     fp8   1   2.3   2.4   2.8   4.2
+e2b     fp8   8   2.5   3.3   6.2   17.4
+e2b     fp8   32  3.2   6.5   17.8  62.9
+e2b     int4  1   1.5   1.6   1.9   3.4
+e2b     int4  8   1.7   2.5   5.3   16.6
+e2b     int4  32  2.4   5.7   17.0  62.1
+"""
+ROWS = [line.split() for line in DECODE.split("\n") if line]
+
+
+def printed(value: float, digits: int = 1) -> Any:
+    """Within 1 % of a printed figure, plus half of its last digit."""
+    return pytest.approx(value, rel=0, abs=0.01 * value + 0.5 * 10**-digits)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: "-".join(r[:3]))
+def test_decode_reads_what_the_table_says(row: list[str]) -> None:
+    name, form, rows, *want = row
+    for context, gb in zip(CONTEXTS, want, strict=True):
+        cost = total(decode_costs(graph(name), context, B=int(rows), weights=form))
+        assert cost.needed_bytes / 1e9 == printed(float(gb))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "h200", "h100"),
+    [("31b", "bf16", 14.49, 18.60), ("31b", "int4", 4.37, 5.61), ("26b-a4b", "bf16", 1.83, 2.35),
+     ("e4b", "fp8", 1.10, 1.41), ("e2b", "bf16", 1.07, 1.37)],
+)  # fmt: skip
+def test_the_floor_of_a_step(name: str, form: str, h200: float, h100: float) -> None:
+    """The table's milliseconds at 4.3 and 3.35 TB/s, one row, 1k."""
+    costs = decode_costs(graph(name), 1024, weights=form)
+    for rate, ms in ((4.3e12, h200), (3.35e12, h100)):
+        f = floors(costs, Roof(rate, 790e12))
+        assert f.total.bound == "memory" and f.total.seconds * 1e3 == printed(ms, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "gb"), [("31b", 11.6), ("26b-a4b", 2.9), ("e4b", 3.8), ("e2b", 1.9)]
+)
+def test_cache_reads_at_128k(name: str, gb: float) -> None:
+    assert by_kind(decode_costs(graph(name), 131072))["kv"].state_bytes / 1e9 == printed(gb)
+
+
+@pytest.mark.parametrize(("name", "gb"), [("31b", 7.6), ("26b-a4b", 1.9)])
+def test_cache_reads_at_128k_from_one_tensor(name: str, gb: float) -> None:
+    """V and the rotated dims of K, 5/8 of the bytes on K=V layers."""
+    plain = build_graph(load_spec(name), "decode")
+    g = run_passes(plain, options={"latent_kv": {"form": "value"}})
+    assert by_kind(decode_costs(g, 131072))["kv"].state_bytes / 1e9 == printed(gb)
+
+
+@pytest.mark.parametrize(
+    ("name", "percent"),
+    [("31b", {"attention": 28, "mlp": 68, "head": 5}),
+     ("26b-a4b", {"attention": 29, "mlp": 14, "experts": 37, "head": 19}),
+     ("e4b", {"attention": 13, "mlp": 71, "ple": 2, "head": 14}),
+     ("e2b", {"attention": 12, "mlp": 68, "ple": 2, "head": 18})],
+)  # fmt: skip
+def test_shares_of_the_bytes_of_one_row(name: str, percent: dict[str, float]) -> None:
+    """Printed to a percent; the router, 0.3 % of the 26B, is not among its experts there."""
+    costs = decode_costs(graph(name), 1)
+    kinds = by_kind(c for c in costs if c.op != "router")
+    for kind, share in percent.items():
+        part = kinds[kind].weight_bytes / total(costs).weight_bytes
+        assert 100 * part == pytest.approx(share, abs=0.5)
+
+
+#: variant -> GFLOP per token of a prompt of 1k, 8k, 32k, 128k; ms at 790 TFLOP/s
+PREFILL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "31b": ((59.8, 62.8, 71.0, 103), (78, 652, 2943, 17121)),
+    "26b-a4b": ((6.5, 7.2, 9.3, 17.3), (8.4, 75, 384, 2874)),
+    "e4b": ((8.1, 8.6, 10.0, 15.6), (10.5, 89, 414, 2590)),
+    "e2b": ((3.9, 4.3, 5.7, 11.4), (5.1, 45, 239, 1889)),
+}
+#: ms where the layers after the last one with keys and values of its own are left out
+SKIPPED = {"e4b": (6.1, 52, 240, 1494), "e2b": (1.6, 14.6, 83, 735)}
+#: attention's share of the FLOPs at 32k and 128k, in percent
+ATTENTION = {"31b": (17, 43), "26b-a4b": (33, 64), "e4b": (20, 49), "e2b": (35, 67)}
+
+
+def body(name: str, tokens: int) -> list[NodeCost]:
+    """Every row through every layer, without the head: what the table counts."""
+    costs = prefill_costs(graph(name, "prefill", skip=("last_token_only",)), tokens)
+    return [c for c in costs if c.kind != "head"]
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_takes_the_flops_of_the_table(name: str) -> None:
+    for tokens, each, ms in zip(CONTEXTS, *PREFILL[name], strict=True):
+        flops = total(body(name, tokens)).flops
+        assert flops / tokens / 1e9 == printed(each, 0 if each > 100 else 1)
+        assert flops / 790e12 * 1e3 == printed(ms, 0 if ms == int(ms) else 1)
+    for tokens, percent in zip(CONTEXTS[2:], ATTENTION[name], strict=True):
+        kinds = by_kind(body(name, tokens))
+        share = 100 * kinds["kv"].flops / total(body(name, tokens)).flops
+        assert share == pytest.approx(percent, abs=0.5)
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_prefill_without_the_layers_that_share(name: str) -> None:
+    """The table keeps the whole last layer that owns keys and values. `last_token_only` keeps of
+    it only what makes them, so it saves more: all of the table's ratio and some."""
+    own = max(layer.index for layer in load_spec(name).layers() if layer.donor is None)
+    for tokens, ms, all_ms in zip(CONTEXTS, SKIPPED[name], PREFILL[name][1], strict=True):
+        costs = body(name, tokens)
+        kept = total(c for c in costs if layer_of(c) <= own).flops
+        assert kept / 790e12 * 1e3 == printed(ms, 0 if ms == int(ms) else 1)
+        assert total(costs).flops / kept == pytest.approx(all_ms / ms, rel=0.02)
+        ours = total(prefill_costs(graph(name, "prefill"), tokens)).flops
+        assert kept / 1.4 < ours < kept
+
+
+def layer_of(c: NodeCost) -> int:
+    match = re.match(r"L(\d+)\.", c.node)
+    return int(match[1]) if match else -1
+
+
+# --- the roof ---------------------------------------------------------------------------------
+
+
+def test_a_floor_is_the_longer_of_bytes_and_flops() -> None:
+    roof = Roof(100.0, 10.0)
+    slow = floor(Cost(flops=50, weight_bytes=200, state_bytes=100, other_bytes=10**9), roof)
+    assert (slow.memory_s, slow.compute_s, slow.seconds, slow.bound) == (3, 5, 5, "compute")
+    assert floor(Cost(flops=20, weight_bytes=300), roof).bound == "memory"
+    costs = [NodeCost("a", "linear", "mlp", Cost(50, 0)), NodeCost("b", "x", "kv", Cost(0, 0, 500))]
+    f = floors(costs, roof)
+    assert list(f.kinds) == ["kv", "mlp"] and f.total.seconds == 5
+    assert sum(k.seconds for k in f.kinds.values()) == 10, "one overlaps the other in the total"
+
+
+@pytest.mark.parametrize("rates", [(0, 1), (1, 0), (-1, 1), (1, math.nan), (math.inf, 1)])
+def test_a_roof_is_positive(rates: tuple[float, float]) -> None:
+    with pytest.raises(InputError, match="expected a positive number"):
+        Roof(*rates)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"B": 0}, "B=0"), ({"B": -3}, "B=-3"), ({"C": -1}, "C=-1"), ({"S": 0}, "S=0"),
+     ({"B": 1.5}, "B=1.5"), ({"experts": 0}, "experts=0"), ({"experts": math.nan}, "experts=nan"),
+     ({"weights": "q4"}, "'q4': one of f32, bf16")],
+)  # fmt: skip
+def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        graph_costs(graph("tiny-moe"), **options)
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(0, 1), (-1, 1), (5, 0), (5, -2)])
+def test_bad_chunks_are_refused(tokens: int, chunk: int) -> None:
+    with pytest.raises(InputError, match="expected a positive integer"):
+        prefill_costs(graph("tiny-moe", "prefill"), tokens, chunk)
+    with pytest.raises(InputError, match="context=0"):
+        decode_costs(graph("tiny-moe"), 0)
+
+
+# --- GPUs -------------------------------------------------------------------------------------
+
+
+def test_the_cards() -> None:
+    stems = {name.rpartition("-")[0] for name in GPUS}
+    assert stems == {
+        "h100", "h100-pcie", "h100-nvl", "h200", "b200", "a100", "a6000", "l40s",
+        "rtx5090", "rtx4090", "rtx4070ti", "rtx4070", "rtx4060",
+    }  # fmt: skip
+    for name, gpu in GPUS.items():
+        sold = int(re.fullmatch(r".*-(\d+)gb", name)[1])  # type: ignore[index]
+        assert gpu.name == name and gpu.source
+        assert 0.99 * sold * 1e9 <= gpu.memory_bytes <= 1.001 * sold * 2**30
+        assert gpu.roof.name == name and 10 < gpu.roof.flops_per_s / gpu.roof.bytes_per_s < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [(n, n) for n in GPUS] + [
+        ("H100", "h100-80gb"), (" h200 ", "h200-141gb"), ("RTX 4090", "rtx4090-24gb"),
+        ("rtx_4070_ti", "rtx4070ti-12gb"), ("4070", "rtx4070-12gb"), ("A6000", "a6000-48gb"),
+        ("H100 80GB", "h100-80gb"), ("h100-NVL", "h100-nvl-94gb"),
+    ],
+)  # fmt: skip
+def test_a_card_by_name(text: str, name: str) -> None:
+    assert find_gpu(text) is GPUS[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("80e9", 80 * 10**9), ("80GB", 80 * 10**9),
+     ("85520809984", 85520809984), ("1.5 TB", 15 * 10**11), ("0.5MiB", 2**19), ("7b", 7),
+     ("16g", 16 * 10**9), ("3 ki", 3072), ("1e+9B", 10**9)],
+)  # fmt: skip
+def test_a_device_by_size(text: str, size: int) -> None:
+    gpu = find_gpu(text)
+    assert (gpu.memory_bytes, gpu.bytes_per_s) == (size, None)
+    with pytest.raises(InputError, match="name a card"):
+        _ = gpu.roof
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("h300", "unknown GPU 'h300': one of h100-80gb"), ("", "or a size such as 24GiB"),
+     ("a100", "a100-40gb or a100-80gb"), ("nan", "unknown GPU"), ("0", "between 1 byte"),
+     ("0GB", "between 1 byte"), ("-4GiB", "expected bytes above 0"), ("1e999", "between 1 byte"),
+     ("1e99999999999", "expected bytes above 0"), ("24 parsecs", "expected bytes above 0"),
+     ("1.0000001kB", "no whole number"), ("9" * 5000, "expected bytes above 0"),
+     ("24GiB\n5", "expected bytes above 0")],
+)  # fmt: skip
+def test_bad_gpus(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as e:
+        find_gpu(text)
+    assert len(str(e.value)) < 400
+
+
+@given(st.integers(1, 10**15), st.sampled_from(["", "B", "b", " B"]))
+def test_sizes_round_trip(size: int, suffix: str) -> None:
+    assert parse_bytes(f"{size}{suffix}", "size") == size
+
+
+@given(st.integers(1, 900), st.sampled_from("kmgt"), st.booleans(), st.booleans(), st.booleans())
+def test_units(count: int, letter: str, binary: bool, b: bool, upper: bool) -> None:
+    text = f"{count}{letter}{'i' * binary}{'b' * b}"
+    want = count * (1024 if binary else 1000) ** ("kmgt".index(letter) + 1)
+    assert parse_bytes(text.upper() if upper else text, "size") == want
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[0-9.e+-]{1,12}[kmgtiKMGTI]{0,3}[bB]?"))
+def test_any_text_is_a_size_or_an_error(text: str) -> None:
+    try:
+        assert 1 <= parse_bytes(text, "--gpu") <= 10**18
+        assert find_gpu(text).memory_bytes
+    except InputError as e:
+        assert str(e).startswith(("--gpu ", "GPU ", "unknown GPU "))
+
+
+# --- show --cost ------------------------------------------------------------------------------
+
+
+def shown(*words: str | Path) -> dict[str, Any]:
+    outcome = g4ir("show", "--cost", "--json", *words)
+    assert outcome.code == 0, outcome.err
+    report: dict[str, Any] = json.loads(outcome.out)
+    return report
+
+
+def test_show_cost_says_what_the_model_says() -> None:
+    words = ("--variant", "e2b", "--context", "8K", "--batch", "4", "--weights", "fp8")
+    report = shown(*words, "--gpu", "h100-80gb")
+    costs = decode_costs(graph("e2b"), 8192, B=4, weights="fp8")
+    f = floors(costs, GPUS["h100-80gb"].roof)
+    assert report["total"]["flops"] == total(costs).flops
+    assert report["total"]["floor_s"] == f.total.seconds and report["total"]["bound"] == "memory"
+    assert list(report["kinds"]) == list(f.kinds)
+    for kind, row in report["kinds"].items():
+        assert row["floor_s"] == f.kinds[kind].seconds
+    assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
+    assert "nodes" not in report and "prompt" not in report
+    text = g4ir("show", "--cost", *words, "--gpu", "h100").out
+    assert "3.35 TB/s, 989 TFLOP/s" in text and "memory" in text and "total" in text
+
+
+def test_show_cost_of_a_prompt() -> None:
+    words = ("--variant", "e2b", "--phase", "prefill", "--chunk", "512", "--context", "2000",
+             "--bandwidth", "3e12", "--flop-rate", "8e14")  # fmt: skip
+    report = shown(*words)
+    chunks = prefill_chunks(graph("e2b", "prefill"), 2000, 512)
+    roof = Roof(3e12, 8e14)
+    assert report["prompt"]["chunks"] == 4 == len(chunks)
+    assert report["prompt"]["flops"] == sum(c.flops for c in chunks)
+    assert report["prompt"]["floor_s"] == pytest.approx(sum(floor(c, roof).seconds for c in chunks))
+    assert (report["new_tokens"], report["context"]) == (512, 2000)
+    assert "whole prompt of 2000 tokens in 4 chunks" in g4ir("show", "--cost", *words).out
+
+
+@pytest.mark.parametrize("words", [("--layer", "3"), ("--nodes",), ("--layer", "3", "--nodes")])
+def test_show_cost_node_by_node(words: tuple[str, ...]) -> None:
+    report = shown("--variant", "26b-a4b", "--gpu", "b200", *words)
+    assert sum(n["flops"] for n in report["nodes"]) == report["total"]["flops"]
+    names = [n["node"] for n in report["nodes"]]
+    assert "L3.moe.out" in names and "L3.attn.out" in names
+    assert all(n.startswith("L3.") for n in names) == ("--layer" in words)
+    text = g4ir("show", "--cost", "--variant", "26b-a4b", *words).out
+    assert "L3.moe.out" in text and "time" not in text, "no time without a roof"
+
+
+def test_show_cost_at_any_stage_and_of_an_engine(tmp_path: Path) -> None:
+    before = shown("--variant", "tiny-moe", "--after", "none", "--context", "64")
+    after = shown("--variant", "tiny-moe", "--context", "64")
+    assert before["total"]["state_bytes"] > after["total"]["state_bytes"]
+    assert before["total"]["other_bytes"] > after["total"]["other_bytes"]
+    path = built(tmp_path / "engine", "--variant", "tiny-moe", "--random-weights", "0")
+    assert shown(path, "--context", "64") == after
+    assert shown(path, "--context", "64", "--after", "none") == before
+    embed = shown("--variant", "tiny-moe", "--phase", "embed", "--chunk", "7")
+    assert list(embed["kinds"]) == ["embed"] and embed["new_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--batch", "0"), "--batch '0': expected a number above 0"),
+     (("--batch", "9" * 400), "expected a number above 0"),
+     (("--chunk=-5", "--phase", "prefill"), "--chunk '-5': expected"),
+     (("--context", "2K"), "--context 2048: tiny-moe has 1024 positions"),
+     (("--phase", "prefill", "--chunk", "2000"), "--chunk 2000: tiny-moe has 1024 positions"),
+     (("--phase", "prefill", "--chunk", "9", "--context", "8"), "--chunk 9 is more than"),
+     (("--chunk", "4"), "--chunk means nothing in phase decode"),
+     (("--phase", "embed", "--context", "4"), "--context means nothing in phase embed"),
+     (("--gpu", "gtx"), "unknown GPU 'gtx'"), (("--gpu", "24GiB"), "name a card"),
+     (("--bandwidth", "0", "--flop-rate", "1"), "--bandwidth 0.0: expected a positive"),
+     (("--bandwidth", "nan"), "--bandwidth nan"), (("--flop-rate", "1e9"), "go together"),
+     (("--weights", "q4"), "unknown weight format 'q4'"),
+     (("--layer", "99"), "--layer 99"), (("--why", "fuse_qkv"), "--cost or --why")],
+)  # fmt: skip
+def test_show_cost_refuses(words: tuple[str, ...], message: str) -> None:
+    assert message in refused("show", "--variant", "tiny-moe", "--cost", *words)
+
+
+def test_cost_options_need_cost() -> None:
+    assert "--gpu needs --cost" in refused("show", "--variant", "tiny-moe", "--gpu", "h100")
+    assert "--nodes needs --cost" in refused("show", "--variant", "tiny-moe", "--nodes")
+
+
+def test_show_cost_needs_no_torch() -> None:
+    code = (
+        "import sys; from g4ir.cli import main\n"
+        "assert main(['show', '--variant', '31b', '--cost', '--gpu', 'h100']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

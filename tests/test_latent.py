@@ -1,0 +1,519 @@
+"""One cache instead of two on layers with K = V: the two forms against plain caches.
+
+The interpreter runs every spec that has such a layer; compiled engines run one spec that has each
+kind of it, in both forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.engine import Engine
+from g4ir.errors import InputError, SpecError
+from g4ir.ir import Builder, Graph, Value
+from g4ir.latent_forms import TABLE, Measured, choose_form, read_table, write_table
+from g4ir.ops import OPS
+from g4ir.passes.latent_kv import FORMS, latent_kv
+from g4ir.pipeline import PASSES
+from g4ir.spec import FULL, SLIDING, Rope, Spec, check_spec, load_spec
+from g4ir.types import Type, torch_dtype
+from tests.configs import NAMES, SMALL, shrink, spec_called
+from tests.oracle import (
+    Oracle,
+    close_calls,
+    cosine,
+    find_bf16_oracle,
+    find_oracle,
+    random_tokens,
+    relative,
+)
+from tests.runner import DTYPES, Session, build_engine, built_program, open_session, with_chunk
+from tests.test_bf16 import COSINE
+from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_then_decode
+
+LATENT = ("value", "raw")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- specs ------------------------------------------------------------------------------------
+
+
+def every_kind() -> Spec:
+    """K = V on a ring that rotates half of its dims, on a full layer, and on one that reads it."""
+    base = shrink(load_spec("31b"))
+    text = replace(
+        base.text,
+        num_hidden_layers=3,
+        num_kv_shared_layers=1,
+        pattern=(SLIDING, FULL, FULL),
+        sliding=replace(
+            base.text.sliding, window=5, k_eq_v=True, rope=Rope("proportional", 1e4, 0.5, 2.0)
+        ),
+    )
+    return check_spec(replace(base, name="every-kind", text=text))
+
+
+def find(name: str) -> Spec:
+    return every_kind() if name == "every-kind" else spec_called(name)
+
+
+def has_latent(name: str, form: str) -> bool:
+    """Whether a layer that owns keys takes this form."""
+    graph = built_program(find(name), latent_kv=form).graphs["decode"]
+    return any(graph.find("attention_latent"))
+
+
+ALL = ("every-kind", *NAMES)
+CASES = [(n, f) for n in ALL for f in LATENT if has_latent(n, f)]
+
+
+def test_the_cases_have_every_kind() -> None:
+    raw, value = ([find(n) for n, f in CASES if f == form] for form in ("raw", "value"))
+    for specs in (raw, value):
+        tied = [(s, x) for s in specs for x in s.layers() if x.attention.k_eq_v]
+        assert {x.kind for _, x in tied} == {SLIDING, FULL}
+        assert any(x.donor is not None for _, x in tied)
+        assert any(x.attention.rope.factor for _, x in tied)
+    assert any(s.text.attn_logit_softcapping for s in raw)
+    assert any(s.text.num_attention_heads > 4 for s in value)
+    rotated = {n for n, f in CASES if f == "raw"} - {n for n, f in CASES if f == "value"}
+    assert rotated, "the form `value` leaves a layer whose dims are all rotated"
+
+
+# --- the interpreter --------------------------------------------------------------------------
+
+
+def session_of(oracle: Oracle, dtype: torch.dtype, form: str, chunk: int) -> Session:
+    """All logits, on the oracle's weights in another dtype."""
+    program = built_program(oracle.spec, True, (), DTYPES[dtype], form)
+    tensors = {k: t.to(dtype) for k, t in oracle.tensors.items()}
+    return Session(program, tensors, 2, chunk, 128, True)
+
+
+@cache
+def logits(name: str, dtype: torch.dtype, form: str, chunk: int) -> torch.Tensor:
+    """Of a prompt in chunks and of each token decoded after it, past three windows."""
+    oracle = find_oracle(find(name))
+    return prefill_then_decode(session_of(oracle, dtype, form, chunk), oracle.tokens, oracle.prompt)
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 7, 64])
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_equal_in_float64(name: str, form: str, chunk: int) -> None:
+    want = logits(name, torch.float64, "off", chunk)
+    error = (logits(name, torch.float64, form, chunk) - want).abs().max()
+    assert error <= 1e-12 * want.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 7, 64])
+@pytest.mark.parametrize("name", [n for n, f in CASES if f == "raw"])
+def test_raw_is_bit_equal_in_bf16(name: str, chunk: int) -> None:
+    want = logits(name, torch.bfloat16, "off", chunk)
+    assert want.dtype == torch.bfloat16
+    assert torch.equal(logits(name, torch.bfloat16, "raw", chunk), want)
+
+
+@pytest.mark.parametrize(
+    "chunk", ["W-1", "all", *(pytest.param(c, marks=pytest.mark.full) for c in ("1", "W+1"))]
+)
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_every_position(name: str, form: str, chunk: str) -> None:
+    """fp32 against transformers and against the plain caches."""
+    oracle = find_oracle(find(name))
+    size = CHUNKS[chunk](oracle.window, oracle.prompt)
+    got = logits(name, torch.float32, form, size)
+    agrees(got, oracle.logits, oracle)
+    agrees(got, logits(name, torch.float32, "off", size), oracle)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_the_last_token_alone(name: str, form: str) -> None:
+    oracle = find_oracle(find(name))
+    session, n = open_session(oracle, 2, 9, latent_kv=form), oracle.prompt
+    got = [session.prefill(oracle.tokens[:, :n])]
+    got += [session.decode(column) for column in oracle.tokens[:, n : n + 3].unbind(1)]
+    agrees(torch.stack(got, 1), oracle.logits[:, n - 1 : n + 3], oracle)
+
+
+@pytest.mark.parametrize("skip", [(), PASSES[:-1]], ids=["all passes", "alone"])
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:
+    oracle = find_oracle(find(name))
+    ragged_rows_agree(oracle, open_session(oracle, 3, oracle.window + 1, False, skip,
+                                           latent_kv=form), 3)  # fmt: skip
+
+
+def ragged_rows_agree(oracle: Oracle, session: Any, rows: int) -> None:
+    """Rows that end in different chunks, an empty row, a second turn, then decoding."""
+    w = oracle.window
+    tokens = random_tokens(oracle.spec, rows, 5 * w, seed=9)
+    first = cut(tokens, [3 * w + 1, w + 3, 0][:rows])
+    second = cut(tokens.flip(1), [3, 2 * w, w + 4][:rows])
+    held = [row[:0] for row in first]
+    for turn in (first, second):
+        got = session.prefill(*padded(turn))
+        held = [torch.cat(pair) for pair in zip(held, turn, strict=True)]
+        live = [i for i, row in enumerate(turn) if len(row)]
+        agrees(got[live], by_row(oracle, [held[i] for i in live]), oracle)
+    step = tokens[:, -1]
+    want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
+    agrees(session.decode(step), want, oracle)
+
+
+@pytest.mark.parametrize("name", [n for n in (*SMALL, "combined") if (n, "value") in CASES])
+def test_value_in_bf16(name: str) -> None:
+    """As near to transformers in bf16 as the plain caches have to be."""
+    oracle = find_bf16_oracle(find(name))
+    session = open_session(oracle, 2, 7, True, latent_kv="value")
+    got = prefill_then_decode(session, oracle.tokens, oracle.prompt)
+    assert cosine(got, oracle.logits).min() > COSINE
+    clear = ~close_calls(oracle.logits.float(), oracle.self_difference)
+    assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
+
+
+def test_another_weight_shows() -> None:
+    """Keys are made with the norm's weight of the layer that owns them, and rotated where they
+    lie: with another weight, theta or fraction nothing agrees."""
+    oracle = find_oracle(every_kind())
+    program = built_program(oracle.spec, True, latent_kv="raw")
+    for changed in ({"theta": 10.0}, {"fraction": 0.75}, {"factor": 3.0}):
+        wrong = program.map(lambda g, c=changed: _with_attrs(g, c))  # type: ignore[misc]
+        session = Session(wrong, oracle.tensors, 2, 64, 128, True)
+        got = session.prefill(oracle.tokens, all_logits=True)
+        assert relative(got, oracle.logits).max() > 30 * oracle.budget
+
+
+def _with_attrs(g: Graph, changed: dict[str, Any]) -> Graph:
+    return replace(g, nodes=tuple(
+        replace(n, attrs={**n.attrs, **changed}) if n.op == "attention_latent" else n
+        for n in g.nodes
+    ))  # fmt: skip
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(InputError, match="form 'half': expected one of off, value, raw"):
+        latent_kv(built_program(every_kind()).graphs["decode"], form="half")
+
+
+# --- the op -----------------------------------------------------------------------------------
+
+D, PAIRS, THETA = 16, {"proportional": 2, "default": 8}, 100.0
+NORM = {"eps": 1e-6}
+
+
+def held_rows(form: str, kind: str, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor) -> Any:
+    """(rows of the form, K and V) of a projection [B,S,n,d] at positions [B,S], by the ops."""
+    ref = {n: OPS[n].reference for n in ("rms_norm", "rope_table", "rope", "latent_row",
+                                         "inverse_rms")}  # fmt: skip
+    dtype = {v: k for k, v in DTYPE_NAMES.items()}[raw.dtype]
+    cos, sin = ref["rope_table"](
+        at, kind=kind, theta=THETA, dim=D, fraction=0.25, factor=1.0, dtype=dtype
+    )
+    k = ref["rope"](ref["rms_norm"](raw, w, **NORM), cos, sin)
+    v = ref["rms_norm"](raw, **NORM)
+    if form == "value":
+        return [ref["latent_row"](v, k, pairs=PAIRS[kind])], (k, v)
+    return [raw, ref["inverse_rms"](raw, **NORM)], (k, v)
+
+
+DTYPE_NAMES = {n: torch_dtype(n) for n in ("f32", "bf16", "f16")}
+
+
+def operands(
+    form: str, kind: str, dtype: torch.dtype, b: int, s: int, n: int, fresh: bool, slots: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs of `attention_latent` and of `attention` that say the same: a ring of `slots` with
+    a history of different lengths, then a chunk that is in it or beside it."""
+    g = torch.Generator().manual_seed(s + 10 * n)
+    held = torch.tensor([slots + 4, 3, slots][:b])
+    w = (1 + 0.3 * torch.randn(D, generator=g)).to(dtype)
+    total = int(held.max()) + s
+    raw = torch.randn(b, total, n, D, generator=g).to(dtype)
+    every = torch.arange(total).expand(b, -1)
+    rows, kv = held_rows(form, kind, raw, w, every)
+    written = held if fresh else held + s
+
+    def cached(x: torch.Tensor) -> torch.Tensor:
+        empty = torch.zeros(slots, b, *x.shape[2:], dtype=x.dtype)
+        write = OPS["cache_write"].reference
+        assert write
+        out: torch.Tensor = write(empty, x, torch.zeros(b, dtype=torch.int64), written)
+        return out
+
+    positions = held[:, None] + torch.arange(s)
+    pick = positions[:, :, None, None]
+
+    def chunk(x: torch.Tensor) -> torch.Tensor:
+        return x.gather(1, pick.expand(b, s, *x.shape[2:]))
+
+    q = torch.randn(b, s, 2 * n, D, generator=g).to(dtype)
+    lead = [q, positions, written]
+    return (
+        [*lead, w, *map(cached, rows), *(map(chunk, rows) if fresh else ())],
+        [*lead, *map(cached, kv), *(map(chunk, kv) if fresh else ())],
+    )
+
+
+SHAPES = [*itertools.product((1, 3), (1, 5), (1, 2), (False, True), ("proportional", "default"))]
+
+
+def latent_attrs(form: str, kind: str, dtype: str, window: int, softcap: float) -> dict[str, Any]:
+    return {"form": form, "window": window, "scale": 1.0, "softcap": softcap, "kind": kind,
+            "theta": THETA, "fraction": 0.25, "factor": 1.0, "dtype": dtype}  # fmt: skip
+
+
+@pytest.mark.parametrize(("b", "s", "n", "fresh", "kind"), SHAPES)
+@pytest.mark.parametrize("form", LATENT)
+def test_the_op_is_attention_over_the_same_keys(
+    form: str, b: int, s: int, n: int, fresh: bool, kind: str
+) -> None:
+    """Bit for bit where the form is raw; the value form differs by the rounding of V in bf16, and
+    in fp32 by the last bit."""
+    reference = OPS["attention_latent"].reference
+    plain = OPS["attention"].reference
+    assert reference and plain
+    for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
+        for window, cap in ((0, 0.0), (4, 20.0)):
+            latent, kv = operands(form, kind, dtype, b, s, n, fresh, 9)
+            got = reference(*latent, **latent_attrs(form, kind, name, window, cap))
+            want = plain(*kv, window=window, scale=1.0, softcap=cap)
+            if form == "raw":
+                assert torch.equal(got, want)
+            else:
+                tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+                torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+#: of the rms: the lowerings fold factors into other roundings than the op states
+BUDGETS = {"f32": 1e-5, "bf16": 6e-2, "f16": 1e-2}
+
+
+@pytest.mark.parametrize(("b", "s", "n", "fresh", "kind"), SHAPES)
+@pytest.mark.parametrize("form", LATENT)
+def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) -> None:
+    """Each path of the torch backend, as eager torch, against the op."""
+    reference = OPS["attention_latent"].reference
+    assert reference
+    for (name, dtype), window in itertools.product(DTYPE_NAMES.items(), (0, 4)):
+        tensors, _ = operands(form, kind, dtype, b, s, n, fresh, 9)
+        attrs = latent_attrs(form, kind, name, window, 0.0)
+        builder = Builder("segment")
+        short = {v: k for k, v in {**DTYPE_NAMES, "i64": torch.int64}.items()}
+        values = [
+            Value(f"x{i}", Type(short[t.dtype], tuple(t.shape))) for i, t in enumerate(tensors)
+        ]
+        out = builder.emit("attention_latent", *values, name="y", **attrs)
+        graph = replace(builder.graph(out), inputs=tuple(values))
+        (got,) = SegmentModule(graph, "cpu")(*tensors)
+        want = reference(*tensors, **attrs)
+        error = (got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt()
+        assert error <= BUDGETS[name], f"{name}, window {window}: {error:.1e}"
+
+
+# --- compiled engines -------------------------------------------------------------------------
+
+ROWS = 3
+SHORT = {("value", ROWS, True), ("raw", 1, False)}
+ENGINES = [
+    pytest.param(c, id="-".join(map(str, c)), marks=() if c in SHORT else pytest.mark.full)
+    for c in itertools.product(LATENT, (1, ROWS), (False, True))
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
+    form, rows, all_logits = request.param
+    oracle = find_oracle(every_kind())
+    built = build_engine(
+        oracle, tmp_path_factory.mktemp("latent"), backend="torch", max_batch=rows, max_seq=128,
+        prefill_chunk=64, all_logits=all_logits, latent_kv=form,
+    )  # fmt: skip
+    yield built
+    built.close()
+
+
+@pytest.mark.parametrize("chunk", ["1", "W-1", "W+1", "prime", "all"])
+def test_compiled_logits(engine: Engine, chunk: str) -> None:
+    """A prompt in chunks, then every token that follows it, past three windows."""
+    oracle = find_oracle(every_kind())
+    n, rows = oracle.prompt, min(engine.limits.max_batch, len(oracle.tokens))
+    tokens = oracle.tokens[:rows]
+    session = with_chunk(engine, CHUNKS[chunk](oracle.window, n)).session(rows)
+    if engine.all_logits:
+        agrees(prefill_then_decode(session, tokens, n), oracle.logits[:rows], oracle)
+    got = torch.stack([_again(session, tokens[:, :n]), *map(session.decode, tokens[:, n:].t())], 1)
+    agrees(got, oracle.logits[:rows, n - 1 :], oracle)
+
+
+def _again(session: Any, tokens: torch.Tensor) -> torch.Tensor:
+    session.reset()
+    out: torch.Tensor = session.prefill(tokens)
+    return out
+
+
+def test_compiled_ragged_rows(engine: Engine) -> None:
+    oracle = find_oracle(every_kind())
+    rows = engine.limits.max_batch
+    ragged_rows_agree(oracle, with_chunk(engine, oracle.window + 1).session(rows), rows)
+
+
+def test_truncate_and_reset(engine: Engine) -> None:
+    """What a row no longer holds is not seen; a ring refuses what it has lost, as a plain one."""
+    oracle = find_oracle(every_kind())
+    window, tokens = oracle.window, oracle.tokens[:1]
+    assert engine.rings == ((window, window),)
+    session = engine.session(1)
+    session.prefill(tokens[:, :12])
+    with pytest.raises(InputError, match=f"ring of {window} slots"):
+        session.truncate(10)
+    session.truncate(12)
+    agrees(session.prefill(tokens[:, 12:20]), oracle.logits[:1, 19], oracle)
+    session.reset()
+    session.prefill(tokens[:, : window - 1])
+    session.truncate(2)
+    got = session.prefill(tokens[:, 9:14])
+    agrees(got, by_row(oracle, [torch.cat((tokens[0, :2], tokens[0, 9:14]))]), oracle)
+    session.reset(0)
+    agrees(session.prefill(tokens[:, :1]), oracle.logits[:1, 0], oracle)
+
+
+# --- bytes ------------------------------------------------------------------------------------
+
+
+def wide_heads() -> Spec:
+    """A head dim of 512 with 128 rotated, as the large variants have it."""
+    base = shrink(load_spec("31b"))
+    text = replace(base.text, num_hidden_layers=6, full=replace(base.text.full, head_dim=512))
+    return check_spec(replace(base, name="wide-heads", text=text))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_bytes(tmp_path: Path, dtype: str, rows: int) -> None:
+    """5/8 of the plain caches on layers with K = V, or at most 0.502; elsewhere the same."""
+    held: dict[str, dict[bool, int]] = {}
+    for form in FORMS:
+        engine = g4ir.build(
+            wide_heads(), tmp_path / form, random_weights=0, backend="reference", dtype=dtype,
+            max_batch=3, max_seq=300, latent_kv=form,
+        )  # fmt: skip
+        tensors = engine.session(rows).state.tensors
+        tied = {f"L{x.index}" for x in engine.spec.layers() if x.attention.k_eq_v}
+        held[form] = {
+            is_tied: sum(t.untyped_storage().nbytes() for name, t in tensors.items()
+                         if (name.partition(".")[0] in tied) == is_tied)
+            for is_tied in (True, False)
+        }  # fmt: skip
+    plain = held["off"]
+    assert held["value"][True] * 8 == plain[True] * 5
+    assert plain[True] / 2 < held["raw"][True] <= 0.502 * plain[True]
+    assert all(held[form][False] == plain[False] for form in LATENT)
+
+
+# --- long sequences ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("form", LATENT)
+def test_a_long_sequence_is_as_accurate(dtype: str, form: str) -> None:
+    """Against float64: no further away than the plain caches, up to the noise of rounding."""
+    spec = load_spec("tiny-dense")
+    want = long_logits(spec, "f64", "off")
+    errors = {f: _error(long_logits(spec, dtype, f), want) for f in ("off", form)}
+    assert errors[form] <= 1.2 * errors["off"], errors
+
+
+@cache
+def long_logits(spec: Spec, dtype: str, form: str) -> torch.Tensor:
+    """Logits of every 16th of 700 tokens, in chunks."""
+    oracle = find_oracle(spec)
+    tensors = {k: t.to(torch.bfloat16) for k, t in oracle.tensors.items()}
+    kind = torch_dtype(dtype)
+    program = built_program(spec, True, (), DTYPES[kind], form)
+    session = Session(program, {k: t.to(kind) for k, t in tensors.items()}, 1, 128, 768, True)
+    return session.prefill(random_tokens(spec, 1, 700), all_logits=True)[:, ::16]
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Root mean square, relative."""
+    return float(((got.double() - want).pow(2).mean() / want.pow(2).mean()).sqrt())
+
+
+# --- the table of measurements ----------------------------------------------------------------
+
+ROW = Measured("cpu", "bf16", 512, 128, 8, 8192, "raw")
+
+
+def test_the_shipped_table_is_one() -> None:
+    rows = read_table(TABLE)
+    keys = [replace(r, form="off") for r in rows]
+    assert len(set(keys)) == len(keys) and not any(r.device == "cuda" for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "dtype", "max_seq", "form"),
+    [("31b", "cpu", "bf16", 8192, "raw"), ("31b", "cpu", "bf16", 4096, "raw"),
+     ("31b", "cpu", "bf16", 16384, "value"), ("31b", "cpu", "bf16", 12000, "value"),
+     ("31b", "cpu", "bf16", 4095, "off"), ("31b", "cpu", "bf16", 131072, "off"),
+     ("31b", "cpu", "f32", 8192, "off"), ("31b", "cuda", "bf16", 8192, "off"),
+     ("e2b", "cpu", "bf16", 8192, "off"), ("tiny-dense", "cpu", "bf16", 8192, "off"),
+     ("26b-a4b", "cpu", "bf16", 8192, "raw")],
+)  # fmt: skip
+def test_the_nearest_measurement_counts(
+    spec: str, device: str, dtype: str, max_seq: int, form: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """At most a factor of two away; plain where nothing of the kind was measured."""
+    table = tmp_path / "forms.yaml"
+    write_table([replace(ROW, context=16384, form="value"), ROW], table)
+    assert read_table(table) == (replace(ROW, context=16384, form="value"), ROW)[::-1]
+    rows = read_table(table)
+    monkeypatch.setattr("g4ir.latent_forms.read_table", lambda: rows)
+    assert choose_form(load_spec(spec), device, dtype, max_seq) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("measured: [", "not a table"), ("rows: []", "not a table"),
+     ("measured: [{device: cpu}]", "not a table"),
+     ("measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+      "context: 8192, form: half}]", "form 'half'"),
+     ("measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+      "context: 0, form: raw}]", "context: 0")],
+)  # fmt: skip
+def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "forms.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=message) as e:
+        read_table(file)
+    assert str(file) in str(e.value)
+
+
+def test_an_engine_keeps_its_form(tmp_path: Path) -> None:
+    """`auto` where nothing was measured is plain; the manifest's graphs say what was built."""
+    for form in (None, "raw"):
+        options = {"latent_kv": form} if form else {}
+        engine = g4ir.build(
+            "tiny-dense", tmp_path / str(form), random_weights=0, backend="reference", max_seq=64,
+            **options,
+        )  # fmt: skip
+        read = any(engine.program.graphs["decode"].find("attention_latent"))
+        assert read == (form is not None)

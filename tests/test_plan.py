@@ -1,0 +1,970 @@
+"""The plan: published numbers, what the runtime allocates, what fits, and how it is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir.backends.base import Limits
+from g4ir.backends.caches import Caches
+from g4ir.engine import prepare
+from g4ir.errors import InputError, PlanError
+from g4ir.fit import _group_limits, device_memory, require_fit
+from g4ir.gpus import GPUS, find_gpu
+from g4ir.ir import Builder, Graph, Program, split_prologue
+from g4ir.memory import Needs, Size, live_sizes
+from g4ir.model import build_graph, build_program
+from g4ir.packing import split_program
+from g4ir.params import kv_bytes, numel, text_tensors
+from g4ir.pipeline import run_passes, run_program
+from g4ir.plan import KEYS, RESERVE_BYTES, SCHEMA, TOTALS, Plan, cache_lines, make_plan, reserve
+from g4ir.spec import load_spec
+from g4ir.types import Type
+from g4ir.units import count_text, parse_counts, rounded_count, size_text
+from g4ir.weight_sizes import weight_sizes
+from tests.cli_tools import (
+    g4ir,
+    one_thread,  # noqa: F401
+    refused,
+)
+from tests.configs import NAMES, SMALL, spec_called
+
+VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+GIB, GB = 2**30, 10**9
+FORMS = ("off", "value", "raw")
+CONTEXTS = (4096, 32768, 131072, 262144)
+
+
+@cache
+def planned(name: str) -> dict[str, Any]:
+    """What `plan --json` says of a variant."""
+    outcome = g4ir("plan", "--variant", name, "--json")
+    assert outcome.code == 0, outcome.err
+    found: dict[str, Any] = json.loads(outcome.out)
+    return found
+
+
+def row(name: str, ctx: int) -> dict[str, int]:
+    return next(r for r in planned(name)["rows"] if r["ctx"] == ctx and r["batch"] == 1)
+
+
+# --- parameters as published --------------------------------------------------------------------
+
+# of e2b, e4b, 12b, 26b-a4b, 31b
+PARAMETERS = {
+    "published": (5_123_178_051, 7_996_156_490, 11_959_730_224, 25_805_936_206, 31_273_088_876),
+    "published_elements": (
+        *(5_123_178_979, 7_996_157_418, 11_959_730_224, 25_805_936_206, 31_273_088_876),
+    ),
+    "published_tensors": (2011, 2130, 677, 1013, 1188),
+    "published_bytes": (
+        *(10_246_357_958, 15_992_314_836, 23_919_460_448, 51_611_872_412, 62_546_177_752),
+    ),
+    "loaded": (5_104_298_467, 7_941_101_802, 11_959_730_224, 25_805_936_206, 31_273_088_876),
+    "active": (2_279_757_568, 4_644_438_528, 11_907_346_432, 3_822_527_744, 30_697_339_904),
+    "active_body": (1_877_104_384, 3_973_349_888, 10_900_713_472, 3_084_330_240, 29_288_053_760),
+    "nominal": (5_100_000_000, 8_000_000_000, 12_000_000_000, 26_000_000_000, 31_000_000_000),
+    "embed": (402_653_184, 671_088_640, 1_006_632_960, 738_197_504, 1_409_286_144),
+    "head": (0, 0, 0, 0, 0),
+    "ple_table": (2_348_810_240, 2_818_572_288, 0, 0, 0),
+    "ple_other": (41_341_696, 82_683_136, 0, 0, 0),
+    "layers": (1_835_762_723, 3_890_666_794, 10_900_713_520, 1_656_956_190, 29_288_053_820),
+    "experts": (0, 0, 0, 22_837_985_280, 0),
+    "one_expert": (0, 0, 0, 5_947_392, 0),
+    "final_norm": (1_536, 2_560, 3_840, 2_816, 5_376),
+    "vision": (167_364_608, 167_364_608, 0, 569_550_384, 569_550_384),
+    "vision_buffers": (0, 0, 0, 2_304, 2_304),
+    "vision_position_table": (15_728_640, 15_728_640, 0, 23_592_960, 23_592_960),
+    "vision_scalars": (448, 448, 0, 0, 0),
+    "audio": (304_824_608, 304_824_608, 0, 0, 0),
+    "audio_scalars": (480, 480, 0, 0, 0),
+    "embed_vision": (1_179_648, 1_966_080, 49_922_304, 3_244_032, 6_193_152),
+    "embed_audio": (2_359_296, 3_932_160, 2_457_600, 0, 0),
+    "dead": (18_880_512, 55_055_616, 0, 0, 0),
+    "dead_tensors": (60, 54, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("key", PARAMETERS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters(name: str, key: str) -> None:
+    assert planned(name)["parameters"][key] == PARAMETERS[key][VARIANTS.index(name)]
+
+
+#: millions, of the same five, by the technical report or recomputed for its rows
+REPORTED: dict[str, tuple[Callable[[dict[str, int]], int], tuple[float, ...]]] = {
+    "audio": (lambda p: p["audio"], (304.8, 304.8, 0, 0, 0)),
+    "vision without its positions": (
+        lambda p: p["vision"] - p["vision_position_table"] - p["vision_buffers"],
+        (151.6, 151.6, 0, 546.0, 546.0),
+    ),
+    "vision": (lambda p: p["vision"] - p["vision_buffers"], (167.4, 167.4, 0, 569.5, 569.5)),
+    "token table": (lambda p: p["embed"], (402.7, 671.1, 1006.6, 738.2, 1409.3)),
+    "per-layer table": (lambda p: p["ple_table"], (2348.8, 2818.6, 0, 0, 0)),
+    "layers": (
+        lambda p: p["layers"] + p["ple_other"] + p["experts"],
+        (1877.1, 3973.3, 10900.7, 24494.9, 29288.1),
+    ),
+    "active layers": (lambda p: p["active_body"], (1877.1, 3973.3, 10900.7, 3084.3, 29288.1)),
+}
+
+
+@pytest.mark.parametrize("what", REPORTED)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reported_sums(name: str, what: str) -> None:
+    value, expected = REPORTED[what]
+    found = value(planned(name)["parameters"]) / 1e6
+    assert found == pytest.approx(expected[VARIANTS.index(name)], abs=0.051)
+
+
+# millions: attention, mlp, router, experts, experts active, ffn, ffn active, block, active block
+BLOCKS = {
+    ("31b", 0): (132.1, 346.8, 0, 0, 0, 346.8, 346.8, 478.9, 478.9),
+    ("31b", 5): (187.2, 346.8, 0, 0, 0, 346.8, 346.8, 534.0, 534.0),
+    ("26b-a4b", 0): (34.6, 17.8, 0.4, 761.3, 47.6, 779.5, 65.8, 814.1, 100.4),
+    ("26b-a4b", 5): (49.0, 17.8, 0.4, 761.3, 47.6, 779.5, 65.8, 828.5, 114.8),
+    ("e2b", 0): (7.1, 28.3, 0, 0, 0, 28.3, 28.3, 35.4, 35.4),
+    ("e2b", 4): (14.2, 28.3, 0, 0, 0, 28.3, 28.3, 42.5, 42.5),
+    ("e2b", 15): (6.3, 56.6, 0, 0, 0, 56.6, 56.6, 62.9, 62.9),
+    ("e2b", 19): (12.6, 56.6, 0, 0, 0, 56.6, 56.6, 69.2, 69.2),
+}
+BLOCK_KEYS = ("attention", "mlp", "router", "experts", "experts_active", "ffn", "ffn_active",
+              "total", "active")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_block_tables(case: tuple[str, int]) -> None:
+    name, layer = case
+    plan = planned(name)
+    assert plan["layers"][layer]["layers"] == [layer]
+    (block,) = [b for b in plan["blocks"] if layer in b["layers"]]
+    for found in (block, plan["layers"][layer]):
+        assert tuple(round(found[k] / 1e6, 1) for k in BLOCK_KEYS) == BLOCKS[case]
+
+
+def test_shared_layers_on_disk() -> None:
+    """Published files hold K and V that nothing reads: the larger figures of block tables."""
+    found = planned("e2b")["layers"]
+    assert [round(found[i]["published"] / 1e6, 1) for i in (15, 19)] == [63.7, 70.8]
+    assert sum(b["dead"] for b in found) == 18_880_512 - 16 * 256 - 4 * 512  # norm weights apart
+
+
+LAYERS = {  # full layers; donors of sliding and full layers; layers of another MLP width
+    "e2b": (range(4, 35, 5), (13, 14), range(15, 35)),
+    "e4b": (range(5, 42, 6), (22, 23), ()),
+    "12b": (range(5, 48, 6), (), ()),
+    "26b-a4b": (range(5, 30, 6), (), ()),
+    "31b": (range(5, 60, 6), (), ()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    full, donors, wide = LAYERS[name]
+    found = planned(name)["layers"]
+    assert [b["layers"][0] for b in found if b["kind"] == "full"] == list(full)
+    assert sorted({b["donor"] for b in found} - {None}) == list(donors)
+    first = found[0]["intermediate_size"]
+    assert [i for i, b in enumerate(found) if b["intermediate_size"] != first] == list(wide)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_blocks_add_up(name: str) -> None:
+    plan = planned(name)
+    p, count = plan["parameters"], len(plan["layers"])
+    for found in (plan["layers"], [b for b in plan["blocks"] for _ in b["layers"]]):
+        assert len(found) == count
+        inside = sum(b["total"] + b["ple"] + b["vectors"] for b in found)
+        parts = plan["ple_parameters"]
+        outside = parts["model_proj"] + parts["proj_norm"]
+        assert inside + outside == p["layers"] + p["ple_other"] + p["experts"]
+
+
+def test_per_layer_embeddings() -> None:
+    assert planned("e2b")["ple_parameters"] == {
+        "table": 2_348_810_240, "model_proj": 13_762_560, "proj_norm": 256, "gates": 13_762_560,
+        "projections": 13_762_560, "post_norms": 53_760, "total": 2_390_151_936,
+    }  # fmt: skip
+    assert planned("31b")["ple_parameters"]["total"] == 0
+
+
+# --- caches as published ------------------------------------------------------------------------
+
+RATES = {  # bytes per token of all owners and of full layers; bytes of the windows
+    "e2b": (18_432, 6_144, 6_291_456),
+    "e4b": (57_344, 16_384, 20_971_520),
+    "12b": (344_064, 16_384, 335_544_320),
+    "26b-a4b": (225_280, 20_480, 209_715_200),
+    "31b": (901_120, 81_920, 838_860_800),
+}
+PLANNED_GIB = {
+    "e2b": (0.029, 0.193, 0.756),
+    "e4b": (0.082, 0.520, 2.020),
+    "12b": (0.375, 0.812, 2.312, 4.312),
+    "26b-a4b": (0.273, 0.820, 2.695, 5.195),
+    "31b": (1.094, 3.281, 10.781, 20.781),
+}
+NAIVE_GIB = {  # a public table; its GB are GiB
+    "31b": (3.4, 27.5, 110.0, 220.0),
+    "26b-a4b": (0.9, 6.9, 27.5, 55.0),
+    "e2b": (0.07, 0.6, 2.2),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cache_rates(name: str) -> None:
+    found = planned(name)["cache"]
+    assert (found["naive_per_token"], found["per_token"], found["window"]) == RATES[name]
+    assert (found["built_per_token"], found["built_window"]) == RATES[name][1:]  # no latent form
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cache_totals(name: str) -> None:
+    naive, per_token, window = RATES[name]
+    contexts = CONTEXTS[: len(PLANNED_GIB[name])]
+    assert [r["ctx"] for r in planned(name)["rows"]] == list(contexts)
+    for ctx, gib in zip(contexts, PLANNED_GIB[name]):
+        found = row(name, ctx)
+        assert found["planned"] == found["built"] == window + per_token * ctx
+        assert found["planned"] / GIB == pytest.approx(gib, abs=5.1e-4)
+        assert found["naive"] == naive * ctx
+
+
+@pytest.mark.parametrize("name", NAIVE_GIB)
+def test_public_naive_totals(name: str) -> None:
+    for ctx, gib in zip(CONTEXTS, NAIVE_GIB[name]):
+        assert round(row(name, ctx)["naive"] / GIB, 2 if gib < 0.1 else 1) == gib
+
+
+@pytest.mark.parametrize("name, gb", [("31b", 62.0), ("26b-a4b", 52.0), ("e2b", 10.2)])
+def test_nominal_weights(name: str, gb: float) -> None:
+    """The usual estimate, 2 bytes for each parameter as quoted."""
+    found = {w["format"]: w["nominal"] for w in planned(name)["weights"]}
+    assert found["bf16"] / GB == gb
+    assert (found["f32"], found["int8"], found["int4"]) == (2 * gb * GB, gb / 2 * GB, gb / 4 * GB)
+
+
+def test_public_sums_of_weights_and_caches() -> None:
+    """A public table adds 4-bit weights in GB to naive caches in GiB; ours beside them in GB."""
+    wrong, right = {}, {}
+    for name in ("31b", "26b-a4b", "e2b"):
+        found, at = planned(name), row(name, 131072)
+        weights = next(w["nominal"] for w in found["weights"] if w["format"] == "int4") / GB
+        wrong[name] = weights + at["naive"] / GIB
+        right[name] = weights + at["planned"] / GB
+    assert wrong == pytest.approx({"31b": 125.5, "26b-a4b": 40.5, "e2b": 4.9}, abs=0.11)
+    assert right == pytest.approx({"31b": 27, "26b-a4b": 15.8, "e2b": 3.4}, abs=0.11)
+
+
+def test_latent_forms_of_the_largest() -> None:
+    """31b at 256K: 220 GiB naive, 20.8 planned, 10.8 in the half form."""
+    found = {f: make_plan(load_spec("31b"), ctx=262144, latent=f).rows[0] for f in FORMS}
+    assert {round(r.naive / GIB) for r in found.values()} == {220}
+    assert {round(r.planned / GIB, 1) for r in found.values()} == {20.8}
+    assert [round(found[f].built / GIB, 1) for f in FORMS] == [20.8, 13.3, 10.8]
+    full = [r.built - RATES["31b"][2] for r in found.values()]
+    assert full[1] / full[0] == 5 / 8
+    assert full[2] / full[0] <= 0.502
+
+
+# --- planned is what is allocated ---------------------------------------------------------------
+
+
+def engine_options(form: str, **options: Any) -> dict[str, Any]:
+    return {"backend": "reference", "random_weights": 0, "latent_kv": form, **options}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [*SMALL, "tiny-ple"])
+def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path: Path) -> None:
+    import g4ir as package
+
+    spec = spec_called(name)
+    for max_seq in (100, 700):
+        engine = package.build(
+            spec, tmp_path / str(max_seq), **engine_options(form, max_batch=3, max_seq=max_seq)
+        )
+        plan = make_plan(spec, ctx=max_seq, batch=(1, 2, 3), latent=form)
+        for found in plan.rows:
+            session = engine.session(found.batch)
+            assert session.nbytes() == found.built
+        weights = sum(t.numel() * t.element_size() for t in engine.runtime.params.values())
+        assert weights == plan.weights_as(spec.dtype).device
+        engine.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", FORMS)
+def test_plans_see_the_whole_program(name: str, form: str) -> None:
+    """A plan looks at the prefill graph alone; params and caches are those of all graphs."""
+    spec = spec_called(name)
+    program = run_program(build_program(spec), options={"latent_kv": {"form": form}})
+    mains = split_program(program).program
+    plan = make_plan(spec, ctx=100, batch=2, latent=form)
+    weights = plan.weights_as(spec.dtype)
+    assert sum(v.type.nbytes() for v in mains.params().values()) == weights.sizes.total
+    running = {v.name: v for p in ("prefill", "decode") for v in mains.graphs[p].params}
+    assert sum(v.type.nbytes() for v in running.values()) == weights.device
+    assert Caches(program, 2, 100, "cpu").nbytes() == plan.rows[0].built
+    both = Needs((mains.graphs["prefill"], mains.graphs["decode"]), 1024)
+    assert both.activations(2, 100) == plan.rows[0].activations
+    assert both.workspace(2, 100) == plan.rows[0].workspace
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_cache_formula(name: str) -> None:
+    """Against a sum over the layers, where no ring is longer than the context."""
+    spec = spec_called(name)
+    found = make_plan(spec, ctx=512, batch=3, latent="off").rows[0]
+    kv = kv_bytes(spec, 512, 3)
+    assert (found.naive, found.planned, found.built) == (kv.naive, kv.planned, kv.planned)
+
+
+@pytest.mark.parametrize("ctx", [512, 20_000])
+def test_full_size_caches(ctx: int) -> None:
+    """e2b as it is, allocated."""
+    spec = load_spec("e2b")
+    program = run_program(build_program(spec))
+    for batch in (1, 2):
+        found = make_plan(spec, ctx=ctx, batch=batch).rows[0]
+        assert Caches(program, batch, ctx, "cpu").nbytes() == found.built == found.planned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", ["device", "host", "mmap"])
+def test_full_size_weights(dtype: str, placement: str) -> None:
+    spec = load_spec("e2b")
+    prepared = prepare(
+        spec, random_weights=0, backend="reference", dtype=dtype, ple_placement=placement
+    )
+    plan = make_plan(spec, dtype=dtype, ple_placement=placement)
+    found = plan.weights_as(prepared.dtype)
+    table = prepared.packing.program.params()["ple.table"].type.nbytes()
+    assert found.sizes.total == prepared.param_bytes()
+    assert found.sizes.ple_table == table
+    place = {"device": found.device, "host": found.host, "mmap": found.mapped}
+    rest = found.sizes.total - table
+    assert place == {"device": rest, "host": 0, "mmap": 0} | {
+        placement: table + (rest if placement == "device" else 0)
+    }
+
+
+def test_no_pass_no_planning() -> None:
+    """Without the passes the engine is as naive as the rest, and shared layers have caches too."""
+    spec = load_spec("e2b")
+    found = make_plan(spec, ctx=4096, skip=["plan_cache"]).rows[0]
+    layers = [x.attention for x in spec.layers()]
+    every = sum(2 * 2 * 4096 * a.num_key_value_heads * a.head_dim for a in layers)
+    assert found.built == found.planned == every > found.naive
+
+
+# --- weight formats -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_formats_add_up(name: str) -> None:
+    spec = spec_called(name)
+    elements = numel(text_tensors(spec))
+    assert [weight_sizes(spec, f).total for f in ("f32", "bf16", "f16")] == [
+        4 * elements, 2 * elements, 2 * elements,
+    ]  # fmt: skip
+    sizes = weight_sizes(spec, "int8")
+    assert elements < sizes.total < 1.3 * elements + 4 * 70 * len(text_tensors(spec))
+    tied = spec.text.tie_word_embeddings
+    assert (sizes.head == 0) is tied
+    assert sizes.tables == (0 if tied else sizes.token_table)
+
+
+def test_integer_formats_to_the_byte() -> None:
+    """A dense block by hand: rows of scales, groups of 32, vectors as they are."""
+    spec = load_spec("tiny-dense")
+    shapes = text_tensors(spec)
+    vectors = sum(4 * numel({k: s}) for k, s in shapes.items() if len(s) == 1)
+    matrices = [s for k, s in shapes.items() if len(s) == 2 and k != "embed_tokens.weight"]
+    rows, columns = shapes["embed_tokens.weight"]
+    int8, int4 = weight_sizes(spec, "int8"), weight_sizes(spec, "int4")
+    assert int8.token_table == int4.token_table == rows * (columns + 2)
+    assert int8.layers == vectors + sum(r * (c + 2) for r, c in matrices)
+    assert int4.layers == vectors + sum(r * math.ceil(c / 32) * 18 for r, c in matrices)
+
+
+def test_routers_keep_their_dtype() -> None:
+    spec = load_spec("26b-a4b")
+    bf16 = weight_sizes(spec, "bf16")
+    shapes = text_tensors(spec)
+    kept = numel({k: s for k, s in shapes.items() if len(s) < 2 or ".router." in k})
+    matrices = {k: s for k, s in shapes.items() if len(s) > 1 and ".router." not in k}
+    rows = sum(math.prod(s[:-1]) for s in matrices.values())
+    int8 = weight_sizes(spec, "int8")
+    assert int8.total == 2 * kept + numel(matrices) + 2 * rows
+    assert int8.total / bf16.total == pytest.approx(0.5, rel=2e-3)
+    assert weight_sizes(spec, "int4").layers / bf16.layers == pytest.approx(4.5 / 16, rel=2e-3)
+
+
+def test_unknown_format() -> None:
+    with pytest.raises(InputError, match="weights 'int2': expected one of bf16"):
+        weight_sizes(load_spec("e2b"), "int2")
+
+
+# --- activations and workspace ------------------------------------------------------------------
+
+
+def by_definition(g: Graph, dims: dict[str, int]) -> int:
+    """Most bytes of inputs, and of values from the node that makes them to the last that reads
+    them or a view of them."""
+    caches = {v.name for v in (*g.state, *g.next.values())}
+    views = {"heads", "merge_heads", "split", "unstack_layers"}
+    owner = {v.name: v.name for v in (*g.inputs, *g.params)}
+    born, dies, size = {}, {}, {}
+    for i, n in enumerate(g.nodes):
+        for v in n.inputs:
+            if owner.get(v.name) in dies:
+                dies[owner[v.name]] = i
+        for v in n.outputs:
+            if v.name in caches:
+                continue
+            if n.op in views:
+                owner[v.name] = owner[n.inputs[0].name]
+                continue
+            owner[v.name] = v.name
+            born[v.name] = dies[v.name] = i
+            size[v.name] = v.type.bind(dims).nbytes()
+    for v in g.outputs:
+        dies[owner[v.name]] = len(g.nodes)
+    fixed = sum(v.type.bind(dims).nbytes() for v in g.inputs)
+    last = sum(size[owner[v.name]] + 4 * v.type.bind(dims).numel() for v in g.outputs)
+    steps = (
+        sum(size[k] for k in born if born[k] <= i <= dies[k]) for i in range(len(g.nodes))
+    )
+    return fixed + max(*steps, last)
+
+
+@pytest.mark.parametrize("name", [*NAMES[:10], "e2b", "26b-a4b"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_activations_by_definition(name: str, phase: str) -> None:
+    for g in (build_graph(spec_called(name), phase), run_passes(build_graph(spec_called(name)))):
+        main = split_prologue(g)[1]
+        for dims in ({"B": 1, "S": 64, "C": 512}, {"B": 5, "S": 7, "C": 256}):
+            assert max(s.at(dims) for s in live_sizes(main)) == by_definition(main, dims)
+
+
+def test_activations_of_a_few_nodes() -> None:
+    b = Builder("prefill")
+    x = b.input("x", Type("f32", ("B", "S", 8)))
+    y = b.emit("scale", x, value=2.0, name="y")
+    z = b.emit("scale", y, value=2.0, name="z")
+    h = b.emit("heads", z, n=2, name="h")  # a view
+    m = b.emit("merge_heads", h, name="m")
+    g = b.graph(b.emit("add", m, x, name="out"))
+    row = 4 * 8
+    # x with y and z; x with z and out; at the end out twice
+    assert live_sizes(g) == {Size(((("B", "S"), 3 * row),))}
+
+
+def test_workspace_of_attention() -> None:
+    """e2b, a chunk of 512 tokens on 4096: 4608 keys of one head of 512, eight query heads."""
+    (found,) = make_plan(load_spec("e2b"), ctx=4096, prefill_chunk=512).rows
+    keys = 4096 + 512
+    joined = 2 * keys * 512 * 2
+    mask, bias = 512 * keys, 8 * 512 * keys * 2
+    assert found.workspace == joined + mask + bias
+
+
+def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
+    spec = load_spec("31b")
+    needs = {f: make_plan(spec, ctx=4096, latent=f).rows[0].workspace for f in FORMS}
+    keys, mask = 4096 + 1024, (4096 + 1024) * 1024 * (1 + 8 * 2)
+    assert needs["off"] == max(2 * keys * 4 * 512 * 2 + mask, 2 * 2048 * 16 * 256 * 2 + 2048 * 5120)
+    assert needs["raw"] == keys * 4 * (512 * 2 + 4) + 2 * keys * 4 * 512 * 2 + mask
+    capped = replace(spec, text=replace(spec.text, attn_logit_softcapping=50.0))
+    assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + (
+        32 * 1024 * keys * 2 * (2 + 4)
+    )
+
+
+def test_needs_grow() -> None:
+    """What the search for the largest relies on."""
+    spec = load_spec("26b-a4b")
+    contexts = (1, 63, 64, 65, 500, 513, 1023, 1024, 1025, 4096, 100_000, 262_144)
+    for latent in FORMS:
+        plan = make_plan(spec, ctx=contexts, batch=(1, 2, 3, 64), latent=latent)
+        for key in (*TOTALS, "activations", "workspace"):
+            by = {(r.ctx, r.batch): getattr(r, key) for r in plan.rows}
+            for batch in (1, 2, 3, 64):
+                sizes = [by[c, batch] for c in contexts]
+                assert sizes == sorted(sizes)
+            for c in contexts:
+                assert [by[c, b] for b in (1, 2, 3, 64)] == sorted(by[c, b] for b in (1, 2, 3, 64))
+
+
+# --- what fits ----------------------------------------------------------------------------------
+
+
+def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) -> None:
+    """The reported context and batch fit; one token or row more does not, nor a block more."""
+    spec = spec_called(name)
+    longest = spec.text.max_position_embeddings
+    make = partial(make_plan, spec, memory=memory, **options)
+    plan = make(ctx=ctx, batch=batch)
+    most = {f.weights: (f.max_context[0].built, f.max_batch[0].built) for f in plan.fits}
+    assert {(f.max_context[0].at, f.max_batch[0].at) for f in plan.fits} == {(batch, ctx)}
+    contexts = [c + more for c, _ in most.values() for more in (0, 1, 256)]
+    batches = [b + more for _, b in most.values() for more in (0, 1)]
+    along = make(ctx=[c for c in contexts if 1 <= c <= longest], batch=batch)
+    across = make(ctx=ctx, batch=[b for b in batches if 1 <= b <= 65536])
+    for row, column in zip(along.fits, across.fits):
+        c, b = most[row.weights]
+        assert [x.fits for x in row.cells] == [x.ctx <= c for x in row.cells]
+        assert [x.fits for x in column.cells] == [x.batch <= b for x in column.cells]
+        for x in (*row.cells, *column.cells):
+            assert x.fits == (x.spare >= 0)
+            assert x.spare == memory - reserve(memory) - x.built
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from((*SMALL, "tiny-ple", "tiny-moe")), room=st.integers(0, 30 << 20),
+    latent=st.sampled_from(FORMS), ctx=st.integers(1, 500), batch=st.integers(1, 40),
+    chunk=st.sampled_from((1, 100, 1024)), device=st.sampled_from(("cpu", "cuda")),
+)  # fmt: skip
+def test_the_largest_fits_and_one_more_does_not(
+    name: str, room: int, latent: str, ctx: int, batch: int, chunk: int, device: str
+) -> None:
+    memory = int(RESERVE_BYTES * 1.02) + room
+    check_largest(name, memory, ctx, batch, latent=latent, prefill_chunk=chunk, device=device)
+
+
+@pytest.mark.parametrize("name, size, ctx, batch, latent", [
+    ("e2b", 8, 32768, 4, "off"), ("12b", 24, 4096, 1, "value"), ("31b", 80, 32768, 1, "raw"),
+])  # fmt: skip
+def test_the_largest_of_a_released_variant(
+    name: str, size: int, ctx: int, batch: int, latent: str
+) -> None:
+    check_largest(name, size * GIB, ctx, batch, latent=latent)
+
+
+def test_more_memory_never_fits_less() -> None:
+    """Over the known cards, from small to large; and smaller weights leave more room."""
+    cards = sorted(GPUS.values(), key=lambda g: g.memory_bytes)
+    plan = make_plan(load_spec("31b"), memory=cards, ctx=[4096, 32768])
+    for form in ("bf16", "int8", "int4"):
+        fits = [f for f in plan.fits if f.weights == form]
+        assert [f.device for f in fits] == [g.name for g in cards]
+        for most in ([f.max_context[0].built for f in fits], [f.max_batch[1].built for f in fits]):
+            assert most == sorted(most)
+    for i in range(0, len(plan.fits), 3):
+        of_card = [f.max_context[0].built for f in plan.fits[i : i + 3]]
+        assert of_card == sorted(of_card)
+
+
+def test_an_80_gb_card_and_the_largest_variant() -> None:
+    """The naive count says 23K tokens, the engine holds more than 128K; 256K does not fit."""
+    plan = make_plan(load_spec("31b"), memory=find_gpu("h100-80gb"))
+    bf16 = plan.fits[0]
+    most = bf16.max_context[0]
+    assert most.naive < 24 * 1024 < 128 * 1024 < most.planned == most.built < 256 * 1024
+    assert [c.fits for c in bf16.cells] == [True, True, True, False]
+    assert [m.built for m in bf16.max_batch][-1] == 0
+    assert plan.fits[2].cells[-1].fits  # in 4 bits
+
+
+def test_the_table_outside_the_device_leaves_room() -> None:
+    spec, size = load_spec("e2b"), 8 * GIB
+    most = {
+        (device, place): make_plan(
+            spec, memory=size, device=device, ple_placement=place
+        ).fits[0].max_context[0].built
+        for device in ("cuda", "cpu") for place in ("device", "host", "mmap")
+    }  # fmt: skip
+    assert most["cuda", "device"] == 0 < most["cuda", "host"] == most["cuda", "mmap"]
+    # the host's memory is the CPU's own
+    assert most["cpu", "device"] == most["cpu", "host"] == 0 < most["cpu", "mmap"]
+
+
+def test_time_floors_are_those_of_the_cost_model() -> None:
+    from g4ir.cost import decode_costs, floors
+
+    spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
+    plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
+    graph = run_passes(build_graph(spec, "decode"))
+    for f in plan.fits:
+        for c in f.cells:
+            costs = decode_costs(graph, c.ctx, B=c.batch, weights=f.weights)
+            assert c.decode_floor_s == pytest.approx(floors(costs, gpu.roof).total.seconds)
+    sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
+    assert {c.decode_floor_s for c in sized.cells} == {None}
+
+
+# --- refusing a build ---------------------------------------------------------------------------
+
+
+def check(name: str, memory: int, **changes: Any) -> None:
+    """require_fit for an engine by these settings."""
+    spec = spec_called(name)
+    given = {"max_batch": 1, "max_seq": 8192, "prefill_chunk": 1024, "dtype": "bf16",
+             "device": "cuda", "ple_placement": None, "latent": "off"} | changes  # fmt: skip
+    form = given.pop("latent")
+    limits = Limits(*(given.pop(k) for k in ("max_batch", "max_seq", "prefill_chunk")))
+    program = program_of(name, given["dtype"], form)
+    if given["device"] == "cpu":  # with the prologue and without
+        program = split_program(program).program
+    options = {"latent_kv": {"form": form}}
+    require_fit(spec, program, limits, memory=memory, options=options, **given)
+
+
+@cache
+def program_of(name: str, dtype: str, form: str) -> Program:
+    built = build_program(spec_called(name), dtype=dtype)
+    return run_program(built, options={"latent_kv": {"form": form}})
+
+
+FLAGS = {"--max-seq": "max_seq", "--max-batch": "max_batch", "--prefill-chunk": "prefill_chunk",
+         "--dtype": "dtype", "--ple-placement": "ple_placement"}  # fmt: skip
+
+
+def advised(message: str) -> list[dict[str, Any]]:
+    """The settings that a refusal names: alternatives, or one that takes all of them."""
+    names = {"bfloat16": "bf16", "float16": "f16"}
+    found = [
+        {FLAGS[flag]: int(value) if value.isdigit() else names.get(value, value)}
+        for flag, value in re.findall(r"(--[a-z-]+) (\w+)", message.partition("short; ")[2])
+    ]
+    if "all of these together" in message:
+        found = [{k: v for f in found for k, v in f.items()}]
+    assert found
+    return found
+
+
+REFUSED: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
+    "rows": ("31b", 80 * GB, {"max_batch": 12}, {"max_seq", "max_batch"}),
+    "length": ("12b", 34 * GB, {"max_seq": 262144}, {"max_seq", "prefill_chunk"}),
+    "dtype": ("e2b", 8 * GIB, {"dtype": "f32", "ple_placement": "host"}, {"dtype"}),
+    "table": ("e2b", 9 * GIB, {"ple_placement": "device"}, {"ple_placement"}),
+    "table on a cpu": ("e2b", 9 * GIB, {"ple_placement": "host", "device": "cpu"},
+                       {"ple_placement"}),
+    "all of it": ("e2b", 6 * GIB, {"dtype": "f32", "ple_placement": "device", "max_batch": 8},
+                  {"max_seq", "max_batch", "prefill_chunk", "dtype", "ple_placement"}),
+    "latent": ("31b", 80 * GB, {"max_seq": 262144, "latent": "raw", "max_batch": 2},
+               {"max_seq"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
+    name, memory, options, expected = REFUSED[case]
+    with pytest.raises(PlanError) as refusal:
+        check(name, memory, **options)
+    message = str(refusal.value)
+    assert refusal.value.exit_code == 2
+    assert f" on {options.get('device', 'cuda')} (weights " in message
+    short = re.search(r"\(([0-9]+) bytes\) short", message)
+    assert short
+    settings = advised(message)
+    assert {k for s in settings for k in s} == expected
+    for setting in settings:
+        check(name, memory, **{**options, **setting})
+    # the number short is exact: so much more memory, and what is reserved of it, is enough
+    more = memory + math.ceil(int(short[1]) / (1 - 1 / 64)) + 2
+    check(name, more, **options)
+    with pytest.raises(PlanError):
+        check(name, memory + int(short[1]) - 2, **options)
+
+
+@pytest.mark.parametrize("setting", ["max_seq", "max_batch"])
+def test_the_advice_is_the_most_that_fits(setting: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        check("31b", 80 * GB, max_batch=12)
+    (value,) = [s[setting] for s in advised(str(refusal.value)) if setting in s]
+    check("31b", 80 * GB, **{"max_batch": 12, setting: value})
+    with pytest.raises(PlanError):
+        check("31b", 80 * GB, **{"max_batch": 12, setting: value + 1})
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(PlanError, match="smaller variant or a device with more memory"):
+        check("31b", 24 * GB)
+
+
+def test_memory_of_the_host(tmp_path: Path) -> None:
+    import psutil
+
+    assert 0 < device_memory("cpu") <= psutil.virtual_memory().total
+    membership = tmp_path / "cgroup"
+    root = tmp_path / "fs"
+    inner = root / "a" / "b"
+    inner.mkdir(parents=True)
+    membership.write_text("0::/a/b\n")
+    assert list(_group_limits(root, membership)) == []
+    (inner / "memory.max").write_text("max\n")
+    (root / "a" / "memory.max").write_text("5000000\n")
+    (root / "memory.max").write_text("7000000\n")
+    (tmp_path / "memory.max").write_text("1\n")  # outside
+    assert list(_group_limits(root, membership)) == [5_000_000, 7_000_000]
+    (root / "memory" / "a").mkdir(parents=True)
+    (root / "memory" / "a" / "memory.limit_in_bytes").write_text("6000000\n")
+    membership.write_text("12:cpu,cpuacct:/a\n4:memory:/a\n")
+    assert list(_group_limits(root, membership)) == [6_000_000]
+    assert list(_group_limits(root, tmp_path / "absent")) == []
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def ok(*words: str | Path) -> str:
+    outcome = g4ir("plan", *words)
+    assert outcome.code == 0, outcome.err
+    assert not outcome.err
+    return outcome.out
+
+
+def test_json_has_a_schema_and_documented_keys() -> None:
+    found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
+    assert found["schema"] == SCHEMA
+    assert set(found) == set(KEYS)
+    for key in ("weights", "cache", "rows", "fits"):
+        part = found[key] if isinstance(found[key], dict) else found[key][0]
+        undocumented = {k for k in part if k not in ("ctx", "batch", *TOTALS)}
+        assert not {k for k in undocumented if k not in KEYS[key]}, key
+    assert all(k in KEYS["blocks"] for k in found["blocks"][0]
+               if k not in ("layers", "kind", "donor", "intermediate_size"))  # fmt: skip
+
+
+def test_text_of_one_variant() -> None:
+    out = ok("--variant", "31b", "--gpu", "h100-80gb", "--nominal")
+    for line in (
+        "published                   31,273,088,876",
+        "50 sliding      132.1  346.8  478.9",
+        "10 full         187.2  346.8  534.0",
+        "naive: full context        3.44 GiB  27.5 GiB   110 GiB   220 GiB",
+        "planned: windows           1.09 GiB  3.28 GiB  10.8 GiB  20.8 GiB",
+        "nominal        124.0 GB   62.0 GB   31.0 GB   15.5 GB",
+        "bf16, naive     60.9 GiB  short 7.73 GiB",
+        "h100-80gb: 79.6 GiB",
+    ):
+        assert line in out, line
+
+
+def test_comparison_of_all_variants() -> None:
+    """The default: every variant that is published, smallest first, beside every card."""
+    out = ok("--gpu", "all")
+    assert ok("--variant", "all") in out
+    positions = [out.index(f"\n  {name} ") for name in VARIANTS]
+    assert positions == sorted(positions)
+    table = out[out.index("largest context") :]
+    assert all(name in table for name in GPUS)
+    assert "tiny" not in out
+    (h100,) = [line for line in table.splitlines() if line.lstrip().startswith("h100-80gb ")]
+    assert h100.split()[3:] == [
+        "128K/128K/128K", "128K/128K/128K", "256K/256K/256K", "256K/256K/256K", "192K/256K/256K",
+    ]  # fmt: skip
+
+
+def test_sweeps() -> None:
+    found = json.loads(ok("--variant", "e4b,12b", "--ctx", "128K,4K,256K,4K", "--batch", "8,1",
+                          "--json"))  # fmt: skip
+    assert found["schema"] == SCHEMA
+    e4b, twelve = found["plans"]
+    assert [(r["batch"], r["ctx"]) for r in twelve["rows"]] == [
+        (b, c) for b in (1, 8) for c in (4096, 131072, 262144)
+    ]
+    assert [r["ctx"] for r in e4b["rows"]] == [4096, 131072] * 2  # as far as it goes
+    text = ok("--variant", "12b", "--ctx", "4K,128K", "--batch", "1,8", "--gpu", "80GB")
+    assert "K and V, 8 rows" in text
+    assert "largest context of 8 rows" in text
+
+
+def test_a_spec_file_and_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(load_spec("tiny-ple").to_yaml())
+    plan = json.loads(ok("--spec", file, "--json"))
+    assert plan["variant"] == "tiny-ple"
+    assert [r["ctx"] for r in plan["rows"]] == [plan["max_context"]]
+    assert plan["hub"] is None
+
+
+OPTIONS: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any], Any]] = {
+    "dtype": (["--dtype", "float32"], lambda p: p["dtype"], "f32"),
+    "ple-placement": (["--ple-placement", "host"], lambda p: p["ple_placement"], "host"),
+    "device": (["--device", "cpu"], lambda p: p["device"], "cpu"),
+    "chunk": (["--prefill-chunk", "1K"], lambda p: p["prefill_chunk"], 1024),
+    "skip": (["--skip", "plan_cache"], lambda p: p["skipped_passes"], ["plan_cache"]),
+    "latent": (["--latent-kv", "raw"], lambda p: p["latent"], "raw"),
+    "size": (["--gpu", "24GiB"], lambda p: p["fits"][0]["memory"], 24 * GIB),
+    "all logits": (["--all-logits", "--ctx", "4K"], lambda p: p["rows"][0]["activations"] > GIB,
+                   True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(case: str) -> None:
+    words, value, expected = OPTIONS[case]
+    assert value(json.loads(ok("--variant", "e2b", *words, "--json"))) == expected
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "gpu": (["--gpu", "h101"], "unknown GPU 'h101': one of h100-80gb.*or a size such as 24GiB"),
+    "zero gpu": (["--gpu", "0"], "between 1 byte"),
+    "negative gpu": (["--gpu=-5GB"], "expected bytes above 0"),
+    "several gpus": (["--gpu", "a6000-48gb,nothing"], "unknown GPU 'nothing'"),
+    "long": (["--ctx", "256K"], r"ctx 262144: e2b has 131072 positions \(128K\)"),
+    "one too long": (["--ctx", "4K,131073"], "ctx 131073: e2b has 131072"),
+    "zero ctx": (["--ctx", "0"], "--ctx '0': expected a number above 0"),
+    "negative ctx": (["--ctx=-4K"], "--ctx '-4K': expected a number above 0"),
+    "no ctx": (["--ctx", "4K,,8K"], "--ctx '': expected a number above 0"),
+    "huge ctx": (["--ctx", "9" * 40], "--ctx"),
+    "zero batch": (["--batch", "0"], "--batch '0': expected"),
+    "text batch": (["--batch", "many"], "--batch 'many': expected"),
+    "large batch": (["--batch", "100000"], "batch 100000: expected a whole number from 1 to 65536"),
+    "zero chunk": (["--prefill-chunk", "0"], "--prefill-chunk '0'"),
+    "dtype": (["--dtype", "int8"], "dtype 'int8': expected float32, bfloat16 or float16"),
+    "latent": (["--latent-kv", "half"], "latent-kv 'half': expected one of auto, off, value, raw"),
+    "placement": (["--ple-placement", "disk"], "ple-placement 'disk': expected one of device"),
+    "pass": (["--skip", "nothing"], "unknown pass 'nothing'"),
+    "suffix": (["--plot", "a.pdf"], "--plot a.pdf: expected a name that ends in .png or .svg"),
+    "directory": (["--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: no such directory"),
+    "abbreviation": (["--nomi"], "unrecognized arguments: --nomi"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    words, message = BAD[case]
+    assert re.search(message, refused("plan", "--variant", "e2b", *words))
+
+
+def test_bad_variants() -> None:
+    assert "'31c'" in refused("plan", "--variant", "e2b,31c")
+    assert "not both" in refused("plan", "--variant", "e2b", "--spec", "e2b.yaml")
+    assert "no per-layer embeddings" in refused(
+        "plan", "--variant", "31b", "--ple-placement", "host"
+    )
+    # of several variants each takes what it has a use for
+    assert g4ir("plan", "--variant", "e2b,31b", "--ple-placement", "host").code == 0
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"ctx": []}, "ctx: expected at least one number"), ({"ctx": 0}, "ctx 0: expected"),
+    ({"ctx": 1.5}, "ctx 1.5: expected a whole number"), ({"ctx": True}, "ctx True: expected"),
+    ({"batch": -1}, "batch -1: expected"),
+    ({"memory": 0}, "memory 0: expected"), ({"memory": [-5]}, "memory -5: expected"),
+    ({"prefill_chunk": 0}, "prefill-chunk 0"), ({"device": "tpu"}, "device 'tpu': expected"),
+])  # fmt: skip
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_plan(load_spec("e2b"), **options)
+
+
+# --- plots --------------------------------------------------------------------------------------
+
+
+def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    png, svg = tmp_path / "caches.png", tmp_path / "caches.SVG"
+    ok("--plot", png)
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "31b" in ok("--variant", "31b,e2b", "--latent-kv", "raw", "--plot", svg)
+    text = svg.read_text()
+    drawn = {f"{name} {total}" for name in ("31b", "e2b") for total in ("naive", "planned")}
+    assert all(f"<!-- {label} -->" in text for label in (*drawn, "31b built"))
+    assert "<!-- e2b built -->" not in text  # it has no K=V layers: as planned
+    assert sorted(tmp_path.iterdir()) == [svg, png]
+
+
+@pytest.mark.parametrize("latent", FORMS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
+    plan = make_plan(load_spec(name), latent=latent)
+    lines = cache_lines(plan)
+    assert lines.contexts[0] == 1024
+    assert lines.contexts[-1] == plan.spec.text.max_position_embeddings
+    for r in plan.rows:
+        at = lines.contexts.index(r.ctx)
+        built = lines.totals.get("built", lines.totals["planned"])
+        assert (lines.totals["naive"][at], lines.totals["planned"][at], built[at]) == (
+            r.naive, r.planned, r.built,
+        )  # fmt: skip
+    k_eq_v = plan.spec.text.full.k_eq_v
+    assert ("built" in lines.totals) is (k_eq_v and latent != "off")
+
+
+def test_plots_need_their_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = refused("plan", "--variant", "e2b", "--plot", tmp_path / "a.png", code=3)
+    assert "pip install 'g4ir[plot]'" in message
+    assert not list(tmp_path.iterdir())
+
+
+# --- quick, and without torch -------------------------------------------------------------------
+
+TIMED = """
+import contextlib, io, sys, time
+from g4ir.cli import main
+best = 9.0
+for _ in range(3):
+    start = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(sys.argv[1:])
+    best = min(best, time.process_time() - start)
+assert code == 0 and "256K" in out.getvalue()
+loaded = [m for m in ("torch", "transformers", "matplotlib", "numpy") if m in sys.modules]
+print(best, *loaded)
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--gpu", "h100-80gb")], ids=["plan", "fit"])
+def test_a_plan_is_instant_and_needs_no_torch(words: tuple[str, ...]) -> None:
+    """Processor time, which other work on the machine does not lengthen by much."""
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED, "plan", "--variant", "31b", "--ctx", "256K", *words],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seconds, *loaded = done.stdout.split()
+    assert not loaded
+    assert float(seconds) < 1
+
+
+def test_help_is_quick() -> None:
+    """Start-up and help, processor time of the whole process, best of several."""
+    code = "import resource, subprocess, sys\n" \
+        "subprocess.run([sys.executable, '-m', 'g4ir.cli', '--help'], stdout=-3, check=True)\n" \
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n" \
+        "print(used.ru_utime + used.ru_stime)"  # fmt: skip
+    taken = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                             check=True).stdout)
+        for _ in range(5)
+    ]  # fmt: skip
+    assert min(taken) < 0.3
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def test_counts_and_sizes() -> None:
+    assert parse_counts("4096,4K, 1m", "--ctx") == [4096, 4096, 1 << 20]
+    assert [count_text(n) for n in (1, 1000, 4096, 5000, 262_144, 1 << 20)] == [
+        "1", "1000", "4K", "5000", "256K", "1M",
+    ]  # fmt: skip
+    assert [rounded_count(n) for n in (0, 1, 9999, 93_440)] == ["-", "1", "9999", "91K"]
+    assert [size_text(n) for n in (0, 3000, 512 << 20, 22_313_697_280, 220 << 30)] == [
+        "0.00 KiB", "2.93 KiB", "0.50 GiB", "20.8 GiB", "220 GiB",
+    ]  # fmt: skip
+
+
+def test_str_of_a_plan() -> None:
+    plan: Plan = make_plan(load_spec("tiny-moe"), memory=GIB)
+    assert str(plan).startswith("tiny-moe: ")
+    assert plan.fits[0].max_context[0].built == plan.spec.text.max_position_embeddings

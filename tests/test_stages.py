@@ -1,0 +1,637 @@
+"""`verify --each-pass`: sound pipelines pass in every dtype, broken passes are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import budgets, compare, pipeline
+from g4ir.budgets import RULES, UNIT, budget, joint_budget
+from g4ir.checkpoint import Checkpoint
+from g4ir.engine import Engine
+from g4ir.errors import EngineError, WeightsError
+from g4ir.ir import Graph, Node, Value, rebuild
+from g4ir.ops import OPS
+from g4ir.ops.base import Sample, op
+from g4ir.pipeline import PASSES
+from g4ir.spec import Spec
+from g4ir.stage_report import Judge, StagesReport, local_errors
+from g4ir.stages import BACKEND, STORED, Run, Shown, _chunks, _stages, verify_each_pass
+from g4ir.types import Type
+from g4ir.unpack import StageWeights, plain_params
+from g4ir.weights import checkpoint_name
+from tests import cli_tools as cli
+from tests.configs import spec_called
+from tests.engines import random_checkpoint
+
+Breaker = Callable[[Graph], Graph]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def built(folder: Path, spec: Spec | str | None, dtype: str, **options: Any) -> Engine:
+    options = {"random_weights": 1, **options}
+    if "checkpoint" in options:
+        del options["random_weights"]
+    return g4ir.build(
+        spec, folder, backend="reference", dtype=dtype, max_seq=64, prefill_chunk=16, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def ple(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Per-layer embeddings, shared caches, a narrow tail; in bf16."""
+    return built(tmp_path_factory.mktemp("ple") / "e", "tiny-ple", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Experts, K=V; in fp32."""
+    return built(tmp_path_factory.mktemp("moe") / "e", "tiny-moe", "float32")
+
+
+# --- sound pipelines --------------------------------------------------------------------------
+
+
+def sound(engine: Engine) -> StagesReport:
+    report = verify_each_pass(engine)
+    assert report.ok and report.culprit is None, report.text()
+    skipped = engine.manifest["skipped_passes"]
+    assert [s.name for s in report.stages] == [p for p in PASSES if p not in skipped] + [BACKEND]
+    assert all(s.excused == 0 for s in report.stages)
+    assert [s.name for s in report.stages if not s.values] in (
+        [], ["latent_kv"], ["last_token_only", "latent_kv"],
+    )  # fmt: skip
+    for s in report.stages:
+        assert all(w.error <= w.budget for w in s.worst)
+    return report
+
+
+@pytest.mark.parametrize("dtype, name", [
+    ("bfloat16", "tiny-dense"), ("bfloat16", "tiny-moe"), ("bfloat16", "tiny-ple"),
+    ("float16", "tiny-moe"), ("float32", "tiny-ple"),
+])  # fmt: skip
+def test_no_false_alarm(tmp_path: Path, dtype: str, name: str) -> None:
+    sound(built(tmp_path / "e", name, dtype))
+
+
+@pytest.mark.parametrize("name", [
+    "e2b-small", "26b-a4b-small", "31b-small", "combined",
+    pytest.param("e4b-small", marks=pytest.mark.full),
+    pytest.param("12b-small", marks=pytest.mark.full),
+])  # fmt: skip
+def test_no_false_alarm_in_bf16_on_the_variants_shrunk(tmp_path: Path, name: str) -> None:
+    sound(built(tmp_path / "e", spec_called(name), "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype, name", [
+    ("float32", "tiny-dense"), ("bfloat16", "tiny-ple"), ("float16", "tiny-moe"),
+])  # fmt: skip
+def test_packed_engine(tmp_path: Path, dtype: str, name: str) -> None:
+    """It holds concatenated weights only; what they were is read off its prologue."""
+    checkpoint = random_checkpoint(tmp_path / "c", name)
+    sound(built(tmp_path / "e", None, dtype, checkpoint=checkpoint))
+
+
+@pytest.mark.parametrize("options", [
+    {"all_logits": True}, {"skip": ["plan_cache", "fuse_qkv"]}, {"link_weights": True},
+    {"latent_kv": "value"}, {"latent_kv": "raw"},
+])  # fmt: skip
+def test_options_of_the_build(tmp_path: Path, options: dict[str, Any]) -> None:
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
+    sound(built(tmp_path / "e", None, "bfloat16", checkpoint=checkpoint, **options))
+
+
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_compiled_backend(engines: Any, name: str) -> None:
+    report = sound(engines("torch", name))
+    assert report.stages[-1].values > 100
+    assert 0 < max(w.error for w in report.stages[-1].worst) < 1e-4
+
+
+def test_tokens(ple: Engine) -> None:
+    """A chunk longer than the window after a shorter one, then single steps; chunks are cut to
+    the engine's size, and end in padding."""
+    report = verify_each_pass(ple)
+    assert report.chunks == (5, 9, 3, 1, 1, 1, 1) and report.tokens == 21
+    assert verify_each_pass(ple, tokens=[5, 6, 7]).chunks == (1, 1, 1)
+    ids = torch.arange(40)
+    chunks = [*_chunks(ids, 8, 8)]
+    assert [c.valid for c in chunks] == [6, 6, 6, 6, 6, 3, 3] + [1] * 4
+    assert all(c.tokens.shape[1] == c.valid + 2 <= 8 for c in chunks[:7])
+    assert torch.cat([c.tokens[0, : c.valid] for c in chunks]).equal(ids)
+    assert [c.at for c in chunks] == [sum(c.valid for c in chunks[:i]) for i in range(11)]
+    assert {c.phase for c in _chunks(ids, 8, 1)} == {"decode"}
+
+
+def test_small_limits(tmp_path: Path) -> None:
+    """max_seq below the window; chunks of one token."""
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=1, backend="reference", max_seq=5,
+        prefill_chunk=1,
+    )  # fmt: skip
+    assert sound(engine).chunks == (1,) * 5
+
+
+# --- broken passes ----------------------------------------------------------------------------
+
+
+def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, breaker: Breaker) -> None:
+    """The pass, with its result altered."""
+    found = pipeline.find_pass
+
+    def find(asked: str) -> Any:
+        function = found(asked)
+        if asked != name:
+            return function
+        return lambda g, note, **options: breaker(function(g, note, **options))
+
+    monkeypatch.setattr(pipeline, "find_pass", find)
+
+
+def nodes(change: Callable[[Node], Node], *values: str) -> Breaker:
+    """Alter the nodes that make these values (or every node)."""
+
+    def broken(g: Graph) -> Graph:
+        def one(n: Node) -> Node:
+            return change(n) if not values or n.outputs[0].name in values else n
+
+        return rebuild(replace(g, nodes=tuple(map(one, g.nodes))))
+
+    return broken
+
+
+def attrs(op: str = "", **new: Any) -> Callable[[Node], Node]:
+    def change(n: Node) -> Node:
+        return replace(n, attrs={**n.attrs, **new}) if op in ("", n.op) else n
+
+    return change
+
+
+def swapped(i: int, j: int) -> Callable[[Node], Node]:
+    """Two inputs in each other's place."""
+
+    def change(n: Node) -> Node:
+        ins = list(n.inputs)
+        ins[i], ins[j] = ins[j], ins[i]
+        return replace(n, inputs=tuple(ins))
+
+    return change
+
+
+def unscaled(n: Node) -> Node:
+    """A fused norm that forgets the layer scalar."""
+    return replace(n, inputs=(*n.inputs[:3], *n.inputs[4:]), attrs={**n.attrs, "scaled": False})
+
+
+def reading(name: str, other: str) -> Callable[[Node], Node]:
+    """A node that reads another layer's values."""
+
+    def change(n: Node) -> Node:
+        ins = (replace(v, name=v.name.replace(name, other)) for v in n.inputs)
+        return replace(n, inputs=tuple(ins))
+
+    return change
+
+
+def smaller_rings(g: Graph) -> Graph:
+    """Off by one: W - 1 slots for a window of W keys."""
+
+    def ring(v: Value) -> Value:
+        slots = v.type.shape[0]
+        return replace(v, type=v.type.with_shape(slots - 1, *v.type.shape[1:])) if (
+            isinstance(slots, int)) else v  # fmt: skip
+
+    return rebuild(replace(g, state=tuple(map(ring, g.state))))
+
+
+def without_next(g: Graph) -> Graph:
+    """A cache that is never updated."""
+    return replace(g, next={k: v for k, v in g.next.items() if k != "L1.v"})
+
+
+def crossed_next(g: Graph) -> Graph:
+    """K's cache takes V's contents."""
+    return replace(g, next={**g.next, "L1.k": g.next["L1.v"]} if "L1.v" in g.next else g.next)
+
+
+@op
+class row_before:
+    """The row before the last valid one."""
+
+    infer = staticmethod(lambda x, lengths: x.with_shape(x.shape[0], 1, *x.shape[2:]))
+
+    @staticmethod
+    def reference(x: Any, lengths: Any) -> Any:
+        return x[torch.arange(x.shape[0]), (lengths - 2).clamp(min=0)].unsqueeze(1)
+
+    samples = [Sample(("f32[2,5,8]", "i64[2]"))]
+
+
+@op
+class last_column:
+    """The last row of the chunk, padding or not."""
+
+    infer = staticmethod(lambda x, lengths: x.with_shape(x.shape[0], 1, *x.shape[2:]))
+    reference = staticmethod(lambda x, lengths: x[:, -1:])
+    samples = [Sample(("f32[2,5,8]", "i64[2]"))]
+
+
+def another_op(name: str) -> Callable[[Node], Node]:
+    return lambda n: replace(n, op=name) if n.op == "last_row" else n
+
+
+#: what is wrong -> the pass, how it is broken, the first value that moves, and its op
+BROKEN: dict[str, tuple[str, Breaker, str, str]] = {
+    "wrong theta": (
+        "share_rope_tables", nodes(attrs("rope_table", theta=15000.0), "rope0.cos"),
+        "L0.attn.q.rope", "rope"),
+    "no rope factor": (
+        "share_rope_tables", nodes(attrs("rope_table", factor=1.1), "rope1.cos"),
+        "L3.attn.q.rope", "rope"),
+    "one layer's table for another's": (
+        "share_rope_tables", nodes(swapped(1, 2), "L2.attn.k.rope"), "L2.attn.k.rope", "rope"),
+    "weights in another order than the split": (
+        "fuse_qkv", nodes(swapped(1, 2), "L2.attn.wqkv"), "L2.attn.k", "split"),
+    "swapped split sizes": (
+        "fuse_qkv", nodes(lambda n: replace(n, outputs=(n.outputs[0], *n.outputs[:0:-1])),
+                          "L1.attn.q"), "L1.attn.v", "split"),
+    "swapped halves": (
+        "fuse_gate_up", nodes(swapped(0, 1), "L0.mlp.w_gate_up"), "L0.mlp.act", "glu_packed"),
+    "swapped halves in a late layer": (
+        "fuse_gate_up", nodes(swapped(0, 1), "L6.mlp.w_gate_up"), "L6.mlp.act", "glu_packed"),
+    "another activation": (
+        "fuse_gate_up", nodes(attrs(act="silu"), "L5.mlp.act"), "L5.mlp.act", "glu_packed"),
+    "k's norm for q": (
+        "fuse_norm_rope", nodes(reading("norm_q", "norm_k"), "L1.attn.q.rope"),
+        "L1.attn.q.rope", "norm_rope"),
+    "wrong eps": (
+        "fuse_norm_rope", nodes(attrs(eps=0.5), "L3.attn.k.rope"), "L3.attn.k.rope", "norm_rope"),
+    "no layer scalar": (
+        "fuse_norm_residual", nodes(unscaled, "L5.out"), "L5.out", "norm_residual"),
+    "norm weights in each other's place": (
+        "fuse_norm_residual", nodes(swapped(2, 3), "L2.mid"), "L2.mid", "norm_residual"),
+    "residual and branch in each other's place": (
+        "fuse_norm_residual", nodes(swapped(0, 1), "L7.ffn.out"), "L7.ffn.out", "norm_residual"),
+    "ring off by one": ("plan_cache", smaller_rings, "L0.attn.out", "attention"),
+    "window off by one": (
+        "plan_cache", nodes(attrs(window=7), "L1.attn.out"), "L1.attn.out", "attention"),
+    "wider window": (
+        "plan_cache", nodes(attrs(window=9), "L1.attn.out"), "L1.attn.out", "attention"),
+    "wrong scale": (
+        "plan_cache", nodes(attrs(scale=1.125), "L3.attn.out"), "L3.attn.out", "attention"),
+    "another layer's cache": (
+        "plan_cache", nodes(reading("L2.", "L1."), "L6.attn.out"), "L6.attn.out", "attention"),
+    "cache without update": ("plan_cache", without_next, "L1.attn.out", "attention"),
+    "caches crossed": ("plan_cache", crossed_next, "L1.attn.out", "attention"),
+    "row before": (
+        "last_token_only", nodes(another_op("row_before")), "L3.attn.q.heads", "heads"),
+    "padding for the last row": (
+        "last_token_only", nodes(another_op("last_column")), "L3.attn.q.heads", "heads"),
+}  # fmt: skip
+
+
+#: after the passes before them; the others alone, which is faster
+IN_THE_WHOLE_PIPELINE = {
+    "wrong theta", "swapped split sizes", "swapped halves", "no layer scalar", "ring off by one",
+    "row before", "padding for the last row",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In bf16, at the node that is wrong."""
+    for wrong in (row_before, last_column):
+        monkeypatch.setitem(OPS, wrong.name, wrong)
+    name, breaker, value, made_by = BROKEN[fault]
+    break_pass(monkeypatch, name, breaker)
+    before = PASSES[: PASSES.index(name)] if fault in IN_THE_WHOLE_PIPELINE else ()
+    skip = {"skipped_passes": [p for p in PASSES if p != name and p not in before]}
+    report = verify_each_pass(replace(ple, manifest={**ple.manifest, **skip}))
+    assert not report.ok and report.culprit
+    assert [s.name for s in report.stages] == [*before, name]
+    assert [s.ok for s in report.stages] == [True] * len(before) + [False]
+    first = report.culprit.first
+    assert first and (report.culprit.name, first.value) == (name, value), report.text()
+    assert first.error > first.budget and f" = {made_by}(" in first.after[-1]
+    assert first.after[-1].startswith("%") and f"%{value}" in first.after[-1]
+    assert first.before and f"%{value}" in first.before[-1]
+
+
+def test_ring_fault_shows_in_decoding_only(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk brings the newest keys itself: one slot less is missed by a single step."""
+    break_pass(monkeypatch, "plan_cache", smaller_rings)
+    report = verify_each_pass(ple)
+    assert report.culprit and report.culprit.first
+    assert (report.culprit.first.phase, report.culprit.first.at) == ("decode", 17)
+
+
+#: the same in fp32, where much less is out of budget, and with experts
+BROKEN_MOE: dict[str, tuple[str, Breaker, str]] = {
+    "experts' norm for the dense MLP's": (
+        "fuse_norm_residual", nodes(swapped(3, 4), "L1.mid"), "L1.mlp.in"),
+    "scale off by a ten thousandth": (
+        "plan_cache", nodes(attrs(scale=1.0001), "L2.attn.out"), "L2.attn.out"),
+    "other experts": (
+        "fuse_norm_residual", nodes(swapped(1, 2), "L3.moe.out"), "L3.moe.out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["experts' norm for the dense MLP's",
+                                   "scale off by a ten thousandth"])  # fmt: skip
+def test_broken_pass_in_fp32(moe: Engine, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    name, breaker, value = BROKEN_MOE[fault]
+    break_pass(monkeypatch, name, breaker)
+    culprit = verify_each_pass(moe).culprit
+    assert culprit and culprit.name == name and culprit.first
+    assert culprit.first.value == value
+
+
+def test_broken_router(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indices of experts are compared too."""
+    break_pass(
+        monkeypatch, "fuse_norm_residual",
+        nodes(lambda n: replace(n, attrs={**n.attrs, "root": -0.125}), "L3.moe.weights"),
+    )  # fmt: skip
+    culprit = verify_each_pass(moe).culprit
+    assert culprit and culprit.first and culprit.first.value == "L3.moe.weights"
+
+
+def test_changed_type_is_a_fault(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is an identity: the same name for something of another shape is wrong."""
+
+    def renamed(g: Graph) -> Graph:
+        names = {"L1.mlp.gate_up": "L1.mlp.act", "L1.mlp.act": "L1.mlp.gate_up"}
+
+        def v(x: Value) -> Value:
+            return Value(names.get(x.name, x.name), x.type)
+
+        def one(n: Node) -> Node:
+            return replace(n, inputs=tuple(map(v, n.inputs)), outputs=tuple(map(v, n.outputs)))
+
+        return replace(g, nodes=tuple(map(one, g.nodes)))
+
+    break_pass(monkeypatch, "fuse_norm_rope", renamed)
+    culprit = verify_each_pass(ple).culprit
+    assert culprit and culprit.name == "fuse_norm_rope" and culprit.first
+    assert culprit.first.value == "L1.mlp.act" and culprit.first.error == float("inf")
+
+
+def test_engine_of_other_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine holds is compared with what the pipeline makes today."""
+    with monkeypatch.context() as m:
+        break_pass(m, "fuse_gate_up", nodes(swapped(0, 1), "L2.mlp.w_gate_up"))
+        checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
+        engine = built(tmp_path / "e", None, "bfloat16", checkpoint=checkpoint)
+    report = verify_each_pass(engine)
+    assert report.culprit and report.culprit.name == STORED and report.culprit.first
+    assert report.culprit.first.value == "L2.mlp.gate_up"
+    assert any("concat(%L2.mlp.w_up, %L2.mlp.w_gate)" in x for x in report.culprit.first.after)
+
+
+# --- backends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("param, value", [
+    ("L3.attn.wo", "L3.attn.o"), ("L6.mlp.w_down", "L6.mlp.down"), ("L1.norm_in", "L1.in"),
+    ("L5.scalar", "L5.out"),
+])  # fmt: skip
+def test_disturbed_runtime(ple: Engine, param: str, value: str) -> None:
+    """The interpreter as a backend shows every value."""
+    engine = compare.reference_engine(ple)
+    weights = engine.runtime.params  # type: ignore[attr-defined]
+    t = weights[param]
+    weights[param] = t * 1.2 if t.numel() == 1 else t + 0.3 * t.flip(0)
+    culprit = verify_each_pass(engine).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert culprit.first.value.removesuffix(".last") == value
+
+
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_broken_lowering(engines: Any, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    """A compiled program of one layer that gets its last result 1 % wrong."""
+    engine = engines("torch", "tiny-ple")
+    plan = engine.runtime.plans["decode", True]
+    at = next(i for i, s in enumerate(plan) if f"L{layer}.out" in s.outputs)
+
+    def wrong(operands: list[torch.Tensor]) -> Any:
+        made = list(plan[at].call(operands))
+        where = plan[at].outputs.index(f"L{layer}.out")
+        made[where] = made[where] * 1.01
+        return made
+
+    steps = [replace(s, call=wrong) if i == at else s for i, s in enumerate(plan)]
+    monkeypatch.setitem(engine.runtime.plans, ("decode", True), steps)
+    culprit = verify_each_pass(engine).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert (culprit.first.value, culprit.first.phase) == (f"L{layer}.out", "decode")
+
+
+def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are compared after each chunk, also where no value of theirs is shown."""
+    engine = compare.reference_engine(ple)
+    run = engine.runtime.run
+
+    def faulty(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
+        out = run(phase, feeds, state, *rest)
+        state.tensors["L1.v"].mul_(1.1)
+        return out
+
+    monkeypatch.setattr(engine.runtime, "run", faulty)
+    culprit = verify_each_pass(engine).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert culprit.first.value == "L1.v.next"
+
+
+def shown(engine: Engine) -> tuple[Shown, Judge]:
+    """The first chunk of an engine, of which a backend has shown all up to layer 1."""
+    *_, stage = _stages(engine, StageWeights(plain_params(engine), "cpu"))
+    chunk, judge = next(_chunks(torch.arange(20), 8, 16)), Judge(BACKEND, engine.dtype)
+    trace, tape = Run(stage, 20, "cpu").trace(chunk), stage.tapes["prefill"]
+    given = {v.name for v in tape.graphs[1].inputs} | {"L1.out", "L2.in"}
+    return Shown(tape, chunk, trace, judge, given), judge
+
+
+@pytest.mark.parametrize("close, ok", [(1.0, True), (0.0, False)])
+def test_close_call_of_a_router(
+    moe: Engine, monkeypatch: pytest.MonkeyPatch, close: float, ok: bool
+) -> None:
+    """A compiled layer may send a row to another expert that is as good; only such rows may
+    differ, and they are counted."""
+    monkeypatch.setitem(budgets.CLOSE_EXPERTS, "f32", close)
+    one, judge = shown(moe)
+    want = one.trace.values["L2.out"]
+    got = want.clone()
+    got[0, 1] *= 1.5
+    one.watch("L2.out", got)
+    assert (judge.first is None, judge.excused) == (ok, int(ok))
+    assert got.equal(want) and "L2.out" in one.names
+
+
+@pytest.mark.parametrize("close, ok", [(1.0, True), (1e-6, False)])
+def test_experts_chosen(
+    moe: Engine, monkeypatch: pytest.MonkeyPatch, close: float, ok: bool
+) -> None:
+    """Another expert in the list is right only if it is as probable."""
+    monkeypatch.setitem(budgets.CLOSE_EXPERTS, "f32", close)
+    one, judge = shown(moe)
+    index = one.trace.values["L2.moe.index"].clone()
+    index[0, 1] = index[0, 1].flip(0)
+    one.watch("L2.moe.index", index)
+    assert judge.values == 1 and (judge.first is None) == ok
+
+
+def test_row_that_no_router_touched(moe: Engine) -> None:
+    """No excuse where the nodes between hold no router."""
+    one, judge = shown(moe)
+    one.watch("L2.attn.out", one.trace.values["L2.attn.out"] * 1.5)
+    assert judge.first and judge.excused == 0
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def test_weights_before_packing(tmp_path: Path) -> None:
+    """Bit for bit those of the checkpoint, and no copy of what is stored."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple")
+    engine = built(tmp_path / "e", None, "float32", checkpoint=checkpoint)
+    plain, source = plain_params(engine), Checkpoint.open(checkpoint, engine.spec)
+    for name in ("L0.attn.wq", "L0.attn.wk", "L0.attn.wv", "L5.mlp.w_up", "L2.attn.wo", "final.w"):
+        want = source.tensor(checkpoint_name(name))
+        got = plain(Value(name, Type("f32", tuple(want.shape))))
+        assert got.equal(want)
+    whole = engine.runtime.source.tensor("L0.attn.wqkv")
+    got = plain(Value("L0.attn.wv", Type("f32", (64, 64))))
+    inside = got.data_ptr() - whole.data_ptr()
+    assert 0 < inside < whole.nbytes
+
+
+def test_weights_that_are_gone(tmp_path: Path) -> None:
+    """A packed engine whose prologue did more than join: the checkpoint is asked for."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
+    engine = built(tmp_path / "e", None, "bfloat16", checkpoint=checkpoint)
+    prologue = engine.path / "prologue.g4ir"
+    prologue.write_text("\n".join(
+        line for line in prologue.read_text().splitlines() if "L3.attn.wqkv" not in line
+    ))  # fmt: skip
+    with pytest.raises(EngineError, match=r"no longer holds %L3.attn.wq, .*--checkpoint DIR"):
+        verify_each_pass(engine)
+    v = Value("L3.attn.wq", Type("bf16", (128, 64)))
+    want = Checkpoint.open(checkpoint, engine.spec).tensor(checkpoint_name(v.name))
+    assert plain_params(engine, checkpoint)(v).equal(want.to(torch.bfloat16))
+
+
+def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    """Another checkpoint than the engine's: the stages agree, the backend does not."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
+    engine = built(tmp_path / "e", None, "bfloat16", checkpoint=checkpoint)
+    assert verify_each_pass(engine, checkpoint=checkpoint).ok
+    other = random_checkpoint(tmp_path / "other", "tiny-dense", seed=5)
+    culprit = verify_each_pass(engine, checkpoint=other).culprit
+    assert culprit and culprit.name == BACKEND
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_is_out_of_budget(
+    ple: Engine, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """Though both stages agree on it."""
+    held = StageWeights._held
+
+    def poisoned(self: StageWeights, v: Value) -> torch.Tensor:
+        t = held(self, v)
+        return t.clone().fill_(wrong) if v.name == "L2.norm_ffn" else t
+
+    monkeypatch.setattr(StageWeights, "_held", poisoned)
+    report = verify_each_pass(ple)
+    assert report.culprit and report.culprit.first
+    assert not report.culprit.first.error <= report.culprit.first.budget
+
+
+# --- errors and budgets -----------------------------------------------------------------------
+
+
+def test_local_errors() -> None:
+    """Against the larger of the value and its row's rms."""
+    want = torch.tensor([[3.0, 4.0], [0.0, 0.1], [0.0, 0.0]])
+    got = want + torch.tensor([[0.3, 0.4], [0.1, 0.0], [0.0, 0.0]])
+    rms = 12.5**0.5
+    assert local_errors(got, want).tolist() == pytest.approx([0.1, 0.1 / 0.005**0.5, 0.0])
+    assert 0.3 / rms < 0.1
+    for bad in (float("nan"), float("inf")):
+        assert not (local_errors(torch.tensor([bad, 1.0]), torch.tensor([bad, 1.0])) <= 1e9).all()
+        assert not (local_errors(torch.tensor([1.0, bad]), torch.ones(2)) <= 1e9).all()
+
+
+def test_every_op_has_a_budget_with_a_reason() -> None:
+    assert RULES.keys() == OPS.keys()
+    assert all(len(r.reason) > 15 for r in RULES.values())
+    assert budget("linear", "bf16") == 2**-7 + 256 * 2**-23
+    assert budget("split", "f32") == 0.0 and budget("no such op", "f32") > budget("linear", "f32")
+    assert joint_budget(["add", "mul"], "f32") == pytest.approx(2**0.5 * UNIT["f32"])
+    for dtype in UNIT:
+        assert all(budget(name, dtype) < 0.1 for name in RULES)
+
+
+def test_amplified_rounding_is_measured(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of the table's budget, a value may still be off by a few times its own rounding."""
+    monkeypatch.setitem(RULES, "attention", budgets.Rule(0, 1, "next to nothing"))
+    report = verify_each_pass(ple)
+    assert report.ok, report.text()
+    break_pass(monkeypatch, "plan_cache", nodes(attrs(scale=1.25), "L3.attn.out"))
+    assert not verify_each_pass(ple).ok
+
+
+# --- report and command line ------------------------------------------------------------------
+
+
+def test_report(ple: Engine) -> None:
+    report = verify_each_pass(ple)
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["ok"] is True and values["failed"] is None
+    assert [s["name"] for s in values["stages"]] == [*PASSES, BACKEND]
+    assert all(s["ok"] and s["first"] is None for s in values["stages"])
+    assert set(values["stages"][1]["worst"][0]) == {"ops", "error", "budget", "value"}
+    lines = report.text().splitlines()
+    assert lines[0] == (
+        "tiny-ple (reference, cpu, bf16), pass by pass on 21 tokens in chunks of "
+        "5, 9, 3, 1, 1, 1, 1"
+    )
+    assert lines[-1] == "ok" and all(len(x) <= 100 for x in lines)
+
+
+def test_command(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = cli.g4ir("verify", ple.path, "--each-pass", "--tokens", "5,6,7,8,9,10")
+    assert outcome.code == 0 and outcome.out.endswith("\nok\n")
+    break_pass(monkeypatch, "fuse_gate_up", nodes(swapped(0, 1), "L2.mlp.w_gate_up"))
+    outcome = cli.g4ir("verify", ple.path, "--each-pass")
+    assert outcome.code == 1
+    assert "fuse_gate_up moves %L2.mlp.act (linear + glu_packed), in prefill" in outcome.out
+    assert "  + %L2.mlp.w_gate_up = concat(%L2.mlp.w_up, %L2.mlp.w_gate)" in outcome.out
+    outcome = cli.g4ir("verify", ple.path, "--each-pass", "--json")
+    found = json.loads(outcome.out)
+    assert outcome.code == 1 and (found["ok"], found["failed"]) == (False, "fuse_gate_up")
+    assert found["stages"][-1]["first"]["value"] == "L2.mlp.act"
+
+
+def test_wrong_requests(ple: Engine) -> None:
+    message = cli.refused("verify", ple.path, "--each-pass", "--against", "hf")
+    assert "leave out --against hf" in message
+    message = cli.refused("verify", ple.path, "--each-pass", "--tokens", "5")
+    assert "1 tokens; expected 2 to 64" in message
+    with pytest.raises(WeightsError, match="/nowhere"):
+        verify_each_pass(ple, checkpoint="/nowhere")
