@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 FORMAT = 2
 VERSION = "0.1.0"
 MANIFEST = "manifest.json"
-#: how long the build took, for `g4ir bench`; not in the manifest, which two builds share
-TIMES = "build-times.json"
 GENERATION = "generation_config.json"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -201,8 +199,9 @@ def check_absent(out: Path) -> None:
         raise EngineError(f"{out} exists; remove it or choose another --out")
 
 
-def write_engine(p: Prepared, out: Path, progress: Progress) -> None:
-    """Write the directory under a temporary name, then rename it."""
+def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
+    """Write the directory under a temporary name, then rename it. Returns the seconds that
+    compiling took; they are not in the manifest, which is the same for equal builds."""
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
@@ -220,9 +219,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> None:
         _write_text(folder / "spec.yaml", p.spec.to_yaml())
         for path in p.side_files:
             shutil.copyfile(path, folder / path.name)
-        manifest = _manifest(p, folder, compiled)
-        _write_text(folder / TIMES, json.dumps({"compile_s": round(seconds, 3)}) + "\n")
-        _write_text(folder / MANIFEST, _manifest_text(manifest))
+        _write_text(folder / MANIFEST, _manifest_text(_manifest(p, folder, compiled)))
+    return seconds
 
 
 def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -355,14 +353,6 @@ class Engine:
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
         out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told)
         return out[0] if single else out
-
-    def compile_seconds(self) -> float | None:
-        """What compiling took at the build, programs taken from the cache included."""
-        file = self.path / TIMES
-        try:
-            return float(tensorfile.parse_json(file, file.read_bytes())["compile_s"])
-        except (G4Error, OSError, KeyError, TypeError, ValueError):
-            return None
 
     def close(self) -> None:
         """Free what the runtime holds."""

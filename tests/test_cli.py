@@ -36,7 +36,7 @@ from tests.cli_tools import (
     tokenizer,
 )  # fmt: skip
 
-VERBS = ("specs", "show", "build", "run", "verify")
+VERBS = ("specs", "show", "plan", "build", "run", "verify", "bench", "bench-compare")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def ok(*words: str | Path) -> str:
 def test_help(verb: tuple[str, ...]) -> None:
     text = ok(*verb, "--help")
     assert text.startswith(f"usage: {' '.join(['g4ir', *verb])} ")
-    assert verb or all(f"    {v} " in text for v in VERBS)
+    assert verb or {*VERBS} <= {line.split()[0] for line in text.splitlines() if line.split()}
 
 
 def test_version() -> None:
@@ -214,7 +214,8 @@ def test_build_options(tmp_path: Path) -> None:
         "--variant", "tiny-moe", "--random-weights", "1", "--dtype", "bfloat16",
         "--max-batch", "3", "--all-logits", "--skip", "fuse_qkv", "--skip", "plan_cache",
     )  # fmt: skip
-    assert json.loads(ok(*BUILD, *words, "--json", "--out", out)) == {"engine": str(out)}
+    told = json.loads(ok(*BUILD, *words, "--json", "--out", out))
+    assert told["engine"] == str(out) and told["compile_s"] >= 0
     manifest = read_manifest(out)
     assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
     assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
@@ -602,3 +603,52 @@ def test_a_full_or_closed_stdout() -> None:
 def test_options_are_not_abbreviated() -> None:
     message = refused("build", "--var", "tiny-moe", "--backend", "reference")
     assert "unrecognized arguments: --var" in message
+
+
+# --- what does not fit ------------------------------------------------------------------------
+
+
+def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g4ir.engine.device_memory", lambda device: 600 << 20)
+    monkeypatch.setattr(
+        "g4ir.engine.RandomCheckpoint", lambda *_: pytest.fail("weights were asked for")
+    )
+    words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
+    message = refused(*BUILD, *words)
+    assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())
+
+
+def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
+    words = ("--variant", "tiny-moe", "--random-weights", "0", "--dry-run")
+    out = ("--out", tmp_path / "e")
+    assert "tiny-moe" in ok(*BUILD, *words, "--memory", "h100-80gb", *out)
+    assert "short;" in refused(*BUILD, *words, "--memory", "1MB", *out)
+    assert "h200-141gb" in refused(*BUILD, *words, "--memory", "h1000", *out)
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--latent-kv", "half"), "auto, off, value, raw"),
+    (("--ple-placement", "disk"), "device, host, mmap"),
+    (("--ple-placement", "host"), "no per-layer embeddings"),
+])  # fmt: skip
+def test_wrong_choices_of_a_build(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    given = ("--variant", "tiny-moe", "--random-weights", "0", "--out", tmp_path / "e")
+    assert message in refused(*BUILD, *given, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
+    out = tmp_path / "engine"
+    given = ("--variant", "tiny-moe", "--random-weights", "0", "--latent-kv", "raw")
+    ok(*BUILD, *given, "--out", out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["options"] == {"latent_kv": {"form": "raw"}}
+    assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
+        "show", out, "--after", "latent_kv"
+    )
+    shown = ok("show", "--variant", "tiny-moe", "--latent-kv", "value")
+    assert "latent_row(" in shown and "latent_row(" not in ok("show", "--variant", "tiny-moe")
+    assert "off, value, raw" in refused("show", "--variant", "tiny-moe", "--latent-kv", "half")
+    assert "its own form" in refused("show", out, "--latent-kv", "raw", "--after", "latent_kv")

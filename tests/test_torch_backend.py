@@ -372,6 +372,15 @@ def test_cache_that_cannot_be_written_is_no_error(
     assert done == [TEXT, TEXT]
 
 
+def test_key_covers_what_lowering_imports() -> None:
+    """Every module of the package that is loaded to compile a program, and no other."""
+    code = "import sys, g4ir.backends.torch_compile.lower; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    prefix = "g4ir.backends.torch_compile."
+    loaded = {m.removeprefix(prefix) for m in done.stdout.split() if m.startswith(prefix)}
+    assert {f"{m}.py" for m in loaded} | {"compile.py"} == set(compiler.SOURCES)
+
+
 def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {name(TEXT), name(TEXT.replace("8", "6"))}
     monkeypatch.setattr(compiler, "_sources", lambda: "changed")

@@ -24,6 +24,8 @@ from g4ir.errors import G4Error, LowerError, MissingError
 from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
+#: the modules of this package that a program's code follows from, beside the ops
+SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "C": 16}
 
@@ -61,7 +63,7 @@ def _sources() -> str:
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
     digest = hashlib.sha256()
-    for path in [*sorted(package.glob("*.*")), *sorted(ops.glob("*.py"))]:
+    for path in [*(package / name for name in SOURCES), *sorted(ops.glob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -125,7 +125,6 @@ def _engine_contestant(
     runner = EngineRunner(engine, w.batch, role)
     found = _first_request(runner, w, tokens)
     found["load"] = load_s
-    found["compile"] = engine.compile_seconds()
     return Contestant(runner, engine, found, peak_memory(engine.device))
 
 

@@ -75,11 +75,13 @@ def _build(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _dry_run(prepared, out, args.json)
         _tell_leftovers(out)
-        write_engine(prepared, out, progress)
+        compile_s = write_engine(prepared, out, progress)
         prepared.source.close()
+    if compile_s >= console.QUIET_S:
+        console.say(f"compiled in {compile_s:.0f} s; loading the engine compiles nothing")
     if args.verify:
         return verified(str(out), args)
-    emit({"engine": str(out)}) if args.json else print(out)
+    emit({"engine": str(out), "compile_s": compile_s}) if args.json else print(out)
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
+from g4ir.latent_forms import FORMS
 from g4ir.spec import Spec, load_spec, spec_names
 
 from .common import Parser, add_source, add_verb, emit, given_spec
@@ -32,6 +33,8 @@ def add_show(verbs: Any) -> None:
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
     )
+    p.add_argument("--latent-kv", metavar="FORM",
+                   help="what layers with K=V cache: off (default), value or raw")  # fmt: skip
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
     p.add_argument(
@@ -112,7 +115,7 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
     if args.after in skip:
         find_pass(args.after)
         raise InputError(f"--after {args.after}: the pass is skipped")
-    return run_passes(graph, skip=skip, until=args.after)
+    return run_passes(graph, skip=skip, until=args.after, options=_options(args))
 
 
 def _show_why(args: argparse.Namespace) -> int:
@@ -131,7 +134,7 @@ def _show_why(args: argparse.Namespace) -> int:
             if name == args.why and (args.layer is None or value.startswith(f"L{args.layer}.")):
                 rows.append({"value": f"%{value}", "reason": reason})
 
-        run_passes(graph, skip=skip, until=args.why, note=note)
+        run_passes(graph, skip=skip, until=args.why, note=note, options=_options(args))
     if args.json:
         emit(rows)
     for row in () if args.json else rows:
@@ -163,8 +166,14 @@ def _spec(args: argparse.Namespace) -> Spec:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What an engine's passes were told."""
-    return {} if args.engine is None else dict(_stored(args.engine)[0]["options"])
+    """The passes' own arguments: the engine's, or those given."""
+    if args.latent_kv is not None and args.latent_kv not in FORMS:
+        raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
+    if args.engine is None:
+        return {"latent_kv": {"form": args.latent_kv}} if args.latent_kv else {}
+    if args.latent_kv is not None:
+        raise InputError("--latent-kv: an engine has its own form")
+    return dict(_stored(args.engine)[0]["options"])
 
 
 def _stored(engine: str) -> tuple[dict[str, Any], Program]:
