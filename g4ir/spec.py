@@ -223,6 +223,10 @@ class UnifiedAudio:
     rms_norm_eps: Positive = 1e-6
 
 
+#: one place at least, or a part could be nowhere
+Places = Annotated[tuple[str, ...], Length(1, 16)]
+
+
 @dataclass(frozen=True)
 class Prefixes:
     """Where a checkpoint may keep each part; the first prefix that is present counts.
@@ -230,13 +234,13 @@ class Prefixes:
     `text` is tried on `embed_tokens.weight`; `head` is the untied output matrix.
     """
 
-    text: tuple[str, ...] = ("model.language_model.", "language_model.", "model.", "")
-    head: tuple[str, ...] = ("lm_head.weight",)
-    vision: tuple[str, ...] = ("model.vision_tower.", "vision_tower.")
-    audio: tuple[str, ...] = ("model.audio_tower.", "audio_tower.")
-    vision_embedder: tuple[str, ...] = ("model.vision_embedder.", "vision_embedder.")
-    embed_vision: tuple[str, ...] = ("model.embed_vision.", "embed_vision.")
-    embed_audio: tuple[str, ...] = ("model.embed_audio.", "embed_audio.")
+    text: Places = ("model.language_model.", "language_model.", "model.", "")
+    head: Places = ("lm_head.weight",)
+    vision: Places = ("model.vision_tower.", "vision_tower.")
+    audio: Places = ("model.audio_tower.", "audio_tower.")
+    vision_embedder: Places = ("model.vision_embedder.", "vision_embedder.")
+    embed_vision: Places = ("model.embed_vision.", "embed_vision.")
+    embed_audio: Places = ("model.embed_audio.", "embed_audio.")
 
 
 @dataclass(frozen=True)

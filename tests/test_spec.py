@@ -628,6 +628,8 @@ REFUSALS = [
     ("dtype: f32", "dtype: f32\nextends: nothere.yaml", "nothere.yaml: cannot be read"),
     ("dtype: f32", "dtype: f32\nvision: {mm_embed_dim: 4}", ":4: vision.mm_embed_dim: unknown"),
     ("dtype: f32", "dtype: f32\nprefixes: {text: x}", ":4: prefixes.text: expected a list"),
+    ("dtype: f32", "dtype: f32\nprefixes: {embed_vision: []}",
+     ":4: prefixes.embed_vision: must have 1 to 16 items, has 0"),
 ]  # fmt: skip
 
 
