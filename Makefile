@@ -6,6 +6,8 @@ BIN         = $(VENV)/bin
 READY       = $(VENV)/.ready
 PIP         = $(BIN)/python -m pip --disable-pip-version-check
 DEMO        = build/demo
+# By file, so that engines built once for a file stay with its tests.
+PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
 FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/ops passes backends backends/torch_compile specs tests tests/passes bench
 
 .DELETE_ON_ERROR:
@@ -31,11 +33,11 @@ demo: $(READY)
 	$(BIN)/python bench/tiny.py --engine $(DEMO)/engine
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 	@$(MAKE) --no-print-directory lines
 
 test-full: lint
-	$(BIN)/python -m pytest -q --full
+	$(PYTEST) --full
 	@$(MAKE) --no-print-directory lines
 
 # mypy does not know the package mapping of pyproject.toml, and `mypy -p g4ir` from here would pass

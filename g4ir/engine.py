@@ -123,7 +123,7 @@ def prepare(
     dump: Callable[[str, Graph], None] | None = None,
 ) -> Prepared:
     """Check a build as far as it goes without compiling. Arguments as `build`."""
-    found = find_backend(backend)
+    found, skip = find_backend(backend), tuple(skip)
     device = device or found.devices[0]
     if device not in found.devices:
         raise InputError(f"backend {backend} runs on {', '.join(found.devices)}, not {device!r}")
@@ -144,20 +144,25 @@ def prepare(
         memory=device_memory(device) if memory is None else memory, all_logits=all_logits,
         skip=skip, options=options,
     )  # fmt: skip
-    source: WeightSource
-    if directory is None:
-        assert random_weights is not None
-        source = RandomCheckpoint(spec, random_weights, torch_dtype(kind))
-        weights: dict[str, Any] = {"kind": "random", "seed": random_weights}
-    else:
-        source = Checkpoint.open(directory, spec)
-        read_defaults(directory / GENERATION, spec.text.vocab_size)
-        weights = _linked(source) if link_weights else {"kind": "packed"}
+    source, weights = _open_source(spec, directory, random_weights, kind, link_weights)
     side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
     return Prepared(
-        spec, found, device, kind, limits, all_logits, tuple(skip), options, placement,
+        spec, found, device, kind, limits, all_logits, skip, options, placement,
         packings.split_program(program), source, weights, tuple(side),
     )  # fmt: skip
+
+
+def _open_source(
+    spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool
+) -> tuple[WeightSource, dict[str, Any]]:
+    """Where the weights come from, and what the manifest says of them."""
+    if directory is None:
+        assert seed is not None
+        source = RandomCheckpoint(spec, seed, torch_dtype(dtype))
+        return source, {"kind": "random", "seed": seed}
+    checkpoint = Checkpoint.open(directory, spec)
+    read_defaults(directory / GENERATION, spec.text.vocab_size)
+    return checkpoint, _linked(checkpoint) if link else {"kind": "packed"}
 
 
 def build(

@@ -504,3 +504,12 @@ def test_close(tmp_path: Path) -> None:
     engine = small(tmp_path / "e", "tiny-dense", random_weights=0)
     engine.close()
     engine.close()
+
+
+def test_passes_to_skip_may_come_from_an_iterator(tmp_path: Path) -> None:
+    names = ["fuse_qkv", "plan_cache"]
+    engine = small(tmp_path / "e", spec="tiny-moe", random_weights=0, skip=iter(names))
+    assert engine.manifest["skipped_passes"] == names
+    graphs = [engine.program.graphs[p] for p in ("prefill", "decode")]
+    assert not any(list(g.find("split")) for g in graphs)
+    assert all(v.type.shape[0] == "C" for g in graphs for v in g.state)

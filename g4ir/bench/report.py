@@ -277,14 +277,14 @@ def _engine_part(
 
 
 def _kernels(
-    engine: Engine, runner: Runner, w: Workload, tokens: torch.Tensor
+    engine: Engine, runner: EngineRunner, w: Workload, tokens: torch.Tensor
 ) -> dict[str, float]:
     if engine.device != "cuda":
         return {}
     runner.rewind()
     prompt, step, *_ = pieces(w, tokens)
     runner.step(prompt)
-    session = runner.session  # type: ignore[attr-defined]
+    session = runner.session
     held = session.snapshot()
 
     def once() -> None:

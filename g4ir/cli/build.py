@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
 
-from .common import add_source, add_verb, emit, given_spec
+from .common import add_layout, add_source, add_verb, emit, given_spec
 from .run import verified
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def add_build(verbs: Any) -> None:
                    help="tokens of a row, new ones too (default 8192)")  # fmt: skip
     p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
-    p.add_argument("--latent-kv", metavar="FORM", default="auto",
-                   help="what layers with K=V cache: off, value, raw or auto")  # fmt: skip
-    p.add_argument("--ple-placement", metavar="P",
-                   help="where the per-layer table lies: device, host or mmap")  # fmt: skip
+    add_layout(p)
     p.add_argument("--memory", metavar="GPU|BYTES",
                    help="what it must fit (default: all of the device's memory)")  # fmt: skip
     p.add_argument("--link-weights", action="store_true",

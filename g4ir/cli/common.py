@@ -66,6 +66,18 @@ def add_source(parser: Parser) -> None:
     )
 
 
+def add_layout(parser: Parser) -> None:
+    """What decides how caches and tables are laid out."""
+    parser.add_argument(
+        "--latent-kv", metavar="FORM", default="auto",
+        help="what layers with K=V cache: off, value, raw or auto",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ple-placement", metavar="P",
+        help="where the per-layer table lies: device, host or mmap",
+    )  # fmt: skip
+
+
 def given_spec(args: argparse.Namespace) -> Spec | None:
     """The spec of --variant or --spec."""
     if args.variant is not None and args.spec is not None:

@@ -11,7 +11,7 @@ from g4ir.params import counts
 from g4ir.spec import Spec, load_spec, spec_names
 from g4ir.units import parse_count, parse_counts
 
-from .common import add_source, add_verb, emit
+from .common import add_layout, add_source, add_verb, emit
 
 if TYPE_CHECKING:
     from g4ir.gpus import Gpu
@@ -33,10 +33,7 @@ def add_plan(verbs: Any) -> None:
                    help="what the engine would be built for (default cuda)")  # fmt: skip
     p.add_argument("--prefill-chunk", metavar="N", default="1024",
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
-    p.add_argument("--latent-kv", metavar="FORM", default="auto",
-                   help="what layers with K=V cache: off, value, raw or auto")  # fmt: skip
-    p.add_argument("--ple-placement", metavar="P",
-                   help="where the per-layer table lies: device, host or mmap")  # fmt: skip
+    add_layout(p)
     p.add_argument("--nominal", action="store_true",
                    help="show the usual estimate too: bytes x the quoted count")  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
