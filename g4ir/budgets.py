@@ -41,6 +41,8 @@ RULES = {
     "unstack_layers": _MOVES,
     "cache_write": _MOVES,
     "latent_row": _MOVES,
+    "greedy": _MOVES,
+    "candidates": _MOVES,
     "embedding": Rule(1, 0, "one product, rounded once"),
     "add": Rule(1, 0, "one sum, rounded once"),
     "mul": Rule(1, 0, "one product, rounded once"),
@@ -48,12 +50,15 @@ RULES = {
     "softcap": Rule(2, 0, "quotient, tanh and product, each rounded"),
     "glu": _POINT,
     "glu_packed": _POINT,
+    "linear_glu": Rule(3, 256, "as linear, then as glu"),
     "rms_norm": Rule(1, 16, "a mean of squares in fp32, then one rounding"),
     "inverse_rms": Rule(0, 16, "a mean of squares in fp32, which is not rounded"),
     "norm_residual": Rule(2, 16, "norm, sum, scalar and the next norm, each rounded"),
+    "dual_norm_residual": Rule(3, 24, "as rms_norm, then as norm_residual twice"),
     "rope_table": Rule(1, 4, "cos and sin in fp32, rounded once"),
     "rope": Rule(2, 0, "two products and their sum, each rounded"),
     "norm_rope": Rule(2, 16, "as rms_norm, then as rope"),
+    "qkv_write": Rule(2, 16, "as norm_rope or rms_norm; what follows moves data"),
     "attention": Rule(
         4, 512, "scores, weights and output are rounded; a cache of other slots, or keys read "
         "after they were written, change the order of both products",
@@ -61,6 +66,7 @@ RULES = {
     "attention_latent": Rule(8, 512, "as attention, on keys that were made again and rounded"),
     "router": Rule(8, 256, "scores of up to 8 are rounded, and a weight moves by what they move"),
     "experts": Rule(2, 512, "two products and the activation between them, each rounded"),
+    "moe_mlp": Rule(9, 576, "as router, then as experts; the dense MLP is off by less"),
 }  # fmt: skip
 #: for an op that the table does not know yet
 UNKNOWN = Rule(4, 512, "not in the table: as much as the most that an op has there")

@@ -2,8 +2,9 @@
 
 A node's FLOPs and the bytes that it reads and writes come from its op (`flops`, `traffic`). This
 module says how large the operands are at one step and what the bytes belong to: a param is weight
-traffic, a cache is state traffic, the rest are activations. Nothing here runs a graph or needs
-torch.
+traffic, a cache is state traffic, the rest are activations. A fused op is opened (g4ir/flatten.py):
+it costs what its parts cost, but moves each operand once, and nothing in between. Nothing here runs
+a graph or needs torch.
 
 Dims at a step of S tokens per row on B rows whose caches hold C tokens each: a cache has
 min(its slots, C) slots in use before it is written, min(its slots, C + S) after. Weights are read
@@ -13,12 +14,15 @@ once per step. A node that depends on params alone costs nothing: it runs once, 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import InputError
+from .flatten import inner_nodes
 from .ir import Graph, Node, Value, split_prologue
+from .ops.base import nothing
 from .types import ITEMSIZE, Type
 
 # --- sums -------------------------------------------------------------------------------------
@@ -57,12 +61,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one node, named by its first result."""
+    """The cost of one node, named by its first result; `kind` is what most of it belongs to, and
+    `parts` has the cost by kind where it is of several."""
 
     node: str
     op: str
     kind: str
     cost: Cost
+    parts: Mapping[str, Cost] = field(default_factory=dict)
+
+    def kinds(self) -> Mapping[str, Cost]:
+        """The cost by kind."""
+        return self.parts or {self.kind: self.cost}
 
 
 def total(costs: Iterable[NodeCost]) -> Cost:
@@ -73,7 +83,8 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
     """Cost of each kind that occurs, in the order of KINDS."""
     table = dict.fromkeys(KINDS, Cost())
     for c in costs:
-        table[c.kind] += c.cost
+        for kind, cost in c.kinds().items():
+            table[kind] += cost
     return {kind: cost for kind, cost in table.items() if cost != Cost()}
 
 
@@ -84,11 +95,14 @@ KINDS = ("attention", "kv", "mlp", "experts", "ple", "head", "embed", "other")
 
 #: ops that belong to one part of the model wherever they occur
 OP_KINDS = {
-    "kv": ("attention", "attention_latent", "latent_row", "inverse_rms", "cache_write"),
-    "experts": ("router", "experts"),
+    "kv": ("attention", "attention_latent", "latent_row", "inverse_rms", "cache_write",
+           "qkv_write"),
+    "experts": ("router", "experts", "moe_mlp"),
     "embed": ("embedding",),
+    "head": ("greedy", "candidates"),
     "other": (
-        "add", "mul", "rms_norm", "norm_residual", "rope_table", "rope", "norm_rope", "row_start",
+        "add", "mul", "rms_norm", "norm_residual", "dual_norm_residual", "rope_table", "rope",
+        "norm_rope", "row_start",
     ),
 }  # fmt: skip
 _KIND_OF_OP = {op: kind for kind, ops in OP_KINDS.items() for op in ops}
@@ -104,7 +118,8 @@ NAME_KINDS = (
 
 
 def kind_of(n: Node) -> str:
-    """One of KINDS. Passes keep the names of values, so a product keeps its kind."""
+    """One of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so a
+    product keeps its kind."""
     name = n.outputs[0].name
     found = (kind for kind, pattern in NAME_KINDS if pattern.match(name))
     return _KIND_OF_OP.get(n.op) or next(found, "other")
@@ -247,35 +262,89 @@ class _Meter:
 
     def nodes(self, steps: Sequence[Step]) -> list[NodeCost]:
         """Each node's cost, summed over the steps."""
-        costs = {
-            key: sum((self._cost(group[0], step) for step in steps), Cost())
+        parts = {
+            key: _summed(self._parts(group[0], step) for step in steps)
             for key, group in self.groups.items()
         }
+        whole = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
         return [
-            NodeCost(n.outputs[0].name, n.op, kind_of(n), costs[key])
+            NodeCost(
+                n.outputs[0].name, n.op, kind_of(n), whole[key],
+                parts[key] if len(parts[key]) > 1 else {},
+            )
             for key, n in zip(self.keys, self.graph.nodes, strict=True)
-        ]
+        ]  # fmt: skip
 
     def total(self, step: Step) -> Cost:
-        parts = (self._cost(group[0], step) * len(group) for group in self.groups.values())
+        parts = (
+            sum(self._parts(group[0], step).values(), Cost()) * len(group)
+            for group in self.groups.values()
+        )
         return sum(parts, Cost())
 
-    def _cost(self, n: Node, step: Step) -> Cost:
-        """Of one node at one step."""
+    def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
+        """Of one node at one step, by kind."""
         step = step if self.chunked else Step(step.B, 1, step.C)
+        nodes = inner_nodes(n)
+        bill = _Bill(step, self.roles, _owners(n, nodes))
+        for v in (*n.inputs, *n.outputs):
+            bill.left[v.name] += self.roles.bound(v, step).nbytes()
+        parts = _summed({kind_of(m): self._cost(m, bill)} for m in nodes)
+        return {kind: cost for kind, cost in parts.items() if cost != Cost()}
+
+    def _cost(self, n: Node, bill: _Bill) -> Cost:
+        """Of one part of a node. What lies between two parts moves nothing."""
         values = (*n.inputs, *n.outputs)
-        types = tuple(self.roles.bound(v, step) for v in values)
+        types = tuple(self.roles.bound(v, bill.step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
+        op = n.definition
+        assert op.flops and op.traffic
         moved = {"weight": 0, "state": 0, "other": 0}
-        reads, writes = n.definition.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
+        reads, writes = op.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
         for v, t, size in zip(values, types, (*reads, *writes), strict=True):
-            role = self.roles.role(v)
+            role, size = bill.take(v, size)
             moved[role] += self._stored(n, t, size) if role == "weight" else size
-        return Cost(n.definition.flops(ins, outs, **n.attrs), *moved.values())
+        return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 
     def _stored(self, n: Node, t: Type, size: int) -> int:
         """Bytes of a param in the weight format, for `size` in its own dtype."""
         return round(size * stored_size(t, kind_of(n), self.format) / ITEMSIZE[t.dtype])
+
+
+def _summed(many: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
+    table: dict[str, Cost] = {}
+    for parts in many:
+        for kind, cost in parts.items():
+            table[kind] = table.get(kind, Cost()) + cost
+    return table
+
+
+def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
+    """Value inside a node -> the operand of the node that it is, or is a view of."""
+    owners = {v.name: v for v in (*n.inputs, *n.outputs)}
+    for m in nodes:
+        if m.definition.traffic is nothing and m.inputs[0].name in owners:
+            owners = {v.name: owners[m.inputs[0].name] for v in m.outputs} | owners
+    return owners
+
+
+@dataclass(frozen=True)
+class _Bill:
+    """What the parts of one node have moved of its operands: each at most once."""
+
+    step: Step
+    roles: _Roles
+    owners: Mapping[str, Value]
+    left: Counter[str] = field(default_factory=Counter)  # bytes of each operand yet to be moved
+
+    def take(self, v: Value, size: int) -> tuple[str, int]:
+        """(role, bytes) that a part moves of a value, for the `size` that it would alone."""
+        owner = self.owners.get(v.name)
+        if owner is None:
+            return "other", 0
+        size = min(size, self.left[owner.name])
+        self.left[owner.name] -= size
+        return self.roles.role(owner), size
 
 
 @dataclass(frozen=True)

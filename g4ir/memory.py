@@ -10,7 +10,9 @@ phase, for B rows, chunks of S tokens and caches of C slots:
                   `raw` form, and makes a mask [B,S,T] and its bias for each query head of a group;
                   with a softcap the scores [B,nq,S,T] exist too. Routed experts gather their rows.
 
-The peaks of both need not coincide, so their sum is rather too much than too little.
+Fused ops are opened (g4ir/flatten.py): what lies between their parts counts, as if no kernel kept
+it on the chip. The peaks of both need not coincide, so their sum is rather too much than too
+little.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from .cache_sizes import capacity
+from .flatten import flatten
 from .ir import Graph, Node, Value
 from .ops.base import nothing
 from .ops.latent import PARTS
@@ -99,13 +102,14 @@ def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
 def _storage(g: Graph) -> dict[str, str]:
     """Value -> the value that owns its memory; without caches, params, inputs and their views."""
     caches = {v.name for v in g.next.values()}
+    caches |= {new.name for n in g.nodes for _, new in n.definition.updated(n.inputs, n.outputs)}
     root: dict[str, str] = {}
     for n in g.nodes:
         view = n.definition.traffic is nothing
         for v in n.outputs:
             if view and n.inputs[0].name in root:
                 root[v.name] = root[n.inputs[0].name]
-            elif not view and v.name not in caches and n.op != "cache_write":
+            elif not view and v.name not in caches:
                 root[v.name] = v.name
     return root
 
@@ -203,8 +207,12 @@ class Needs:
 
     @cached_property
     def _live(self) -> frozenset[Size]:
-        return _largest(size for g in self.graphs for size in live_sizes(g))
+        return _largest(size for g in self._flat for size in live_sizes(g))
 
     @cached_property
     def _costly(self) -> list[Node]:
-        return [n for g in self.graphs for n in _distinct(g)]
+        return [n for g in self._flat for n in _distinct(g)]
+
+    @cached_property
+    def _flat(self) -> tuple[Graph, ...]:
+        return tuple(map(flatten, self.graphs))

@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 from .errors import G4Error, InputError, PassError
-from .ir import RESULT, Graph, Node, Program, verify
+from .ir import RESULT, Graph, Node, Program, Value, verify
 
 Dump = Callable[[str, Graph], None]
 Note = Callable[[str, str], None]
 #: pass -> its own keyword arguments
 Options = Mapping[str, Mapping[str, Any]]
 
-#: order matters: packing before the choice of rows, so that prefill and decode share weights
+#: order matters: packing before the choice of rows, so that prefill and decode share weights; what
+#: follows the caches' last form joins whole blocks of nodes into one op each
 PASSES = (
     "share_rope_tables",
     "fuse_qkv",
@@ -25,6 +26,10 @@ PASSES = (
     "plan_cache",
     "last_token_only",
     "latent_kv",
+    "fuse_glu",
+    "fuse_moe",
+    "fuse_dual_norm",
+    "fuse_cache_write",
 )
 #: passes that may change what the caches look like
 CHANGES_STATE = frozenset({"plan_cache", "latent_kv"})
@@ -212,6 +217,90 @@ def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
     return form == "raw" or part
 
 
+def _separate_glu(g: Graph, n: Node) -> bool:
+    product = _makes(g, n, 0, "linear") if n.op in ("glu", "glu_packed") else None
+    return product is not None and g.users()[product.out.name] == [n] and (
+        product.out not in n.inputs[1:]
+    )  # fmt: skip
+
+
+def _separate_experts(g: Graph, n: Node) -> bool:
+    """Routed experts that have a packed MLP on the same residual beside them."""
+    router = _makes(g, n, 1, "router") if n.op == "experts" else None
+    if router is None or any(g.users().get(v.name) != [n] for v in router.outputs):
+        return False
+    routed = {_residual(g, m.inputs[0]) for m in (n, router)}
+    return any(
+        len(m.inputs) == 2 and m.attrs == n.attrs and {_residual(g, m.inputs[0])} == routed
+        and [(u.op, [v.type for v in u.outputs]) for u in g.users()[m.out.name]] == [
+            ("linear", [n.out.type])
+        ]
+        for m in g.find("linear_glu")
+    )  # fmt: skip
+
+
+def _residual(g: Graph, v: Value) -> Value:
+    """The value that a pre-norm norms."""
+    made = g.producers().get(v.name)
+    if made is not None and made.op == "rms_norm":
+        return made.inputs[0]
+    fused = made is not None and made.op in ("norm_residual", "dual_norm_residual")
+    return made.outputs[0] if made is not None and fused else v
+
+
+def _separate_norms(g: Graph, n: Node) -> bool:
+    """A residual's norm of the sum of two norms."""
+    both = _makes(g, n, 0, "norm_residual") if n.op == "norm_residual" else None
+    one = _makes(g, both, 1, "rms_norm") if both else None
+    return bool(
+        both and one and len(one.inputs) == 2 and len(both.inputs) == 3 and len(both.outputs) == 1
+        and n.attrs["eps"] == both.attrs["eps"] == one.attrs["eps"]
+        and [g.users()[v.name] for v in (one.out, both.out)] == [[both], [n]]
+        and both.out != n.inputs[1] and one.out != both.inputs[0]
+    )  # fmt: skip
+
+
+#: attention over caches alone -> the first input that is one
+_HELD = {"attention": 3, "attention_latent": 4}
+#: ops between a packed projection of one token and the caches
+_TO_CACHES = ("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms", "cache_write")
+
+
+def _separate_writes(g: Graph, n: Node) -> bool:
+    """One token's q, k and v, of which k and v go into the caches of an attention, and nowhere
+    else."""
+    if n.op != "split" or n.inputs[0].type.shape[1:2] != (1,):
+        return False
+    users = g.users()
+    q = [u for v in n.outputs[:1] for u in users.get(v.name, [])]
+    q += [u for m in q for v in m.outputs for u in users.get(v.name, [])]
+    k, found = _after(g, n.outputs[1:2]), _after(g, n.outputs[1:])
+    writes = [m for m in found if m.op == "cache_write"]
+    return (
+        bool(writes) and [m.op for m in q] == ["heads", "norm_rope"]
+        and (len(n.outputs) == 2 or "rms_norm" not in {m.op for m in k})
+        and all(m.op in _TO_CACHES for m in found)
+        and len({w.inputs[1] for w in writes}) == len(writes)
+        and len({m.attrs["eps"] for m in (*q, *found) if "eps" in m.attrs}) == 1
+        and all(users[w.inputs[0].name] == [w] for w in writes)
+        and any({w.out for w in writes} == {*u.inputs[_HELD[u.op] :]}
+                for u in users.get(writes[0].out.name, []) if u.op in _HELD)
+    )  # fmt: skip
+
+
+def _after(g: Graph, values: Iterable[Value]) -> list[Node]:
+    """The nodes that follow from values, up to cache writes."""
+    found: dict[int, Node] = {}
+    queue = [u for v in values for u in g.users().get(v.name, [])]
+    while queue:
+        n = queue.pop()
+        if id(n) not in found:
+            found[id(n)] = n
+            after = n.outputs if n.op != "cache_write" else ()
+            queue += [u for v in after for u in g.users().get(v.name, [])]
+    return list(found.values())
+
+
 #: pass -> whether a node should not be there after it; takes the pass's own options too
 LEAVES: dict[str, Callable[..., bool]] = {
     "share_rope_tables": _repeated_table,
@@ -222,4 +311,8 @@ LEAVES: dict[str, Callable[..., bool]] = {
     "plan_cache": _unplanned_cache,
     "last_token_only": _late_choice,
     "latent_kv": _cached_twice,
+    "fuse_glu": _separate_glu,
+    "fuse_moe": _separate_experts,
+    "fuse_dual_norm": _separate_norms,
+    "fuse_cache_write": _separate_writes,
 }

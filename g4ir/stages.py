@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .budgets import CLOSE_EXPERTS
 from .compare import engine_name, given_tokens, random_tokens
 from .engine import Engine, Progress, silent
+from .flatten import inner_nodes
 from .interpret import empty_state, interpret, run_node
 from .ir import Graph, Node, Program, Value
 from .model import build_program
@@ -476,8 +477,9 @@ class Shown:
         self.judge.compare(made, got, want, wide, lambda: self._close(cone))
 
     def _close(self, cone: Iterable[Node]) -> torch.Tensor | None:
-        """bool[B, S]: rows in which a router of the cone chose by next to nothing."""
-        rows = [self._near(n) for n in cone if n.op == "router"]
+        """bool[B, S]: rows in which a router of the cone, alone or in a fused op, chose by next to
+        nothing."""
+        rows = [self._near(m) for n in cone for m in inner_nodes(n) if m.op == "router"]
         return functools.reduce(operator.or_, rows) if rows else None
 
     def _near(self, router: Node) -> torch.Tensor:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from g4ir.cost import (
     total,
 )
 from g4ir.errors import InputError
+from g4ir.flatten import flatten
 from g4ir.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.interpret import interpret
 from g4ir.ir import Graph, Value, split_prologue
@@ -102,7 +104,7 @@ def counted(g: Graph, B: int, S: int, C: int, slots: int) -> dict[str, int]:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("name", TINY)
 def test_products_are_what_torch_counts(name: str, phase: str, skip: tuple[str, ...]) -> None:
-    _, g = split_prologue(graph(name, phase, skip=skip))
+    g = flatten(split_prologue(graph(name, phase, skip=skip))[1])
     B, S, C = 3, (5 if phase == "prefill" else 1), 11
     seen = counted(g, B, S, C, slots=C + S)
     costs = graph_costs(g, B=B, S=S, C=C)
@@ -205,10 +207,10 @@ def test_a_ring_is_written_where_it_keeps_the_tokens(tokens: int) -> None:
 # --- what passes may change -------------------------------------------------------------------
 
 
-def products(costs: list[NodeCost]) -> dict[str, int]:
+def products(g: Graph, step: Mapping[str, int]) -> dict[str, int]:
     """FLOPs of matrix products by kind."""
     table = dict.fromkeys(KINDS, 0)
-    for c in costs:
+    for c in graph_costs(flatten(g), **step):
         table[c.kind] += c.cost.flops if c.op in (*PRODUCTS, "attention") else 0
     return table
 
@@ -222,17 +224,69 @@ def test_fusion_keeps_the_products(
 ) -> None:
     chosen = tuple(sorted(skip | {"last_token_only"}))
     step = {"B": 2, "S": size, "C": held}
-    plain = graph_costs(build_graph(load_spec(name), phase), **step)
-    fused = graph_costs(graph(name, phase, skip=chosen), **step)
-    assert products(fused) == products(plain)
+    graphs = build_graph(load_spec(name), phase), graph(name, phase, skip=chosen)
+    want, got = (products(g, step) for g in graphs)
+    assert got == want
+    plain, fused = (graph_costs(g, **step) for g in graphs)
     assert total(fused).other_bytes <= total(plain).other_bytes
     assert total(fused).state_bytes <= total(plain).state_bytes
     if phase == "prefill":
-        short = products(graph_costs(graph(name, phase), **step))
-        assert all(short[k] <= n for k, n in products(plain).items())
-        assert short["head"] * size == products(plain)["head"]
+        short = products(graph(name, phase), step)
+        assert all(short[k] <= n for k, n in want.items())
+        assert short["head"] * size == want["head"]
     else:
         assert total(fused).weight_bytes == total(plain).weight_bytes
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["26b-a4b", "31b", "e2b"])
+@pytest.mark.parametrize("form", ["off", "value", "raw"])
+def test_a_fused_op_costs_its_parts(name: str, phase: str, form: str) -> None:
+    """By kind: the FLOPs, weights and caches of the ops that it is made of, and less activations:
+    those between its parts stay where they are."""
+    plain, options = build_graph(load_spec(name), phase), {"latent_kv": {"form": form}}
+    g = run_passes(plain, options=options)
+    step, moe = {"B": 3, "S": 20, "C": 2000, "weights": "int4"}, name == "26b-a4b"
+    found, parts = (by_kind(graph_costs(x, **step)) for x in (g, flatten(g)))
+    assert found.keys() == parts.keys() and ("experts" in found) == moe
+    for kind, cost in found.items():
+        assert replace(cost, other_bytes=0) == replace(parts[kind], other_bytes=0)
+        assert cost.other_bytes <= parts[kind].other_bytes
+    before = by_kind(graph_costs(run_passes(plain, skip=LAST, options=options), **step))
+    for kind, cost in found.items():
+        assert replace(cost, other_bytes=0) == replace(before[kind], other_bytes=0)
+        less = {"mlp", "experts", "ple"} if phase == "prefill" else {"mlp", "experts", "ple", "kv"}
+        assert (cost.other_bytes < before[kind].other_bytes) == (
+            kind in less or (kind == "other" and (moe or phase == "decode"))
+        )
+
+
+#: passes that join whole blocks of nodes
+LAST = PASSES[PASSES.index("latent_kv") + 1 :]
+
+
+def test_a_node_of_several_kinds() -> None:
+    costs = {c.node: c for c in graph_costs(graph("26b-a4b"), C=100)}
+    moe, written = costs["L0.mlp.down"], costs["L0.attn.q.rope"]
+    assert (moe.op, moe.kind, [*moe.kinds()]) == ("moe_mlp", "experts", ["mlp", "experts"])
+    assert (written.op, written.kind) == ("qkv_write", "kv")
+    assert written.kinds().keys() == {"other", "kv"}
+    for c in costs.values():
+        assert sum(c.kinds().values(), Cost()) == c.cost
+        assert (len(c.parts) > 1) == (c.op in ("moe_mlp", "qkv_write"))
+    assert moe.kinds()["experts"].weight_bytes > moe.kinds()["mlp"].weight_bytes > 0
+
+
+def test_operands_of_a_fused_op_move_once() -> None:
+    """A K=V layer's packed projection: its k is normed twice, and read once."""
+    g = graph("31b")
+    n = next(n for n in g.find("qkv_write") if not n.attrs["values"])
+    (cost,) = (c.cost for c in graph_costs(g, B=4, C=100) if c.node == n.outputs[0].name)
+    sizes = [v.type.bind({"B": 4}).nbytes() for v in (*n.inputs[:7], n.outputs[0])]
+    assert cost.other_bytes == sum(sizes) - sizes[1] - sizes[2]
+    assert cost.weight_bytes == sizes[1] + sizes[2]
+    row = n.inputs[7].type
+    assert cost.state_bytes == 2 * 4 * int(row.shape[2]) * int(row.shape[3]) * 2
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -258,8 +312,8 @@ def test_every_op_has_a_kind() -> None:
     by_op = {op for ops in OP_KINDS.values() for op in ops}
     assert by_op <= OPS.keys() and set(OP_KINDS) <= set(KINDS)
     assert OPS.keys() - by_op == {
-        "linear", "concat", "split", "heads", "merge_heads", "glu", "glu_packed", "scale",
-        "softcap", "last_row", "stack_layers", "unstack_layers",
+        "linear", "concat", "split", "heads", "merge_heads", "glu", "glu_packed", "linear_glu",
+        "scale", "softcap", "last_row", "stack_layers", "unstack_layers",
     }  # fmt: skip
     named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in OPS.keys() - by_op]
     assert all(c.kind != "other" for c in named)
@@ -441,7 +495,7 @@ def test_cache_reads_at_128k_from_one_tensor(name: str, gb: float) -> None:
 )  # fmt: skip
 def test_shares_of_the_bytes_of_one_row(name: str, percent: dict[str, float]) -> None:
     """Printed to a percent; the router, 0.3 % of the 26B, is not among its experts there."""
-    costs = decode_costs(graph(name), 1)
+    costs = decode_costs(graph(name, skip=("fuse_moe",)), 1)
     kinds = by_kind(c for c in costs if c.op != "router")
     for kind, share in percent.items():
         part = kinds[kind].weight_bytes / total(costs).weight_bytes
@@ -658,10 +712,10 @@ def test_show_cost_node_by_node(words: tuple[str, ...]) -> None:
     report = shown("--variant", "26b-a4b", "--gpu", "b200", *words)
     assert sum(n["flops"] for n in report["nodes"]) == report["total"]["flops"]
     names = [n["node"] for n in report["nodes"]]
-    assert "L3.moe.out" in names and "L3.attn.out" in names
+    assert "L3.mlp.down" in names and "L3.attn.out" in names
     assert all(n.startswith("L3.") for n in names) == ("--layer" in words)
     text = g4ir("show", "--cost", "--variant", "26b-a4b", *words).out
-    assert "L3.moe.out" in text and "time" not in text, "no time without a roof"
+    assert "L3.mlp.down" in text and "time" not in text, "no time without a roof"
 
 
 def test_show_cost_at_any_stage_and_of_an_engine(tmp_path: Path) -> None:

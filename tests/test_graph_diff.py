@@ -136,7 +136,7 @@ def test_two_variants() -> None:
     lines = outcome.out.splitlines()
     assert outcome.code == 1
     assert "~ state %L5.k: bf16[C,B,4->2,512]" in lines
-    assert any(x.startswith("+ %L0.moe.out = experts(") for x in lines)
+    assert any(x.startswith("+ %L0.mlp.down, %L0.moe.out = moe_mlp(") for x in lines)
     assert "@@ L1 to L4, L6 to L10, L12 to L16, L18 to L22, L24 to L28 @@" in lines
     same = g4ir("show", "--variant", "31b", "--against", "31b")
     assert (same.code, same.out) == (0, "")

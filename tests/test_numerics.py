@@ -244,7 +244,8 @@ def test_shared_layers_have_no_keys_of_their_own(name: str, phase: str) -> None:
     owners = [x.index for x in spec.layers() if x.donor is None]
     names = {f"L{i}.{part}" for i in owners for part in "kv"}
     assert {v.name for v in graph.state} == names
-    assert {n.inputs[0].name for n in graph.find("cache_write")} == names
+    updates = [pair for n in graph.nodes for pair in n.definition.updated(n.inputs, n.outputs)]
+    assert {old.name for old, _ in updates} == names and len(updates) == len(names)
     shared = tuple(f"L{x.index}.attn." for x in spec.layers() if x.donor is not None)
     parts = {v.name.rsplit(".", 1)[1] for v in graph.params if v.name.startswith(shared)}
     assert parts == {"wq", "wo", "norm_q"}

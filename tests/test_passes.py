@@ -157,7 +157,12 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
     stages = [program(spec).graphs[phase]]
     run_passes(stages[0], dump=lambda _, g: stages.append(g), options=options(form))
     tied = any(x.attention.k_eq_v for x in SPECS[spec]().layers())
-    idle = {"last_token_only": phase == "decode", "latent_kv": form == "off" or not tied}
+    routed = any(x.has_moe for x in SPECS[spec]().layers())
+    idle = {
+        "last_token_only": phase == "decode", "latent_kv": form == "off" or not tied,
+        "fuse_moe": not routed, "fuse_dual_norm": not routed,
+        "fuse_cache_write": phase == "prefill",
+    }  # fmt: skip
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
         assert interface(after) == interface(before)
         assert before.state == after.state or name in CHANGES_STATE
@@ -266,21 +271,43 @@ def test_numbers_of_fusions(spec: str, phase: str) -> None:
     layers, s, g = after(spec, phase)
     owners = [x for x in layers if x.donor is None]
     experts, n = sum(x.has_moe for x in layers), len(layers)
-    ple = s.text.ple is not None
-    packed = sorted(len(x.outputs) for x in g.find("split"))
-    assert packed == sorted(2 if x.attention.k_eq_v else 3 for x in owners)
-    assert count(g, "glu_packed") == n and count(g, "glu") == ple * n
-    assert count(g, "norm_rope") == n + len(owners) and count(g, "rope") == 0
-    # two residual adds a layer, one between MLP and experts, one after the per-layer embedding,
-    # and the sum of that embedding's two parts
-    assert count(g, "norm_residual") == 2 * n + experts + ple * (n + 1)
-    # what is left: the norm of each V, the first norm, and the MLP's own post-norm beside experts;
-    # where only the last row goes on, the final norm is fused like any other
-    assert count(g, "rms_norm") == len(owners) + 1 + experts
+    ple, rows = s.text.ple is not None, len(owners) if phase == "prefill" else 0
+    split = [2 if x.attention.k_eq_v else 3 for x in owners]
+    # decode has everything between the packed projection and attention in one node
+    assert sorted(len(x.outputs) for x in g.find("split")) == (sorted(split) if rows else [])
+    assert count(g, "qkv_write") == len(owners) - rows and count(g, "cache_write") == 2 * rows
+    assert count(g, "norm_rope") == n - len(owners) + 2 * rows and count(g, "rope") == 0
+    assert count(g, "linear_glu") == n - experts + ple * n and count(g, "glu", "glu_packed") == 0
+    assert count(g, "moe_mlp") == count(g, "dual_norm_residual") == experts
+    assert count(g, "router", "experts") == 0
+    # two residual adds a layer, one of them with experts where they are, one after the per-layer
+    # embedding, and the sum of that embedding's two parts
+    assert count(g, "norm_residual") == 2 * n - experts + ple * (n + 1)
+    # what is left: the norm of each V and the first norm; where only the last row goes on, the
+    # final norm is fused like any other
+    assert count(g, "rms_norm") == rows + 1
     assert count(g, "rope_table") == len(set(s.text.layer_types))
     assert count(g, "add") == 1, "the end of the chunk"
-    # q, k, v packed; o; gate and up packed; down; gate and projection of the embedding; the head
-    assert count(g, "linear") == n * (4 + 2 * ple) + ple + 1
+    # q, k, v packed; o; down; projection of the embedding and of all embeddings; the head
+    assert count(g, "linear") == n * (3 + ple) - experts + ple + 1
+
+
+@pytest.mark.parametrize("form", LATENT)
+@pytest.mark.parametrize("spec", ["26b-a4b", "31b", "combined"])
+def test_every_form_of_cache_is_written_with_its_norms(spec: str, form: str) -> None:
+    s = combined() if spec == "combined" else load_spec(spec)
+    g = run_passes(build_graph(s, "decode"), options=options(form))
+    owners = [x for x in s.layers() if x.donor is None]
+    made = {n.outputs[0].name: n for n in g.find("qkv_write")}
+    assert not count(g, "cache_write", "latent_row", "inverse_rms", "split")
+    for x in owners:
+        n, a = made.pop(f"L{x.index}.attn.q.rope"), x.attention
+        assert n.attrs["form"] == (form if a.k_eq_v else "plain")
+        assert n.attrs["values"] == (not a.k_eq_v) and n.attrs["kv_heads"] == a.num_key_value_heads
+        pairs = int(a.rope.rotary_fraction * a.head_dim // 2)
+        assert n.attrs["pairs"] == (pairs if n.attrs["form"] == "value" else 0)
+        assert [v.name for v in n.outputs[1:]] == [f"{v.name}.next" for v in n.inputs[7:]]
+    assert not made
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -292,7 +319,9 @@ def test_caches_are_planned(spec: str, phase: str) -> None:
     owners = [x for x in layers if x.donor is None]
     want = {f"L{x.index}.{c}": x.attention.window or "C" for x in owners for c in "kv"}
     assert sizes == want
-    assert g.next.keys() == sizes.keys() and count(g, "cache_write") == len(sizes)
+    written = [(old.name, new) for n in g.nodes
+               for old, new in n.definition.updated(n.inputs, n.outputs)]  # fmt: skip
+    assert dict(written) == g.next and len(written) == len(sizes) == len(g.next)
     for x, n in zip(layers, g.find("attention"), strict=True):
         owner = x.index if x.donor is None else x.donor
         assert [v.name.removesuffix(".next") for v in n.inputs[3:5]] == [
@@ -381,6 +410,8 @@ FIRST_LEFT = {
     "fuse_gate_up": "%L0.mlp.act = glu", "fuse_norm_rope": "%L0.attn.q.rope = rope",
     "fuse_norm_residual": "%L0.mid = add", "plan_cache": "%L0.attn.out = attention",
     "last_token_only": "%logits = last_row", "latent_kv": "%L3.v.next = cache_write",
+    "fuse_glu": "%L0.mlp.act = glu_packed", "fuse_moe": "%L1.moe.out = experts",
+    "fuse_dual_norm": "%L1.ffn.out = norm_residual", "fuse_cache_write": "%L0.attn.q = split",
 }  # fmt: skip
 
 
@@ -388,9 +419,10 @@ FIRST_LEFT = {
 def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the pass, the graph, those that ran before, and the value left."""
     break_pass(monkeypatch, name, lambda g: g)
-    g = program("combined").graphs["prefill"]
+    phase = "decode" if name == "fuse_cache_write" else "prefill"
+    g = program("combined").graphs[phase]
     before = PASSES[: PASSES.index(name)]
-    start = f"pass {name} on graph prefill" + (f" (after {', '.join(before)})" if before else "")
+    start = f"pass {name} on graph {phase}" + (f" (after {', '.join(before)})" if before else "")
     with pytest.raises(PassError) as e:
         run_passes(g, options=options("raw"))
     assert str(e.value).startswith(start)
@@ -442,11 +474,14 @@ def test_every_candidate_gets_a_reason(spec: str) -> None:
     )  # fmt: skip
     before = dict(zip(PASSES, graphs.values(), strict=False))
     candidates = {
-        "share_rope_tables": "rope_table", "fuse_gate_up": "glu", "fuse_norm_rope": "rope",
-        "fuse_norm_residual": "add",
+        "share_rope_tables": ("rope_table",), "fuse_gate_up": ("glu",),
+        "fuse_norm_rope": ("rope",), "fuse_norm_residual": ("add",),
+        "fuse_glu": ("glu", "glu_packed"), "fuse_moe": ("linear_glu",),
+        "fuse_dual_norm": ("norm_residual",),
+        "fuse_cache_write": ("attention", "attention_latent"),
     }  # fmt: skip
-    for name, op in candidates.items():
-        assert notes[name].keys() == {n.outputs[0].name for n in before[name].find(op)}
+    for name, ops in candidates.items():
+        assert notes[name].keys() == {n.outputs[0].name for n in before[name].find(*ops)}
     layers = SPECS[spec]().layers()
     assert notes["fuse_qkv"].keys() == {f"L{x.index}.attn.q" for x in layers}
     assert notes["plan_cache"].keys() == {v.name for v in before["plan_cache"].state}
@@ -495,8 +530,10 @@ def test_a_cache_read_with_two_windows_is_refused() -> None:
 def test_any_value_can_be_one_more_output() -> None:
     """A value that is asked for is kept, and fusions that would swallow it are left. Tables and
     caches are the exception: they get new names and sizes."""
-    g = program("combined").graphs["prefill"]
-    values = [v for n in g.nodes if n.op not in ("rope_table", "cache_write") for v in n.outputs]
-    for v in values[::7]:
-        asked = replace(g, outputs=(*g.outputs, v))
-        assert run_passes(asked).outputs == asked.outputs
+    for phase, step in (("prefill", 7), ("decode", 5)):
+        g = program("combined").graphs[phase]
+        values = [v for n in g.nodes if n.op not in ("rope_table", "cache_write")
+                  for v in n.outputs]  # fmt: skip
+        for v in values[::step]:
+            asked = replace(g, outputs=(*g.outputs, v))
+            assert run_passes(asked).outputs == asked.outputs

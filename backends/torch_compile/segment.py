@@ -2,7 +2,8 @@
 
 Nodes of one layer form a segment. Segments of the same text share a program, so that compile
 cost follows the number of distinct layer kinds. Views and row gathers (`glue` ops) run between
-segments. Caches are written in place, so a write stands after every read of the old contents.
+segments. Caches are written in place, so a write stands after every read of the old contents. What
+a write is, its op says (`updates`, g4ir/ops/base.py); it may have other results too.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _group(g: Graph) -> dict[str, Key]:
             keys[name] = (f"glue {i}", 0)
         else:
             here = reached.setdefault(stage[name], 0)
-            keys[name] = (f"write {n.inputs[0].name}" if name in late else stage[name], here)
+            keys[name] = (f"write {late[name]}" if name in late else stage[name], here)
     return keys
 
 
@@ -107,14 +108,19 @@ def _highest(levels: Iterable[dict[str, int]]) -> dict[str, int]:
     return out
 
 
-def _late_writes(g: Graph) -> set[str]:
-    """Writes whose old contents a node of another layer still reads."""
+def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
+    """(old, new) contents of the caches that a node writes."""
+    return n.definition.updated(n.inputs, n.outputs)
+
+
+def _late_writes(g: Graph) -> dict[str, str]:
+    """First output of writes whose old contents a node of another layer still reads -> a cache."""
     users = g.users()
     return {
-        w.out.name
-        for w in g.find("cache_write")
-        if {_layer(n) for n in users[w.inputs[0].name]} != {_layer(w)}
-    }
+        n.outputs[0].name: old.name
+        for n in g.nodes for old, _ in _updates(n)
+        if {_layer(m) for m in users[old.name]} != {_layer(n)}
+    }  # fmt: skip
 
 
 def _layer(n: Node) -> str:
@@ -133,9 +139,9 @@ def _order_groups(
             for v in n.inputs:
                 if v.name in producers:
                     needs[k].add(keys[producers[v.name].outputs[0].name])
-            if n.op == "cache_write":
+            for old, _ in _updates(n):
                 for m in g.nodes:
-                    if m is not n and n.inputs[0] in m.inputs:
+                    if m is not n and old in m.inputs:
                         needs[k].add(keys[m.outputs[0].name])
         needs[k].discard(k)
     done: dict[Key, None] = {}
@@ -158,26 +164,30 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
     state = {v.name for v in g.state}
     params = {v.name for v in g.params}
     read = list(dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in inside))
-    writes = [n for n in nodes if n.op == "cache_write"]
-    outputs = [
-        v for n in nodes if n.op != "cache_write" and any(o.name in outside for o in n.outputs)
-        for v in n.outputs
-    ]  # fmt: skip
+    updates = [pair for n in nodes for pair in _updates(n)]
+    outputs = [v for n in nodes for v in _returned(n, outside)]
     sub = Graph(
         "segment",
         tuple(v for v in read if v.name not in params and v.name not in state),
         tuple(v for v in read if v.name in params),
         tuple(v for v in read if v.name in state),
-        tuple(nodes), tuple(outputs), {w.inputs[0].name: w.out for w in writes},
+        tuple(nodes), tuple(outputs), {old.name: new for old, new in updates},
     )  # fmt: skip
     return Segment(
-        text=print_graph(_canonical(sub)),
+        text=print_graph(canonical(sub)),
         inputs=_names(sub.inputs),
         params=_names(sub.params),
         state=_names(sub.state),
         outputs=_names(sub.outputs),
-        writes=_names(w.inputs[0] for w in writes),
+        writes=_names(old for old, _ in updates),
     )
+
+
+def _returned(n: Node, outside: set[str]) -> list[Value]:
+    """The results of a node, all of them where one is asked for outside; caches stay in place."""
+    written = {new.name for _, new in _updates(n)}
+    results = [v for v in n.outputs if v.name not in written]
+    return results if any(v.name in outside for v in results) else []
 
 
 def _names(values: Iterable[Value]) -> tuple[str, ...]:
@@ -185,22 +195,23 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 
 
 def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
-    """Each cache write after the last read of the old contents, before the first of the new."""
-    out = [n for n in nodes if n.op != "cache_write"]
-    for w in (n for n in nodes if n.op == "cache_write"):
-        reads = [i for i, n in enumerate(out) if w.inputs[0] in n.inputs]
+    """Each write after the last read of the old contents, before the first use of its results."""
+    out = [n for n in nodes if not _updates(n)]
+    for w in (n for n in nodes if _updates(n)):
+        old, new = zip(*_updates(w), strict=True)
+        reads = [i for i, n in enumerate(out) if set(old) & set(n.inputs)]
         made = [i for i, n in enumerate(out) if set(w.inputs) & set(n.outputs)]
         at = max([*reads, *made], default=-1) + 1
-        uses = [i for i, n in enumerate(out) if w.out in n.inputs]
+        uses = [i for i, n in enumerate(out) if set(w.outputs) & set(n.inputs)]
         if uses and uses[0] < at:
             raise LowerError(
-                f"torch: graph {g.name}: {w.inputs[0]} is read after {w.out} replaced it"
+                f"torch: graph {g.name}: {old[0]} is read after {new[0]} replaced it"
             )
         out.insert(uses[0] if uses else len(out), w)
     return out
 
 
-def _canonical(g: Graph) -> Graph:
+def canonical(g: Graph) -> Graph:
     """Names by order of appearance, so that equal layers have equal text."""
     names: dict[str, str] = {}
     for prefix, values in (("x", g.inputs), ("w", g.params), ("c", g.state)):

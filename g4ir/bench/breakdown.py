@@ -115,13 +115,15 @@ def by_kind(
     times: Mapping[str, float], costs: Sequence[NodeCost], roof: Roof
 ) -> tuple[dict[str, float], bool]:
     """(seconds of each kind of node, whether they are measured). Where only programs are shown, a
-    layer's time is split by the least times of its nodes, activations included."""
+    layer's time is split by the least times of its nodes, activations included; so is the time of
+    a node that is of several kinds."""
     measured = all(c.node in times for c in costs)
     place: Callable[[str], str] = (lambda name: name) if measured else _stage
     least: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for c in costs:
-        bound = max(c.cost.nbytes / roof.bytes_per_s, c.cost.flops / roof.flops_per_s)
-        least[place(c.node)][c.kind] += 1.0 if measured else bound
+        for kind, cost in c.kinds().items():
+            bound = max(cost.nbytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)
+            least[place(c.node)][kind] += 1.0 if measured and not c.parts else bound
     out: defaultdict[str, float] = defaultdict(float)
     for name, seconds in times.items():
         kinds = least[place(name)]

@@ -15,6 +15,7 @@ import torch
 from ..backends.base import Runtime
 from ..cost import Cost, NodeCost, Roof, floor, graph_costs, total
 from ..engine import Engine
+from ..flatten import flatten
 from ..ir import Graph
 from .runners import EngineRunner, Watched, interpreter, pieces, prepare
 from .stats import mean
@@ -76,7 +77,7 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
     """The cost of a request. Experts are counted by the interpreter, which runs the same tokens
     once more; an engine without experts is not run."""
     chunks = list(request_chunks(w, engine.limits.prefill_chunk))
-    routed = any(n.op == "router" for n in engine.program.graphs["decode"].nodes)
+    routed = any(flatten(engine.program.graphs["decode"]).find("router"))
     if routed:
         chunks = _counted(engine, w, tokens, chunks)
     prompts = len(chunks) - (w.output_len - 1)
@@ -134,7 +135,8 @@ class _Counting(Watched):
 def _counted(
     engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]
 ) -> list[Chunk]:
-    """The chunks with their `distinct`."""
+    """The chunks with their `distinct`. Fused ops are opened, so that each router is a node."""
+    engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
     counting = _Counting(interpreter(engine), routers)
     runner = EngineRunner(replace(engine, runtime=counting), w.batch)

@@ -132,6 +132,8 @@ class cache_write:
     S > C: only the last C valid tokens of a row remain.
     """
 
+    updates = ((0, 0),)
+
     @staticmethod
     def infer(cache: Type, new: Type, start: Type, lengths: Type) -> Type:
         require(cache.rank == 4, f"cache_write: {cache} is not [C, B, n, d]; new {new}")

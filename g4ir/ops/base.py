@@ -8,26 +8,29 @@ An op class gives
   traffic(ins, outs, **attrs)   bytes read of each input and written to each result, as two
                                 tuples; default: every operand once
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
+  updates    (result, input) pairs: the result is the new contents of that cache
   glue       a view or gather that backends run between compiled programs
   fold       may run in the weight prologue
   samples    inputs and attrs from which tests are generated
 
 `flops` and `traffic` see types whose dims are all ints. A cache comes with as many slots as hold
-a token at that point, so its size says what an op can read of it (see g4ir/cost.py).
+a token at that point, so its size says what an op can read of it (see g4ir/cost.py). A fused op
+with neither costs what its expansion costs, without the values in between.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..types import Type, parse_type
 
 #: bytes per input, bytes per result
 Traffic = tuple[tuple[int, ...], tuple[int, ...]]
+Operand = TypeVar("Operand")
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ class Op:
     infer: Callable[..., Any]
     reference: Callable[..., Any] | None
     expand: Callable[..., Any] | None
-    flops: Callable[..., int]
-    traffic: Callable[..., Traffic]
+    flops: Callable[..., int] | None  # None: those of the expansion; the same for `traffic`
+    traffic: Callable[..., Traffic] | None
     rows: tuple[int, ...]
+    updates: tuple[tuple[int, int], ...]
     glue: bool
     fold: bool
     samples: tuple[Sample, ...]
@@ -66,6 +70,12 @@ class Op:
             fits = kind is not None and _KINDS[kind](value)
             require(fits, f"attribute {name}={value!r}: expected {kind or self._expected()}")
         return as_tuple(self.infer(*types, **attrs))
+
+    def updated(
+        self, inputs: Sequence[Operand], outputs: Sequence[Operand]
+    ) -> tuple[tuple[Operand, Operand], ...]:
+        """(old, new) contents of each cache that a node with these operands writes."""
+        return tuple((inputs[i], outputs[o]) for o, i in self.updates if o < len(outputs))
 
     def _expected(self) -> str:
         return f"one of {', '.join(self.attrs)}" if self.attrs else "none"
@@ -128,15 +138,17 @@ def op(cls: type) -> Op:
         raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
     if not parts.get("samples"):
         raise TypeError(f"op {cls.__name__} needs samples")
+    counted = part("expand") is None or bool(parts.keys() & {"flops", "traffic"})
     return Op(
         name=cls.__name__,
         doc=cls.__doc__,
         infer=part("infer"),
         reference=part("reference"),
         expand=part("expand"),
-        flops=part("flops", _default_flops),
-        traffic=part("traffic", every_operand),
+        flops=part("flops", _default_flops) if counted else None,
+        traffic=part("traffic", every_operand) if counted else None,
         rows=parts.get("rows", ()),
+        updates=parts.get("updates", ()),
         glue=parts.get("glue", False),
         fold=parts.get("fold", True),
         samples=tuple(parts["samples"]),

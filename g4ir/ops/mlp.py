@@ -1,4 +1,4 @@
-"""The gated activation of the MLP and of the per-layer embedding."""
+"""The gated activation of the MLP and of the per-layer embedding, alone and after its product."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from ..types import Type
 from .base import Sample, op, require
+from .linear import linear
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
 
@@ -68,3 +69,30 @@ class glu_packed:
         return 8 * outs[0].numel()
 
     samples = [Sample(("f32[2,3,32]",), {"act": "gelu_pytorch_tanh"})]
+
+
+@op
+class linear_glu:
+    """act(x w^T) * up; without up, act(first half of x w^T) * second half
+
+    w holds the gate rows first, then the up rows (rule 11); or the gate rows alone, with `up` a
+    row of per-layer embeddings (rule 8). Rounded as `linear`, then as `glu`.
+    """
+
+    rows = (0, 2)
+
+    @staticmethod
+    def infer(x: Type, w: Type, up: Type | None = None, *, act: str) -> Type:
+        y = linear.infer(x, w)
+        out: Type = glu_packed.infer(y, act=act) if up is None else glu.infer(y, up, act=act)
+        return out
+
+    @staticmethod
+    def expand(b: Any, x: Any, w: Any, *up: Any, act: str) -> Any:
+        y = b.emit("linear", x, w)
+        return b.emit("glu", y, *up, act=act) if up else b.emit("glu_packed", y, act=act)
+
+    samples = [
+        Sample(("f32[2,3,16]", "f32[24,16]"), {"act": "gelu_pytorch_tanh"}),
+        Sample(("f32[2,3,16]", "f32[8,16]", "f32[2,3,8]"), {"act": "silu"}),
+    ]

@@ -1,4 +1,4 @@
-"""Router and routed experts."""
+"""Router and routed experts, and both with the dense MLP beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from ..types import Type
 from .base import Sample, Traffic, every_operand, op, require, wide
-from .mlp import activate
+from .linear import linear
+from .mlp import activate, linear_glu
 
 
 @op
@@ -129,4 +130,54 @@ class experts:
                {"act": "gelu_pytorch_tanh"}, {2: (0, 8)}),
         Sample(("f32[1,1,16]", "f32[1,1,2]", "i64[1,1,2]", "f32[4,24,16]", "f32[4,16,12]"),
                {"act": "silu"}, {2: (1, 2)}),
+    ]  # fmt: skip
+
+
+@op
+class moe_mlp:
+    """dense, moe: the gated MLP of x_dense; the experts of x_moe that x_router asks for (rule 7)
+
+    dense = linear(linear_glu(x_dense, w_dense), w_dense_down);
+    moe = experts(x_moe, *router(x_router, router_scale, router_proj, per_expert), gate_up, down).
+    The inputs are norms of one residual, [B,S,D]. One op, so that both can run in the same grids.
+    """
+
+    rows = (0, 1, 2)
+
+    @staticmethod
+    def infer(
+        x_dense: Type, x_moe: Type, x_router: Type, router_scale: Type, router_proj: Type,
+        per_expert: Type, w_dense: Type, w_dense_down: Type, gate_up: Type, down: Type,
+        *, act: str, top_k: int, root: float,
+    ) -> tuple[Type, Type]:  # fmt: skip
+        dense = linear.infer(linear_glu.infer(x_dense, w_dense, act=act), w_dense_down)
+        routed = router.infer(
+            x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
+        )
+        moe = experts.infer(x_moe, *routed, gate_up, down, act=act)
+        fits = gate_up.shape[0] == router_proj.shape[0]
+        require(fits, f"moe_mlp: router_proj {router_proj} does not fit gate_up {gate_up}")
+        require(dense == moe, f"moe_mlp: dense {dense} and moe {moe} differ")
+        return dense, moe
+
+    @staticmethod
+    def expand(
+        b: Any, x_dense: Any, x_moe: Any, x_router: Any, router_scale: Any, router_proj: Any,
+        per_expert: Any, w_dense: Any, w_dense_down: Any, gate_up: Any, down: Any,
+        *, act: str, top_k: int, root: float,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        y = b.emit("linear_glu", x_dense, w_dense, act=act)
+        dense = b.emit("linear", y, w_dense_down)
+        weights, index = b.emit(
+            "router", x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
+        )
+        return dense, b.emit("experts", x_moe, weights, index, gate_up, down, act=act)
+
+    samples = [
+        Sample(("f32[2,3,16]",) * 3 + ("f32[16]", "f32[8,16]", "f32[8]", "f32[40,16]",
+                "f32[16,20]", "f32[8,24,16]", "f32[8,16,12]"),
+               {"act": "gelu_pytorch_tanh", "top_k": 2, "root": 0.25}),
+        Sample(("f32[1,1,16]",) * 3 + ("f32[16]", "f32[4,16]", "f32[4]", "f32[24,16]",
+                "f32[16,12]", "f32[4,24,16]", "f32[4,16,12]"),
+               {"act": "silu", "top_k": 4, "root": 0.25}),
     ]  # fmt: skip

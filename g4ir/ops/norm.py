@@ -1,4 +1,4 @@
-"""RMS normalisation, alone and fused with the residual add around it."""
+"""RMS normalisation, alone and fused with the residual adds around it."""
 
 from __future__ import annotations
 
@@ -95,5 +95,51 @@ class norm_residual:
         Sample(("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
                {"eps": 1e-6, "scaled": False, "weighted": (True, True, False)}),
         Sample(("f32[2,3,16]",) * 2 + ("f32[16]",),
+               {"eps": 1e-6, "scaled": False, "weighted": ()}),
+    ]  # fmt: skip
+
+
+@op
+class dual_norm_residual:
+    """h = (residual + rms_norm(s, w_sum)) [* scalar], s = rms_norm(a, w_a) + rms_norm(b, w_b);
+    n_i = rms_norm(h [, w_i])
+
+    From the dense MLP and the routed experts of a layer to the input of the next (rule 7). Inputs
+    after the residual, and results, as in `norm_residual`.
+    """
+
+    rows = (0, 2, 5)
+
+    @staticmethod
+    def infer(
+        a: Type, w_a: Type, b: Type, w_b: Type, w_sum: Type, residual: Type, *rest: Type,
+        eps: float, scaled: bool, weighted: tuple[bool, ...],
+    ) -> tuple[Type, ...]:  # fmt: skip
+        for x, w in ((a, w_a), (b, w_b)):
+            rms_norm.infer(x, w, eps=eps)
+            require(x == residual, f"dual_norm_residual: {x} and residual {residual} differ")
+        out: tuple[Type, ...] = norm_residual.infer(
+            a, residual, w_sum, *rest, eps=eps, scaled=scaled, weighted=weighted
+        )
+        return out
+
+    @staticmethod
+    def expand(
+        make: Any, a: Any, w_a: Any, b: Any, w_b: Any, w_sum: Any, residual: Any, *rest: Any,
+        eps: float, scaled: bool, weighted: tuple[bool, ...],
+    ) -> Any:  # fmt: skip
+        one = make.emit("rms_norm", a, w_a, eps=eps)
+        both = make.emit("norm_residual", b, one, w_b, eps=eps, scaled=False, weighted=())
+        return make.emit(
+            "norm_residual", both, residual, w_sum, *rest, eps=eps, scaled=scaled,
+            weighted=weighted,
+        )  # fmt: skip
+
+    samples = [
+        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[1]", "f32[16]"),
+               {"eps": 1e-6, "scaled": True, "weighted": (True,)}),
+        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[16]"),
+               {"eps": 1e-6, "scaled": False, "weighted": (False, True)}),
+        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]"),
                {"eps": 1e-6, "scaled": False, "weighted": ()}),
     ]  # fmt: skip

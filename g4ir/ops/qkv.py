@@ -1,0 +1,104 @@
+"""What follows decode's packed projection: norms, rotation, and the update of the caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types import Type
+from .base import Sample, op, require
+from .latent import PARTS
+
+#: caches of K and V, or one of the forms of one projection (see ops/latent.py)
+FORMS = ("plain", *PARTS)
+
+
+def _row_types(b: Any, n: int, d: int, dtype: str, form: str, pairs: int) -> tuple[Type, ...]:
+    """What a token writes to each cache."""
+    wide = "f64" if dtype == "f64" else "f32"
+    rows = {
+        "plain": ((dtype, d), (dtype, d)), "value": ((dtype, d + 2 * pairs),),
+        "raw": ((dtype, d), (wide, 1)),
+    }  # fmt: skip
+    return tuple(Type(t, (b, 1, n, width)) for t, width in rows[form])
+
+
+@op
+class qkv_write:
+    """Q normed and rotated, and the caches after one more token, from one packed projection
+
+    qkv [B,1,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
+    norm_q, norm_k [d]; cos, sin [B,1,d]; start, lengths i64[B] and the caches as in `cache_write`.
+    K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,1,heads,d], then the
+    caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
+    `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used.
+    """
+
+    updates = ((1, 7), (2, 8))
+
+    @staticmethod
+    def infer(
+        qkv: Type, norm_q: Type, norm_k: Type, cos: Type, sin: Type, start: Type, lengths: Type,
+        *caches: Type, heads: int, kv_heads: int, values: bool, form: str, pairs: int, eps: float,
+    ) -> tuple[Type, ...]:  # fmt: skip
+        require(eps > 0, f"qkv_write: eps {eps} is not positive")
+        require(heads > 0 and kv_heads > 0, f"qkv_write: {heads} heads, {kv_heads} of keys")
+        require(form in FORMS, f"qkv_write: form {form!r}: one of {', '.join(FORMS)}")
+        tied = form == "plain" or not values
+        require(tied, f"qkv_write: form {form} has K and V of one projection")
+        d = norm_q.shape[-1]
+        fits = isinstance(d, int) and norm_q == norm_k == Type(qkv.dtype, (d,))
+        require(fits, f"qkv_write: norms {norm_q}, {norm_k} of {qkv}")
+        d = int(d)
+        fits = 0 <= 2 * pairs <= d and (d % 2 == 0 if form == "value" else pairs == 0)
+        require(fits, f"qkv_write: {pairs} rotated pairs in {d} dims of form {form}")
+        b, width = qkv.shape[0], (heads + kv_heads * (1 + values)) * d
+        require(qkv.shape == (b, 1, width), f"qkv_write: {qkv} is not [B, 1, {width}]")
+        require(cos == sin == Type(qkv.dtype, (b, 1, d)), f"qkv_write: {qkv}, tables {cos}, {sin}")
+        require(start == lengths == Type("i64", (b,)), f"qkv_write: {start}, {lengths} of {qkv}")
+        rows = _row_types(b, kv_heads, d, qkv.dtype, form, pairs)
+        require(len(caches) == len(rows), f"qkv_write: {len(caches)} caches of form {form}")
+        for cache, row in zip(caches, rows, strict=True):
+            fits = cache == Type(row.dtype, (*cache.shape[:1], b, *row.shape[2:]))
+            require(fits, f"qkv_write: cache {cache} of form {form} does not fit {row}")
+        return Type(qkv.dtype, (b, 1, heads, d)), *caches
+
+    @staticmethod
+    def expand(
+        b: Any, qkv: Any, norm_q: Any, norm_k: Any, cos: Any, sin: Any, start: Any, lengths: Any,
+        *caches: Any, heads: int, kv_heads: int, values: bool, form: str, pairs: int, eps: float,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        d = norm_q.type.shape[0]
+        sizes = (heads * d, *(kv_heads * d,) * (1 + values))
+        q, *kv = b.emit("split", qkv, sizes=sizes)
+        q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)
+        kv = [b.emit("heads", x, n=kv_heads) for x in kv]
+        k, v = kv[0], kv[-1]
+        if form == "raw":
+            rows = [k, b.emit("inverse_rms", k, eps=eps)]
+        else:
+            rows = [
+                b.emit("norm_rope", k, norm_k, cos, sin, eps=eps), b.emit("rms_norm", v, eps=eps)
+            ]
+        if form == "value":
+            rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
+        held = zip(caches, rows, strict=True)
+        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
+
+    samples = [
+        Sample(("f32[2,1,64]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
+                "f32[4,2,2,8]", "f32[4,2,2,8]"),
+               {"heads": 4, "kv_heads": 2, "values": True, "form": "plain", "pairs": 0,
+                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
+        Sample(("f32[2,1,40]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
+                "f32[9,2,1,8]", "f32[9,2,1,8]"),
+               {"heads": 4, "kv_heads": 1, "values": False, "form": "plain", "pairs": 0,
+                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
+        Sample(("f32[2,1,48]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
+                "f32[9,2,2,12]"),
+               {"heads": 4, "kv_heads": 2, "values": False, "form": "value", "pairs": 2,
+                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
+        Sample(("f32[2,1,48]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
+                "f32[9,2,2,8]", "f32[9,2,2,1]"),
+               {"heads": 4, "kv_heads": 2, "values": False, "form": "raw", "pairs": 0,
+                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
+    ]  # fmt: skip
