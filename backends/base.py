@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.ir import Program
 from g4ir.packing import ParamSource
+from g4ir.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,12 @@ class Runtime(Protocol):
         afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
+    def token_loop(
+        self, embed: Callable[[torch.Tensor], dict[str, torch.Tensor]], state: Any, batch: int,
+        sampling: Sampling, stops: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """A loop that chooses tokens on the device (see torch_compile/token_loop.py), or None."""
+
     def resident(self, param: str) -> torch.Tensor | None:
         """A param that the runtime holds whole, for others to read."""
 
@@ -78,5 +85,5 @@ class Backend(Protocol):
 
     def load(
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
-        params: ParamSource, progress: Progress,
+        params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> Runtime: ...  # fmt: skip

@@ -25,8 +25,8 @@ class Caches:
             for name, t in self.types.items()
         }
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
-        #: CUDA graphs over these tensors, by the views they use; they live as long as the session
-        self.captured: dict[int, Any] = {}
+        #: recorded steps over these tensors; they live as long as the session
+        self.captured: dict[Any, Any] = {}
 
     def views(self, context: int) -> Mapping[str, torch.Tensor]:
         """Caches for a step after which rows hold at most `context` tokens."""

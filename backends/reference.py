@@ -40,6 +40,9 @@ class ReferenceRuntime:
             views[name].copy_(t)
         return outputs["logits"] if logits else None
 
+    def token_loop(self, *_: Any) -> None:
+        """The host chooses."""
+
     def resident(self, param: str) -> torch.Tensor | None:
         return self.params.get(param)
 
@@ -67,7 +70,7 @@ class ReferenceBackend:
 
     def load(
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
-        params: ParamSource, progress: Progress,
+        params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> ReferenceRuntime:  # fmt: skip
         return ReferenceRuntime(program, limits, device, params)
 

@@ -296,6 +296,12 @@ class Engine:
                 found |= {(window, size) for size in slots if isinstance(size, int)}
         return tuple(sorted(found))
 
+    @property
+    def embeds_on_device(self) -> bool:
+        """Whether the rows of the tables are gathered where the engine runs."""
+        devices = {getattr(t, "device", None) for t in self.tables.values()}
+        return {d.type if d else "host" for d in devices} == {self.device}
+
     def session(self, batch: int = 1) -> Session:
         """Empty caches for `batch` rows, at most max_batch."""
         return Session(self, batch)
@@ -393,31 +399,27 @@ def _generate(
     for row, p in zip(padded, prompts, strict=True):
         row[: len(p)] = torch.tensor(p)
     out: list[list[int]] = [[] for _ in prompts]
-    active = torch.ones(len(prompts), dtype=torch.bool)
-    logits = session.prefill(padded, lengths)
-    for i in range(count):
-        tokens = sampler.next(logits)
-        for row in active.nonzero()[:, 0].tolist():
-            token = int(tokens[row])
-            out[row].append(token)
-            if on_token:
-                on_token(row, token)
-            active[row] = token not in stop
-        if i + 1 == count or not active.any():
-            break
-        logits = session.decode(tokens, None if active.all() else active)
+    running = [True] * len(prompts)
+    for tokens, going in session.stream(session.prefill(padded, lengths), count, sampler, stop):
+        for row, token in enumerate(tokens):
+            if running[row]:
+                out[row].append(token)
+                if on_token:
+                    on_token(row, token)
+        running = going
     return out
 
 
 def load_engine(
     path: str | Path, *, check_weights: bool = True, ple_placement: str | None = None,
-    progress: Progress = silent,
+    cuda_graph: bool = True, progress: Progress = silent,
 ) -> Engine:  # fmt: skip
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
     check_weights=False leaves out the weight files, which take about a second per GiB.
-    ple_placement puts the table of per-layer embeddings elsewhere than the build said.
+    ple_placement puts the table of per-layer embeddings elsewhere than the build said;
+    cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
     Raises EngineError naming the file, or another machine, and the fix.
     """
     path = Path(path)
@@ -430,7 +432,7 @@ def load_engine(
     limits = Limits(**manifest["limits"])
     runtime = backend.load(
         program, limits, manifest["device"], path, manifest["compiled"], params,
-        _prefixed(progress, "load"),
+        _prefixed(progress, "load"), cuda_graph,
     )  # fmt: skip
     placed = find_placement(ple_placement or manifest.get("ple_placement"), spec)
     tables = {
@@ -544,7 +546,7 @@ def _open_params(
         return packings.StoredParams.open(files)
     if kept["kind"] == "random":
         source: WeightSource = RandomCheckpoint(
-            spec, kept["seed"], torch_dtype(manifest["dtype"])
+            spec, kept["seed"], torch_dtype(manifest["dtype"]), manifest["device"]
         )
         return packings.MadeParams(packing, source)
     for name, digest in kept["files"].items():

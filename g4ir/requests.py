@@ -299,20 +299,17 @@ class Desk:
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:
         """Generate; `told(token)` sees each token as it is drawn."""
-        import torch
 
         begun = time.perf_counter()
         cached, logits = self._prefill(request.tokens)
         sampler, out, first = Sampler(request.sampling), list[int](), 0.0
-        while True:
-            token = int(sampler.next(logits)[0])
+        for (token,), _ in self.session.stream(
+            logits, request.max_new_tokens, sampler, request.stop
+        ):
             first = first or time.perf_counter() - begun
             out.append(token)
             told(token)
-            if token in request.stop or len(out) == request.max_new_tokens:
-                break
-            logits = self.session.decode(torch.tensor([token]))
-            self._held.append(token)
+        self._held += out[:-1]
         total = time.perf_counter() - begun
         return Result(
             request.id, tuple(out), self.codec.decode(out) if self.codec else None,

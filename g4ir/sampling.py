@@ -36,7 +36,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens; two samplers of the same seed draw the same."""
+    """Draws tokens; two samplers of the same seed draw the same. Each draw of a row uses up one
+    random number, so that a device that is given the numbers draws the same as the host."""
 
     def __init__(self, settings: Sampling) -> None:
         import torch
@@ -48,38 +49,53 @@ class Sampler:
         else:
             self.generator.seed()
 
-    def next(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [B, vocab] -> int64 [B]. Greedy takes the lowest of equal maxima."""
+    def uniforms(self, rows: int) -> torch.Tensor:
+        """The next random numbers, float64 [rows] in [0, 1)."""
         import torch
 
+        return torch.rand(rows, dtype=torch.float64, generator=self.generator)
+
+    def next(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [B, vocab] -> int64 [B]. Greedy takes the lowest of equal maxima."""
         s = self.settings
-        logits = logits.float().cpu()
-        if s.suppress:
-            logits = logits.index_fill(-1, torch.tensor(s.suppress), float("-inf"))
+        logits = suppressed(logits.float().cpu(), s)
         if s.temperature == 0:
             return logits.argmax(-1)
         values, index = logits.sort(dim=-1, descending=True, stable=True)
-        # The largest becomes 0 before the division, so that no temperature overflows.
-        probabilities = ((values - values[:, :1]).double() / s.temperature).softmax(-1)
-        keep = _kept(probabilities, s)
-        probabilities = probabilities.where(keep, 0.0)
-        drawn = torch.multinomial(probabilities, 1, generator=self.generator)
-        return index.gather(-1, drawn)[:, 0]
+        if s.top_k is not None:
+            values, index = values[:, : s.top_k], index[:, : s.top_k]
+        return draw(values, index, self.uniforms(len(logits)), s)
 
 
-def _kept(probabilities: torch.Tensor, s: Sampling) -> torch.Tensor:
-    """Mask over tokens in descending order: the first k, and the fewest that reach top_p."""
+def suppressed(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """Logits [B, vocab] under which the suppressed tokens are never chosen."""
     import torch
 
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
-    if s.top_k is not None:
-        keep[:, s.top_k :] = False
-        probabilities = probabilities.where(keep, 0.0)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if not s.suppress:
+        return logits
+    ids = torch.tensor(s.suppress, device=logits.device)
+    return logits.index_fill(-1, ids, float("-inf"))
+
+
+def draw(
+    values: torch.Tensor, index: torch.Tensor, uniforms: torch.Tensor, s: Sampling
+) -> torch.Tensor:
+    """One of the candidates of each row, int64 [B]: the first at which the sum of probabilities
+    exceeds the row's random number in [0, 1).
+
+    values [B, k] are the largest logits in descending order, at least one of them finite; index
+    int64 [B, k] their ids. The probabilities are those of the k candidates alone.
+    """
+    # The largest becomes 0 before the division, so that no temperature overflows.
+    probabilities = ((values - values[:, :1]).double() / s.temperature).softmax(-1)
     if s.top_p is not None:
         before = probabilities.cumsum(-1) - probabilities
-        keep &= before < s.top_p
-    return keep
+        probabilities = probabilities.where(before < s.top_p, 0.0)
+    edges = probabilities.cumsum(-1)
+    at = (edges <= uniforms[:, None] * edges[:, -1:]).sum(-1, keepdim=True)
+    # A number next to 1 may round to the last edge: it means the last token that can be drawn.
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    return index.gather(-1, at.minimum(last))[:, 0]
 
 
 def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from .interpret import interpret
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,52 @@ class Session:
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
         lengths = None if active is None else self._checked_active(active)
         return self.prefill(tokens[:, None], lengths)
+
+    def stream(
+        self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Choose up to `count` tokens for each row and append all but the last, from logits
+        [batch, vocab] after what the rows hold. Yields the tokens of each step and which rows go
+        on: a row ends with one of `stops`, and what is yielded for it later means nothing.
+        """
+        stop = torch.tensor(sorted(stops), dtype=torch.int64)
+        tokens = sampler.next(logits)
+        active = ~torch.isin(tokens, stop)
+        yield tokens.tolist(), active.tolist()
+        if count < 2 or not active.any():
+            return
+        loop = self._loop(sampler, stop.tolist())
+        if loop is not None:
+            yield from self._looped(loop, tokens, active, count - 1, sampler)
+            return
+        for _ in range(count - 1):
+            tokens = sampler.next(self.decode(tokens, None if active.all() else active))
+            active &= ~torch.isin(tokens, stop)
+            yield tokens.tolist(), active.tolist()
+            if not active.any():
+                return
+
+    def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
+        """Steps on the device, where the runtime has them and every table lies there too."""
+        if not self.engine.embeds_on_device:
+            return None
+        return self.engine.runtime.token_loop(
+            self.engine.embed, self.state, self.batch, sampler.settings, stops
+        )
+
+    def _looped(
+        self, loop: Any, tokens: torch.Tensor, active: torch.Tensor, steps: int, sampler: Sampler
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        self._check_ids(tokens.where(active, 0)[:, None])
+        self._check_room(active * steps)
+        drawing = sampler.settings.temperature > 0
+        uniforms = (lambda: sampler.uniforms(self.batch)) if drawing else None
+        loop.start(tokens, self.length, active)
+        try:
+            yield from loop.run(steps, uniforms)
+        finally:
+            self.length = loop.lengths.cpu().clone()
+            self._written = torch.maximum(self._written, self.length)
 
     def truncate(self, n: Any) -> None:
         """Keep the first n tokens (an int or int64 [batch]) of each row.

@@ -34,6 +34,7 @@ from g4ir.compare import Budget
 from g4ir.cost import Cost, NodeCost, Roof, graph_costs, total
 from g4ir.engine import Engine
 from g4ir.errors import InputError
+from g4ir.flatten import flatten
 from tests.cli_tools import PROMPT, built, g4ir, one_thread, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 
@@ -350,7 +351,7 @@ def test_a_disagreement_is_a_failed_check(
     from g4ir.cli import bench as verb
 
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr(verb, "_load", lambda path, progress: broken)
+    monkeypatch.setattr(verb, "load", lambda path, progress, cuda_graph: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
     outcome = g4ir("bench", moe.path, *FLAGS)
     assert outcome.code == 1
@@ -387,12 +388,14 @@ def test_experts_are_counted(moe: Engine) -> None:
     """Against the choices of the interpreter, collected here by layer."""
     tokens = draw_tokens(SMALL, moe)
     chosen: dict[str, list[torch.Tensor]] = {}
+    opened = replace(moe, program=moe.program.map(flatten))
+    indices = {n.outputs[1].name for g in opened.program.graphs.values() for n in g.find("router")}
 
     def watch(name: str, t: torch.Tensor) -> None:
-        if name.endswith(".moe.index"):
+        if name in indices:
             chosen.setdefault(name, []).append(t)
 
-    runner = reference_runner(moe, 1)
+    runner = reference_runner(opened, 1)
     runtime: Any = Watched(runner.engine.runtime, watch)
     for piece in pieces(SMALL, tokens):
         replace_runtime(runner, runtime).step(piece)
@@ -431,6 +434,13 @@ def test_measured_nodes_need_no_split() -> None:
     costs = [NodeCost("L0.attn.o", "linear", "attention", Cost())]
     kinds, measured = breakdown.by_kind({"L0.attn.o": 2.0, "L0.x": 1.0}, costs, Roof(1.0, 1.0))
     assert measured and kinds == {"attention": 2.0, "other": 1.0}
+
+
+def test_a_node_of_several_kinds_is_split_by_its_least_times() -> None:
+    parts = {"mlp": Cost(weight_bytes=10), "experts": Cost(weight_bytes=30)}
+    costs = [NodeCost("L0.mlp.down", "moe_mlp", "experts", Cost(weight_bytes=40), parts)]
+    kinds, measured = breakdown.by_kind({"L0.mlp.down": 2.0}, costs, Roof(1.0, 1.0))
+    assert measured and kinds == {"mlp": 0.5, "experts": 1.5}
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -649,6 +649,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
         "show", out, "--after", "latent_kv"
     )
     shown = ok("show", "--variant", "tiny-moe", "--latent-kv", "value")
-    assert "latent_row(" in shown and "latent_row(" not in ok("show", "--variant", "tiny-moe")
+    assert "form='value'" in shown
+    assert "form='value'" not in ok("show", "--variant", "tiny-moe")
     assert "off, value, raw" in refused("show", "--variant", "tiny-moe", "--latent-kv", "half")
     assert "its own form" in refused("show", out, "--latent-kv", "raw", "--after", "latent_kv")

@@ -35,7 +35,7 @@ NEVER = {
 NO_TORCH_ON_IMPORT = (
     "g4ir.types", "g4ir.ops", "g4ir.ir", "g4ir.text", "g4ir.errors", "g4ir.spec", "g4ir.model",
     "g4ir.cost", "g4ir.passes", "g4ir.pipeline", "g4ir.cli", "g4ir.params", "g4ir.blocks",
-    "g4ir.graph_diff", "g4ir.budgets",
+    "g4ir.graph_diff", "g4ir.budgets", "g4ir.flatten",
     "g4ir.weight_sizes", "g4ir.cache_sizes", "g4ir.memory", "g4ir.gpus", "g4ir.units",
     "g4ir.settings", "g4ir.latent_forms", "g4ir.packing", "g4ir.plan", "g4ir.plan_text",
     "g4ir.fit", "g4ir.plots",

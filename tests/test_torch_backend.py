@@ -20,6 +20,7 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.backend import phase_steps
 from g4ir.backends.torch_compile.lower import SegmentModule, grouped_experts
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, schedule, state_steps
+from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import LowerError
 from g4ir.ir import Graph, Program
 from g4ir.ops import OPS
@@ -90,6 +91,54 @@ def test_writes_come_after_reads_of_the_old_contents(name: str, form: str, phase
             assert all(i < writer[c] for c in read)
             new = {c for c, v in graph.next.items() if v.name in step.inputs}
             assert all(i > writer[c] for c in new)
+
+
+WRITE = """\
+graph decode {{
+  input %L0.attn.qkv: f32[B,1,64]
+  input %{q}: f32[B,1,4,8]
+  input %cos: f32[B,1,8]
+  input %sin: f32[B,1,8]
+  input %positions: i64[B,1]
+  input %start: i64[B]
+  input %lengths: i64[B]
+  param %norm_q: f32[8]
+  param %norm_k: f32[8]
+  state %L0.k: f32[C,B,2,8]
+  state %L0.v: f32[C,B,2,8]
+  %L0.q, %L0.k.next, %L0.v.next = qkv_write(%L0.attn.qkv, %norm_q, %norm_k, %cos, %sin, %start, %lengths, %L0.k, %L0.v) {{eps=1e-06, form='plain', heads=4, kv_heads=2, pairs=0, values=True}}: f32[B,1,4,8], f32[C,B,2,8], f32[C,B,2,8]
+  %{reader} = attention(%{reads}, %positions, %start, %L0.k, %L0.v) {{scale=1.0, softcap=0.0, window=0}}: f32[B,1,4,8]
+  %L2.out = attention(%L0.q, %positions, %start, %L0.k.next, %L0.v.next) {{scale=1.0, softcap=0.0, window=0}}: f32[B,1,4,8]
+  output %{reader}
+  output %L2.out
+  next %L0.k = %L0.k.next
+  next %L0.v = %L0.v.next
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("reader", ["L0.out", "L1.out"])
+def test_a_write_with_another_result_waits_for_readers(reader: str) -> None:
+    """Of the old contents, in its own layer and in another; readers of its results come after."""
+    g = parse_graph(WRITE.format(q="q", reads="q", reader=reader))
+    steps = [s for s in schedule(g) if isinstance(s, Segment)]
+    at = next(i for i, s in enumerate(steps) if s.writes)
+    assert steps[at].writes == ("L0.k", "L0.v") and "L0.q" in steps[at].outputs
+    assert not {"L0.k.next", "L0.v.next"} & {v for s in steps for v in s.outputs}
+    readers = [i for i, s in enumerate(steps) if reader in s.outputs]
+    inner = [n.op for n in parse_graph(steps[at].text).nodes]
+    assert (readers == [at] and inner == ["attention", "qkv_write"]) or readers[0] < at
+    assert all(i > at for i, s in enumerate(steps) if "L2.out" in s.outputs)
+
+
+@pytest.mark.parametrize(
+    ("reader", "message"), [("L0.out", "%L0.k is read after %L0.k.next"), ("L1.out", "wait for")]
+)
+def test_a_reader_that_needs_the_write_is_refused(reader: str, message: str) -> None:
+    """Old contents beside another result of the op that replaces them."""
+    g = parse_graph(WRITE.format(q="q", reads="L0.q", reader=reader))
+    with pytest.raises(LowerError, match=message):
+        schedule(g)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -197,7 +246,7 @@ def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) 
             made = made if isinstance(made, tuple) else (made,)
         else:
             names += [*step.params, *step.state]
-            module = SegmentModule(parse_graph(step.text), "cpu")
+            module = SegmentModule(parse_graph(step.text), Target("cpu"))
             made = module(*(env[alias.get(n, n)] for n in names))
         env.update(zip(step.outputs, made, strict=True))
     close(env["logits"], want["logits"], 1e-4)
@@ -320,7 +369,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compiling writes the text; returns what was compiled."""
     done: list[str] = []
 
-    def compile_program(text: str, device: str, path: Path) -> None:
+    def compile_program(text: str, target: Target, path: Path) -> None:
         done.append(text)
         path.write_text(text)
 
@@ -333,15 +382,15 @@ def silent(message: str) -> None:
 
 
 def name(text: str) -> str:
-    return compiler.program_name(text, "cpu")
+    return compiler.program_name(text, Target("cpu"))
 
 
 def test_second_compile_comes_from_the_cache(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    first = compiler.compile_all([TEXT, TEXT], "cpu", tmp_path / "a", 1, silent)
-    second = compiler.compile_all([TEXT], "cpu", tmp_path / "b", 1, silent)
+    first = compiler.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, silent)
+    second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
     kept = own_cache / first[TEXT]
     assert sorted(own_cache.iterdir()) == [kept, kept.with_suffix(".sha256")]
@@ -354,11 +403,11 @@ def test_damaged_cache_entry_is_compiled_again(
     suffix: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    kept = own_cache / compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent)[TEXT]
+    kept = own_cache / compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)[TEXT]
     kept.with_suffix(suffix).write_text("damaged")
-    compiler.compile_all([TEXT], "cpu", tmp_path / "b", 1, silent)
+    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
-    compiler.compile_all([TEXT], "cpu", tmp_path / "c", 1, silent)
+    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, silent)
     assert len(done) == 2
 
 
@@ -369,32 +418,47 @@ def test_cache_that_cannot_be_written_is_no_error(
     monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "file" / "cache")
     done = stub(monkeypatch)
     for folder in ("a", "b"):
-        compiler.compile_all([TEXT], "cpu", tmp_path / folder, 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, silent)
     assert done == [TEXT, TEXT]
 
 
 def test_key_covers_what_lowering_imports() -> None:
-    """Every module of the package that a program's code follows from, and no other."""
+    """Every module of the package that a program's code follows from, and no other; on a GPU those
+    of the kernels too."""
+    assert imported({"gpu.py"}) == {"gpu.py", *compiler.SOURCES}
+    kernels = {"gpu.py", "select.py", "tunings.py", "kernels.py"}
+    assert imported(set()) == {*compiler.SOURCES, *kernels}
+    assert {p.partition("/")[0].removesuffix(".py") for p in compiler.GPU_SOURCES} == {
+        "gpu", "select", "tunings", "tunings.yaml", "kernels",
+    }  # fmt: skip
+
+
+def imported(closed: set[str]) -> set[str]:
+    """compile.py and what it imports of its package, not looking into `closed`."""
     folder, found, queue = Path(compiler.__file__).parent, set[str](), ["compile.py"]
     while queue:
         name = queue.pop()
         found.add(name)
+        if name in closed or not (folder / name).is_file():
+            continue
         text = (folder / name).read_text()
         here = re.findall(r"^ *from \.(\w+) import", text, re.M)
-        here += re.findall(r"^ *from \. import (\w+)", text, re.M)
+        for names in re.findall(r"^ *from \. import (.+)", text, re.M):
+            here += re.findall(r"\w+", names)
         queue += [f"{m}.py" for m in here if f"{m}.py" not in found]
-    assert found == set(compiler.SOURCES)
+    return found
 
 
 def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {name(TEXT), name(TEXT.replace("8", "6"))}
-    monkeypatch.setattr(compiler, "_sources", lambda: "changed")
+    keys |= {compiler.program_name(TEXT, Target("cpu", "h200", rows)) for rows in (1, 2)}
+    monkeypatch.setattr(compiler, "_sources", lambda target: "changed")
     keys.add(name(TEXT))
     monkeypatch.setattr(compiler, "machine", lambda device: "elsewhere")
     keys.add(name(TEXT))
     monkeypatch.setattr(torch, "__version__", "9.9")
     keys.add(name(TEXT))
-    assert len(keys) == 5 and name(TEXT) == name(TEXT)
+    assert len(keys) == 7 and name(TEXT) == name(TEXT)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +473,7 @@ def test_failing_segment_is_named(
 ) -> None:
     failing(monkeypatch)
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
-        compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)
     assert not own_cache.exists()
 
 
@@ -417,7 +481,7 @@ def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: 
     """An op that nobody knows, in one of two processes; none is left running."""
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
     with pytest.raises(LowerError, match=r"unheard_of|unseen"):
-        compiler.compile_all(texts, "cpu", tmp_path / "a", 2, silent)
+        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
 
 
 def test_process_that_dies_is_an_error(
@@ -426,12 +490,12 @@ def test_process_that_dies_is_an_error(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     texts = [TEXT, TEXT.replace("8", "6")]
     with pytest.raises(LowerError, match="ended with status 1"):
-        compiler.compile_all(texts, "cpu", tmp_path / "a", 2, silent)
+        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
 
 
 def test_serve_answers_line_by_line(tmp_path: Path) -> None:
     """Programs are compiled in processes of their own, which the user's script does not see."""
-    ask = json.dumps([TEXT.replace("linear", "unheard_of"), "cpu", str(tmp_path / "x")])
+    ask = json.dumps([TEXT.replace("linear", "unheard_of"), {"device": "cpu"}, str(tmp_path / "x")])
     code = "from g4ir.backends.torch_compile.compile import serve; serve()"
     done = subprocess.run(
         [sys.executable, "-c", code], input=f"{ask}\n{ask}\n", capture_output=True, text=True,
@@ -445,7 +509,7 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     """Compiled for real: any size up to the limits, weights as inputs."""
     from g4ir.backends.torch_compile.runtime import _load_program
 
-    (name,) = compiler.compile_all([TEXT], "cpu", tmp_path / "a", 1, silent).values()
+    (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent).values()
     call = _load_program(tmp_path / "a" / name, "cpu")
     w = torch.randn(4, 8)
     for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):

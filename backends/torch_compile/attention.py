@@ -18,26 +18,29 @@ from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.types import torch_dtype
 
 if TYPE_CHECKING:
-    from .lower import SegmentModule
+    from .lower import Run
 
 Tensor = torch.Tensor
 
 
 def attention(
-    m: SegmentModule, n: Node, q: Tensor, positions: Tensor, written: Tensor, cache_k: Tensor,
+    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, cache_k: Tensor,
     cache_v: Tensor, *fresh: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The form that measured fastest: products per head for a chunk over a ring in an engine for
-    one row, else the library's attention with the heads of a group as query rows."""
+    """The form that measured fastest: plain products per head for a chunk over a ring in an engine
+    for one row, and for its single bf16 tokens over a long cache; else the library's attention
+    with the heads of a group as query rows."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *fresh)
     mask = _mask(n, positions, written, cache_k, bool(fresh))
+    if _is_one_token(n, fresh) and q.dtype == torch.bfloat16 and _is_long(n):
+        return _one_token(n, q, cache_k, cache_v, mask)
     keys, values = _joined((cache_k, cache_v), fresh)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
 
 
 def attention_latent(
-    m: SegmentModule, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor,
+    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor,
     *held: Tensor,
 ) -> Tensor:  # fmt: skip
     """The form that measured fastest. Rows of the form `value` are keys and values at once; those
@@ -48,7 +51,7 @@ def attention_latent(
     parts = len(PARTS[form])
     caches, fresh = held[:parts], held[parts:]
     mask = _mask(n, positions, written, caches[0], bool(fresh))
-    one_token = not fresh and n.inputs[0].type.shape[:2] == (1, 1)
+    one_token = _is_one_token(n, fresh)
     if form == "value":
         (rows,) = _joined(caches, fresh)
         query = torch.cat(_query(q, w, _pairs(n)), -1)
@@ -78,6 +81,18 @@ def _mask(n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: boo
         key_pos = torch.cat((key_pos, positions.t()))
     mask: Tensor = visible(key_pos, positions, int(n.attrs["window"]))  # type: ignore[arg-type]
     return mask
+
+
+def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
+    """A decode step of an engine for one row."""
+    return not fresh and n.inputs[0].type.shape[:2] == (1, 1)
+
+
+def _is_long(n: Node) -> bool:
+    """A cache over which plain products beat the library's attention: a linear one, or a ring of
+    many keys; the library is faster up to about a thousand."""
+    slots, _, heads, _ = n.inputs[3].type.shape
+    return not isinstance(slots, int) or slots * int(heads) > 1024
 
 
 def _joined(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -191,6 +206,18 @@ def _keys_values(
     low, rest1, high, rest2 = _split((h * wide(w)).to(raw.dtype), _pairs(n))
     low, high = _rotate(n, low, high, key_pos)
     return torch.cat((low, rest1, high, rest2), -1), h.to(raw.dtype)
+
+
+def keys_values_of_chunk(
+    n: Node, positions: Tensor, written: Tensor, w: Tensor, caches: tuple[Tensor, ...],
+    fresh: tuple[Tensor, ...],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    """K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], of rows in the form `raw`."""
+    raw, rms = caches
+    old = _keys_values(n, raw, rms, w, slot_positions(written, raw.shape[0]))
+    raw, rms = (x.transpose(0, 1) for x in fresh)
+    new = _keys_values(n, raw, rms, w, positions.t())
+    return old, tuple(x.transpose(0, 1) for x in new)
 
 
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:

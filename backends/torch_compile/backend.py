@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from g4ir.ir import Program, bind
+from g4ir.ir import Builder, Program, bind
+from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
+from g4ir.text import print_graph
 
 from ..base import Limits, Progress
 from . import compile as compiler
+from .kernel_table import unmeasured
 from .segment import Segment, Step, schedule
+from .target import find_target
 
 PHASES = ("prefill", "decode")
 KERNELS = "kernels.so"
@@ -21,6 +25,27 @@ def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
     """The schedule of each phase; an engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     return {p: schedule(bind(program.graphs[p], **fixed)) for p in PHASES}
+
+
+#: most candidates that a device draws from; a wider choice is the host's
+CANDIDATES = 64
+
+
+def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
+    """Programs of one op that choose tokens from the logits of a decode step."""
+    (logits,) = program.graphs["decode"].outputs
+    fixed = {"B": 1} if limits.max_batch == 1 else {}
+    kind, vocab = logits.type.bind(fixed), logits.type.shape[2]
+    assert isinstance(vocab, int)
+    attrs: dict[str, dict[str, Any]] = {
+        "greedy": {}, "candidates": {"k": min(CANDIDATES, vocab)},
+    }  # fmt: skip
+    texts = {}
+    for op, given in attrs.items():
+        b = Builder("segment")
+        made = as_tuple(b.emit(op, b.input("x0", kind), **given))
+        texts[op] = print_graph(b.graph(*made))
+    return texts
 
 
 class TorchBackend:
@@ -40,22 +65,33 @@ class TorchBackend:
     ) -> dict[str, Any]:
         steps = phase_steps(program, limits)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
+        chooses = choice_texts(program, limits) if device == "cuda" else {}
+        texts += chooses.values()
         jobs = max(1, min(os.cpu_count() or 1, 8))
-        files = compiler.compile_all(texts, device, out / "programs", jobs, progress)
+        target = find_target(device, limits.max_batch)
+        if device == "cuda" and not target.gpu:
+            progress("this GPU is older than Hopper: the library's kernels only")
+        for phase in PHASES if target.gpu else ():
+            if note := unmeasured(program.graphs[phase], target):
+                progress(note)
+        files = compiler.compile_all(texts, target, out / "programs", jobs, progress)
         if device == "cpu":
             compiler.compile_kernels(out / "programs" / KERNELS)
-        return {
+        kept = {
             phase: [files[s.text] if isinstance(s, Segment) else None for s in many]
             for phase, many in steps.items()
         }
+        return kept | {op: [files[text]] for op, text in chooses.items()}
 
     def load(
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
-        params: ParamSource, progress: Progress,
+        params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> Any:  # fmt: skip
         from .runtime import TorchRuntime
 
-        return TorchRuntime(program, limits, device, folder / "programs", kept, params, progress)
+        return TorchRuntime(
+            program, limits, device, folder / "programs", kept, params, progress, cuda_graph
+        )
 
 
 BACKEND = TorchBackend()

@@ -7,6 +7,7 @@ so packages are kept in the user's cache directory under the hash of all that.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,17 +26,23 @@ from g4ir.errors import G4Error, LowerError, MissingError
 from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
-#: the modules of this package that a program's code follows from, beside the ops
-SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py")
+from .target import Target
+
+#: the files of this package that a program's code follows from, beside the ops
+SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py", "target.py")
+#: and those that it follows from on a GPU with kernels
+GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
+#: the oldest compute capability with bf16
+OLDEST = (8, 0)
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "C": 16}
 
 
-def program_name(text: str, device: str) -> str:
+def program_name(text: str, target: Target) -> str:
     """A hash of everything that a program's code follows from."""
     import torch
 
-    parts = [text, device, torch.__version__, machine(device), _sources()]
+    parts = [text, str(target), torch.__version__, machine(target.device), _sources(target)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -58,12 +66,13 @@ def _cpu_flags() -> str:
     return ",".join(sorted(f for f in line.partition(":")[2].split() if f.startswith(wanted)))
 
 
-def _sources() -> str:
+def _sources(target: Target) -> str:
     """Hash of the code that turns text into programs."""
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
+    own = [p for name in (GPU_SOURCES if target.gpu else ()) for p in sorted(package.glob(name))]
     digest = hashlib.sha256()
-    for path in [*(package / name for name in SOURCES), *sorted(ops.glob("*.py"))]:
+    for path in [*(package / name for name in SOURCES), *own, *sorted(ops.glob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -74,15 +83,11 @@ def cache_dir() -> Path:
 
 
 def check_toolchain(device: str) -> None:
-    """MissingError without a C++ compiler (CPU) or without CUDA (GPU)."""
-    import torch
+    """MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
     from torch._inductor import cpp_builder, exc
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise MissingError(
-            "--device cuda: this torch sees no CUDA device; build with --device cpu, or install "
-            "a CUDA build of torch on a machine with a GPU"
-        )
+    if device == "cuda":
+        _check_cuda()
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as e:
@@ -92,20 +97,42 @@ def check_toolchain(device: str) -> None:
         ) from e
 
 
+def _check_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError(
+            "--device cuda: this torch sees no CUDA device; build with --device cpu, or install "
+            "a CUDA build of torch on a machine with a GPU"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        raise MissingError(
+            f"--device cuda: {torch.cuda.get_device_name()} has compute capability "
+            f"{capability[0]}.{capability[1]}; engines need {OLDEST[0]}.{OLDEST[1]} or newer: use "
+            f"another GPU, or build with --device cpu"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise MissingError(
+            "--device cuda needs triton, which comes with CUDA builds of torch for Linux: "
+            "`pip install triton`"
+        )
+
+
 def compile_all(
-    texts: Sequence[str], device: str, out: Path, jobs: int,
+    texts: Sequence[str], target: Target, out: Path, jobs: int,
     progress: Callable[[str], None],
 ) -> dict[str, str]:  # fmt: skip
     """Compile each distinct text into `out`; returns text -> file name.
 
     Raises LowerError with the backend's message and the segment's first line.
     """
-    files = {t: f"{program_name(t, device)}.pt2" for t in dict.fromkeys(texts)}
+    files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     out.mkdir(parents=True, exist_ok=True)
     missing = [t for t, name in files.items() if not _from_cache(name, out)]
     if missing:
         progress(f"compiling {len(missing)} of {len(files)} programs")
-        _compile_missing(missing, files, device, out, jobs, progress)
+        _compile_missing(missing, files, target, out, jobs, progress)
     return files
 
 
@@ -135,20 +162,20 @@ def _keep(path: Path) -> None:
 
 
 def _compile_missing(
-    texts: Sequence[str], files: dict[str, str], device: str, out: Path, jobs: int,
+    texts: Sequence[str], files: dict[str, str], target: Target, out: Path, jobs: int,
     progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     workers = min(jobs, len(texts))
-    if device == "cuda" or workers == 1:
+    if workers == 1:
         for i, t in enumerate(texts):
-            compile_program(t, device, out / files[t])
+            compile_program(t, target, out / files[t])
             _keep(out / files[t])
             progress(f"compiled {i + 1}/{len(texts)}")
         return
     # The longest programs first, so that none is left alone at the end.
     todo = sorted(texts, key=len, reverse=True)
     with _workers(workers) as compile_one, ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(compile_one, t, device, out / files[t]): t for t in todo}
+        futures = {pool.submit(compile_one, t, target, out / files[t]): t for t in todo}
         try:
             for i, future in enumerate(as_completed(futures)):
                 future.result()
@@ -159,7 +186,7 @@ def _compile_missing(
 
 
 @contextmanager
-def _workers(count: int) -> Iterator[Callable[[str, str, Path], None]]:
+def _workers(count: int) -> Iterator[Callable[[str, Target, Path], None]]:
     """`compile_program` in one of `count` processes that serve one program after the other.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
@@ -176,10 +203,10 @@ def _workers(count: int) -> Iterator[Callable[[str, str, Path], None]]:
     for process in started:
         idle.put(process)
 
-    def compile_one(text: str, device: str, path: Path) -> None:
+    def compile_one(text: str, target: Target, path: Path) -> None:
         process = idle.get()
         try:
-            _ask(process, text, device, path)
+            _ask(process, text, target, path)
         finally:
             idle.put(process)
 
@@ -191,10 +218,10 @@ def _workers(count: int) -> Iterator[Callable[[str, str, Path], None]]:
             process.communicate()
 
 
-def _ask(process: subprocess.Popen[str], text: str, device: str, path: Path) -> None:
+def _ask(process: subprocess.Popen[str], text: str, target: Target, path: Path) -> None:
     assert process.stdin and process.stdout
     try:
-        process.stdin.write(json.dumps([text, device, str(path)]) + "\n")
+        process.stdin.write(json.dumps([text, asdict(target), str(path)]) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         pass  # its answer is the end of its output
@@ -215,9 +242,9 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:
-        text, device, path = json.loads(line)
+        text, target, path = json.loads(line)
         try:
-            compile_program(text, device, Path(path))
+            compile_program(text, Target(**target), Path(path))
             error = None
         except LowerError as e:
             error = str(e)
@@ -239,13 +266,13 @@ def compile_kernels(path: Path) -> None:
         raise LowerError(f"torch: kernels.c does not compile: {done.stderr[:800]}")
 
 
-def compile_program(text: str, device: str, path: Path) -> None:
+def compile_program(text: str, target: Target, path: Path) -> None:
     """Export one segment and write its package."""
     import torch
 
     try:
         with _quiet_compiler(), torch.no_grad():
-            _compile(text, device, path)
+            _compile(text, target, path)
     except Exception as e:
         raise LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
@@ -253,27 +280,39 @@ def compile_program(text: str, device: str, path: Path) -> None:
         ) from None
 
 
-def _compile(text: str, device: str, path: Path) -> None:
+def _compile(text: str, target: Target, path: Path) -> None:
+    import torch
+
+    with _any_size():
+        torch._inductor.aoti_compile_and_package(
+            exported(text, target), package_path=str(path), inductor_configs=_inductor_options()
+        )
+
+
+def _any_size() -> Any:
+    """Without it the exporter assumes that a dynamic size is at least 2, at export and at
+    compile."""
+    from torch.fx.experimental import _config as fx_config
+
+    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
+def exported(text: str, target: Target) -> Any:
+    """A segment as an exported program; within a FakeTensorMode the device need not be there."""
     import torch
     from torch.export import Dim
-    from torch.fx.experimental import _config as fx_config
 
     from .lower import SegmentModule, example
 
     g = parse_graph(text)
-    module = SegmentModule(g, device)
     args, dynamic = [], []
     for v in g.sources():
-        args.append(example(v.type, device, _TRACE))
+        args.append(example(v.type, target.device, _TRACE))
         named = [i for i, d in enumerate(v.type.shape) if isinstance(d, str)]
         dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
-    # Without it the exporter assumes that a dynamic size is at least 2, at export and at compile.
-    with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        program = torch.export.export(
-            module, tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
-        )
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs=_inductor_options()
+    with _any_size():
+        return torch.export.export(
+            SegmentModule(g, target), tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
         )
 
 

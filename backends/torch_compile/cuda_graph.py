@@ -1,42 +1,57 @@
-"""A decode step on CUDA as one graph launch: captured once for each session and context size."""
+"""Work on CUDA as one graph launch: run once, recorded, replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from g4ir.errors import EngineError
+
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+#: makes of work what repeats it
+Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
-@dataclass
 class Captured:
-    """A graph with the tensors that it reads and writes."""
+    """A recorded step that makes logits, with the tensors that it reads and writes.
 
-    graph: torch.cuda.CUDAGraph
-    feeds: dict[str, torch.Tensor]
-    logits: torch.Tensor
+    Warming up and recording write the same values to the same cache slots, so running a step
+    twice changes nothing.
+    """
+
+    def __init__(self, step: Step, feeds: dict[str, torch.Tensor], record: Record) -> None:
+        self._feeds = {name: t.clone() for name, t in feeds.items()}
+        self._step = step
+        self._play = record(self._run)
+
+    def _run(self) -> None:
+        self._logits = self._step(self._feeds)
 
     def replay(self, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
         for name, t in feeds.items():
-            self.feeds[name].copy_(t)
-        self.graph.replay()
-        return self.logits
+            self._feeds[name].copy_(t)
+        self._play()
+        return self._logits
 
 
-def capture(step: Step, feeds: dict[str, torch.Tensor]) -> Captured:
-    """Run the step once to warm up, then record it.
+def recorded(work: Callable[[], None]) -> Callable[[], None]:
+    """Do the work once to warm up, then record it; returns what replays it.
 
-    Both write the same values to the same cache slots, so running a step twice changes nothing.
+    Raises EngineError with the reason where it cannot be recorded.
     """
-    own = {name: t.clone() for name, t in feeds.items()}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step(own)
+        work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step(own)
-    return Captured(graph, own, logits)
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as e:
+        raise EngineError(
+            f"the decode step cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine "
+            f"with cuda_graph=False (--no-cuda-graph) to run it launch by launch"
+        ) from e
+    return graph.replay

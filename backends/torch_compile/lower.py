@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,29 +16,26 @@ from g4ir.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
+from .target import Target
 
 Lowering = Callable[..., Any]
 
 
-class SegmentModule(torch.nn.Module):
-    """Inputs, params and caches in the segment's order; caches are written in place; returns the
-    outputs, contiguous."""
+@dataclass(frozen=True)
+class Run:
+    """One pass over a segment: lowerings read and add values by name in `env`."""
 
-    def __init__(self, g: Graph, device: str) -> None:
-        super().__init__()
-        self.g, self.device = g, device
+    g: Graph
+    target: Target
+    env: dict[str, Any]
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sources = self.g.sources()
-        env = {v.name: t for v, t in zip(sources, tensors, strict=True)}
-        _unify_dims(sources, env)
-        for n in self.g.nodes:
-            self.run(n, env)
-        return tuple(env[v.name].contiguous() for v in self.g.outputs)
+    @property
+    def device(self) -> str:
+        return self.target.device
 
-    def run(self, n: Node, env: dict[str, Any]) -> None:
-        lowering = LOWERINGS.get(n.op)
-        tensors = [env[v.name] for v in n.inputs]
+    def node(self, n: Node) -> None:
+        lowering = _find_lowering(self, n)
+        tensors = [self.env[v.name] for v in n.inputs]
         if lowering:
             results = as_tuple(lowering(self, n, *tensors))
         elif n.definition.reference:
@@ -45,9 +43,26 @@ class SegmentModule(torch.nn.Module):
         else:
             nodes, values = expansion(n)
             for inner in nodes:
-                self.run(inner, env)
-            results = tuple(env[v.name] for v in values)
-        env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+                self.node(inner)
+            results = tuple(self.env[v.name] for v in values)
+        self.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+
+
+class SegmentModule(torch.nn.Module):
+    """Inputs, params and caches in the segment's order; caches are written in place; returns the
+    outputs, contiguous."""
+
+    def __init__(self, g: Graph, target: Target) -> None:
+        super().__init__()
+        self.g, self.target = g, target
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sources = self.g.sources()
+        run = Run(self.g, self.target, {v.name: t for v, t in zip(sources, tensors, strict=True)})
+        _unify_dims(sources, run.env)
+        for n in self.g.nodes:
+            run.node(n)
+        return tuple(run.env[v.name].contiguous() for v in self.g.outputs)
 
 
 def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
@@ -60,7 +75,7 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
                 torch._check(size == sizes.setdefault(d, size))
 
 
-def _linear(m: SegmentModule, n: Node, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _linear(m: Run, n: Node, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if m.device == "cpu" and w.numel() >= pyops.FROM:
         out: torch.Tensor = torch.ops.g4ir.linear(x, w)
         return out
@@ -68,7 +83,7 @@ def _linear(m: SegmentModule, n: Node, x: torch.Tensor, w: torch.Tensor) -> torc
 
 
 def _experts(
-    m: SegmentModule, n: Node, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
+    m: Run, n: Node, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
     gate_up: torch.Tensor, down: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     act = str(n.attrs["act"])
@@ -101,7 +116,7 @@ def grouped_experts(
 
 
 def _cache_write(
-    m: SegmentModule, n: Node, cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor,
+    m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """In place. One token goes to its slot; a chunk is gathered, since two of its tokens may
@@ -118,7 +133,7 @@ def _cache_write(
     return cache
 
 
-#: op -> (module, node, *tensors) -> result; an op that is not here runs its reference
+#: op -> (run, node, *tensors) -> result; an op that is not here runs its reference
 LOWERINGS: dict[str, Lowering] = {
     "linear": _linear,
     "experts": _experts,
@@ -126,6 +141,15 @@ LOWERINGS: dict[str, Lowering] = {
     "attention": attention,
     "attention_latent": attention_latent,
 }
+
+
+def _find_lowering(run: Run, n: Node) -> Lowering | None:
+    """A kernel where the target has one for the node, else the table's."""
+    if run.target.gpu:
+        from .gpu import find_kernel
+
+        return find_kernel(run, n) or LOWERINGS.get(n.op)
+    return LOWERINGS.get(n.op)
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:

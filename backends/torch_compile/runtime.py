@@ -6,19 +6,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from g4ir.ir import Program
+from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
+from g4ir.sampling import Sampling, draw, suppressed
 
 from ..base import Limits, Progress, Tensors, Watch
 from ..caches import Caches
 from . import pyops
-from .backend import KERNELS, phase_steps
-from .cuda_graph import capture
+from .backend import CANDIDATES, KERNELS, phase_steps
+from .cuda_graph import Captured, recorded
 from .segment import Glue, Segment, Step, state_steps
+from .select import ATTENTIONS, choices
+from .target import find_target
+from .token_loop import Choose, Embed, TokenLoop
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
@@ -57,13 +63,20 @@ class TorchRuntime:
     def __init__(
         self, program: Program, limits: Limits, device: str, folder: Path,
         files: Mapping[str, Sequence[str | None]], params: ParamSource, progress: Progress,
+        cuda_graph: bool = True,
     ) -> None:  # fmt: skip
         self.program, self.limits, self.device, self.source = program, limits, device, params
+        #: makes of a decode step what replays it; None: steps run launch by launch
+        self.record = recorded if device == "cuda" and cuda_graph else None
+        self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
         names = dict.fromkeys(f for many in files.values() for f in many if f)
         calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":
             pyops.load_kernels(folder / KERNELS)
+        self.choosers = {
+            op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
+        }
         self.weights = self._load_params(steps, params, progress)
         self.plans: dict[tuple[str, bool], list[Bound]] = {}
         for phase, many in steps.items():
@@ -103,8 +116,10 @@ class TorchRuntime:
         self, phase: str, feeds: dict[str, torch.Tensor], state: Caches, context: int, logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
+        if phase == "decode" and self.any_length:
+            context = self.limits.max_seq
         views = state.views(context)
-        if self.device == "cuda" and phase == "decode" and logits and watch is None:
+        if self.record and phase == "decode" and logits and watch is None:
             return self._replay(feeds, state, views)
         env = self._run_plan(self.plans[phase, logits], feeds, views, watch)
         return env["logits"] if logits else None
@@ -117,22 +132,81 @@ class TorchRuntime:
             step.run(env, watch)
         return env
 
+    def _decode(self, views: Tensors) -> Callable[[Tensors], torch.Tensor]:
+        """The step that makes logits, over these caches."""
+        plan = self.plans["decode", True]
+        return lambda feeds: self._run_plan(plan, feeds, views)["logits"]
+
     def _replay(
         self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors
     ) -> torch.Tensor:
         """One launch; the graph belongs to the session's caches and to this many slots of them."""
-        key = id(views)
+        assert self.record
+        key = ("logits", id(views))
         if key not in state.captured:
-            plan = self.plans["decode", True]
-            state.captured[key] = capture(
-                lambda own: self._run_plan(plan, own, views)["logits"], feeds
+            state.captured[key] = Captured(self._decode(views), feeds, self.record)
+        logits: torch.Tensor = state.captured[key].replay(feeds)
+        return logits
+
+    def token_loop(
+        self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
+    ) -> TokenLoop | None:
+        """Steps that choose their own tokens; None where the host has to choose, or where a step
+        depends on how much of the caches is in use. It belongs to the session's caches."""
+        choose = self._chooser(sampling)
+        if self.record is None or not self.any_length or choose is None:
+            return None
+        key = (replace(sampling, seed=None), tuple(stops))
+        if key not in state.captured:
+            step = self._decode(state.views(self.limits.max_seq))
+            state.captured[key] = TokenLoop(
+                embed, step, choose, batch, stops, self.device, self.record
             )
-        return state.captured[key].replay(feeds)
+        loop: TokenLoop = state.captured[key]
+        return loop
+
+    def _chooser(self, s: Sampling) -> Choose | None:
+        """Greedy, or a draw from a few candidates."""
+        if s.temperature == 0:
+            choose = self._choosing("greedy")
+            return lambda logits, _: choose([suppressed(logits, s)])[0]
+        count = s.top_k
+        if count is None or count > CANDIDATES:
+            return None
+        find = self._choosing("candidates")
+
+        def drawn(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+            values, index = find([suppressed(logits, s)])
+            return draw(values[:, :count], index[:, :count], uniforms, s)
+
+        return drawn
+
+    def _choosing(self, op: str) -> Call:
+        """The compiled program of an op that chooses, or its reference."""
+        if op in self.choosers:
+            return self.choosers[op]
+        reference = OPS[op].reference
+        assert reference
+
+        def call(operands: list[torch.Tensor]) -> tuple[Any, ...]:
+            vocab = operands[0].shape[-1]
+            attrs = {"k": min(CANDIDATES, vocab)} if op == "candidates" else {}
+            return as_tuple(reference(*operands, **attrs))
+
+        return call
 
     def close(self) -> None:
         self.plans.clear()
         self.weights.clear()
         self.source.close()
+
+
+def _any_length(program: Program, limits: Limits, device: str) -> bool:
+    """Whether a decode step costs what the rows hold, however many slots it is given."""
+    target = find_target(device, limits.max_batch)
+    return all(
+        choice for n, choice in choices(program, "decode", target) if n.op in ATTENTIONS
+    ) and bool(target.gpu)
 
 
 def _own(t: torch.Tensor, device: str) -> torch.Tensor:

@@ -137,7 +137,7 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     dtype = torch_dtype(engine.dtype)
     source: WeightSource
     if kept["kind"] == "random" and checkpoint is None:
-        source = RandomCheckpoint(engine.spec, kept["seed"], dtype)
+        source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
     else:
         directory = _directory(engine, checkpoint)
         agreed_spec(engine.spec, directory)
@@ -170,7 +170,7 @@ def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str =
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = Gemma4ForCausalLM(config)
-    model = model.to(dtype).to_empty(device="cpu").eval()
+    model = model.to(dtype).to_empty(device=device).eval()
     with torch.no_grad():
         for name, t in model.model.state_dict().items():
             t.copy_(source.tensor(name))

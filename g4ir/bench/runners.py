@@ -109,6 +109,9 @@ class Watched:
         self.new_state, self.resident = runtime.new_state, runtime.resident
         self.close = runtime.close
 
+    def token_loop(self, *_: object) -> None:
+        """Values are shown to the host, which chooses too."""
+
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: object, context: int,
         logits: bool, watch: Watch | None = None,

@@ -21,6 +21,7 @@ from .plan import add_plan
 from .run import add_run, add_verify
 from .show import add_show
 from .specs import add_specs
+from .tune import add_tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,4 +55,5 @@ def _parser() -> Parser:
     add_verify(verbs)
     add_bench(verbs)
     add_bench_compare(verbs)
+    add_tune(verbs)
     return parser

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir import console
 from g4ir.errors import InputError
 
-from .common import add_verb, emit, strict
+from .common import add_load, add_verb, emit, load, strict
 
 if TYPE_CHECKING:
     from g4ir.engine import Engine
@@ -43,6 +43,7 @@ def add_bench(verbs: Any) -> None:
     p.add_argument("--json", metavar="FILE", help="write the report; `-`: to stdout")
     p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
     p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    add_load(p)
     p.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
 
 
@@ -94,7 +95,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         try:
             for path in args.engines:
                 start = time.perf_counter()
-                engines.append(_load(path, progress))
+                engines.append(load(path, progress, args.cuda_graph))
                 seconds.append(time.perf_counter() - start)
             workload = plan_workload(
                 engines, args.input_len, args.output_len, args.batch, args.context, args.seed,
@@ -109,13 +110,6 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 engine.close()
     plain: dict[str, Any] = strict(report)
     return plain
-
-
-def _load(path: str, progress: console.Progress) -> Engine:
-    from g4ir.engine import load_engine
-
-    progress(f"loading {path}")
-    return load_engine(path, progress=progress)
 
 
 def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:

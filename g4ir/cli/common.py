@@ -8,10 +8,13 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
 from g4ir.spec import Spec, load_spec
+
+if TYPE_CHECKING:
+    from g4ir.engine import Engine
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -76,6 +79,22 @@ def add_layout(parser: Parser) -> None:
         "--ple-placement", metavar="P",
         help="where the per-layer table lies: device, host or mmap",
     )  # fmt: skip
+
+
+def add_load(parser: Parser) -> None:
+    """How an engine is loaded."""
+    parser.add_argument(
+        "--no-cuda-graph", dest="cuda_graph", action="store_false",
+        help="on CUDA, start the kernels of a decode step one by one",
+    )
+
+
+def load(path: str, progress: Callable[[str], None], cuda_graph: bool = True) -> Engine:
+    """An engine of a command line."""
+    from g4ir.engine import load_engine
+
+    progress(f"loading {path}")
+    return load_engine(path, cuda_graph=cuda_graph, progress=progress)
 
 
 def given_spec(args: argparse.Namespace) -> Spec | None:

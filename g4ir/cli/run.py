@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from g4ir import console
 from g4ir.errors import InputError
 
-from .common import add_verb, emit, token_ids
+from .common import add_load, add_verb, emit, load, token_ids
 
 if TYPE_CHECKING:
-    from g4ir.engine import Engine
     from g4ir.requests import Desk, Request, Result
 
 
@@ -37,6 +36,7 @@ def add_run(verbs: Any) -> None:
     p.add_argument("--top-p", metavar="P", type=float)
     p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
     p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
+    add_load(p)
 
 
 def add_verify(verbs: Any) -> None:
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     flags = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p")}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     with console.Progress() as progress:
-        engine = _load(args.engine, progress)
+        engine = load(args.engine, progress, args.cuda_graph)
         desk = Desk(engine, flags)
         requests = [desk.request(fields, where) for where, fields in lines]
         if args.input_jsonl or args.json:
@@ -147,17 +147,10 @@ def verified(
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any]) -> int:
     """Load, check, print; exit 1 where the check failed."""
     with console.Progress() as progress:
-        loaded = _load(engine, progress)
+        loaded = load(engine, progress)
         try:
             report = check(loaded, checkpoint=args.checkpoint, progress=progress)
         finally:
             loaded.close()
     emit(report.to_dict()) if args.json else print(report.text())
     return 0 if report.ok else 1
-
-
-def _load(engine: str, progress: console.Progress) -> Engine:
-    from g4ir.engine import load_engine
-
-    progress(f"loading {engine}")
-    return load_engine(engine, progress=progress)

@@ -21,6 +21,8 @@ PHASES = ("prefill", "decode", "embed")
 COST_OPTIONS = (
     "batch", "chunk", "context", "gpu", "bandwidth", "flop_rate", "weights", "nodes",
 )  # fmt: skip
+#: and those that `--kernels` has too
+KERNEL_OPTIONS = ("batch", "gpu")
 #: phase -> options that say nothing about it
 MEANINGLESS = {"prefill": (), "decode": ("chunk",), "embed": ("context",)}
 
@@ -47,6 +49,9 @@ def add_show(verbs: Any) -> None:
         help="the same graph of another variant (a name, a YAML file, a checkpoint or its\n"
         "config.json), as a diff; exit 1 where they differ",
     )  # fmt: skip
+    p.add_argument("--kernels", action="store_true",
+                   help="which kernel each node becomes on a GPU (--gpu, default h200; --batch:\n"
+                   "most rows), and its settings")  # fmt: skip
     _add_cost(p)
 
 
@@ -71,10 +76,12 @@ def _add_cost(p: Parser) -> None:
 def _check_cost(args: argparse.Namespace) -> None:
     """Raises InputError where an option means nothing here."""
     given = [name for name in COST_OPTIONS if getattr(args, name) is not None]
-    if given and not args.cost:
-        raise InputError(f"--{given[0].replace('_', '-')} needs --cost")
-    if args.cost and args.why:
-        raise InputError("give --cost or --why, not both")
+    useless = [n for n in given if not (args.cost or (args.kernels and n in KERNEL_OPTIONS))]
+    if useless:
+        raise InputError(f"--{useless[0].replace('_', '-')} needs --cost")
+    views = [v for v in ("cost", "kernels", "why") if getattr(args, v)]
+    if len(views) > 1:
+        raise InputError(f"give --{views[0]} or --{views[1]}, not both")
     for name in MEANINGLESS[args.phase]:
         if name in given:
             raise InputError(f"--{name} means nothing in phase {args.phase}")
@@ -95,6 +102,10 @@ def _show(args: argparse.Namespace) -> int:
         from .show_cost import show_cost
 
         return show_cost(args, graph, _spec(args))
+    if args.kernels:
+        from .show_kernels import show_kernels
+
+        return show_kernels(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
     emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
     return 0

@@ -1,0 +1,193 @@
+"""Each kernel of a model on its own: the node it stands for, with operands of the true sizes.
+
+A case serves to check a kernel against the op's reference, to time it against the bytes that it
+has to move, to try settings, and to compile it for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from g4ir.cost import graph_costs
+from g4ir.interpret import interpret
+from g4ir.ir import Graph, Node, Program, Value, bind
+from g4ir.text import print_graph
+from g4ir.types import FLOATS, torch_dtype
+
+from .kernels.base import Launch, recorded
+from .lower import SegmentModule
+from .segment import canonical
+from .select import SUMS, Choice, choose, is_summed
+from .target import Target
+
+#: rms error that a kernel may have in any case: a rounding or two of bf16
+BUDGET = 1e-2
+#: and where the references in bf16 are further off than that, as a multiple of their error
+LEEWAY = 1.25
+#: what is fed to a graph in tests has these dims: new tokens of a row in prefill
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph of one node, or of a product and the norm that adds up its parts."""
+
+    choice: Choice
+    graph: Graph
+    target: Target
+    tokens: int  # that a row holds when the step is done
+
+    @property
+    def name(self) -> str:
+        shape = " ".join(f"{k}={v}" for k, v in self.choice.shape.items())
+        return f"{self.choice.kernel} {shape}"
+
+
+def find_cases(
+    p: Program, phase: str, target: Target, tokens: int, chunk: int = CHUNK
+) -> list[Case]:
+    """One case for each different node that a kernel was chosen for, all dims bound."""
+    dims = {"B": target.rows, "C": tokens, "S": 1 if phase == "decode" else chunk}
+    g = bind(p.graphs[phase], **dims)
+    found: dict[str, Case] = {}
+    for n in g.nodes:
+        choice = choose(g, n, target)
+        if choice:
+            alone = _alone(g, n)
+            key = f"{choice.kernel}\n{print_graph(canonical(alone))}"
+            found.setdefault(key, Case(choice, alone, target, tokens))
+    return list(found.values())
+
+
+def all_cases(
+    programs: Iterable[Program], targets: Sequence[Target], tokens: int, chunk: int = CHUNK
+) -> Iterator[Case]:
+    """The different cases of both phases of many programs for many targets."""
+    seen: set[tuple[str, str]] = set()
+    for program in programs:
+        for target in targets:
+            for phase in ("decode", "prefill"):
+                for case in find_cases(program, phase, target, tokens, chunk):
+                    key = f"{case.name} {case.target}", print_graph(canonical(case.graph))
+                    if key not in seen:
+                        seen.add(key)
+                        yield case
+
+
+def _alone(g: Graph, n: Node) -> Graph:
+    nodes = [n]
+    if n.op == "linear" and is_summed(g, n):
+        nodes += [u for u in g.users()[n.out.name] if u.op in SUMS]
+    made = {v.name for m in nodes for v in m.outputs}
+    read = list(dict.fromkeys(v for m in nodes for v in m.inputs if v.name not in made))
+    params, state = ({v.name for v in vs} for vs in (g.params, (*g.state, *g.next.values())))
+    updated = {
+        old.name: new for m in nodes for old, new in m.definition.updated(m.inputs, m.outputs)
+    }  # fmt: skip
+    return Graph(
+        "case",
+        tuple(v for v in read if v.name not in params | state),
+        tuple(v for v in read if v.name in params),
+        tuple(v for v in read if v.name in state),
+        tuple(nodes),
+        tuple(v for v in nodes[-1].outputs if v not in updated.values()),
+        dict(updated.items()),
+    )  # fmt: skip
+
+
+def operands(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random values by name: activations and caches of size one, products that keep it so."""
+    random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
+    return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
+
+
+def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.Tensor:
+    shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if v.type.dtype not in FLOATS:
+        return _whole_numbers(case, v, shape, device)
+    t = torch.randn(shape, dtype=dtype, device=device, generator=random)
+    if v.name.endswith(".rms"):
+        return t.abs_().add_(0.1)
+    weight = v in case.graph.params and len(shape) > 1
+    return t.mul_(shape[-1] ** -0.5) if weight else t
+
+
+def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch.Tensor:
+    """Positions and lengths of full rows, by the names that the graphs give them."""
+    new = next(
+        (int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1
+    )  # fmt: skip
+    first = case.tokens - new
+    start = {"lengths": new, "start": first, "end": case.tokens, "positions": first}[v.name]
+    step = torch.arange(shape[-1], device=device) if len(shape) == 2 else 0
+    return torch.full(shape, start, dtype=torch.int64, device=device) + step
+
+
+def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Through the kernel; caches are written in place."""
+    module = SegmentModule(case.graph, case.target)
+    return module(*(given[v.name] for v in case.graph.sources()))
+
+
+def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """By the ops' references; what is given stays as it is. Wider tensors give a wider result."""
+    g = case.graph
+    inputs, params, state = (
+        {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
+    )  # fmt: skip
+    outputs, after = interpret(g, inputs, params, state)
+    return (*outputs.values(), *(after[name] for name in g.next))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Differences from the references in fp32, in units of the results' rms: of the kernel, and of
+    the references with the roundings of the dtype."""
+
+    rms: float
+    largest: float
+    reference_rms: float
+
+    @property
+    def ok(self) -> bool:
+        """As good as the references, but for what the order of sums does to a rounding."""
+        return self.rms <= max(BUDGET, LEEWAY * self.reference_rms)
+
+
+def errors_of_case(case: Case, device: str, seed: int = 0) -> Errors:
+    """Run a case on fresh operands, in every way."""
+    given = operands(case, device, seed)
+    exact = reference_case(case, {k: _widened(t) for k, t in given.items()})
+    rounded = reference_case(case, given)
+    got = (*run_case(case, given), *(given[name] for name in case.graph.next))
+    pairs = [_difference(a, b) for a, b in zip(got, exact, strict=True)]
+    others = [_difference(a, b)[0] for a, b in zip(rounded, exact, strict=True)]
+    return Errors(max(p[0] for p in pairs), max(p[1] for p in pairs), max(others))
+
+
+def _widened(t: torch.Tensor) -> torch.Tensor:
+    return t.float() if t.is_floating_point() else t
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    got, want = got.double(), want.double()
+    size = want.pow(2).mean().sqrt().clamp(min=1e-30)
+    error = (got - want).abs() / size
+    return float(error.pow(2).mean().sqrt()), float(error.max())
+
+
+def launches_of_case(case: Case) -> list[Launch]:
+    """The kernels that a case starts, none of them run."""
+    with recorded() as seen:
+        run_case(case, operands(case, "meta"))
+    return seen
+
+
+def bytes_of_case(case: Case) -> int:
+    """That the case's nodes have to read and write, by the cost model."""
+    return sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))

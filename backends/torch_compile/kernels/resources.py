@@ -1,0 +1,99 @@
+"""What a started kernel needs of a Hopper GPU: compiled for it, on any machine.
+
+Registers and spills are what ptxas says, shared memory what the compiler reserved.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .base import Launch
+
+#: bytes of shared memory that a block of sm_90 may use
+SHARED_BYTES = 227 * 1024
+_OPTIONS = ("num_warps", "num_stages")
+_POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.int64: "*i64", torch.int32: "*i32",
+}  # fmt: skip
+#: operands that lie or count in multiples of 16 are known to
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one block of a kernel."""
+
+    kernel: str
+    warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_cores: bool
+    wide_loads: bool  # 16 bytes at a time, or copied to shared memory by the hardware
+
+
+def resources(launch: Launch, capability: int = 90) -> Resources:
+    """Compile a recorded launch. Its tensors may be fake; sizes must be numbers."""
+    kernel, _, args, meta = launch
+    options = {k: meta[k] for k in _OPTIONS if k in meta}
+    source = _source(kernel, args, {k: v for k, v in meta.items() if k not in options})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = made.asm["ptx"]
+    registers, spills = _assembled(ptx, capability)
+    return Resources(
+        kernel.__name__, made.metadata.num_warps, registers, spills, made.metadata.shared,
+        any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
+        any(op in ptx for op in ("cp.async", ".v4.b32", ".v2.b64")),
+    )  # fmt: skip
+
+
+def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """The kernel with the types that a launcher would derive from the operands."""
+    signature: dict[str, str] = {}
+    fixed = dict(constants)
+    attrs: dict[tuple[int, ...], Any] = {}
+    for i, (name, value) in enumerate(zip(kernel.arg_names, args)):
+        signature[name] = _kind(value)
+        if signature[name] == "constexpr":
+            fixed[name] = value
+        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attrs[(i,)] = _ALIGNED
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if value is None or isinstance(value, bool) or value == 1:
+        return "constexpr"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def _assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """(registers of a thread, spilled bytes)"""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(ptxas), "-v", f"-arch=sm_{capability}a", str(path), "-o", f"{path}.o"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = next(line for line in said.splitlines() if "Used" in line)
+    spilled = next(line for line in said.splitlines() if "spill stores" in line)
+    return _before(used, " registers"), _before(spilled, " bytes spill stores")
+
+
+def _before(line: str, what: str) -> int:
+    return int(line.partition(what)[0].split()[-1])

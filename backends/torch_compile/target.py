@@ -1,0 +1,44 @@
+"""What programs are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: compute capability that the kernels need
+LEAST = (9, 0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device; on CUDA the GPU whose tunings count and the most rows of a batch.
+
+    `gpu` is empty where kernels are not used: on the CPU, and on GPUs before Hopper.
+    """
+
+    device: str
+    gpu: str = ""
+    rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.gpu} rows {self.rows}" if self.gpu else self.device
+
+
+def gpu_name(product: str, capability: tuple[int, int]) -> str:
+    """`NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100, others by
+    their capability, such as sm_100; empty for a GPU that is too old."""
+    if capability < LEAST:
+        return ""
+    for name in ("h200", "h100"):
+        if name in product.lower():
+            return name
+    return "h100" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+def find_target(device: str, rows: int) -> Target:
+    """The target of a build on this machine."""
+    if device != "cuda":
+        return Target(device)
+    import torch
+
+    name = gpu_name(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    return Target(device, name, rows)

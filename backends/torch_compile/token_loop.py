@@ -1,0 +1,112 @@
+"""Decode steps that choose their own next token: on a GPU one graph launch each.
+
+What a step reads and writes lies in tensors of the loop (tokens, lengths, which rows still run,
+random numbers), so the same recorded step serves every length. Rows end on the device, at their
+stop tokens, so that the host may look at a token while the next step is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+Embed = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+#: (logits [B,1,vocab], random numbers f64[B]) -> tokens i64[B]
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: steps that may have been started before the host has read the first of them
+AHEAD = 2
+
+
+class TokenLoop:
+    """A step over its own tensors. Not safe for use from several threads at once.
+
+    `record` makes of the step what replays it: a CUDA graph, or the step itself.
+    """
+
+    def __init__(
+        self, embed: Embed, step: Step, choose: Choose, batch: int, stops: Sequence[int],
+        device: str, record: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:  # fmt: skip
+        def zeros() -> torch.Tensor:
+            return torch.zeros(batch, dtype=torch.int64, device=device)
+
+        self.embed, self.step, self.choose = embed, step, choose
+        #: i64[B]: to be fed next; tokens that each row holds; 1 where the row takes the token
+        self.tokens, self.lengths, self.active = zeros(), zeros(), zeros()
+        self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
+        self.stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
+        self._record = record
+        self._replay: Callable[[], None] | None = None
+
+    def start(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, active: torch.Tensor
+    ) -> None:
+        """Set the rows: tokens to feed, tokens held, bool of the rows that run."""
+        state = (self.tokens, self.lengths, self.active)
+        given = (tokens, lengths, active)
+        for own, t in zip(state, given, strict=True):
+            own.copy_(t)
+        if self._replay is None:
+            # Recording runs the step. It writes to the cache slots that the first true step
+            # writes again, with the same values.
+            self._replay = self._record(self._once)
+            for own, t in zip(state, given, strict=True):
+                own.copy_(t)
+
+    def _once(self) -> None:
+        """One step, in place. A row at rest keeps its token and its caches."""
+        feeds = self.embed(self.tokens[:, None])
+        feeds |= {"positions": self.lengths[:, None], "lengths": self.active}
+        chosen = self.choose(self.step(feeds), self.uniforms)
+        self.lengths += self.active
+        self.tokens.copy_(torch.where(self.active > 0, chosen, self.tokens))
+        self.active *= (self.tokens[:, None] != self.stops).all(-1)
+
+    def advance(self) -> None:
+        """Start one step, after `start`."""
+        assert self._replay, "start comes first"
+        self._replay()
+
+    def run(
+        self, steps: int, uniforms: Callable[[], torch.Tensor] | None
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Up to `steps` steps, until no row runs: the tokens after each, and which rows go on.
+
+        `uniforms` makes the random numbers of a step. The host reads a step's tokens after it has
+        started the next one; what that one did to rows that had ended is nothing.
+        """
+        waiting: list[_Result] = []
+        for i in range(steps):
+            if uniforms:
+                self.uniforms.copy_(uniforms())
+            self.advance()
+            waiting.append(_Result(self.tokens, self.active))
+            if len(waiting) < AHEAD and i + 1 < steps:
+                continue
+            yield waiting[0].read()
+            if not any(waiting.pop(0).running):
+                return
+        for result in waiting:
+            yield result.read()
+
+
+class _Result:
+    """Tokens of a step on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor, active: torch.Tensor) -> None:
+        self._both = torch.stack((tokens, active))
+        self._there: torch.cuda.Event | None = None
+        if self._both.is_cuda:
+            host = torch.empty(self._both.shape, dtype=self._both.dtype, pin_memory=True)
+            self._both = host.copy_(self._both, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        if self._there:
+            self._there.synchronize()
+        tokens, active = self._both.tolist()
+        self.running = [a > 0 for a in active]
+        return tokens, self.running

@@ -1,0 +1,155 @@
+"""Find the fastest settings of each kernel of a model on the GPU at hand: `g4ir tune`.
+
+Every setting is first checked against the op's reference, then timed as a CUDA graph of many
+launches over operands that together do not fit the L2 cache, so that weights come from memory as
+in a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from g4ir.bench.stats import median
+from g4ir.ir import Program
+
+from .cuda_graph import recorded
+from .kernel_cases import (
+    Case,
+    bytes_of_case,
+    errors_of_case,
+    find_cases,
+    operands,
+    run_case,
+)
+from .target import Target
+from .tunings import add_measured, trying
+
+#: setting -> values tried; those that a kernel does not have are left out
+VALUES: dict[str, tuple[int, ...]] = {
+    "block_m": (1, 16, 32, 64, 128),
+    "block_n": (4, 8, 16, 32, 64, 128),
+    "block_k": (64, 128, 256, 512, 1024),
+    "split": (1, 2, 4, 8),
+    "splits": (1, 2, 4, 8, 16, 32, 64),
+    "warps": (1, 2, 4, 8, 16),
+    "stages": (1, 2, 3, 4, 5),
+}
+#: a search goes through one setting after the other, this often
+SWEEPS = 2
+#: bytes of operands that are gone through, several times the L2 cache
+SPREAD = 512 << 20
+#: most copies of the operands, and launches that are timed together
+COPIES, LAUNCHES = 32, 64
+TRIES = 5
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best settings that were found for a case, beside those of the table."""
+
+    case: Case
+    kernel: str
+    use: Mapping[str, int]
+    us: float
+    before_us: float
+    floor_us: float
+    tried: int
+
+
+def tune(
+    p: Program, phase: str, target: Target, tokens: int, bandwidth: float,
+    keep: Callable[[Tuned], None], progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Tune every case of a phase; `keep` sees each result as it is found."""
+    cases = find_cases(p, phase, target, tokens)
+    for i, case in enumerate(cases):
+        for kernel in case.choice.tunings:
+            progress(f"{i + 1}/{len(cases)} {case.name}: {kernel}")
+            keep(tune_case(case, kernel, bandwidth))
+
+
+def keep_in_table(t: Tuned) -> None:
+    """Write a result to the table of tunings."""
+    c = t.case
+    add_measured(t.kernel, c.target.gpu, c.choice.shape, t.use, t.us)
+
+
+def tune_case(case: Case, kernel: str, bandwidth: float) -> Tuned:
+    """One setting of a kernel after the other, from the table's; what fails or is wrong is passed
+    over. Times are those of the whole case."""
+    times: dict[tuple[int, ...], float] = {}
+    start = dict(case.choice.tunings[kernel].use)
+
+    def time_of(use: Mapping[str, int]) -> float:
+        key = tuple(use.values())
+        if key not in times:
+            times[key] = _time_or_fail(case, kernel, use)
+        return times[key]
+
+    before, best = time_of(start), start
+    for _, name in product(range(SWEEPS), start):
+        for value in VALUES.get(name, ()):
+            use = {**best, name: value}
+            if time_of(use) < time_of(best):
+                best = use
+    floor = bytes_of_case(case) / bandwidth * 1e6
+    return Tuned(case, kernel, best, time_of(best), before, floor, len(times))
+
+
+def _time_or_fail(case: Case, kernel: str, use: Mapping[str, int]) -> float:
+    """Microseconds; infinite where the settings do not run or give wrong results."""
+    from triton.runtime.errors import OutOfResources
+
+    with trying(kernel, use):
+        try:
+            if not errors_of_case(case, "cuda").ok:
+                return float("inf")
+            return time_case(case)
+        except (OutOfResources, RuntimeError, ValueError, AssertionError):
+            torch.cuda.synchronize()
+            return float("inf")
+
+
+def time_case(case: Case) -> float:
+    """Microseconds of one run, operands not in the cache."""
+    count = max(2, min(COPIES, SPREAD // max(bytes_of_case(case), 1)))
+    given = [operands(case, "cuda", seed) for seed in range(count)]
+    turns = list(_turns(given, LAUNCHES))
+
+    def work() -> None:
+        for one in turns:
+            run_case(case, one)
+
+    replay = recorded(work)
+    return median([_elapsed(replay) for _ in range(TRIES)]) / len(turns)
+
+
+def _turns(given: list[Any], count: int) -> Iterator[Any]:
+    return (given[i % len(given)] for i in range(count))
+
+
+def _elapsed(run: Callable[[], None]) -> float:
+    """Microseconds on the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def report(results: Iterable[Tuned]) -> list[dict[str, Any]]:
+    """As JSON."""
+    return [
+        {
+            "kernel": t.kernel, "shape": dict(t.case.choice.shape),
+            "use": dict(t.use), "us": t.us, "before_us": t.before_us, "floor_us": t.floor_us,
+            "share_of_bandwidth": t.floor_us / t.us, "tried": t.tried,
+        }
+        for t in results
+    ]  # fmt: skip

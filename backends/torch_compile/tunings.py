@@ -1,0 +1,136 @@
+"""Block shapes, warps and stages of the kernels: a table file, measured entries before estimates.
+
+`tunings.yaml` has for each kernel a list of entries, of which the first that fits is taken:
+
+    - {gpu: h200, n: 8192, k: 2816, rows: 1, use: {block_n: 8, ...}, us: 12.3}     measured
+    - {k_max: 2048, use: {block_n: 8, ...}}                                        an estimate
+
+Keys beside `gpu`, `use` and `us` are conditions on the shape: `n: 8192` is equality, `n_min` and
+`n_max` are bounds. An entry with `us`, the microseconds that it took, was measured on its GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import LowerError, SpecError
+
+TABLE = Path(__file__).with_suffix(".yaml")
+_OWN = {"gpu", "use", "us"}
+_HEADER = """\
+# Launch settings of the kernels, first match first; see tunings.py for the format. Entries with
+# `us` were measured by `g4ir tune`; the others are estimates from the size of the machine.
+"""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings of a kernel; `measured` where they were timed on this GPU at this very shape."""
+
+    use: Mapping[str, int]
+    measured: bool
+
+
+_TRIED: ContextVar[Mapping[str, Mapping[str, int]]] = ContextVar("tried", default={})  # noqa: B039
+
+
+@contextmanager
+def trying(kernel: str, use: Mapping[str, int]) -> Iterator[None]:
+    """Within it the kernel has these settings, whatever the table says."""
+    token = _TRIED.set({**_TRIED.get(), kernel: use})
+    try:
+        yield
+    finally:
+        _TRIED.reset(token)
+
+
+def find_tuning(kernel: str, gpu: str, shape: Mapping[str, int]) -> Tuning:
+    """The first entry that fits. LowerError where the table has none, not even an estimate."""
+    if kernel in _TRIED.get():
+        return Tuning(_TRIED.get()[kernel], False)
+    for entry in read_tunings().get(kernel, ()):
+        if _fits(entry, gpu, shape):
+            return Tuning(entry["use"], "us" in entry)
+    raise LowerError(
+        f"{TABLE.name}: kernel {kernel} has no entry for {gpu} and {dict(shape)}; restore the "
+        f"file, or add one"
+    )
+
+
+def _fits(entry: Mapping[str, Any], gpu: str, shape: Mapping[str, int]) -> bool:
+    return entry.get("gpu", gpu) == gpu and all(
+        _holds(key, value, shape) for key, value in entry.items() if key not in _OWN
+    )
+
+
+def _holds(key: str, value: int, shape: Mapping[str, int]) -> bool:
+    name, _, bound = key.rpartition("_")
+    if bound == "min":
+        return shape[name] >= value
+    if bound == "max":
+        return shape[name] <= value
+    return shape[key] == value
+
+
+@cache
+def read_tunings(path: Path | None = None) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
+    """The entries by kernel, of the shipped table or another. SpecError where the file is not
+    such a table."""
+    import yaml
+
+    path = path or TABLE
+    try:
+        body = yaml.safe_load(path.read_text())
+        table = {str(k): tuple(map(dict, v)) for k, v in body.items()}
+    except (OSError, yaml.YAMLError, TypeError, ValueError, AttributeError) as e:
+        raise SpecError(f"{path}: not a table of tunings ({e}); restore the file") from e
+    for kernel, entries in table.items():
+        for entry in entries:
+            _check(path, kernel, entry)
+    return table
+
+
+def _check(path: Path, kernel: str, entry: Mapping[str, Any]) -> None:
+    use = entry.get("use")
+    whole = isinstance(use, dict) and all(_positive(v) for v in use.values())
+    rest = {k: v for k, v in entry.items() if k not in _OWN}
+    fits = whole and all(_positive(v) for v in rest.values())
+    fits = fits and isinstance(entry.get("gpu", ""), str)
+    if not fits or ("us" in entry and "gpu" not in entry):
+        raise SpecError(
+            f"{path}: {kernel}: {entry}: expected whole numbers above 0, `use` with the settings, "
+            f"and a gpu beside us; correct the entry"
+        )
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+
+
+def add_measured(
+    kernel: str, gpu: str, shape: Mapping[str, int], use: Mapping[str, int], us: float,
+    path: Path | None = None,
+) -> None:  # fmt: skip
+    """Put a measured entry first, in the place of an older one for the same shape."""
+    import yaml
+
+    from g4ir.tensorfile import write_file
+
+    table = {k: list(v) for k, v in read_tunings(path).items()}
+    key = {"gpu": gpu, **shape}
+    kept = [e for e in table.get(kernel, []) if {k: e.get(k) for k in key} != key or "us" not in e]
+    table[kernel] = [{**key, "use": dict(use), "us": round(us, 2)}, *kept]
+    lines = [_HEADER]
+    for name, entries in table.items():
+        lines.append(f"{name}:\n")
+        for e in entries:
+            text = yaml.safe_dump(dict(e), default_flow_style=True, sort_keys=False, width=1000)
+            lines.append(f"  - {text}")
+    write_file(path or TABLE, ["".join(lines).encode()])
+    read_tunings.cache_clear()

@@ -1,0 +1,338 @@
+"""The kernels and the decode step on a GPU: right first, then how near to the hardware's limit.
+
+    python bench/gpu.py kernels [--variants e2b,...] [--minutes 9] [--tune]
+    python bench/gpu.py models  [--variants e2b,...] [--minutes 9] [--peers]
+    TRITON_INTERPRET=1 python bench/gpu.py kernels --interpret
+
+`kernels`: every kernel that the variants use, at their sizes, against the op's reference on fresh
+random inputs, and its time against its own bytes at the measured bandwidth; --tune searches
+settings first and writes them to the table. `models`: engines with random weights made on the
+device; decode at batch 1, 8, 32 and contexts 1K, 8K, 32K over caches filled with noise, prefill at
+batch 1; with --peers transformers with a static cache, compiled, in the same process, and the
+agreement of logits. Both write bench/results/gpu-*.json after every cell and go on where they
+stopped, so that runs of ten minutes add up. --interpret checks the numbers without a GPU, on the
+tiny specs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS
+
+import g4ir
+from g4ir.backends.torch_compile.kernel_cases import Case, all_cases, bytes_of_case, errors_of_case
+from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.bench.breakdown import kernels_per_step
+from g4ir.bench.peers import HfRunner, peer_model
+from g4ir.bench.roof import Meter
+from g4ir.bench.stats import percentile
+from g4ir.bench.system import environment
+from g4ir.cost import Step, decode_costs, graph_costs, total
+from g4ir.engine import Engine, load_engine, prepare
+from g4ir.errors import G4Error, PlanError
+from g4ir.ir import Program
+from g4ir.model import build_program
+from g4ir.packing import split_program
+from g4ir.pipeline import run_program
+from g4ir.sampling import Sampling
+from g4ir.spec import load_spec
+
+VARIANTS = "e2b,e4b,26b-a4b,31b"
+TINY = "tiny-dense,tiny-moe,tiny-ple"
+BATCHES, CONTEXTS = (1, 8, 32), (1024, 8192, 32768)
+PEER_BATCHES, PEER_CONTEXTS = (1, 8), (1024, 8192)
+PROMPTS = (1024, 8192)
+ROWS = (1, 8, 16)
+WARMUP, STEPS = 10, 64
+BUILD = Path("build/gpu")
+
+
+@dataclass
+class Report:
+    """Results by cell, written after each; a cell that is there is not measured again."""
+
+    path: Path
+    minutes: float
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.body: dict[str, Any] = {"cells": {}}
+        if self.path.exists():
+            self.body = json.loads(self.path.read_text())
+        self.body["environment"] = environment("cuda" if torch.cuda.is_available() else "cpu")
+
+    def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        if name in self.body["cells"] or self.out_of_time():
+            return
+        begun = time.monotonic()
+        try:
+            found = measure()
+        except G4Error as e:
+            found = {"refused": str(e)}
+        except torch.OutOfMemoryError as e:
+            found = {"out_of_memory": str(e)[:300]}
+        self.body["cells"][name] = {**found, "seconds": round(time.monotonic() - begun, 1)}
+        self.write()
+        print(name, json.dumps(self.body["cells"][name]), flush=True)
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() - self.started > self.minutes * 60
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".part")
+        draft.write_text(json.dumps(self.body, indent=1) + "\n")
+        os.replace(draft, self.path)
+
+
+# --- kernels ----------------------------------------------------------------------------------
+
+
+def programs(variants: list[str]) -> Iterator[Program]:
+    """Of every variant, with latent caches too where it has any."""
+    for variant in variants:
+        spec = load_spec(variant)
+        graphs = build_program(spec, dtype="bf16")
+        for form in ("off", "value", "raw") if spec.text.full.k_eq_v else ("off",):
+            done = run_program(graphs, options={"latent_kv": {"form": form}})
+            yield split_program(done).program
+
+
+def kernels(args: argparse.Namespace) -> None:
+    report = Report(RESULTS / f"gpu-kernels{'-interpreted' if args.interpret else ''}.json",
+                    args.minutes)  # fmt: skip
+    device, gpu = ("cpu", "h200") if args.interpret else ("cuda", find_target("cuda", 1).gpu)
+    tokens, rows = (48, (1, 3)) if args.interpret else (4096, ROWS)
+    targets = [Target(device, gpu, n) for n in rows]
+    chunk = 16 if args.interpret else 1024
+    cases = all_cases(programs(args.variants), targets, tokens, chunk)
+    bandwidth = 0.0 if args.interpret else Meter("cuda", torch.bfloat16).measure().bandwidth
+    report.body["bandwidth"] = bandwidth
+    with interpreted() if args.interpret else torch.no_grad():
+        for i, case in enumerate(cases):
+            cell = partial(one_kernel, case, device, bandwidth, args.tune)
+            report.cell(f"{i} {case.name}", cell)
+    wrong = [k for k, c in report.body["cells"].items() if not c.get("ok", False)]
+    print(f"{len(report.body['cells'])} kernels, {len(wrong)} out of budget", *wrong, sep="\n  ")
+
+
+def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[str, Any]:
+    errors = errors_of_case(case, device, seed=int(time.time()))
+    tunings = case.choice.tunings
+    found: dict[str, Any] = {
+        "use": {name: dict(t.use) for name, t in tunings.items()},
+        "measured_tuning": all(t.measured for t in tunings.values()),
+        **asdict(errors), "ok": errors.ok,
+    }  # fmt: skip
+    if device == "cpu":
+        return found
+    from g4ir.backends.torch_compile.tune import keep_in_table, time_case, tune_case
+
+    if tune:
+        best = [tune_case(case, name, bandwidth) for name in tunings]
+        for t in best:
+            keep_in_table(t)
+        found |= {"use": {t.kernel: dict(t.use) for t in best}, "before_us": best[0].before_us}
+    found["us"] = time_case(case)
+    floor = bytes_of_case(case) / bandwidth * 1e6
+    return {**found, "floor_us": floor, "share_of_bandwidth": floor / found["us"]}
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def models(args: argparse.Namespace) -> None:
+    report = Report(RESULTS / "gpu-models.json", args.minutes)
+    rates = Meter("cuda", torch.bfloat16).measure()
+    report.body["rates"] = rates.to_dict()
+    for variant in args.variants:
+        for batch in BATCHES:
+            cells = [f"{variant} decode b{batch} c{c}" for c in CONTEXTS]
+            if batch == 1:
+                cells += [f"{variant} prefill {n}" for n in PROMPTS]
+            if report.out_of_time() or all(c in report.body["cells"] for c in cells):
+                continue
+            try:
+                engine = built(variant, batch)
+            except G4Error as e:
+                refusal = {"refused": str(e)}
+                report.cell(f"{variant} build b{batch}", refusal.copy)
+                continue
+            for c in CONTEXTS:
+                cell = partial(decode_cell, engine, batch, c, rates)
+                report.cell(f"{variant} decode b{batch} c{c}", cell)
+            for n in PROMPTS if batch == 1 else ():
+                report.cell(f"{variant} prefill {n}", partial(prefill_cell, engine, n, rates))
+            if args.peers and batch in PEER_BATCHES:
+                peers(report, variant, engine, batch)
+            engine.close()
+            del engine, cell
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def built(variant: str, batch: int) -> Engine:
+    """For all contexts where they fit the device, else for the longest that do."""
+    out = BUILD / f"{variant}-b{batch}"
+    if not out.exists():
+        g4ir.build(variant, out, progress=print, **longest(variant, batch)).close()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return load_engine(out)
+
+
+def longest(variant: str, batch: int) -> dict[str, Any]:
+    """Options of the build. G4Error where not even the shortest context fits."""
+    options: dict[str, Any] = {
+        "backend": "torch", "device": "cuda", "dtype": "bf16", "random_weights": 0,
+        "max_batch": batch, "prefill_chunk": 2048,
+        "ple_placement": "device" if load_spec(variant).text.ple else None,
+    }  # fmt: skip
+    for context in reversed(CONTEXTS):
+        options["max_seq"] = context + WARMUP + 2 * STEPS
+        try:
+            prepare(load_spec(variant), **options)
+            break
+        except PlanError:
+            if context == CONTEXTS[0]:
+                raise
+    return options
+
+
+def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[str, Any]:
+    """Steps at a context over caches of noise: times on the device and on the host."""
+    if context + WARMUP + STEPS > engine.limits.max_seq:
+        return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
+    session = engine.session(batch)
+    for name, t in session.state.tensors.items():
+        t.normal_()
+        if name.endswith(".rms"):
+            t.abs_()
+    lengths = torch.full((batch,), context - 1)
+    loop = engine.runtime.token_loop(engine.embed, session.state, batch, Sampling(), ())
+    assert loop is not None, "no kernels for this GPU"
+    loop.start(torch.full((batch,), 5), lengths, torch.ones(batch, dtype=torch.bool))
+    for _ in loop.run(WARMUP, None):
+        pass
+    loop.start(torch.full((batch,), 5), lengths, torch.ones(batch, dtype=torch.bool))
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    marks[0].record()
+    begun = time.perf_counter()
+    for mark in marks[1:]:
+        loop.advance()
+        mark.record()
+    torch.cuda.synchronize()
+    host = (time.perf_counter() - begun) / STEPS * 1e3
+    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    cost = total(decode_costs(engine.program.graphs["decode"], context, B=batch))
+    floor = cost.needed_bytes / rates.bandwidth * 1e3
+    p50 = percentile(times, 50)
+    return {
+        "step_ms": {"p50": p50, "p90": percentile(times, 90), "p99": percentile(times, 99)},
+        "host_ms": host, "tokens_per_second": batch / p50 * 1e3, "floor_ms": floor,
+        "share_of_roof": floor / p50, **kernels_per_step(loop.advance),
+        "memory_bytes": torch.cuda.max_memory_allocated(),
+    }  # fmt: skip
+
+
+def prefill_cell(engine: Engine, n: int, rates: Any) -> dict[str, Any]:
+    tokens = torch.randint(3, 8000, (1, n), generator=torch.Generator().manual_seed(0))
+    session, times = engine.session(1), []
+    for _ in range(6):
+        session.reset()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        session.prefill(tokens)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    chunk = engine.limits.prefill_chunk
+    graph = engine.program.graphs["prefill"]
+    steps = [Step(1, min(chunk, n - at), at) for at in range(0, n, chunk)]
+    flops = sum(total(graph_costs(graph, B=s.B, S=s.S, C=s.C)).flops for s in steps)
+    best = percentile(times[1:], 50)
+    return {"seconds": best, "tokens_per_second": n / best, "flops": flops,
+            "share_of_matmul": flops / rates.matmul / best}  # fmt: skip
+
+
+def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
+    """transformers, static cache and compiled, and how far its logits are from the engine's."""
+    wanted = [c for c in PEER_CONTEXTS
+              if f"{variant} peer b{batch} c{c}" not in report.body["cells"]]  # fmt: skip
+    if not wanted or report.out_of_time():
+        return
+    try:
+        model = peer_model(engine)
+    except torch.OutOfMemoryError as e:
+        report.body["cells"][f"{variant} peer b{batch}"] = {"out_of_memory": str(e)[:300]}
+        return
+    for context in wanted:
+        cell = partial(peer_cell, engine, model, batch, context)
+        report.cell(f"{variant} peer b{batch} c{context}", cell)
+
+
+def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 8000, (batch, context), generator=random)
+    runner = HfRunner(model, context + WARMUP + STEPS + 8, "hf-compile")
+    theirs = [hf_prefill(runner, tokens)]
+    session = engine.session(batch)
+    ours = [session.prefill(tokens)]
+    for _ in range(8):
+        following = theirs[-1].argmax(-1)
+        theirs.append(runner.step(following[:, None]).float().cpu())
+        ours.append(session.decode(following))
+    cosine = min(
+        float(torch.nn.functional.cosine_similarity(a, b, -1).min()) for a, b in zip(ours, theirs)
+    )
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(ours, theirs))
+    times = []
+    for _ in range(WARMUP + STEPS // 2):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        runner.step(following[:, None])
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e3)
+    p50 = percentile(times[WARMUP:], 50)
+    return {"step_ms": p50, "tokens_per_second": batch / p50 * 1e3, "cosine": cosine,
+            "same_tokens": same, "of": batch * len(ours), "agrees": cosine > 0.999}  # fmt: skip
+
+
+def hf_prefill(runner: HfRunner, tokens: torch.Tensor) -> torch.Tensor:
+    for at in range(0, tokens.shape[1], 1024):
+        logits = runner.step(tokens[:, at : at + 1024])
+    return logits.float().cpu()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stage", choices=("kernels", "models"))
+    parser.add_argument("--variants", type=lambda s: s.split(","))
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no cell after these")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--interpret", action="store_true")
+    args = parser.parse_args()
+    if not args.interpret and not torch.cuda.is_available():
+        parser.error("this torch sees no GPU; --interpret checks the kernels without one")
+    args.variants = args.variants or (TINY if args.interpret else VARIANTS).split(",")
+    {"kernels": kernels, "models": models}[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()

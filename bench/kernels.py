@@ -1,0 +1,81 @@
+"""What every kernel needs of a Hopper GPU, compiled for it here: no GPU needed.
+
+    python bench/kernels.py [--variants e2b,...] [--save]
+
+For each variant, batch (1, 8, 16) and form of the caches: the kernel of each node with its settings
+from the table of tunings, registers, spilled bytes and shared memory of a block, whether it uses
+tensor cores and 16-byte loads. --save writes bench/results/kernels.txt and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from common import RESULTS, save
+from gpu import programs
+
+from g4ir.backends.torch_compile.kernel_cases import all_cases, launches_of_case
+from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, resources
+from g4ir.backends.torch_compile.target import Target
+from g4ir.bench.system import environment
+from g4ir.plan_text import aligned
+
+ROWS = (1, 8, 16)
+NOTE = """\
+Products of more than 16 rows, and routed experts of more, are the library's (cuBLAS, grouped_mm):
+their kernels are near the limit there. Everything else between these kernels is the compiler's.
+"""
+
+
+def rows_of(variants: list[str]) -> list[dict[str, Any]]:
+    """One row for each different launch."""
+    found: dict[str, dict[str, Any]] = {}
+    targets = [Target("cuda", "h200", n) for n in ROWS]
+    for case in all_cases(programs(variants), targets, 4096, chunk=1024):
+        for launch in launches_of_case(case):
+            kernel, grid, args, meta = launch
+            types = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args]
+            key = f"{kernel.__name__} {sorted(meta.items(), key=str)} {types}"
+            if key not in found:
+                found[key] = {
+                    "ops": "+".join(case.choice.tunings), "shape": dict(case.choice.shape),
+                    "blocks": [int(n) for n in grid], "meta": {k: str(v) for k, v in meta.items()},
+                    **asdict(resources(launch)),
+                }  # fmt: skip
+    return list(found.values())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = ("kernel", "first at", "blocks", "warps", "registers", "spilled", "shared", "tensor",
+            "16 B")  # fmt: skip
+    lines = [
+        (r["kernel"].strip("_"), " ".join(f"{k}={v}" for k, v in r["shape"].items()),
+         "x".join(map(str, r["blocks"])), str(r["warps"]), str(r["registers"]),
+         str(r["spill_bytes"]), str(r["shared_bytes"]), "yes" if r["tensor_cores"] else "",
+         "yes" if r["wide_loads"] else "")
+        for r in rows
+    ]  # fmt: skip
+    return aligned([head, *lines], indent=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", type=lambda s: s.split(","),
+                        default=["e2b", "e4b", "12b", "26b-a4b", "31b"])  # fmt: skip
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    rows = rows_of(args.variants)
+    text = f"{table(rows)}\n{NOTE}"
+    print(text, end="")
+    assert all(r["spill_bytes"] == 0 and r["shared_bytes"] <= SHARED_BYTES for r in rows)
+    if args.save:
+        (RESULTS / "kernels.txt").write_text(text)
+        save("kernels", {"environment": environment(), "command": "python bench/kernels.py --save",
+                         "kernels": rows})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""`g4ir show --kernels`: which kernel each node becomes on a GPU, and with which settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.gpus import find_gpu
+from g4ir.plan_text import aligned
+from g4ir.units import parse_count
+
+from .common import emit
+
+if TYPE_CHECKING:
+    from g4ir.backends.torch_compile.kernel_table import Row
+    from g4ir.ir import Graph
+
+#: the GPU whose settings are shown where none is named
+GPU = "h200"
+
+
+def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
+    """Print the kernels of a graph for a GPU and a largest batch."""
+    from g4ir.backends.torch_compile.kernel_table import kernel_rows
+    from g4ir.backends.torch_compile.target import Target
+    from g4ir.ir import split_prologue
+
+    rows = parse_count(args.batch, "--batch") if args.batch else 1
+    target = Target("cuda", _gpu(args.gpu or GPU), rows)
+    found = kernel_rows(split_prologue(graph)[1], target)
+    starts = sum(r.starts for r in found)
+    if args.json:
+        emit({"phase": graph.name, "gpu": target.gpu, "batch": rows, "starts": starts,
+              "rows": [_plain(r) for r in found]})  # fmt: skip
+        return 0
+    print(f"{graph.name} on {target.gpu}, up to {rows} rows: {starts} kernels of our own")
+    print(aligned([("op", "nodes", "kernel", "shape", "settings", ""), *map(_line, found)]), end="")
+    return 0
+
+
+def _gpu(name: str) -> str:
+    """h200-141gb -> h200; only cards that the kernels are written for."""
+    found = find_gpu(name).name.partition("-")[0]
+    if found not in ("h100", "h200"):
+        raise InputError(f"--gpu {name}: the kernels are for h100 and h200")
+    return found
+
+
+def _plain(r: Row) -> dict[str, Any]:
+    return {**asdict(r), "shape": dict(r.shape), "use": dict(r.use), "starts": r.starts}
+
+
+def _line(r: Row) -> tuple[str, ...]:
+    def text(pairs: tuple[tuple[str, int], ...]) -> str:
+        return " ".join(f"{k}={v}" for k, v in pairs)
+
+    source = "" if not r.use else "measured" if r.measured else "estimated"
+    return r.op, str(r.nodes), r.kernel, text(r.shape), text(r.use), source

@@ -1,0 +1,90 @@
+"""`g4ir tune`: find the fastest settings of a variant's kernels on the GPU at hand."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from g4ir import console
+from g4ir.errors import InputError, MissingError
+from g4ir.units import parse_count
+
+from .common import add_source, add_verb, emit, given_spec
+
+if TYPE_CHECKING:
+    from g4ir.backends.torch_compile.tune import Tuned
+    from g4ir.ir import Program
+
+PHASES = ("decode", "prefill")
+
+
+def add_tune(verbs: Any) -> None:
+    p = add_verb(verbs, "tune", _tune, "measure the settings of a variant's kernels on this GPU")
+    add_source(p)
+    p.add_argument("--phase", choices=PHASES, default="decode")
+    p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
+    p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
+    p.add_argument("--latent-kv", metavar="FORM", default="off",
+                   help="what layers with K=V cache: off (default), value or raw")  # fmt: skip
+    p.add_argument("--dry-run", action="store_true", help="leave the table as it is")
+
+
+def _tune(args: argparse.Namespace) -> int:
+    program = _program(args)
+    rows, tokens = parse_count(args.batch, "--batch"), parse_count(args.context, "--context")
+    import torch
+
+    from g4ir.backends.torch_compile.compile import check_toolchain
+    from g4ir.backends.torch_compile.target import find_target
+    from g4ir.backends.torch_compile.tune import keep_in_table, report, tune
+    from g4ir.bench.roof import Meter
+
+    check_toolchain("cuda")
+    target = find_target("cuda", rows)
+    if not target.gpu:
+        raise MissingError(f"tune: {torch.cuda.get_device_name()}: the kernels need a Hopper GPU")
+    found: list[Tuned] = []
+
+    def keep(t: Tuned) -> None:
+        found.append(t)
+        if not args.dry_run:
+            keep_in_table(t)
+
+    with console.Progress() as progress, torch.no_grad():
+        bandwidth = Meter("cuda", torch.bfloat16).measure().bandwidth
+        tune(program, args.phase, target, tokens, bandwidth, keep, progress)
+    rows_of_table = report(found)
+    emit(rows_of_table) if args.json else _print(rows_of_table)
+    return 0
+
+
+def _program(args: argparse.Namespace) -> Program:
+    from g4ir.model import build_program
+    from g4ir.packing import split_program
+    from g4ir.passes.latent_kv import FORMS
+    from g4ir.pipeline import run_program
+
+    spec = given_spec(args)
+    if spec is None:
+        raise InputError("tune: give --variant or --spec")
+    if args.latent_kv not in FORMS:
+        raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
+    options = {"latent_kv": {"form": args.latent_kv}}
+    plain = build_program(spec, args.all_logits, "bf16")
+    return split_program(run_program(plain, skip=args.skip, options=options)).program
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from g4ir.plan_text import aligned
+
+    head = ("kernel", "shape", "settings", "us", "before", "of bandwidth")
+    lines = [
+        (r["kernel"], _pairs(r["shape"]), _pairs(r["use"]), f"{r['us']:.1f}",
+         f"{r['before_us']:.1f}", f"{r['share_of_bandwidth']:.0%}")
+        for r in rows
+    ]  # fmt: skip
+    print(aligned([head, *lines]), end="")
+
+
+def _pairs(values: dict[str, int]) -> str:
+    return " ".join(f"{k}={v}" for k, v in values.items())

@@ -1,0 +1,141 @@
+"""Whole steps of a model through the kernels that a Hopper GPU would run, under the interpreter.
+
+Each compiled piece is given what the graph's interpreter has at that point, so that an error is
+seen where it is made. bf16 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.segment import Glue, schedule
+from g4ir.backends.torch_compile.select import RULES, choices
+from g4ir.backends.torch_compile.target import Target
+from g4ir.interpret import interpret
+from g4ir.ir import Graph, bind
+from g4ir.packing import split_program
+from g4ir.text import parse_graph
+from tests.configs import spec_called
+from tests.runner import built_program
+
+#: of the rms of a value: a few roundings of bf16, one after the other, in another order
+BUDGET = 5e-2
+#: the largest single element, in the same unit: a probability or a product near a rounding edge
+WORST = 0.4
+#: tokens for which a router may choose otherwise, between scores that lie a rounding apart
+SPARED = 0.2
+MODELS = (
+    ("tiny-dense", "off"), ("tiny-moe", "off"), ("tiny-ple", "off"), ("e2b-small", "off"),
+    ("26b-a4b-small", "off"), ("26b-a4b-small", "value"), ("31b-small", "value"),
+    ("31b-small", "raw"), ("combined", "off"),
+)  # fmt: skip
+SLOTS = 40
+
+
+def graph_of(name: str, form: str, phase: str, rows: int) -> Graph:
+    program = split_program(built_program(spec_called(name), latent_kv=form, dtype="bf16")).program
+    return bind(program.graphs[phase], B=rows) if rows == 1 else program.graphs[phase]
+
+
+def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, Any], ...]:
+    """Feeds, params and caches; caches hold normal values, unread slots of linear ones NaN."""
+    random = torch.Generator().manual_seed(3)
+    dims = {"B": rows, "S": chunk, "C": SLOTS}
+
+    def draw(v: Any) -> torch.Tensor:
+        shape = [int(d) for d in v.type.bind(dims).shape]
+        scale = 1 / shape[-1] ** 0.5 if len(shape) in (2, 3) and v in g.params else 1.0
+        t = torch.randn(shape, generator=random) * scale
+        return t if v.type.dtype == "f32" else t.to(torch.bfloat16)
+
+    feeds = {v.name: draw(v) for v in g.inputs if v.type.dtype != "i64"}
+    start = torch.tensor(held)
+    feeds["positions"] = start[:, None] + torch.arange(chunk)
+    feeds["lengths"] = torch.tensor([chunk, *[max(1, chunk - 2)] * (rows - 1)])
+    caches = {v.name: draw(v) for v in g.state}
+    for name, t in caches.items():
+        if name.endswith(".rms"):
+            t.abs_().add_(0.1)
+    return feeds, {v.name: draw(v) for v in g.params}, caches
+
+
+ROWS = {"one": [19], "ragged": [0, 25, 7]}
+#: what is run by default; the rest is `full`
+QUICK = {
+    *((m, "decode", "ragged") for m in ("tiny-ple", "26b-a4b-small", "combined")),
+    *((m, "decode", "one") for m in ("tiny-moe", "31b-small")),
+    *((m, "prefill", "ragged") for m in ("tiny-dense", "31b-small")),
+}
+
+
+def steps() -> Iterator[Any]:
+    for name, form in MODELS:
+        for phase in ("decode", "prefill"):
+            for rows in ROWS:
+                marks = () if (name, phase, rows) in QUICK else pytest.mark.full
+                yield pytest.param(name, form, phase, ROWS[rows], marks=marks,
+                                   id=f"{name}-{form}-{phase}-{rows}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "phase", "held"), steps())
+def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
+    rows = len(held)
+    g = graph_of(name, form, phase, rows)
+    target = Target("cpu", "h200", rows)
+    chunk = 1 if phase == "decode" else 11
+    feeds, params, caches = drawn(g, rows, chunk, held)
+    known: dict[str, torch.Tensor] = {**feeds, **params, **caches}
+    _, after = interpret(
+        g, feeds, params, caches, lambda v, t: known.__setitem__(v.name, t)
+    )  # fmt: skip
+    written = {v.name: cache for cache, v in g.next.items()}
+    started, seen = 0, set[str]()
+    for step in schedule(g):
+        if isinstance(step, Glue) or step.text in seen:  # layers of one kind are one program
+            continue
+        seen.add(step.text)
+        own = {c: known[c].clone() for c in step.state}
+        operands = [
+            own.get(n, after[written[n]] if n in written else known[n])
+            for n in (*step.inputs, *step.params, *step.state)
+        ]
+        segment = parse_graph(step.text)
+        started += sum(1 for _, c in _choices(segment, target) if c)
+        made = SegmentModule(segment, target)(*operands)
+        spared = SPARED if any(segment.find("router", "moe_mlp")) else 0.0
+        for value, got in zip(step.outputs, made, strict=True):
+            near(got, known[value], value, spared)
+        for cache in step.writes:
+            near(own[cache], after[cache], cache)
+    assert started > 0
+
+
+def _choices(g: Graph, target: Target) -> Any:
+    from g4ir.ir import Program
+
+    return choices(Program({"step": g}), "step", target)
+
+
+def near(got: torch.Tensor, want: torch.Tensor, what: str, spared: float = 0.0) -> None:
+    """Every token's values, but for a share of the tokens."""
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    size = want.double().pow(2).mean().sqrt()
+    error = ((got.double() - want.double()).abs() / size).reshape(-1, want.shape[-1])
+    rms, worst = error.pow(2).mean(-1).sqrt(), error.amax(-1)
+    bad = (rms > BUDGET) | (worst > WORST)
+    assert bad.double().mean() <= spared, f"{what}: {rms.tolist()}, largest {worst.tolist()}"
+
+
+def test_every_rule_is_used() -> None:
+    """The models above make each kind of node that a kernel can be chosen for."""
+    seen = {
+        n.op
+        for name, form in MODELS for phase in ("decode", "prefill")
+        for n, c in _choices(graph_of(name, form, phase, 1), Target("cpu", "h200", 1)) if c
+    }  # fmt: skip
+    assert seen == set(RULES)

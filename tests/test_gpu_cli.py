@@ -1,0 +1,115 @@
+"""What the command line says of GPUs without one: kernels of a variant, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile.kernel_table import OTHER, unmeasured
+from g4ir.backends.torch_compile.target import Target
+from g4ir.cli import main
+from g4ir.errors import MissingError
+from g4ir.ir import split_prologue
+from g4ir.model import build_program
+from g4ir.pipeline import run_program
+from g4ir.spec import load_spec
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["show", "--variant", "26b-a4b", "--kernels", "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def kernels(report: dict[str, Any]) -> dict[str, set[str]]:
+    table: dict[str, set[str]] = {}
+    for row in report["rows"]:
+        table.setdefault(row["op"], set()).add(row["kernel"])
+    return table
+
+
+def test_kernels_of_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
+    report = shown(capsys)
+    table = kernels(report)
+    assert table["attention"] == {"decode_attention"}
+    assert table["moe_mlp"] == {"router_logits", "moe_gate_up", "moe_down"}
+    assert table["linear"] == {"skinny_linear", "skinny_linear_parts"}
+    assert table["rope_table"] == {OTHER}
+    # Each layer: product, epilogue, attention, product, norm, three for the MLPs, norm.
+    assert report["starts"] == 30 * 9 + 2  # and the first norm and the head
+    assert sum(r["starts"] for r in report["rows"]) == report["starts"]
+
+
+def test_kernels_follow_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    eight, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "32"))
+    assert "moe_gate_up_sorted" in eight["moe_mlp"]
+    assert many["moe_mlp"] == many["linear"] == {OTHER}
+    assert many["attention"] == {"decode_attention"}
+
+
+def test_kernels_of_prefill_and_of_latent_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    prefill = kernels(shown(capsys, "--phase", "prefill", "--latent-kv", "value", "--gpu", "h100"))
+    assert prefill["attention"] == {"prefill_attention"}
+    # The last layer sees one row of each prompt, over the cache that was just written.
+    assert prefill["attention_latent"] == {"prefill_attention_latent", "decode_attention_latent"}
+    assert prefill["moe_mlp"] >= {OTHER}
+
+
+def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--variant", "e2b", "--kernels"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("decode on h200, up to 1 rows: ")
+    assert any("decode_attention" in x and x.endswith("estimated") for x in lines)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--gpu", "rtx4090"], "h100 and h200"), (["--gpu", "24GiB"], "h100 and h200"),
+    (["--cost"], "--cost or --kernels"), (["--context", "4K"], "--context needs --cost"),
+    (["--batch", "0"], "--batch"),
+])  # fmt: skip
+def test_bad_kernels(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["show", "--variant", "e2b", "--kernels", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["--variant", "e2b"], 3, "no CUDA device"), ([], 2, "--variant or --spec"),
+    (["--variant", "e2b", "--latent-kv", "x"], 2, "off, value, raw"),
+    (["--variant", "e2b", "--batch", "-1"], 2, "--batch"),
+    (["--variant", "e2c"], 2, "e2b"),
+])  # fmt: skip
+def test_tune_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str],
+    code: int, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune", *words]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    with pytest.raises(MissingError, match=r"Tesla V100 .* 7\.0.*8\.0 or newer.*--device cpu"):
+        compiler.check_toolchain("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    with pytest.raises(MissingError, match="pip install triton"):
+        compiler.check_toolchain("cuda")
+
+
+def test_estimated_settings_are_said_once() -> None:
+    program = run_program(build_program(load_spec("e2b"), dtype="bf16"))
+    graph = split_prologue(program.graphs["decode"])[1]
+    note = unmeasured(graph, Target("cuda", "h200"))
+    assert note and "estimated settings on h200" in note and "g4ir tune" in note
+    assert unmeasured(graph, Target("cpu")) is None

@@ -1,0 +1,185 @@
+"""The kernels as torch sees them: their ops keep torch's rules, whole steps of a model export for
+a GPU that is not there, and every kernel compiles for Hopper within what a block has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from g4ir.backends.base import Limits
+from g4ir.backends.torch_compile.backend import choice_texts, phase_steps
+from g4ir.backends.torch_compile.compile import exported
+from g4ir.backends.torch_compile.kernel_cases import (
+    Case,
+    all_cases,
+    find_cases,
+    launches_of_case,
+    operands,
+    run_case,
+)
+from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
+from g4ir.backends.torch_compile.segment import Segment
+from g4ir.backends.torch_compile.target import Target
+from g4ir.ir import Program
+from g4ir.packing import split_program
+from tests.configs import VARIANTS, spec_called
+from tests.runner import built_program
+
+MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"), ("31b-small", "raw"))
+ROWS = (1, 3, 8)
+
+
+@cache
+def program(name: str, form: str = "off") -> Program:
+    plain = built_program(spec_called(name), latent_kv=form, dtype="bf16")
+    return split_program(plain).program
+
+
+def tiny_cases(rows: int) -> list[Case]:
+    """Every kernel that the tiny models use, once."""
+    found: dict[str, Case] = {}
+    for name, form in MODELS:
+        for phase in ("decode", "prefill"):
+            target = Target("cpu", "h200", rows)
+            for case in find_cases(program(name, form), phase, target, 24, chunk=5):
+                found.setdefault("+".join(case.choice.tunings), case)
+    return list(found.values())
+
+
+# --- ops --------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the calls of our ops, with copies of what they may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "g4ir":
+            self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_ops_keep_the_rules(rows: int) -> None:
+    """Schemas, fake tensors and dispatch of every kernel's op, on its reference."""
+    checked = set()
+    for case in tiny_cases(rows):
+        with Calls() as calls:
+            run_case(case, operands(case, "cpu"))
+        for op, args, kwargs in calls.seen:
+            if op not in checked:
+                torch.library.opcheck(op, args, kwargs)
+                checked.add(op)
+    expected = {1: {"moe_gate_up", "decode_attention", "skinny_linear_parts"},
+                8: {"moe_gate_up_sorted", "moe_sort", "moe_down_sorted"}}[rows]  # fmt: skip
+    assert expected <= {op._schema.name.removeprefix("g4ir::") for op in checked}
+
+
+# --- export -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA asks for the device in some methods: the same by their ops."""
+
+    def get(x: torch.Tensor, index: Any) -> torch.Tensor:
+        parts = list(index) if isinstance(index, tuple) else [index]
+        used = sum(p is not None and p is not Ellipsis for p in parts)
+        at = parts.index(Ellipsis) if any(p is Ellipsis for p in parts) else len(parts)
+        parts[at : at + 1] = [slice(None)] * (x.dim() - used)
+        tensors: list[torch.Tensor | None] = []
+        for part in parts:
+            axis = len(tensors)
+            if part is None:
+                x = x.unsqueeze(axis)
+            elif isinstance(part, slice):
+                x = torch.ops.aten.slice.Tensor(x, axis, part.start, part.stop, part.step or 1)
+            elif isinstance(part, int):
+                x = x.select(axis, part)
+                continue
+            tensors.append(part if isinstance(part, torch.Tensor) else None)
+        if any(t is not None for t in tensors):
+            x = torch.ops.aten.index.Tensor(x, tensors)
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "__getitem__", get)
+    for name in ("copy_", "contiguous"):
+        op = getattr(torch.ops.aten, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *args, op=op: op(*args))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("name", "form"), MODELS)
+def test_every_step_exports_for_a_gpu(
+    brackets_without_a_device: None, name: str, form: str, rows: int
+) -> None:
+    """Whole decode and prefill steps, dynamic sizes and all; kernels appear as themselves."""
+    p = program(name, form)
+    limits, target = Limits(max_batch=rows), Target("cuda", "h200", rows)
+    steps = phase_steps(p, limits)
+    texts = {s.text for many in steps.values() for s in many if isinstance(s, Segment)}
+    called = set()
+    for text in (*sorted(texts), *choice_texts(p, limits).values()):
+        with FakeTensorMode():
+            graph = exported(text, target).graph
+        called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
+    assert {"norm_residual", "decode_attention" + "_latent" * (form != "off")} <= called
+
+
+# --- Hopper -----------------------------------------------------------------------------------
+
+
+def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Case]:
+    """Every kernel of the variants at their sizes, for decode over 4096 tokens."""
+    programs = (
+        program(name, form)
+        for name in variants
+        for form in (("off", "value", "raw") if spec_called(name).text.full.k_eq_v else ("off",))
+    )
+    return all_cases(programs, [Target("cuda", "h200", n) for n in rows], 4096, chunk=1024)
+
+
+def compiled(cases: Iterator[Case]) -> list[Resources]:
+    """Each kernel with each set of constants once."""
+    done: dict[str, Resources] = {}
+    for case in cases:
+        for launch in launches_of_case(case):
+            kernel, _, args, meta = launch
+            types = [a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1) for a in args]
+            key = f"{kernel.__name__} {meta} {types}"
+            if key not in done:
+                done[key] = resources(launch)
+    return list(done.values())
+
+
+def check(found: list[Resources]) -> None:
+    for r in found:
+        cores = "tensor cores" if r.tensor_cores else ""
+        print(f"{r.kernel:20} {r.warps:3} warps {r.registers:4} registers "
+              f"{r.shared_bytes:7} bytes shared {cores}")  # fmt: skip
+        assert r.spill_bytes == 0, r
+        assert r.shared_bytes <= SHARED_BYTES, r
+        if "attention" in r.kernel or "attend" in r.kernel:
+            assert r.tensor_cores and r.wide_loads, r
+
+
+@pytest.mark.parametrize("rows", [1])
+def test_kernels_fit_hopper(rows: int) -> None:
+    check(compiled(real_cases(("26b-a4b",), (rows,))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kernel_fits_hopper(name: str) -> None:
+    check(compiled(real_cases((name,), (*ROWS, 16))))

@@ -1,0 +1,186 @@
+"""Decode steps that choose their own tokens, against the host that chooses: run here without a
+CUDA graph, on the CPU's compiled steps, with everything else as on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import cuda_graph
+from g4ir.engine import Engine
+from g4ir.errors import EngineError, InputError
+from g4ir.sampling import Sampler, Sampling
+from tests.engines import some_tokens
+
+PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["tiny-moe", "tiny-ple"])
+def engine(engines: Any, request: pytest.FixtureRequest) -> Engine:
+    return engines("torch", request.param)
+
+
+def rows(engine: Engine) -> list[list[int]]:
+    """As many prompts as the engine has rows."""
+    return PROMPTS[: engine.limits.max_batch]
+
+
+Loops = Callable[[], int]
+
+
+@pytest.fixture
+def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
+    """Turns the loop on; returns how many steps were prepared."""
+    prepared: list[Callable[[], None]] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        work()  # as recording a graph does
+        prepared.append(work)
+        return work
+
+    def turn_on() -> int:
+        monkeypatch.setattr(engine.runtime, "record", record)
+        monkeypatch.setattr(engine.runtime, "any_length", True)
+        return len(prepared)
+
+    return turn_on
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"temperature": 1.0, "top_k": 5, "seed": 3},
+    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
+])  # fmt: skip
+def test_same_tokens_as_the_host(
+    engine: Engine, looped: Loops, settings: dict[str, Any]
+) -> None:
+    """Ragged rows past three windows; the step is prepared once for a session."""
+    want = engine.generate(rows(engine), 40, stop_ids=(), **settings)
+    looped()
+    assert engine.generate(rows(engine), 40, stop_ids=(), **settings) == want
+    assert looped() == 1
+
+
+def test_rows_end_at_their_stop_tokens(engine: Engine, looped: Loops) -> None:
+    free = engine.generate(rows(engine), 20, stop_ids=())
+    stops = {row[at] for row, at in zip(free, (9, 4, 7))}
+    want = engine.generate(rows(engine), 20, stop_ids=stops)
+    assert all(len(row) < 20 for row in want)
+    looped()
+    seen: list[tuple[int, int]] = []
+    got = engine.generate(
+        rows(engine), 20, stop_ids=stops, on_token=lambda r, t: seen.append((r, t))
+    )
+    assert got == want
+    assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_tokens(engine: Engine, looped: Loops, count: int) -> None:
+    want = engine.generate(PROMPTS[0], count)
+    looped()
+    assert engine.generate(PROMPTS[0], count) == want
+
+
+def test_lengths_that_change_and_sessions_in_turn(engine: Engine, looped: Loops) -> None:
+    """Two sessions take turns and go on from where they are; each has its own step."""
+    looped()
+    sampler = Sampler(Sampling())
+    sessions = [engine.session(1), engine.session(1)]
+    prompts = [torch.tensor([p]) for p in PROMPTS[:2]]
+    logits = [s.prefill(p) for s, p in zip(sessions, prompts)]
+    out: list[list[int]] = [[], []]
+    for count in (3, 1, 5):
+        for i, s in enumerate(sessions):
+            made = [t for (t,), _ in s.stream(logits[i], count, sampler, ())]
+            out[i] += made
+            logits[i] = s.decode(torch.tensor(made[-1:]))
+    assert [engine.generate(p, 9, stop_ids=()) for p in PROMPTS[:2]] == out
+    assert [int(s.length) for s in sessions] == [11 + 9, 3 + 9]
+
+
+def test_a_stream_that_is_left_early(engine: Engine, looped: Loops) -> None:
+    """The session holds what was started, and can be cut back to what was read."""
+    looped()
+    session = engine.session(1)
+    logits = session.prefill(torch.tensor([PROMPTS[1]]))
+    stream = session.stream(logits, 30, Sampler(Sampling()), ())
+    tokens = [next(stream)[0][0] for _ in range(3)]
+    stream.close()
+    held = int(session.length)
+    assert 3 + 2 <= held <= 3 + 4
+    session.truncate(3 + 2)
+    assert session.decode(torch.tensor([tokens[2]])).argmax() == engine.generate(
+        PROMPTS[1], 4, stop_ids=()
+    )[3]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 65}])
+def test_wide_choices_are_the_hosts(
+    engine: Engine, looped: Loops, settings: dict[str, Any]
+) -> None:
+    wide = {"temperature": 1.0, "seed": 1, **settings}
+    want = engine.generate(PROMPTS[0], 6, **wide)
+    looped()
+    loop = engine.runtime.token_loop(engine.embed, None, 1, Sampling(**wide), ())
+    assert loop is None
+    assert engine.generate(PROMPTS[0], 6, **wide) == want
+
+
+def test_no_room(engine: Engine, looped: Loops) -> None:
+    looped()
+    session = engine.session(1)
+    room = engine.limits.max_seq
+    logits = session.prefill(some_tokens(1, room - 2))
+    with pytest.raises(InputError, match=f"--max-seq {room}"):
+        list(session.stream(logits, 9, Sampler(Sampling()), ()))
+    assert int(session.length) == room - 2
+
+
+def test_a_step_that_cannot_be_recorded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason and the way out; nothing falls back in silence."""
+
+    class Graph:
+        def __init__(self) -> None:
+            pass
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    class Broken:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    class Quiet(Broken):
+        def __enter__(self) -> None:
+            pass
+
+    cuda = cuda_graph.torch.cuda
+    for name, value in (
+        ("CUDAGraph", Graph), ("Stream", Stream), ("graph", Broken), ("stream", Quiet),
+        ("current_stream", Stream),
+    ):  # fmt: skip
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
+    monkeypatch.setattr(engine.runtime, "any_length", True)
+    with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
+        engine.generate(PROMPTS[0], 4)

@@ -1,0 +1,107 @@
+"""The table of launch settings: which entry counts, and what is no such table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from g4ir.backends.torch_compile import tunings
+from g4ir.backends.torch_compile.target import Target, gpu_name
+from g4ir.backends.torch_compile.tunings import (
+    Tuning,
+    add_measured,
+    find_tuning,
+    read_tunings,
+    trying,
+)
+from g4ir.errors import LowerError, SpecError
+
+TEXT = """\
+gemv:
+  - {gpu: h200, n: 8, k: 64, use: {block: 1}, us: 3.5}
+  - {gpu: h100, n: 8, use: {block: 2}}
+  - {n_max: 100, k_min: 10, use: {block: 4}}
+  - {use: {block: 8}}
+strict:
+  - {n: 8, use: {block: 1}}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "tunings.yaml"
+    path.write_text(TEXT)
+    monkeypatch.setattr(tunings, "TABLE", path)
+    read_tunings.cache_clear()
+    yield path
+    read_tunings.cache_clear()
+
+
+@pytest.mark.parametrize(("gpu", "shape", "block", "measured"), [
+    ("h200", {"n": 8, "k": 64}, 1, True),
+    ("h100", {"n": 8, "k": 64}, 2, False),
+    ("sm_100", {"n": 8, "k": 64}, 4, False),
+    ("h200", {"n": 100, "k": 10}, 4, False),
+    ("h200", {"n": 101, "k": 10}, 8, False),
+    ("h200", {"n": 8, "k": 9}, 8, False),
+])  # fmt: skip
+def test_first_entry_that_fits(
+    table: Path, gpu: str, shape: dict[str, int], block: int, measured: bool
+) -> None:
+    assert find_tuning("gemv", gpu, shape) == Tuning({"block": block}, measured)
+
+
+def test_no_entry(table: Path) -> None:
+    with pytest.raises(LowerError, match=r"strict has no entry for h200 and \{'n': 9\}"):
+        find_tuning("strict", "h200", {"n": 9})
+    with pytest.raises(LowerError, match="kernel unknown"):
+        find_tuning("unknown", "h200", {})
+
+
+def test_trying_settings(table: Path) -> None:
+    with trying("gemv", {"block": 99}):
+        assert find_tuning("gemv", "h200", {"n": 8, "k": 64}) == Tuning({"block": 99}, False)
+    assert find_tuning("gemv", "h200", {"n": 8, "k": 64}).measured
+
+
+def test_measured_entries_come_first_and_replace_older_ones(table: Path) -> None:
+    add_measured("gemv", "h200", {"n": 8, "k": 64}, {"block": 16}, 2.25)
+    add_measured("gemv", "h100", {"n": 8, "k": 64}, {"block": 32}, 2.0)
+    add_measured("new", "h100", {"d": 3}, {"warps": 4}, 1.0)
+    assert find_tuning("gemv", "h200", {"n": 8, "k": 64}) == Tuning({"block": 16}, True)
+    assert find_tuning("gemv", "h100", {"n": 8, "k": 64}) == Tuning({"block": 32}, True)
+    assert find_tuning("gemv", "h100", {"n": 8, "k": 63}) == Tuning({"block": 2}, False)
+    assert find_tuning("new", "h100", {"d": 3}).measured
+    assert table.read_text().count("us: ") == 3 and table.read_text().startswith("#")
+
+
+@pytest.mark.parametrize("text", [
+    "[]", "gemv: 3", "gemv: [{n: 8}]", "gemv: [{use: {block: 0}}]", "gemv: [{use: {block: x}}]",
+    "gemv: [{n: yes, use: {}}]", "gemv: [{use: {block: 1}, us: 2.0}]", "{",
+    "gemv: [{gpu: 3, use: {}}]",
+])  # fmt: skip
+def test_no_such_table(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=r"bad\.yaml"):
+        read_tunings(path)
+
+
+@pytest.mark.parametrize(("product", "capability", "name"), [
+    ("NVIDIA H200", (9, 0), "h200"), ("NVIDIA H100 80GB HBM3", (9, 0), "h100"),
+    ("NVIDIA GH200 480GB", (9, 0), "h200"), ("NVIDIA H20", (9, 0), "h100"),
+    ("NVIDIA B200", (10, 0), "sm_100"), ("NVIDIA A100-SXM4-80GB", (8, 0), ""),
+    ("NVIDIA L40S", (8, 9), ""),
+])  # fmt: skip
+def test_gpu_names(product: str, capability: tuple[int, int], name: str) -> None:
+    assert gpu_name(product, capability) == name
+
+
+def test_targets_differ_as_programs_do() -> None:
+    assert len({str(t) for t in (
+        Target("cpu"), Target("cuda"), Target("cuda", "h100"), Target("cuda", "h200"),
+        Target("cuda", "h200", 8),
+    )}) == 5  # fmt: skip
+    assert str(Target("cuda", rows=8)) == str(Target("cuda"))
