@@ -57,24 +57,18 @@ class Sampler:
 
     def next(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [B, vocab] -> int64 [B]. Greedy takes the lowest of equal maxima."""
+        import torch
+
         s = self.settings
-        logits = suppressed(logits.float().cpu(), s)
+        logits = logits.float().cpu()
+        if s.suppress:
+            logits = logits.index_fill(-1, torch.tensor(s.suppress), float("-inf"))
         if s.temperature == 0:
             return logits.argmax(-1)
         values, index = logits.sort(dim=-1, descending=True, stable=True)
         if s.top_k is not None:
             values, index = values[:, : s.top_k], index[:, : s.top_k]
         return draw(values, index, self.uniforms(len(logits)), s)
-
-
-def suppressed(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
-    """Logits [B, vocab] under which the suppressed tokens are never chosen."""
-    import torch
-
-    if not s.suppress:
-        return logits
-    ids = torch.tensor(s.suppress, device=logits.device)
-    return logits.index_fill(-1, ids, float("-inf"))
 
 
 def draw(

@@ -26,7 +26,7 @@ from g4ir.bench.peers import MODES, HfRunner, peer_model
 from g4ir.bench.report import check_engines, check_options, run_bench
 from g4ir.bench.runners import EngineRunner, Watched, pieces, prepare, reference_runner
 from g4ir.bench.schema import SCHEMA, VERSION, check, read_report
-from g4ir.bench.stats import FLOOR, STATISTICS, Stat, percentile, stat
+from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
 from g4ir.bench.text import COLUMNS, csv_text, metrics, text
 from g4ir.bench.work import chunk_costs, find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
@@ -88,8 +88,26 @@ def test_a_spread_covers_every_round() -> None:
     for name, statistic in STATISTICS.items():
         s = stat(rounds, statistic)
         assert s.value == pytest.approx(statistic([x for r in rounds for x in r])), name
-        far = max(abs(statistic(r) - s.value) for r in rounds)
-        assert s.spread == pytest.approx(max(far, FLOOR * s.value)), name
+        each = [statistic(r) for r in rounds]
+        far = max(abs(x - s.value) for x in each)
+        wide = 2.776 * float(np.std(each, ddof=1))
+        assert s.spread == pytest.approx(max(far, wide, FLOOR * s.value)), name
+
+
+@pytest.mark.parametrize("count", [3, 5, 12])
+def test_a_further_round_lies_within_the_spread(count: int) -> None:
+    """Nearly always, however few rounds there were: that is what Student's t is for."""
+    draw = np.random.default_rng(count)
+    inside = 0
+    for _ in range(2000):
+        rounds = draw.normal(100, 10, size=count)
+        s = around(float(rounds.mean()), rounds.tolist())
+        inside += abs(draw.normal(100, 10) - s.value) <= s.spread
+    assert 0.9 <= inside / 2000 <= 0.99
+
+
+def test_a_single_round_says_nothing_of_the_spread() -> None:
+    assert around(5.0, [5.0]) == Stat(5.0, 5 * FLOOR)
 
 
 def test_a_spread_has_a_floor() -> None:

@@ -71,6 +71,18 @@ def test_same_tokens_as_the_host(
     assert looped() == 1
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 3, "seed": 1}])
+def test_suppressed_tokens_are_never_chosen(
+    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    never = tuple({t for row in engine.generate(rows(engine), 9, **settings) for t in row})
+    monkeypatch.setattr(Engine, "suppressed", lambda self: never)
+    want = engine.generate(rows(engine), 9, **settings)
+    looped()
+    assert engine.generate(rows(engine), 9, **settings) == want
+    assert not set(never) & {t for row in want for t in row}
+
+
 def test_rows_end_at_their_stop_tokens(engine: Engine, looped: Loops) -> None:
     free = engine.generate(rows(engine), 20, stop_ids=())
     stops = {row[at] for row, at in zip(free, (9, 4, 7))}

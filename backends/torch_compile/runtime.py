@@ -14,7 +14,7 @@ from g4ir.ir import Program
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
-from g4ir.sampling import Sampling, draw, suppressed
+from g4ir.sampling import Sampling, draw
 
 from ..base import Limits, Progress, Tensors, Watch
 from ..caches import Caches
@@ -166,17 +166,23 @@ class TorchRuntime:
         return loop
 
     def _chooser(self, s: Sampling) -> Choose | None:
-        """Greedy, or a draw from a few candidates."""
+        """Greedy, or a draw from a few candidates. Nothing here may come from the host once the
+        step is recorded."""
+        never = torch.tensor(s.suppress, dtype=torch.int64, device=self.device)
+
+        def allowed(logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill(-1, never, float("-inf")) if s.suppress else logits
+
         if s.temperature == 0:
             choose = self._choosing("greedy")
-            return lambda logits, _: choose([suppressed(logits, s)])[0]
+            return lambda logits, _: choose([allowed(logits)])[0]
         count = s.top_k
         if count is None or count > CANDIDATES:
             return None
         find = self._choosing("candidates")
 
         def drawn(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-            values, index = find([suppressed(logits, s)])
+            values, index = find([allowed(logits)])
             return draw(values[:, :count], index[:, :count], uniforms, s)
 
         return drawn

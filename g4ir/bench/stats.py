@@ -1,18 +1,22 @@
 """Numbers with a spread. Torch-free.
 
-A statistic is taken over the samples of all rounds. Its spread is the largest distance between
-it and the same statistic of a single round, but at least FLOOR of it: what differs from process
-to process (where memory lies, clocks) is the same in every round of a run.
+A statistic is taken over the samples of all rounds. Its spread says where 95 % of further rounds
+would lie: the standard deviation of the statistic from round to round times Student's t for so few
+rounds, and no less than the largest distance of a round or FLOOR of the value: what differs from
+process to process (where memory lies, clocks) is the same in every round of a run.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: least relative spread that is claimed
 FLOOR = 0.02
+#: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
 
 
@@ -66,8 +70,16 @@ def stat(rounds: Sequence[Samples], statistic: Callable[[Samples], float]) -> St
 
 def around(value: float, rounds: Samples) -> Stat:
     """A value and what it was in each round."""
-    spread = max(abs(x - value) for x in rounds)
-    return Stat(value, max(spread, FLOOR * abs(value)))
+    largest = max(abs(x - value) for x in rounds)
+    return Stat(value, max(largest, _interval(rounds), FLOOR * abs(value)))
+
+
+def _interval(rounds: Samples) -> float:
+    """Half of the interval that holds 95 % of rounds; 0 for a single one, which says nothing."""
+    if len(rounds) < 2:
+        return 0.0
+    t = STUDENT_T[min(len(rounds) - 1, len(STUDENT_T)) - 1]
+    return t * statistics.stdev(rounds)
 
 
 def stats(rounds: Sequence[Samples]) -> dict[str, Stat]:

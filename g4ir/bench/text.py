@@ -66,7 +66,7 @@ def _head(r: Report) -> Iterator[str]:
     )
     yield (
         f"         in turn: {w['rounds']} rounds, requests of each a round: "
-        f"{w['requests_per_round']}, to warm up: {w['warmup']}; value ± largest distance of a round"
+        f"{w['requests_per_round']}, to warm up: {w['warmup']}; value ± where 95 % of rounds lie"
     )
     for a in r["agreement"]:
         yield f"outputs  {Agreement(**_numbers(a)).text()}"
