@@ -84,6 +84,10 @@ class Report:
             found = {"refused": str(e)}
         except torch.OutOfMemoryError as e:
             found = {"out_of_memory": str(e)[:300]}
+        except torch.AcceleratorError:
+            raise  # nothing works in this process any more
+        except Exception as e:  # one cell must not cost the others
+            found = {"failed": repr(e)[:500]}
         self.body["cells"][name] = {**found, "seconds": round(time.monotonic() - begun, 1)}
         self.write()
         print(name, json.dumps(self.body["cells"][name]), flush=True)
@@ -163,6 +167,8 @@ def models(args: argparse.Namespace) -> None:
             cells = [f"{variant} decode b{batch} c{c}" for c in CONTEXTS]
             if batch == 1:
                 cells += [f"{variant} prefill {n}" for n in PROMPTS]
+            if args.peers and batch in PEER_BATCHES:
+                cells += [f"{variant} peer b{batch} c{c}" for c in PEER_CONTEXTS]
             if report.out_of_time() or all(c in report.body["cells"] for c in cells):
                 continue
             try:
@@ -186,7 +192,7 @@ def models(args: argparse.Namespace) -> None:
 
 def built(variant: str, batch: int) -> Engine:
     """For all contexts where they fit the device, else for the longest that do."""
-    out = BUILD / f"{variant}-b{batch}"
+    out = BUILD / f"{variant}-b{batch}-{environment()['commit']}"
     if not out.exists():
         g4ir.build(variant, out, progress=print, **longest(variant, batch)).close()
         gc.collect()
@@ -216,6 +222,7 @@ def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[st
     """Steps at a context over caches of noise: times on the device and on the host."""
     if context + WARMUP + STEPS > engine.limits.max_seq:
         return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
+    torch.cuda.reset_peak_memory_stats()
     session = engine.session(batch)
     for name, t in session.state.tensors.items():
         t.normal_()
@@ -235,8 +242,8 @@ def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[st
     for mark in marks[1:]:
         loop.advance()
         mark.record()
-    torch.cuda.synchronize()
     host = (time.perf_counter() - begun) / STEPS * 1e3
+    torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(marks)]
     cost = total(decode_costs(engine.program.graphs["decode"], context, B=batch))
     floor = cost.needed_bytes / rates.bandwidth * 1e3
@@ -278,6 +285,7 @@ def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
         model = peer_model(engine)
     except torch.OutOfMemoryError as e:
         report.body["cells"][f"{variant} peer b{batch}"] = {"out_of_memory": str(e)[:300]}
+        report.write()
         return
     for context in wanted:
         cell = partial(peer_cell, engine, model, batch, context)
@@ -285,6 +293,7 @@ def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
 
 
 def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str, Any]:
+    torch._dynamo.reset()  # another cache size is another program, not a dynamic one
     random = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 8000, (batch, context), generator=random)
     runner = HfRunner(model, context + WARMUP + STEPS + 8, "hf-compile")
@@ -323,7 +332,7 @@ def main() -> None:
     )
     parser.add_argument("stage", choices=("kernels", "models"))
     parser.add_argument("--variants", type=lambda s: s.split(","))
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no cell after these")
+    parser.add_argument("--minutes", type=float, default=6.0, help="start no cell after these")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--interpret", action="store_true")

@@ -104,7 +104,9 @@ class Session:
 
     def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
         """Steps on the device, where the runtime has them and every table lies there too."""
-        if not self.engine.embeds_on_device:
+        text = self.engine.spec.text
+        readable = text.ple is None or text.ple.vocab_size >= text.vocab_size
+        if not self.engine.embeds_on_device or not readable:
             return None
         return self.engine.runtime.token_loop(
             self.engine.embed, self.state, self.batch, sampler.settings, stops

@@ -113,7 +113,11 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             x = torch.ops.aten.index.Tensor(x, tensors)
         return x
 
+    def put(x: torch.Tensor, index: Any, value: float) -> None:
+        torch.ops.aten.fill_.Scalar(get(x, index), value)
+
     monkeypatch.setattr(torch.Tensor, "__getitem__", get)
+    monkeypatch.setattr(torch.Tensor, "__setitem__", put)
     for name in ("copy_", "contiguous"):
         op = getattr(torch.ops.aten, name)
         monkeypatch.setattr(torch.Tensor, name, lambda *args, op=op: op(*args))

@@ -77,6 +77,15 @@ def test_measured_entries_come_first_and_replace_older_ones(table: Path) -> None
     assert table.read_text().count("us: ") == 3 and table.read_text().startswith("#")
 
 
+def test_a_shape_may_have_a_size_of_nothing(table: Path) -> None:
+    """Full attention has a window of 0."""
+    add_measured("attention", "h200", {"d": 512, "window": 0}, {"splits": 4}, 9.0)
+    assert find_tuning("attention", "h200", {"d": 512, "window": 0}).measured
+    with pytest.raises(SpecError, match="correct the entry"):
+        add_measured("attention", "h200", {"d": 512, "window": 0}, {"splits": 0}, 9.0)
+    assert find_tuning("attention", "h200", {"d": 512, "window": 0}).use == {"splits": 4}
+
+
 @pytest.mark.parametrize("text", [
     "[]", "gemv: 3", "gemv: [{n: 8}]", "gemv: [{use: {block: 0}}]", "gemv: [{use: {block: x}}]",
     "gemv: [{n: yes, use: {}}]", "gemv: [{use: {block: 1}, us: 2.0}]", "{",

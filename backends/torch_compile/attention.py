@@ -226,10 +226,11 @@ def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor
     d, attrs = int(n.inputs[0].type.shape[-1]), n.attrs
     kind, dtype = str(attrs["kind"]), torch_dtype(str(attrs["dtype"]))
     theta, fraction, factor = (float(attrs[a]) for a in ("theta", "fraction", "factor"))  # type: ignore[arg-type]
-    table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
+    with torch.device(key_pos.device):
+        table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
     # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
     # vectorise, with nothing: sums of one term are exact.
-    angles = torch.mm(key_pos.float().flatten()[:, None], table.to(key_pos.device)[None])
+    angles = torch.mm(key_pos.float().flatten()[:, None], table[None])
     angles = angles.view(*key_pos.shape, -1)
     cos, sin = (x.to(dtype)[:, :, None] for x in (angles.cos(), angles.sin()))
     return low * cos - high * sin, high * cos + low * sin

@@ -7,6 +7,7 @@ so packages are kept in the user's cache directory under the hash of all that.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -43,6 +44,8 @@ def program_name(text: str, target: Target) -> str:
     import torch
 
     parts = [text, str(target), torch.__version__, machine(target.device), _sources(target)]
+    if target.gpu:
+        parts.append(importlib.metadata.version("triton"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -317,8 +320,13 @@ def exported(text: str, target: Target) -> Any:
 
 
 def _inductor_options() -> dict[str, Any]:
-    """Round where eager mode rounds; one thread per worker process compiles."""
-    return {"emulate_precision_casts": True, "compile_threads": 1}
+    """Round where eager mode rounds; one thread per worker process compiles; numbers that a
+    kernel is given are fp32, as they are where it is started by hand."""
+    from torch._inductor import config
+
+    options: dict[str, Any] = {"emulate_precision_casts": True, "compile_threads": 1}
+    wide = "_use_fp64_for_unbacked_floats"
+    return options | ({wide: False} if hasattr(config, wide) else {})
 
 
 def _quiet_compiler() -> Any:

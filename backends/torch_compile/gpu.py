@@ -15,7 +15,7 @@ from g4ir.ir import Node
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 
 from .attention import keys_values_of_chunk
-from .kernels import decode_attention, linear, moe, norms, prefill_attention, qkv
+from .kernels import decode_attention, head, linear, moe, norms, prefill_attention, qkv
 from .lower import Lowering, Run
 from .select import Choice, caches, choose, has_chunk, kv_heads, reader
 
@@ -153,7 +153,16 @@ def _frequencies(n: Node, q: Tensor) -> Tensor:
     kind, d = str(n.attrs["kind"]), int(q.shape[-1])
     theta, fraction, factor = (float(n.attrs[a]) for a in ("theta", "fraction", "factor"))  # type: ignore[arg-type]
     pairs = rotated_pairs(kind, d, fraction)
-    return inverse_frequencies(kind, theta, d, fraction, factor)[:pairs].to(q.device)
+    with torch.device(q.device):  # made there: a recorded step may copy nothing from the host
+        return inverse_frequencies(kind, theta, d, fraction, factor)[:pairs]
+
+
+def _greedy(run: Run, n: Node, logits: Tensor) -> Tensor:
+    return head.block_argmax(logits.flatten(0, 1))
+
+
+def _candidates(run: Run, n: Node, logits: Tensor) -> tuple[Tensor, ...]:
+    return tuple(head.top_candidates(logits.flatten(0, 1), int(n.attrs["k"])))  # type: ignore[arg-type]
 
 
 def _moe(
@@ -192,6 +201,8 @@ LOWERINGS: dict[str, Lowering] = {
     "attention": _attention,
     "attention_latent": _attention_latent,
     "moe_mlp": _moe,
+    "greedy": _greedy,
+    "candidates": _candidates,
 }
 
 

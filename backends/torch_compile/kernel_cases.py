@@ -123,7 +123,10 @@ def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch
         (int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1
     )  # fmt: skip
     first = case.tokens - new
-    start = {"lengths": new, "start": first, "end": case.tokens, "positions": first}[v.name]
+    start = {
+        "lengths": new, "start": first, "end": case.tokens, "positions": first,
+        "positions.last": case.tokens - 1,
+    }[v.name]  # fmt: skip
     step = torch.arange(shape[-1], device=device) if len(shape) == 2 else 0
     return torch.full(shape, start, dtype=torch.int64, device=device) + step
 

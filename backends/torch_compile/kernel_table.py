@@ -12,7 +12,7 @@ from .select import choose
 from .target import Target
 
 #: kernels that are started under one name, where it is not one
-STARTS = {"moe_down_sorted": 2}
+STARTS = {"moe_down_sorted": 2, "block_argmax": 2, "top_candidates": 2}
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
 SHOWN = 3

@@ -108,8 +108,8 @@ def grouped_experts(
     bounds = torch.arange(1, gate_up.shape[0] + 1, device=x.device)
     ends = torch.searchsorted(ids[order], bounds).to(torch.int32)
     rows = tokens[order // k]
-    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-    rows = torch._grouped_mm(activate(gate, act) * up, down.transpose(1, 2), offs=ends)
+    gate, up = torch.ops.g4ir.grouped_mm(rows, gate_up, ends).chunk(2, -1)
+    rows = torch.ops.g4ir.grouped_mm(activate(gate, act) * up, down, ends)
     out = wide(torch.empty_like(rows)).index_copy(0, order, wide(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
     return out.sum(1).to(x.dtype).view_as(x)

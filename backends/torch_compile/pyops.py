@@ -84,6 +84,13 @@ def experts(
     return out.sum(1).to(x.dtype).view_as(x)
 
 
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its own,
+    since compiled programs know torch's only from 2.12 on."""
+    out: torch.Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+    return out
+
+
 _LIBRARY = torch.library.Library("g4ir", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
 _LIBRARY.impl("linear", linear, "CPU")
@@ -92,6 +99,9 @@ _LIBRARY.define(
     " -> Tensor"
 )
 _LIBRARY.impl("experts", experts, "CPU")
+_LIBRARY.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
+_LIBRARY.impl("grouped_mm", grouped_mm, "CPU")
+_LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")
 
 
 @torch.library.register_fake("g4ir::linear")
@@ -105,3 +115,8 @@ def _(
     down: torch.Tensor, act: str,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("g4ir::grouped_mm")
+def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[1]))

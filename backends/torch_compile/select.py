@@ -19,6 +19,8 @@ from .tunings import Tuning, find_tuning
 SKINNY = 16
 #: most rows whose experts are read row by row; more are sorted by expert first
 UNSORTED = 3
+#: most candidates of a row that are found at once
+MOST_CANDIDATES = 64
 HALF = frozenset({"bf16", "f16"})
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
 SUMS = {"norm_residual": (0,), "dual_norm_residual": (0, 2)}
@@ -177,6 +179,13 @@ def _moe(g: Graph, n: Node, target: Target) -> tuple[tuple[str, ...], Shape] | N
     return (MOE if target.rows <= UNSORTED else MOE_SORTED), shape
 
 
+def _choose_token(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
+    logits = n.inputs[0].type
+    few = int(n.attrs.get("k", 1)) <= MOST_CANDIDATES  # type: ignore[arg-type]
+    kernel = {"greedy": "block_argmax", "candidates": "top_candidates"}[n.op]
+    return (kernel, {"vocab": _size(logits, -1)}) if few else None
+
+
 RULES: dict[str, Rule] = {
     "linear": _linear,
     "linear_glu": _linear_glu,
@@ -188,4 +197,6 @@ RULES: dict[str, Rule] = {
     "attention": _attention,
     "attention_latent": _attention,
     "moe_mlp": _moe,
+    "greedy": _choose_token,
+    "candidates": _choose_token,
 }

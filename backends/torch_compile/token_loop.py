@@ -64,6 +64,10 @@ class TokenLoop:
         self.tokens.copy_(torch.where(self.active > 0, chosen, self.tokens))
         self.active *= (self.tokens[:, None] != self.stops).all(-1)
 
+    def _set_uniforms(self, numbers: torch.Tensor) -> None:
+        pinned = numbers.pin_memory() if self.uniforms.is_cuda else numbers
+        self.uniforms.copy_(pinned, non_blocking=True)
+
     def advance(self) -> None:
         """Start one step, after `start`."""
         assert self._replay, "start comes first"
@@ -80,7 +84,7 @@ class TokenLoop:
         waiting: list[_Result] = []
         for i in range(steps):
             if uniforms:
-                self.uniforms.copy_(uniforms())
+                self._set_uniforms(uniforms())
             self.advance()
             waiting.append(_Result(self.tokens, self.active))
             if len(waiting) < AHEAD and i + 1 < steps:

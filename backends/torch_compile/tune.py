@@ -1,8 +1,8 @@
 """Find the fastest settings of each kernel of a model on the GPU at hand: `g4ir tune`.
 
-Every setting is first checked against the op's reference, then timed as a CUDA graph of many
-launches over operands that together do not fit the L2 cache, so that weights come from memory as
-in a decode step.
+Settings are timed as a CUDA graph of many launches over operands that together do not fit the L2
+cache, so that weights come from memory as in a decode step; what is faster counts once it was
+checked against the op's reference.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from math import isfinite
+from typing import Any, TypeVar
 
 import torch
 
 from g4ir.bench.stats import median
+from g4ir.errors import G4Error
 from g4ir.ir import Program
 
 from .cuda_graph import recorded
@@ -29,6 +31,9 @@ from .kernel_cases import (
 from .target import Target
 from .tunings import add_measured, trying
 
+T = TypeVar("T")
+#: new tokens of a row in prefill
+CHUNK = 1024
 #: setting -> values tried; those that a kernel does not have are left out
 VALUES: dict[str, tuple[int, ...]] = {
     "block_m": (1, 16, 32, 64, 128),
@@ -65,12 +70,15 @@ def tune(
     p: Program, phase: str, target: Target, tokens: int, bandwidth: float,
     keep: Callable[[Tuned], None], progress: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Tune every case of a phase; `keep` sees each result as it is found."""
-    cases = find_cases(p, phase, target, tokens)
+    """Tune every case of a phase; `keep` sees each result as it is found. A case for which no
+    settings run is left out."""
+    cases = find_cases(p, phase, target, tokens, CHUNK)
     for i, case in enumerate(cases):
         for kernel in case.choice.tunings:
             progress(f"{i + 1}/{len(cases)} {case.name}: {kernel}")
-            keep(tune_case(case, kernel, bandwidth))
+            found = tune_case(case, kernel, bandwidth)
+            if isfinite(found.us):
+                keep(found)
 
 
 def keep_in_table(t: Tuned) -> None:
@@ -88,31 +96,34 @@ def tune_case(case: Case, kernel: str, bandwidth: float) -> Tuned:
     def time_of(use: Mapping[str, int]) -> float:
         key = tuple(use.values())
         if key not in times:
-            times[key] = _time_or_fail(case, kernel, use)
+            times[key] = _or_fail(case, kernel, use, time_case, float("inf"))
         return times[key]
+
+    def right(use: Mapping[str, int]) -> bool:
+        return _or_fail(case, kernel, use, lambda c: errors_of_case(c, "cuda").ok, False)
 
     before, best = time_of(start), start
     for _, name in product(range(SWEEPS), start):
         for value in VALUES.get(name, ()):
             use = {**best, name: value}
-            if time_of(use) < time_of(best):
+            if time_of(use) < time_of(best) and right(use):
                 best = use
     floor = bytes_of_case(case) / bandwidth * 1e6
     return Tuned(case, kernel, best, time_of(best), before, floor, len(times))
 
 
-def _time_or_fail(case: Case, kernel: str, use: Mapping[str, int]) -> float:
-    """Microseconds; infinite where the settings do not run or give wrong results."""
-    from triton.runtime.errors import OutOfResources
+def _or_fail(
+    case: Case, kernel: str, use: Mapping[str, int], run: Callable[[Case], T], failed: T
+) -> T:
+    """What `run` makes of the case with these settings, or `failed` where they do not run."""
+    from triton.errors import TritonError
 
     with trying(kernel, use):
         try:
-            if not errors_of_case(case, "cuda").ok:
-                return float("inf")
-            return time_case(case)
-        except (OutOfResources, RuntimeError, ValueError, AssertionError):
+            return run(case)
+        except (TritonError, G4Error, ArithmeticError, RuntimeError, ValueError, AssertionError):
             torch.cuda.synchronize()
-            return float("inf")
+            return failed
 
 
 def time_case(case: Case) -> float:

@@ -100,12 +100,14 @@ def _check(path: Path, kernel: str, entry: Mapping[str, Any]) -> None:
     use = entry.get("use")
     whole = isinstance(use, dict) and all(_positive(v) for v in use.values())
     rest = {k: v for k, v in entry.items() if k not in _OWN}
-    fits = whole and all(_positive(v) for v in rest.values())
+    fits = whole and all(v == 0 or _positive(v) for v in rest.values()) and all(
+        not isinstance(v, bool) for v in rest.values()
+    )  # fmt: skip
     fits = fits and isinstance(entry.get("gpu", ""), str)
     if not fits or ("us" in entry and "gpu" not in entry):
         raise SpecError(
-            f"{path}: {kernel}: {entry}: expected whole numbers above 0, `use` with the settings, "
-            f"and a gpu beside us; correct the entry"
+            f"{path}: {kernel}: {entry}: expected whole numbers, `use` with settings above 0, and "
+            f"a gpu beside us; correct the entry"
         )
 
 
@@ -125,7 +127,9 @@ def add_measured(
     table = {k: list(v) for k, v in read_tunings(path).items()}
     key = {"gpu": gpu, **shape}
     kept = [e for e in table.get(kernel, []) if {k: e.get(k) for k in key} != key or "us" not in e]
-    table[kernel] = [{**key, "use": dict(use), "us": round(us, 2)}, *kept]
+    entry = {**key, "use": dict(use), "us": round(us, 2)}
+    _check(path or TABLE, kernel, entry)
+    table[kernel] = [entry, *kept]
     lines = [_HEADER]
     for name, entries in table.items():
         lines.append(f"{name}:\n")

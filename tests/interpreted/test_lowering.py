@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.base import Limits
+from g4ir.backends.torch_compile.backend import choice_texts
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.segment import Glue, schedule
 from g4ir.backends.torch_compile.select import RULES, choices
 from g4ir.backends.torch_compile.target import Target
 from g4ir.interpret import interpret
-from g4ir.ir import Graph, bind
+from g4ir.ir import Graph, Program, bind
+from g4ir.ops import OPS
+from g4ir.ops.base import as_tuple
 from g4ir.packing import split_program
 from g4ir.text import parse_graph
 from tests.configs import spec_called
@@ -82,7 +86,7 @@ def steps() -> Iterator[Any]:
                                    id=f"{name}-{form}-{phase}-{rows}")  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "form", "phase", "held"), steps())
+@pytest.mark.parametrize(("name", "form", "phase", "held"), [*steps()])
 def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
     rows = len(held)
     g = graph_of(name, form, phase, rows)
@@ -116,8 +120,6 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
 
 
 def _choices(g: Graph, target: Target) -> Any:
-    from g4ir.ir import Program
-
     return choices(Program({"step": g}), "step", target)
 
 
@@ -138,4 +140,17 @@ def test_every_rule_is_used() -> None:
         for name, form in MODELS for phase in ("decode", "prefill")
         for n, c in _choices(graph_of(name, form, phase, 1), Target("cpu", "h200", 1)) if c
     }  # fmt: skip
-    assert seen == set(RULES)
+    assert seen == set(RULES) - {"greedy", "candidates"}  # programs of their own
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_choice_of_the_token(rows: int) -> None:
+    p = Program({"decode": graph_of("tiny-dense", "off", "decode", rows)})
+    texts = choice_texts(p, Limits(max_batch=rows))
+    logits = torch.randn(rows, 1, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    logits[0, 0, [3, 77]] = 9.0  # a tie
+    for op, text in texts.items():
+        got = SegmentModule(parse_graph(text), Target("cpu", "h200", rows))(logits)
+        attrs = {"k": 64} if op == "candidates" else {}
+        want = as_tuple(OPS[op].reference(logits, **attrs))
+        assert all(map(torch.equal, got, want))
