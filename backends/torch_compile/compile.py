@@ -326,7 +326,7 @@ def _inductor_options() -> dict[str, Any]:
 
     options: dict[str, Any] = {"emulate_precision_casts": True, "compile_threads": 1}
     wide = "_use_fp64_for_unbacked_floats"
-    return options | ({wide: False} if hasattr(config, wide) else {})
+    return options | ({wide: False} if wide in dir(config) else {})
 
 
 def _quiet_compiler() -> Any:
