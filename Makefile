@@ -8,10 +8,11 @@ PIP         = $(BIN)/python -m pip --disable-pip-version-check
 DEMO        = build/demo
 # By file, so that engines built once for a file stay with its tests.
 PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
-FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/ops passes backends backends/torch_compile specs tests tests/passes bench
+FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/media g4ir/ops passes backends backends/primitives \
+              backends/onnx_graph backends/torch_compile backends/trt specs tests tests/passes bench
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-full lint lines bench clean distclean
+.PHONY: setup demo test units test-full lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -32,9 +33,13 @@ demo: $(READY)
 	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
 	$(BIN)/python bench/tiny.py --engine $(DEMO)/engine
 
-test: lint
-	$(PYTEST)
+# Types are checked on one core while the first tests run.
+test: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint units
 	@$(MAKE) --no-print-directory lines
+
+units: $(READY)
+	$(PYTEST)
 
 test-full: lint
 	$(PYTEST) --full

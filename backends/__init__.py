@@ -12,6 +12,8 @@ from .base import Backend
 BACKENDS = {
     "reference": "g4ir.backends.reference",
     "torch": "g4ir.backends.torch_compile",
+    "onnx": "g4ir.backends.onnx_graph",
+    "trt": "g4ir.backends.trt",
 }
 
 

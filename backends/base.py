@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from g4ir.errors import InputError
 from g4ir.ir import Program
 from g4ir.packing import ParamSource
 from g4ir.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
+
+    from g4ir.engine import Prepared
 
 Progress = Callable[[str], None]
 Tensors = Mapping[str, "torch.Tensor"]
@@ -27,6 +30,28 @@ class Limits:
     max_batch: int = 1
     max_seq: int = 8192
     prefill_chunk: int = 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A choice that a backend offers to a build: `g4ir build --set NAME=VALUE`."""
+
+    choices: tuple[str, ...]
+    default: str
+    help: str
+
+
+def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, str]:
+    """Every setting of the backend; InputError on an unknown name or value."""
+    known = backend.settings
+    for name, value in given.items():
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise InputError(f"--set {name}: backend {backend.name} has the settings: {names}")
+        if value not in known[name].choices:
+            choices = ", ".join(known[name].choices)
+            raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
+    return {name: given.get(name, s.default) for name, s in known.items()}
 
 
 class State(Protocol):
@@ -70,15 +95,32 @@ class Backend(Protocol):
     """One way to make a program run."""
 
     name: str
+    #: where its engines run, the default first
     devices: tuple[str, ...]
+    #: IR names of the dtypes it computes in; the spec's where it is among them, else the first
+    dtypes: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    #: whether `compile` finds the packed params in `out`: its files refer to them or contain them
+    packs_weights: bool
 
     def check(self, device: str) -> None:
-        """MissingError where the environment lacks something."""
+        """MissingError where the environment lacks something. Not asked in a dry run."""
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress
-    ) -> dict[str, Any]:
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
+        params: ParamSource, settings: Mapping[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
         """Write compiled files into `out`; returns what the manifest keeps of them."""
+
+    def cache_bytes(self, program: Program, limits: Limits) -> int:
+        """Bytes of the caches of a session of max_batch rows."""
+
+    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+        """Of packed params of this size, bytes that the compiled files hold once more."""
+
+    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
+        """What can be checked and told of a build without compiling; more keys of the plan.
+        CheckError where a check fails."""
 
     def machine(self, device: str) -> str:
         """The instruction set that the files need; an engine refuses any other machine."""

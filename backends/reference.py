@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from g4ir.cache_sizes import cache_bytes
 from g4ir.errors import MissingError
 from g4ir.interpret import interpret
 from g4ir.ir import Program
 from g4ir.packing import ParamSource
+from g4ir.params import DTYPE_BYTES
 
-from .base import Limits, Progress, Watch
+from .base import Limits, Progress, Setting, Watch
 from .caches import Caches
+
+if TYPE_CHECKING:
+    from g4ir.engine import Prepared
 
 
 class ReferenceRuntime:
@@ -55,14 +61,27 @@ class ReferenceBackend:
 
     name = "reference"
     devices = ("cpu", "cuda")
+    dtypes = tuple(DTYPE_BYTES)
+    settings: Mapping[str, Setting] = {}
+    packs_weights = False
 
     def check(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress
-    ) -> dict[str, Any]:
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
+        params: ParamSource, settings: Mapping[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
+        return {}
+
+    def cache_bytes(self, program: Program, limits: Limits) -> int:
+        return cache_bytes(program, limits.max_batch, limits.max_seq)
+
+    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+        return 0
+
+    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         return {}
 
     def machine(self, device: str) -> str:

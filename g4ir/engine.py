@@ -20,7 +20,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 from . import packing as packings
 from . import tensorfile
 from .backends import find_backend
-from .backends.base import Backend, Limits, Runtime
+from .backends.base import Backend, Limits, Runtime, checked_settings
+from .cache_sizes import cache_bytes
 from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
 from .fit import device_memory, require_fit
@@ -40,14 +41,15 @@ from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_prompt, read_defaults
 from .session import Session, embed_rows
 from .settings import find_dtype, find_latent, find_placement
+from .shrink import shrink
 from .spec import Spec, diff_specs, load_spec
 from .text import parse_graph
-from .types import torch_dtype
+from .types import TORCH_NAMES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 2
+FORMAT = 3
 VERSION = "0.1.0"
 MANIFEST = "manifest.json"
 GENERATION = "generation_config.json"
@@ -56,8 +58,8 @@ BUILDING = ".building-"
 #: what loading needs of a manifest
 KEYS: dict[str, type] = {
     "backend": str, "device": str, "machine": str, "dtype": str, "limits": dict,
-    "all_logits": bool, "skipped_passes": list, "options": dict, "graphs": list, "weights": dict,
-    "compiled": dict, "versions": dict, "files": dict,
+    "all_logits": bool, "skipped_passes": list, "options": dict, "settings": dict, "graphs": list,
+    "weights": dict, "compiled": dict, "versions": dict, "files": dict,
 }  # fmt: skip
 SHARD_BYTES = 4 << 30
 #: copied from the checkpoint where they exist
@@ -88,6 +90,7 @@ class Prepared:
     all_logits: bool
     skip: tuple[str, ...]
     options: Options
+    settings: Mapping[str, str]
     ple_placement: str | None
     packing: packings.Packing
     source: WeightSource
@@ -100,7 +103,23 @@ class Prepared:
 
     def disk_bytes(self) -> int:
         """Bytes of weights that the engine directory will hold."""
-        return self.param_bytes() if self.weights["kind"] == "packed" else 0
+        packed = self.param_bytes() if self.weights["kind"] == "packed" else 0
+        return packed + self.backend.repeated_bytes(packed, self.settings)
+
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of a session of max_batch rows."""
+        return self.backend.cache_bytes(self.packing.program, self.limits)
+
+    def in_small(self, dtype: str) -> tuple[packings.Packing, packings.ParamSource]:
+        """The variant in small (shrink.py) through the same passes, with random weights: what a
+        backend runs to check its lowering."""
+        spec = shrink(self.spec)
+        program = run_program(
+            build_program(spec, self.all_logits, dtype), skip=self.skip, options=self.options
+        )
+        packing = packings.split_program(program)
+        source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+        return packing, packings.MadeParams(packing, source)
 
 
 def prepare(
@@ -120,34 +139,43 @@ def prepare(
     latent_kv: str = "auto",
     ple_placement: str | None = None,
     memory: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    dry: bool = False,
     dump: Callable[[str, Graph], None] | None = None,
 ) -> Prepared:
-    """Check a build as far as it goes without compiling. Arguments as `build`."""
+    """Check a build as far as it goes without compiling. Arguments as `build`; `dry` also goes
+    without what the environment lacks, a device or weights."""
     found, skip = find_backend(backend), tuple(skip)
     device = device or found.devices[0]
     if device not in found.devices:
         raise InputError(f"backend {backend} runs on {', '.join(found.devices)}, not {device!r}")
-    directory = _checkpoint_dir(spec, checkpoint, random_weights)
-    if link_weights and directory is None:
-        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
+    chosen = checked_settings(found, settings or {})
+    directory = _checkpoint_dir(spec, checkpoint, random_weights, dry)
+    _check_link(link_weights, directory, found)
     spec = agreed_spec(spec, directory)
-    kind = find_dtype(dtype or spec.dtype)
+    kind = _dtype(found, dtype, spec)
     limits = _limits(spec, max_batch, max_seq, prefill_chunk)
-    found.check(device)
+    if not dry:
+        found.check(device)
     options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
     program = run_program(
         build_program(spec, all_logits, kind), skip=skip, dump=dump, options=options
     )
     placement = find_placement(ple_placement, spec)
-    require_fit(
-        spec, program, limits, dtype=kind, device=device, ple_placement=placement,
-        memory=device_memory(device) if memory is None else memory, all_logits=all_logits,
-        skip=skip, options=options,
-    )  # fmt: skip
+    room = memory if memory is not None else _memory(device, dry)
+    if room is not None:
+        planned = cache_bytes(program, limits.max_batch, limits.max_seq)
+        require_fit(
+            spec, program, limits, dtype=kind, device=device, ple_placement=placement,
+            memory=room, more=found.cache_bytes(program, limits) - planned,
+            all_logits=all_logits, skip=skip, options=options,
+        )  # fmt: skip
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights)
+    if found.packs_weights and weights["kind"] == "random":
+        weights = {"kind": "packed"}
     side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
     return Prepared(
-        spec, found, device, kind, limits, all_logits, skip, options, placement,
+        spec, found, device, kind, limits, all_logits, skip, options, chosen, placement,
         packings.split_program(program), source, weights, tuple(side),
     )  # fmt: skip
 
@@ -157,9 +185,8 @@ def _open_source(
 ) -> tuple[WeightSource, dict[str, Any]]:
     """Where the weights come from, and what the manifest says of them."""
     if directory is None:
-        assert seed is not None
-        source = RandomCheckpoint(spec, seed, torch_dtype(dtype))
-        return source, {"kind": "random", "seed": seed}
+        source = RandomCheckpoint(spec, seed or 0, torch_dtype(dtype))
+        return source, {"kind": "absent"} if seed is None else {"kind": "random", "seed": seed}
     checkpoint = Checkpoint.open(directory, spec)
     read_defaults(directory / GENERATION, spec.text.vocab_size)
     return checkpoint, _linked(checkpoint) if link else {"kind": "packed"}
@@ -184,7 +211,8 @@ def build(
     (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
     the table of per-layer embeddings lies: `device`, `host` or `mmap`. memory: bytes that the
     engine may need of its device (default: all that the device has); a build that would need
-    more is refused before anything is loaded.
+    more is refused before anything is loaded. settings: what the backend lets a build choose,
+    by name.
 
     Raises a G4Error for anything wrong, before anything is left at `out`.
     """
@@ -210,14 +238,17 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
+        if p.backend.packs_weights:
+            _pack(p, folder, progress)
         start = time.perf_counter()
         compiled = p.backend.compile(
-            p.packing.program, p.limits, p.device, folder, _prefixed(progress, "build")
-        )
+            p.packing.program, p.limits, p.device, folder, _prefixed(progress, "build"),
+            _params_of(p, folder), p.settings,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
-        if p.weights["kind"] == "packed":
-            params = packings.MadeParams(p.packing, p.source)
-            packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+        # After compiling where that needs none of them: it fails sooner.
+        if p.weights["kind"] == "packed" and not p.backend.packs_weights:
+            _pack(p, folder, progress)
         for name, g in p.packing.program.graphs.items():
             _write_text(folder / f"graph.{name}.g4ir", str(g))
         _write_text(folder / "prologue.g4ir", str(p.packing.prologue))
@@ -226,6 +257,17 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
             shutil.copyfile(path, folder / path.name)
         _write_text(folder / MANIFEST, _manifest_text(_manifest(p, folder, compiled)))
     return seconds
+
+
+def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
+    params = packings.MadeParams(p.packing, p.source)
+    packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+
+
+def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
+    """The params as they will be found at load."""
+    files = sorted(folder.glob("*.safetensors"))
+    return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
 
 
 def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -245,6 +287,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, 
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),
         "options": p.options,
+        "settings": dict(p.settings),
         "ple_placement": p.ple_placement,
         "graphs": list(p.packing.program.graphs),
         "weights": p.weights,
@@ -283,6 +326,8 @@ class Engine:
     program: Program
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
+    #: of the last `generate`: its caches, and what was recorded over them, serve the next one
+    _idle: Session | None = field(default=None, init=False, repr=False)
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -292,7 +337,7 @@ class Engine:
             caches = {*g.state, *g.next.values()}
             for n in g.find("attention", "attention_latent"):
                 slots = {v.type.shape[0] for v in n.inputs if v in caches}
-                window = int(n.attrs["window"])  # type: ignore[arg-type]
+                window = n.whole("window")
                 found |= {(window, size) for size in slots if isinstance(size, int)}
         return tuple(sorted(found))
 
@@ -365,8 +410,21 @@ class Engine:
         out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told)
         return out[0] if single else out
 
+    @contextmanager
+    def lent_session(self, batch: int) -> Iterator[Session]:
+        """An empty session that the engine keeps afterwards, in place of the one it kept."""
+        session, self._idle = self._idle, None
+        if session is None or session.batch != batch:
+            session = self.session(batch)
+        session.reset()
+        try:
+            yield session
+        finally:
+            self._idle = session
+
     def close(self) -> None:
         """Free what the runtime holds."""
+        self._idle = None
         self.runtime.close()
 
 
@@ -393,20 +451,21 @@ def _generate(
     vocab, room = engine.spec.text.vocab_size, engine.limits.max_seq
     for i, p in enumerate(prompts):
         checked_prompt(p, count, vocab, room, f"prompt {i}")
-    session = engine.session(len(prompts))
     lengths = torch.tensor([len(p) for p in prompts])
     padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
     for row, p in zip(padded, prompts, strict=True):
         row[: len(p)] = torch.tensor(p)
     out: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
-    for tokens, going in session.stream(session.prefill(padded, lengths), count, sampler, stop):
-        for row, token in enumerate(tokens):
-            if running[row]:
-                out[row].append(token)
-                if on_token:
-                    on_token(row, token)
-        running = going
+    with engine.lent_session(len(prompts)) as session:
+        steps = session.stream(session.prefill(padded, lengths), count, sampler, stop)
+        for tokens, going in steps:
+            for row, token in enumerate(tokens):
+                if running[row]:
+                    out[row].append(token)
+                    if on_token:
+                        on_token(row, token)
+            running = going
     return out
 
 
@@ -575,9 +634,9 @@ def _read_graph(path: Path) -> Graph:
 
 
 def _checkpoint_dir(
-    spec: Spec | None, checkpoint: str | Path | None, seed: int | None
+    spec: Spec | None, checkpoint: str | Path | None, seed: int | None, dry: bool
 ) -> Path | None:
-    """The checkpoint directory, or None for random weights."""
+    """The checkpoint directory, or None for random weights, or where a dry run has none."""
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
     if seed is not None:
@@ -590,7 +649,39 @@ def _checkpoint_dir(
         return Path(checkpoint)
     if spec is None:
         raise InputError("give a variant, a spec or a checkpoint")
+    if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
+        return None
     return _cached_checkpoint(spec)
+
+
+def _check_link(link: bool, directory: Path | None, backend: Backend) -> None:
+    """InputError where there is nothing to link to, or it could not be used."""
+    if link and directory is None:
+        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
+    if link and backend.packs_weights:
+        raise InputError(
+            f"--link-weights: what backend {backend.name} writes refers to packed weights; leave "
+            f"the option out"
+        )
+
+
+def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
+    """As asked, else the spec's, else the backend's own where it cannot compute in the spec's."""
+    kind = find_dtype(given or spec.dtype)
+    if kind in backend.dtypes:
+        return kind
+    if given is None:
+        return backend.dtypes[0]
+    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _memory(device: str, dry: bool) -> int | None:
+    """Bytes that the device has; None in a dry run without one."""
+    import torch
+
+    absent = dry and device == "cuda" and not torch.cuda.is_available()
+    return None if absent else device_memory(device)
 
 
 def _cached_checkpoint(spec: Spec) -> Path:

@@ -106,6 +106,7 @@ def require_fit(
     dtype: str,
     device: str,
     memory: int,
+    more: int = 0,
     ple_placement: str | None = None,
     all_logits: bool = False,
     skip: Iterable[str] = (),
@@ -114,6 +115,7 @@ def require_fit(
     """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
     number short and each single setting that would fit.
 
+    `more`: bytes of caches that a backend's layouts need beyond the planned ones.
     `program` holds the optimised graphs, with or without their prologue; the other arguments are
     those of `prepare`, resolved.
     """
@@ -124,9 +126,9 @@ def require_fit(
         return _needs(Program({"prefill": run_passes(graph, skip=skip, options=options)}))
 
     build = _Build(spec, limits, dtype, device, ple_placement, remake, _needs(program))
-    room = memory - reserve(memory)
+    room = memory - reserve(memory) - more
     if build.need() > room:
-        raise PlanError(_message(build, memory, room))
+        raise PlanError(_message(build, memory, room, more))
 
 
 def _needs(program: Program) -> Needs:
@@ -134,11 +136,11 @@ def _needs(program: Program) -> Needs:
     return Needs(tuple(g for name, g in mains.items() if name != "embed"), 1)
 
 
-def _message(build: _Build, memory: int, room: int) -> str:
+def _message(build: _Build, memory: int, room: int, more: int) -> str:
     row, limits = build.row(), build.limits
     parts = {
-        "weights": build.footprint().resident(build.dtype), "caches": row.built,
-        "activations": row.activations, "workspace": row.workspace, "reserve": memory - room,
+        "weights": build.footprint().resident(build.dtype), "caches": row.built + more,
+        "activations": row.activations, "workspace": row.workspace, "reserve": memory - room - more,
     }  # fmt: skip
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())

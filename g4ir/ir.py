@@ -50,6 +50,28 @@ class Node:
         (value,) = self.outputs
         return value
 
+    # `infer_types` has checked attributes against the op; these say their kind again.
+
+    def number(self, attr: str) -> float:
+        value = self.attrs[attr]
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def whole(self, attr: str) -> int:
+        value = self.attrs[attr]
+        assert isinstance(value, int)
+        return value
+
+    def wholes(self, attr: str) -> tuple[int, ...]:
+        value = self.attrs[attr]
+        assert isinstance(value, tuple)
+        return tuple(int(i) for i in value)
+
+    def word(self, attr: str) -> str:
+        value = self.attrs[attr]
+        assert isinstance(value, str)
+        return value
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -179,14 +201,26 @@ class Builder:
         )  # fmt: skip
 
 
+#: results of `infer`, which follow from its key alone; layers of a model repeat them
+_INFERRED: dict[tuple[str, tuple[Type, ...], str], tuple[Type, ...]] = {}
+_MOST_INFERRED = 1 << 16
+
+
 def infer(
     op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
 ) -> tuple[Type, ...]:
     """Result types of an op; VerifyError names the node and the types of its inputs."""
     if op not in OPS:
         raise VerifyError(f"{where}: unknown op {op!r}")
+    types = tuple(v.type for v in inputs)
+    # `repr` tells True from 1 and 1 from 1.0, which are equal as keys.
+    key = (op, types, repr(attrs))
+    if key in _INFERRED:
+        return _INFERRED[key]
+    if len(_INFERRED) >= _MOST_INFERRED:
+        _INFERRED.clear()
     try:
-        return OPS[op].infer_types(tuple(v.type for v in inputs), attrs)
+        return _INFERRED.setdefault(key, OPS[op].infer_types(types, attrs))
     except (ValueError, TypeError, LookupError, ArithmeticError) as e:
         given = ", ".join(f"{v}: {v.type}" for v in inputs)
         raise VerifyError(f"{where}: {op}({given}): {e}") from e

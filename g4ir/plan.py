@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from .blocks import Block, PleParts, blocks, layer_blocks, ple_parts
@@ -392,6 +392,7 @@ def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
     return contexts
 
 
+@lru_cache(maxsize=64)
 def _footprint(
     spec: Spec, dtype: str, device: str, placement: str | None, form: str, chunk: int,
     all_logits: bool, skip: tuple[str, ...],

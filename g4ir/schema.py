@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -310,6 +311,7 @@ def merge(base: Map, over: Map) -> Map:
 Hints = dict[str, Any]
 
 
+@cache
 def hints_of(cls: type) -> Hints:
     """Resolved annotations of a dataclass, constraints kept."""
     return get_type_hints(cls, include_extras=True)

@@ -1,16 +1,13 @@
-"""Small specs for numeric tests: the released variants shrunk, and random legal ones.
-
-`shrink` knows no variant: it scales sizes and cuts layers, and keeps every structural field.
-"""
+"""Small specs for numeric tests: the released variants shrunk, and random legal ones."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from math import gcd
 from typing import Any
 
+from g4ir.shrink import TOKENS, shrink
 from g4ir.spec import (
     FULL,
     SLIDING,
@@ -20,84 +17,13 @@ from g4ir.spec import (
     Rope,
     Spec,
     Text,
-    Tokens,
     canonical,
     check_spec,
     load_spec,
 )
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
-WINDOW = 8
-VOCAB = 256
 RANDOM_SEEDS = range(20)
-TOKENS = Tokens(bos=2, eos=(1,), pad=0)
-
-
-# --- shrinking --------------------------------------------------------------------------------
-
-
-def shrink(spec: Spec) -> Spec:
-    """A spec of the same structure that runs in milliseconds.
-
-    Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
-    each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
-    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying.
-    """
-    text = spec.text
-    layers, shared = _layers(text)
-    heads = _head_divisor(text)
-    small = replace(
-        text,
-        vocab_size=VOCAB,
-        hidden_size=_size(text.hidden_size, 32),
-        intermediate_size=_size(text.intermediate_size, 64),
-        num_hidden_layers=layers,
-        num_kv_shared_layers=shared,
-        num_attention_heads=text.num_attention_heads // heads,
-        sliding=replace(_kind(text.sliding, heads), window=WINDOW),
-        full=_kind(text.full, heads),
-        max_position_embeddings=1024,
-        moe=text.moe and replace(
-            text.moe, num_experts=8, top_k_experts=2,
-            intermediate_size=_size(text.moe.intermediate_size, 32),
-        ),
-        ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
-    )  # fmt: skip
-    return check_spec(
-        replace(
-            spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small, tokens=TOKENS,
-            vision=None, audio=None,
-        )
-    )  # fmt: skip
-
-
-def _size(value: int, by: int) -> int:
-    return max(16, round(value / by / 8) * 8)
-
-
-def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
-    """head_dim 256, 512 -> 32, 64."""
-    count = kind.num_key_value_heads // heads
-    return replace(kind, head_dim=kind.head_dim // 8, num_key_value_heads=count)
-
-
-def _head_divisor(text: Text) -> int:
-    """The largest divisor of all head counts that leaves two where there were several."""
-    counts = [k.num_key_value_heads for k in (text.sliding, text.full)]
-    common = gcd(text.num_attention_heads, *counts)
-    fits = (d for d in range(common, 0, -1) if common % d == 0)
-    return next(d for d in fits if all(n == 1 or n // d > 1 for n in counts))
-
-
-def _layers(text: Text) -> tuple[int, int]:
-    """(layers, shared layers) in whole repeats of the pattern: two of each kind own K and V."""
-    period = len(text.pattern)
-    for repeats in range(2, 99):
-        share = text.num_kv_shared_layers / text.num_hidden_layers
-        shared = round(repeats * share) or int(share > 0)
-        if repeats - shared >= 2:
-            return repeats * period, shared * period
-    raise AssertionError(f"{text.num_kv_shared_layers} shared layers leave no owners")
 
 
 # --- drawing ----------------------------------------------------------------------------------

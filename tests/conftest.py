@@ -8,11 +8,17 @@ difference before you keep it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Read when torch is imported, by processes that tests start too. What lies between the kernels of a
+# compiled program need not be fast here, and takes most of its compile time.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 # An example that takes longer than this counts as a hang. Tests whose examples are costly (they
 # build a model) set their own, smaller `max_examples`.
@@ -54,6 +60,17 @@ def full(request: pytest.FixtureRequest) -> bool:
 def rewrite_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written, not compared."""
     return bool(request.config.getoption("--rewrite-golden"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_compiler_a_worker() -> Iterator[None]:
+    """The test workers share the cores already, and a process to compile in takes seconds to
+    start."""
+    from g4ir.backends.torch_compile import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "JOBS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

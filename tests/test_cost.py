@@ -159,7 +159,7 @@ def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, af
 
 @pytest.mark.parametrize("name", ["e2b", "26b-a4b", "tiny-ple"])
 @given(tokens=st.integers(1, 3000), chunk=st.integers(1, 1500))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
     """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
     g = graph(name, "prefill", True)

@@ -1,4 +1,4 @@
-"""Runs the files of tests/interpreted/, each in a process whose triton interprets."""
+"""Runs the tests of the kernels' numbers in a process whose triton interprets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "tests" / "interpreted").glob("test_*.py"))
+FOLDERS = ("tests/interpreted", "tests/trt/interpreted")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem.removeprefix("test_"))
-def test_under_the_interpreter(path: Path, full: bool) -> None:
+def test_under_the_interpreter(full: bool) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, str(path), *(["--full"] if full else [])], cwd=ROOT, text=True,
+        [*command, *FOLDERS, *(["--full"] if full else [])], cwd=ROOT, text=True,
         capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -26,9 +26,10 @@ from g4ir.latent_forms import TABLE, Measured, choose_form, read_table, write_ta
 from g4ir.ops import OPS
 from g4ir.passes.latent_kv import FORMS, latent_kv
 from g4ir.pipeline import PASSES
+from g4ir.shrink import shrink
 from g4ir.spec import FULL, SLIDING, Rope, Spec, check_spec, load_spec
 from g4ir.types import Type, torch_dtype
-from tests.configs import NAMES, SMALL, shrink, spec_called
+from tests.configs import NAMES, SMALL, spec_called
 from tests.oracle import (
     Oracle,
     close_calls,
@@ -335,7 +336,7 @@ def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) ->
 # --- compiled engines -------------------------------------------------------------------------
 
 ROWS = 3
-SHORT = {("value", ROWS, True), ("raw", 1, False)}
+SHORT = {("raw", 1, False)}
 ENGINES = [
     pytest.param(c, id="-".join(map(str, c)), marks=() if c in SHORT else pytest.mark.full)
     for c in itertools.product(LATENT, (1, ROWS), (False, True))

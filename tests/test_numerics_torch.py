@@ -25,8 +25,9 @@ from g4ir.engine import Engine, build, prepare
 from g4ir.packing import split_program
 from g4ir.params import dead_tensors, kv_bytes, weight_bytes
 from g4ir.pipeline import PASSES
+from g4ir.shrink import shrink
 from g4ir.spec import FULL, SLIDING, Moe, Spec, check_spec, load_spec
-from tests.configs import FEATURES, NAMES, SMALL, shrink, spec_called
+from tests.configs import FEATURES, NAMES, SMALL, spec_called
 from tests.oracle import (
     Oracle,
     close_calls,
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def spec(self) -> Spec:
-        return leftover() if self.name == "leftover" else spec_called(self.name)
+        return OWN[self.name]() if self.name in OWN else spec_called(self.name)
 
     @property
     def oracle(self) -> Oracle:
@@ -121,6 +122,19 @@ def leftover() -> Spec:
     return check_spec(replace(base, name="leftover", text=text))
 
 
+def untied() -> Spec:
+    """A layer of each kind, a window of 13 and a head of its own."""
+    base = spec_called("random-18")
+    text = replace(
+        base.text, num_hidden_layers=2, pattern=(SLIDING, FULL), num_kv_shared_layers=0
+    )
+    return check_spec(replace(base, name="untied", text=text))
+
+
+#: specs that only this file has
+OWN = {"leftover": leftover, "untied": untied}
+
+
 def full(*cases: Case) -> list[Any]:
     """Cases for the full run only."""
     return [pytest.param(c, marks=pytest.mark.full, id=str(c)) for c in cases]
@@ -133,10 +147,7 @@ def short(*cases: Case) -> list[Any]:
 SHORT = {
     "every token": (Case("leftover"), Case("tiny-ple")),
     "last token": (Case("tiny-ple", ROWS, False), Case("tiny-moe", 1, False)),
-    "passes": (
-        Case("random-18", 1, False, PASSES),  # a window of 13 and an untied head
-        Case("leftover", ROWS, False, PLANS),
-    ),
+    "passes": (Case("untied", 1, False, PASSES),),
     "bf16": (Case("26b-a4b-small", 1, bf16=True),),
 }
 SKIPPED = (*((p,) for p in PASSES), PLANS, FUSIONS, PASSES)
@@ -168,6 +179,7 @@ def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Buil
     scope="module",
     params=[
         *short(*SHORT["passes"]),
+        *full(Case("leftover", ROWS, False, PLANS)),
         *full(*(Case("combined", ROWS, False, skip) for skip in SKIPPED)),
         *full(*(Case("random-18", 1, False, skip) for skip in (PLANS, FUSIONS))),
     ],

@@ -374,3 +374,39 @@ def test_batch_wrong(engine: Engine, batch: int) -> None:
 def test_all_logits_not_built(engines: Any, backend: str) -> None:
     with pytest.raises(InputError, match="all-logits"):
         engines(backend, "tiny-moe").session().prefill(some_tokens(1, 3), all_logits=True)
+
+
+# --- the session that `generate` keeps --------------------------------------------------------
+
+
+def test_generate_uses_its_caches_again(engine: Engine) -> None:
+    """What a longer text left in them changes nothing; another number of rows has its own."""
+    prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()
+    first = engine.generate(prompt, 6, stop_ids=())
+    with engine.lent_session(1) as session:
+        kept = session
+    engine.generate(other, 9, stop_ids=())
+    assert engine.generate(prompt, 6, stop_ids=()) == first
+    with engine.lent_session(1) as session:
+        assert session is kept and not session.length.any()
+    assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
+    with engine.lent_session(2) as session:
+        assert session is not kept
+
+
+def test_generate_within_generate(engine: Engine) -> None:
+    """Or after one that its caller broke off: each has caches of its own."""
+    want = engine.generate([2, 5, 7], 4, stop_ids=())
+    inner: list[Any] = []
+    outer = engine.generate(
+        [2, 5, 7], 4, stop_ids=(),
+        on_token=lambda _: inner.append(engine.generate([2, 5, 7], 4, stop_ids=())),
+    )  # fmt: skip
+    assert outer == want and inner == [want] * 4
+
+    def stop(token: int) -> None:
+        raise KeyError(token)
+
+    with pytest.raises(KeyError):
+        engine.generate([9, 9], 4, stop_ids=(), on_token=stop)
+    assert engine.generate([2, 5, 7], 4, stop_ids=()) == want

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.errors import SpecError
@@ -143,11 +143,14 @@ def consistent(spec: Spec) -> None:
     assert load_text(spec.to_yaml().encode()) == spec
 
 
+#: written anew for each example: making a directory takes as long as loading a spec
+FOLDER = tempfile.TemporaryDirectory()
+FILE = Path(FOLDER.name) / "mine.yaml"
+
+
 def load_text(text: bytes) -> Spec:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "mine.yaml"
-        file.write_bytes(text)
-        return load_spec(file)
+    FILE.write_bytes(text)
+    return load_spec(FILE)
 
 
 @given(st.data(), st.sampled_from(SMALL_BASES))
@@ -254,6 +257,8 @@ def geometry(draw: Callable[..., Any], heads: int) -> dict[str, Any]:
     }
 
 
+# Each example is loaded, written and loaded again, as YAML and as a config.
+@settings(max_examples=settings.default.max_examples // 4)
 @given(legal_text())
 def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
     tree = {

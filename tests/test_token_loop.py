@@ -194,5 +194,6 @@ def test_a_step_that_cannot_be_recorded(
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
     monkeypatch.setattr(engine.runtime, "any_length", True)
+    monkeypatch.setattr(engine, "_idle", None)  # nothing is recorded yet
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
         engine.generate(PROMPTS[0], 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -482,6 +483,23 @@ def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: 
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
     with pytest.raises(LowerError, match=r"unheard_of|unseen"):
         compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
+
+
+def test_kernel_that_torch_does_not_understand_is_an_error(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would copy every operand and say so to its log only."""
+    log = logging.getLogger("torch._dynamo")
+
+    def grumble(*_: Any) -> None:
+        log.warning("Encountered an exception in identify_accessed_tensors, "
+                    "assuming every input is mutated")  # fmt: skip
+
+    before = log.level, log.propagate, list(log.handlers)
+    monkeypatch.setattr(compiler, "_compile", grumble)
+    with pytest.raises(LowerError, match="which operands a kernel writes"):
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)
+    assert (log.level, log.propagate, list(log.handlers)) == before
 
 
 def test_process_that_dies_is_an_error(

@@ -47,7 +47,7 @@ def attention_latent(
     of the form `raw` are made K and V again, except for a single token of a single row."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *held)
-    form = str(n.attrs["form"])
+    form = n.word("form")
     parts = len(PARTS[form])
     caches, fresh = held[:parts], held[parts:]
     mask = _mask(n, positions, written, caches[0], bool(fresh))
@@ -79,7 +79,7 @@ def _mask(n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: boo
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
-    mask: Tensor = visible(key_pos, positions, int(n.attrs["window"]))  # type: ignore[arg-type]
+    mask: Tensor = visible(key_pos, positions, n.whole("window"))
     return mask
 
 
@@ -103,7 +103,7 @@ def _joined(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def _scale(n: Node) -> float:
-    return float(n.attrs["scale"])  # type: ignore[arg-type]
+    return n.number("scale")
 
 
 def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
@@ -144,7 +144,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Ten
 
 def _pairs(n: Node) -> int:
     """Rotated pairs of a node that reads a latent cache."""
-    kind, fraction = str(n.attrs["kind"]), float(n.attrs["fraction"])  # type: ignore[arg-type]
+    kind, fraction = n.word("kind"), n.number("fraction")
     return rotated_pairs(kind, int(n.inputs[0].type.shape[-1]), fraction)
 
 
@@ -223,9 +223,8 @@ def keys_values_of_chunk(
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs (low, high) [T,B,n,p] turned by key_pos i64[T,B], rounded as `rope_table` and `rope`
     round."""
-    d, attrs = int(n.inputs[0].type.shape[-1]), n.attrs
-    kind, dtype = str(attrs["kind"]), torch_dtype(str(attrs["dtype"]))
-    theta, fraction, factor = (float(attrs[a]) for a in ("theta", "fraction", "factor"))  # type: ignore[arg-type]
+    d, kind, dtype = int(n.inputs[0].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
+    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     with torch.device(key_pos.device):
         table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
     # A product, so that the compiler fuses the positions' integer arithmetic, which it does not

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from g4ir.cache_sizes import cache_bytes
 from g4ir.ir import Builder, Program, bind
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
+from g4ir.params import DTYPE_BYTES
 from g4ir.text import print_graph
 
-from ..base import Limits, Progress
+from ..base import Limits, Progress, Setting
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .segment import Segment, Step, schedule
 from .target import find_target
 
+if TYPE_CHECKING:
+    from g4ir.engine import Prepared
+
 PHASES = ("prefill", "decode")
 KERNELS = "kernels.so"
+#: programs that are compiled at a time
+JOBS = max(1, min(os.cpu_count() or 1, 8))
 
 
 def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
@@ -53,6 +61,9 @@ class TorchBackend:
 
     name = "torch"
     devices = ("cpu", "cuda")
+    dtypes = tuple(DTYPE_BYTES)
+    settings: Mapping[str, Setting] = {}
+    packs_weights = False
 
     def check(self, device: str) -> None:
         compiler.check_toolchain(device)
@@ -61,20 +72,20 @@ class TorchBackend:
         return compiler.machine(device)
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress
-    ) -> dict[str, Any]:
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
+        params: ParamSource, settings: Mapping[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
         steps = phase_steps(program, limits)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         chooses = choice_texts(program, limits) if device == "cuda" else {}
         texts += chooses.values()
-        jobs = max(1, min(os.cpu_count() or 1, 8))
         target = find_target(device, limits.max_batch)
         if device == "cuda" and not target.gpu:
             progress("this GPU is older than Hopper: the library's kernels only")
         for phase in PHASES if target.gpu else ():
             if note := unmeasured(program.graphs[phase], target):
                 progress(note)
-        files = compiler.compile_all(texts, target, out / "programs", jobs, progress)
+        files = compiler.compile_all(texts, target, out / "programs", JOBS, progress)
         if device == "cpu":
             compiler.compile_kernels(out / "programs" / KERNELS)
         kept = {
@@ -82,6 +93,18 @@ class TorchBackend:
             for phase, many in steps.items()
         }
         return kept | {op: [files[text]] for op, text in chooses.items()}
+
+    def cache_bytes(self, program: Program, limits: Limits) -> int:
+        return cache_bytes(program, limits.max_batch, limits.max_seq)
+
+    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+        return 0
+
+    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
+        """How many programs an engine calls in all, and how many are compiled."""
+        phases = phase_steps(prepared.packing.program, prepared.limits)
+        texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
+        return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],

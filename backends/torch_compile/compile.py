@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -42,8 +43,10 @@ _TRACE = {"B": 2, "S": 4, "C": 16}
 def program_name(text: str, target: Target) -> str:
     """A hash of everything that a program's code follows from."""
     import torch
+    from torch._inductor import config
 
     parts = [text, str(target), torch.__version__, machine(target.device), _sources(target)]
+    parts.append(config.aot_inductor.compile_wrapper_opt_level)
     if target.gpu:
         parts.append(importlib.metadata.version("triton"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -274,13 +277,35 @@ def compile_program(text: str, target: Target, path: Path) -> None:
     import torch
 
     try:
-        with _quiet_compiler(), torch.no_grad():
+        with _quiet_compiler(), torch.no_grad(), _kernels_understood():
             _compile(text, target, path)
     except Exception as e:
         raise LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {text.splitlines()[-3].strip()}"
         ) from None
+
+
+@contextmanager
+def _kernels_understood() -> Iterator[None]:
+    """An error where torch cannot tell what a kernel writes: it would say so to its log alone and
+    copy every operand of the kernel, caches included."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo")
+    before = log.level, log.propagate
+    log.setLevel(logging.WARNING)
+    log.propagate = False  # the user's terminal has no use for it
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before[1]
+        log.setLevel(before[0])
+    if any("every input is mutated" in message for message in told):
+        raise RuntimeError("torch cannot tell which operands a kernel writes")
 
 
 def _compile(text: str, target: Target, path: Path) -> None:
@@ -332,7 +357,6 @@ def _inductor_options() -> dict[str, Any]:
 def _quiet_compiler() -> Any:
     """Keep the exporter's warnings out of the user's terminal."""
     import contextlib
-    import logging
     import warnings
 
     stack = contextlib.ExitStack()

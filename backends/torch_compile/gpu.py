@@ -37,13 +37,13 @@ def _linear(run: Run, n: Node, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _linear_glu(run: Run, n: Node, x: Tensor, w: Tensor, *up: Tensor) -> Tensor:
-    act = str(n.attrs["act"])
+    act = n.word("act")
     use = _chosen(run, n).use
     return linear.skinny_linear_glu(x, w, up[0] if up else None, act, **use)
 
 
 def _rms_norm(run: Run, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
-    return norms.rms_norm(x, w, float(n.attrs["eps"]), **_chosen(run, n).use)  # type: ignore[arg-type]
+    return norms.rms_norm(x, w, n.number("eps"), **_chosen(run, n).use)
 
 
 def _weights(n: Node, given: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -60,7 +60,7 @@ def _norm_residual(
 ) -> tuple[Tensor, ...]:
     scalar, weights = _weights(n, rest)
     use = _chosen(run, n).use
-    eps = float(n.attrs["eps"])  # type: ignore[arg-type]
+    eps = n.number("eps")
     return tuple(norms.norm_residual(x, residual, w, scalar, weights, eps, **use))
 
 
@@ -70,7 +70,7 @@ def _dual_norm_residual(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scalar, weights = _weights(n, rest)
     use = _chosen(run, n).use
-    eps = float(n.attrs["eps"])  # type: ignore[arg-type]
+    eps = n.number("eps")
     return tuple(
         norms.dual_norm_residual(a, w_a, b, w_b, w, residual, scalar, weights, eps, **use)
     )
@@ -97,7 +97,7 @@ def _queries(run: Run, n: Node, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) 
     user = reader(run.g, n)
     assert user
     q, arrivals = qkv.q_heads(
-        x.flatten(-2), w, cos, sin, x.shape[-2], kv_heads(user), float(n.attrs["eps"]),  # type: ignore[arg-type]
+        x.flatten(-2), w, cos, sin, x.shape[-2], kv_heads(user), n.number("eps"),
         **_chosen(run, n).use,
     )  # fmt: skip
     run.env[_arrivals(n.out.name)] = arrivals
@@ -136,7 +136,7 @@ def _attention_latent(
     if not has_chunk(n):
         return decode_attention.decode_attention_latent(
             q, written, w, list(held), _counters(run, n, q), _frequencies(n, q),
-            str(n.attrs["form"]), **_masking(n), **use,
+            n.word("form"), **_masking(n), **use,
         )  # fmt: skip
     if n.attrs["form"] == "value":
         return prefill_attention.prefill_attention_latent(
@@ -150,8 +150,8 @@ def _attention_latent(
 
 def _frequencies(n: Node, q: Tensor) -> Tensor:
     """f32 [p], of the rotated pairs."""
-    kind, d = str(n.attrs["kind"]), int(q.shape[-1])
-    theta, fraction, factor = (float(n.attrs[a]) for a in ("theta", "fraction", "factor"))  # type: ignore[arg-type]
+    kind, d = n.word("kind"), int(q.shape[-1])
+    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     pairs = rotated_pairs(kind, d, fraction)
     with torch.device(q.device):  # made there: a recorded step may copy nothing from the host
         return inverse_frequencies(kind, theta, d, fraction, factor)[:pairs]
@@ -162,7 +162,7 @@ def _greedy(run: Run, n: Node, logits: Tensor) -> Tensor:
 
 
 def _candidates(run: Run, n: Node, logits: Tensor) -> tuple[Tensor, ...]:
-    return tuple(head.top_candidates(logits.flatten(0, 1), int(n.attrs["k"])))  # type: ignore[arg-type]
+    return tuple(head.top_candidates(logits.flatten(0, 1), n.whole("k")))
 
 
 def _moe(
@@ -171,7 +171,7 @@ def _moe(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dense, experts): the dense MLP in the grids of the experts."""
     use = {name: t.use for name, t in _chosen(run, n).tunings.items()}
-    act, top_k, root = str(n.attrs["act"]), int(n.attrs["top_k"]), float(n.attrs["root"])  # type: ignore[arg-type]
+    act, top_k, root = n.word("act"), n.whole("top_k"), n.number("root")
     scores = moe.router_logits(x_router, scale, proj, root, **use["router_logits"])
     if "moe_sort" not in use:
         inner = moe.moe_gate_up(

@@ -86,7 +86,7 @@ def _experts(
     m: Run, n: Node, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
     gate_up: torch.Tensor, down: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    act = str(n.attrs["act"])
+    act = n.word("act")
     if m.device == "cpu":
         out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, gate_up, down, act)
         return out

@@ -156,7 +156,7 @@ def _attention(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
     q, heads = n.inputs[0].type, kv_heads(n)
     shape = {
         "d": _size(q, -1), "kv_heads": heads, "group": _size(q, 2) // heads,
-        "window": int(n.attrs["window"]),  # type: ignore[arg-type]
+        "window": n.whole("window"),
     }  # fmt: skip
     latent = "_latent" if n.op == "attention_latent" else ""
     if not has_chunk(n):
@@ -181,7 +181,7 @@ def _moe(g: Graph, n: Node, target: Target) -> tuple[tuple[str, ...], Shape] | N
 
 def _choose_token(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
     logits = n.inputs[0].type
-    few = int(n.attrs.get("k", 1)) <= MOST_CANDIDATES  # type: ignore[arg-type]
+    few = n.op == "greedy" or n.whole("k") <= MOST_CANDIDATES
     kernel = {"greedy": "block_argmax", "candidates": "top_candidates"}[n.op]
     return (kernel, {"vocab": _size(logits, -1)}) if few else None
 

@@ -27,7 +27,7 @@ def add_build(verbs: Any) -> None:
     p.add_argument("--checkpoint", metavar="DIR",
                    help="a Hugging Face directory (default: the local hub cache)")  # fmt: skip
     p.add_argument("--random-weights", metavar="SEED", type=int, help="weights made from a seed")
-    p.add_argument("--backend", required=True, help="reference or torch")
+    p.add_argument("--backend", required=True, help="reference, torch, onnx or trt")
     p.add_argument("--device", help="cpu or cuda (default: by backend)")
     p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
     p.add_argument("--max-batch", metavar="N", type=int, default=1, help="rows (default 1)")
@@ -36,6 +36,8 @@ def add_build(verbs: Any) -> None:
     p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
     add_layout(p)
+    p.add_argument("--set", metavar="NAME=VALUE", action="append", default=[],
+                   help="a choice of the backend's (repeat)")  # fmt: skip
     p.add_argument("--memory", metavar="GPU|BYTES",
                    help="what it must fit (default: all of the device's memory)")  # fmt: skip
     p.add_argument("--link-weights", action="store_true",
@@ -65,12 +67,13 @@ def _build(args: argparse.Namespace) -> int:
             skip=args.skip, link_weights=args.link_weights, latent_kv=args.latent_kv,
             ple_placement=args.ple_placement,
             memory=find_gpu(args.memory).memory_bytes if args.memory else None,
+            settings=_settings(args.set), dry=args.dry_run,
             dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
         )  # fmt: skip
         out = _out(args, prepared.spec)
         _tell_notes(prepared)
         if args.dry_run:
-            return _dry_run(prepared, out, args.json)
+            return _dry_run(prepared, out, args.json, progress)
         _tell_leftovers(out)
         compile_s = write_engine(prepared, out, progress)
         prepared.source.close()
@@ -80,6 +83,17 @@ def _build(args: argparse.Namespace) -> int:
         return verified(str(out), args)
     emit({"engine": str(out), "compile_s": compile_s}) if args.json else print(out)
     return 0
+
+
+def _settings(given: list[str]) -> dict[str, str]:
+    """["name=value", ...] as a table."""
+    table: dict[str, str] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not (name and sign and value) or name in table:
+            raise InputError(f"--set {text}: expected NAME=VALUE, each name once")
+        table[name] = value
+    return table
 
 
 def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
@@ -121,11 +135,11 @@ def _escaped(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
-def _dry_run(p: Prepared, out: Path, as_json: bool) -> int:
+def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
     from g4ir.engine import check_space
 
     check_space(p, out)
-    plan = _plan(p, out)
+    plan = _plan(p, out) | p.backend.dry_run(p, progress)
     if as_json:
         emit(plan)
         return 0
@@ -138,31 +152,19 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     """What a build would make; sizes in bytes."""
     from dataclasses import asdict
 
-    from g4ir.cache_sizes import cache_bytes
     from g4ir.engine import free_bytes
 
     return {
         "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
         **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
+        "settings": dict(p.settings),
         "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
-        "cache_bytes": cache_bytes(p.packing.program, p.limits.max_batch, p.limits.max_seq),
+        "cache_bytes": p.cache_bytes(),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
-        "programs": _program_counts(p), "disk_bytes": p.disk_bytes(),
+        "disk_bytes": p.disk_bytes(),
         "disk_free": free_bytes(out), "out": str(out),
     }  # fmt: skip
-
-
-def _program_counts(p: Prepared) -> dict[str, int]:
-    """How many programs the torch backend calls in all, and how many it compiles."""
-    if p.backend.name != "torch":
-        return {}
-    from g4ir.backends.torch_compile.backend import phase_steps
-    from g4ir.backends.torch_compile.segment import Segment
-
-    steps = [s for many in phase_steps(p.packing.program, p.limits).values() for s in many]
-    texts = [s.text for s in steps if isinstance(s, Segment)]
-    return {"calls": len(texts), "compiled": len(set(texts))}
 
 
 def _planned(key: str, value: Any) -> str:

@@ -1,7 +1,7 @@
 """Tests of the Triton kernels under Triton's interpreter.
 
-They need TRITON_INTERPRET=1 before triton is imported, so tests/test_interpreted.py runs each file
-in a process of its own; elsewhere they are not collected.
+They need TRITON_INTERPRET=1 before triton is imported, so tests/test_interpreted.py runs them in a
+process of its own; elsewhere they are not collected.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
 ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
-    *((m, "decode", "ragged") for m in ("tiny-ple", "26b-a4b-small", "combined")),
-    *((m, "decode", "one") for m in ("tiny-moe", "31b-small")),
-    *((m, "prefill", "ragged") for m in ("tiny-dense", "31b-small")),
+    ("combined", "off", "decode", "ragged"), ("26b-a4b-small", "value", "decode", "ragged"),
+    ("31b-small", "raw", "decode", "one"), ("tiny-dense", "off", "prefill", "ragged"),
+    ("31b-small", "value", "prefill", "ragged"), ("31b-small", "raw", "prefill", "ragged"),
 }
 
 
@@ -81,7 +81,7 @@ def steps() -> Iterator[Any]:
     for name, form in MODELS:
         for phase in ("decode", "prefill"):
             for rows in ROWS:
-                marks = () if (name, phase, rows) in QUICK else pytest.mark.full
+                marks = () if (name, form, phase, rows) in QUICK else pytest.mark.full
                 yield pytest.param(name, form, phase, ROWS[rows], marks=marks,
                                    id=f"{name}-{form}-{phase}-{rows}")  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""`--backend onnx`: an ONNX model that runs on the CPU here, and anywhere ONNX runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import MissingError
+from g4ir.ir import Program
+from g4ir.packing import ParamSource
+
+from ..base import Limits, Progress, Setting
+from ..primitives.network import EXPERTS, stored_bytes
+
+if TYPE_CHECKING:
+    from g4ir.engine import Prepared
+
+NEEDS = ("onnx", "onnxruntime")
+
+
+class OnnxBackend:
+    """Exports through the tensor primitives; runs on onnxruntime."""
+
+    name = "onnx"
+    devices = ("cpu",)
+    #: onnxruntime has hardly an operator in bf16 for the CPU
+    dtypes = ("f32", "f16")
+    packs_weights = True
+    settings: Mapping[str, Setting] = {
+        "experts": Setting(
+            EXPERTS, "auto",
+            "routed experts: `gather` the weights of the chosen ones (moves three times their "
+            "bytes), multiply `all` of them, or `auto`: gather for single tokens only",
+        ),
+    }  # fmt: skip
+
+    def check(self, device: str) -> None:
+        require(*NEEDS)
+
+    def machine(self, device: str) -> str:
+        return "any"
+
+    def compile(
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
+        params: ParamSource, settings: Mapping[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
+        from .export import export
+
+        progress("model.onnx, embed.onnx")
+        return export(program, limits, out, settings["experts"])
+
+    def cache_bytes(self, program: Program, limits: Limits) -> int:
+        return stored_bytes(program.graphs["prefill"], limits)
+
+    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+        return 0
+
+    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
+        require("onnx")
+        from .export import Nowhere, network_model, summary
+
+        program = prepared.packing.program
+        model = network_model(
+            program, prepared.limits, Nowhere(), prepared.settings["experts"]
+        )
+        return {"onnx": summary(model)}
+
+    def load(
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        params: ParamSource, progress: Progress, cuda_graph: bool = True,
+    ) -> Any:  # fmt: skip
+        require("onnxruntime")
+        from .runtime import OnnxRuntime
+
+        return OnnxRuntime(program, limits, folder, params, progress)
+
+
+def require(*modules: str) -> None:
+    """MissingError where one cannot be imported."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise MissingError(
+                f"--backend onnx needs the library {name}: `pip install 'g4ir[onnx]'`"
+            )
+
+
+BACKEND = OnnxBackend()

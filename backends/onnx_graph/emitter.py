@@ -1,0 +1,340 @@
+"""Tensor primitives as ONNX nodes.
+
+A node's name is the IR value it is made for, then its operator: `L5.attn.q.rope/Mul_2`. A tensor
+that is an IR value has that value's name. Weights are initialisers whose data stay where the
+engine keeps them, in its safetensors files; no protobuf holds more than small constants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import onnx
+import torch
+from onnx import helper
+
+from g4ir.ir import Value
+from g4ir.types import Dim, Type, dtype_name, torch_dtype
+
+from ..primitives.emitter import Emitter, Operand, reshape_spec
+
+OPSET = 24
+#: of the IR's dtypes; the same operators in bf16 are legal ONNX, but no runtime here has them
+ELEMENTS: Mapping[str, int] = {
+    "f32": onnx.TensorProto.FLOAT, "f16": onnx.TensorProto.FLOAT16,
+    "bf16": onnx.TensorProto.BFLOAT16, "i64": onnx.TensorProto.INT64,
+    "i32": onnx.TensorProto.INT32, "bool": onnx.TensorProto.BOOL,
+}  # fmt: skip
+#: constants of more bytes lie outside the model file
+INLINE_BYTES = 4096
+
+_UNARY = {
+    "neg": "Neg", "exp": "Exp", "tanh": "Tanh", "sqrt": "Sqrt", "erf": "Erf", "not": "Not",
+}  # fmt: skip
+_BINARY = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "max": "Max",
+    "min": "Min", "floor_div": "Div", "eq": "Equal", "gt": "Greater", "lt": "Less", "and": "And",
+    "or": "Or",
+}  # fmt: skip
+_REDUCE = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where bytes lie: a file beside the model."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Storage(Protocol):
+    """Where data lie that are not in the model file."""
+
+    def weight(self, v: Value) -> Place: ...
+
+    def constant(self, data: bytes) -> Place: ...
+
+
+class OnnxEmitter(Emitter):
+    """Handles are tensor names; `model` makes the file's content of what was emitted."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.nodes: list[onnx.NodeProto] = []
+        self.types: dict[str, Type] = {}
+        self.results: dict[str, Type] = {}
+        self.renamed: dict[str, str] = {}
+        self._names: Counter[str] = Counter()
+        self._known: dict[Any, str] = {}
+        self._depth = 0
+
+    # --- sources ------------------------------------------------------------------------------
+
+    def input(self, name: str, t: Type) -> Operand:
+        self.inputs.append(_info(name, t))
+        return Operand(t, name)
+
+    def param(self, v: Value) -> Operand:
+        place = self.storage.weight(v)
+        self.initializers[v.name] = _outside(v.name, v.type, place)
+        return Operand(v.type, v.name)
+
+    def constant(self, tensor: Any) -> Operand:
+        t = Type(dtype_name(tensor.dtype), tuple(tensor.shape))
+        return Operand(t, self._constant(t, tensor))
+
+    def _constant(self, t: Type, tensor: torch.Tensor) -> str:
+        """Equal small constants are one initialiser."""
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        name = f"const/{t.dtype}_{len(self.initializers)}"
+        if len(data) > INLINE_BYTES:
+            self.initializers[name] = _outside(name, t, self.storage.constant(data))
+            return name
+        if (t, data) not in self._known:
+            self._known[t, data] = name
+            self.initializers[name] = helper.make_tensor(
+                name, ELEMENTS[t.dtype], list(t.shape), data, raw=True
+            )
+        return self._known[t, data]
+
+    def _whole(self, *values: int) -> str:
+        """i64 [n]: axes, sizes and the like."""
+        return self._constant(Type("i64", (len(values),)), torch.tensor(values))
+
+    def output(self, name: str, x: Operand) -> None:
+        """The tensor takes the output's name, unless it is known by another already."""
+        self.results[name] = x.type
+        fixed = x.handle in self.initializers or x.handle not in self.types
+        if fixed or x.handle in self.renamed:
+            self.renamed[self._node("Identity", [x.handle], x.type)] = name
+        else:
+            self.renamed[x.handle] = name
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def _make(
+        self, op: str, inputs: Sequence[str], types: Sequence[Type], **attrs: Any
+    ) -> list[str]:
+        base = f"{self.scope}/{op}"
+        self._names[base] += 1
+        name = base if self._names[base] == 1 else f"{base}_{self._names[base]}"
+        outputs = [name if i == 0 else f"{name}:{i}" for i in range(len(types))]
+        self.nodes.append(helper.make_node(op, list(inputs), outputs, name=name, **attrs))
+        if not self._depth:
+            self.types.update(zip(outputs, types, strict=True))
+        return outputs
+
+    def _node(self, op: str, inputs: Sequence[str], t: Type, **attrs: Any) -> str:
+        return self._make(op, inputs, [t], **attrs)[0]
+
+    def _op(self, op: str, xs: Sequence[Operand | str], t: Type, **attrs: Any) -> Operand:
+        names = [x if isinstance(x, str) else x.handle for x in xs]
+        return Operand(t, self._node(op, names, t, **attrs))
+
+    def _once(self, key: Any, make: Callable[[], str]) -> str:
+        """A tensor that several nodes read, made for the first; inside a branch nothing is kept,
+        since nothing outside could read it."""
+        if key in self._known:
+            return self._known[key]
+        with self.apart():
+            name = make()
+        if not self._depth:
+            self._known[key] = name
+        return name
+
+    def _length(self, x: Operand, axis: int) -> str:
+        """i64 [1]: the size of a dim. Dims of one name have one size."""
+        dim = x.shape[axis]
+        if isinstance(dim, int):
+            return self._whole(dim)
+
+        def make() -> str:
+            return self._node("Shape", [x.handle], Type("i64", (1,)), start=axis, end=axis + 1)
+
+        return self._once(("length", dim), make)
+
+    def when_one(
+        self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
+    ) -> Operand:
+        dim = x.shape[axis]
+        if isinstance(dim, int):
+            return then() if dim == 1 else otherwise()
+        one = self._once(("one", dim), lambda: self._is_one(self._length(x, axis)))
+        first, second = self._branch("then", then), self._branch("otherwise", otherwise)
+        if first[1] != second[1]:
+            raise ValueError(f"branches of {first[1]} and {second[1]}")
+        return self._op("If", [one], first[1], then_branch=first[0], else_branch=second[0])
+
+    def _is_one(self, length: str) -> str:
+        equal = self._node("Equal", [length, self._whole(1)], Type("bool", (1,)))
+        return self._node("Squeeze", [equal, self._whole(0)], Type("bool", ()))
+
+    def _branch(self, name: str, make: Callable[[], Operand]) -> tuple[onnx.GraphProto, Type]:
+        """A graph of its own, which reads what is outside by name."""
+        outside, self.nodes = self.nodes, []
+        self._depth += 1
+        out = make()
+        if not any(out.handle in n.output for n in self.nodes):
+            out = self._op("Identity", [out], out.type)
+        graph = helper.make_graph(self.nodes, name, [], [_info(out.handle, out.type)])
+        self._depth -= 1
+        self.nodes = outside
+        return graph, out.type
+
+    # --- pointwise ----------------------------------------------------------------------------
+
+    def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
+        return self._op(_UNARY[kind], [x], t)
+
+    def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
+        return self._op(_BINARY[kind], [a, b], t)
+
+    def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
+        return self._op("Where", [condition, a, b], t)
+
+    def _cast(self, x: Operand, t: Type) -> Operand:
+        return self._op("Cast", [x], t, to=ELEMENTS[t.dtype])
+
+    # --- products and sums --------------------------------------------------------------------
+
+    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
+        return self._op("MatMul", [x, self.transpose(w, 1, 0)], t)
+
+    def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
+        if transpose_b:
+            last = b.rank - 1
+            b = self.transpose(b, *range(last - 1), last, last - 1)
+        return self._op("MatMul", [a, b], t)
+
+    def _softmax(self, x: Operand, t: Type) -> Operand:
+        return self._op("Softmax", [x], t, axis=-1)
+
+    def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
+        return self._op(_REDUCE[kind], [x, self._whole(axis)], t, keepdims=1)
+
+    def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
+        found = self._make("TopK", [x.handle, self._whole(k)], [values, index],
+                           axis=-1, largest=1, sorted=1)  # fmt: skip
+        return Operand(values, found[0]), Operand(index, found[1])
+
+    # --- layout -------------------------------------------------------------------------------
+
+    def _reshape(self, x: Operand, t: Type) -> Operand:
+        return self._op("Reshape", [x, self._whole(*reshape_spec(x.type, t))], t)
+
+    def _seen_as(self, x: Operand, t: Type) -> Operand:
+        """The same stored bytes with another shape: no node, and no copy of a weight."""
+        name = f"{x.handle}[{','.join(map(str, t.shape))}]"
+        if name not in self.initializers:
+            self.initializers[name] = tensor = onnx.TensorProto()
+            tensor.CopyFrom(self.initializers[x.handle])
+            tensor.name, tensor.dims[:] = name, t.shape
+        return Operand(t, name)
+
+    def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
+        return self._op("Transpose", [x], t, perm=list(order))
+
+    def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
+        if x.handle in self.initializers:
+            return self._seen_as(x, t)
+        return self._op("Unsqueeze", [x, self._whole(*axes)], t)
+
+    def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
+        return self._op("Concat", xs, t, axis=axis)
+
+    def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
+        return self._op("Slice", [x, *map(self._whole, (start, stop, axis))], t)
+
+    def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
+        return self._op("Slice", [x, self._whole(0), self._length(like, 0), self._whole(axis)], t)
+
+    # --- by index -----------------------------------------------------------------------------
+
+    def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
+        return self._op("Gather", [x, index], t, axis=axis)
+
+    def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
+        def column() -> str:
+            return self.unsqueeze(self.cast(index, "i64"), 2).handle
+
+        at = self._once(("column", index.handle), column)
+        return self._op("GatherND", [x, at], t, batch_dims=1)
+
+    def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
+        return self._op("TensorScatter", [cache, new, start], t, axis=-2, mode="linear")
+
+    # --- the model ----------------------------------------------------------------------------
+
+    def name_values(self, values: Mapping[str, Operand]) -> None:
+        """Tensors take the names of the IR values that they are."""
+        taken = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
+        for name, x in values.items():
+            if x.handle in self.types and x.handle not in self.renamed and name not in taken:
+                self.renamed[x.handle] = name
+                taken.add(name)
+
+    def model(self, name: str, doc: str, facts: Mapping[str, str]) -> onnx.ModelProto:
+        """`doc` is for people, `facts` for programs."""
+        for n in walk(self.nodes):
+            _rename(n, self.renamed)
+        results = [_info(k, t) for k, t in self.results.items()]
+        within = [
+            _info(self.renamed.get(k, k), t) for k, t in self.types.items()
+            if self.renamed.get(k) not in self.results
+        ]  # fmt: skip
+        used = {i for n in walk(self.nodes) for i in n.input} | self.results.keys()
+        held = [t for name, t in self.initializers.items() if name in used]
+        graph = helper.make_graph(
+            self.nodes, name, self.inputs, results, held,
+            doc_string=doc, value_info=within,
+        )  # fmt: skip
+        opsets = [helper.make_opsetid("", OPSET)]
+        model = helper.make_model(
+            graph, opset_imports=opsets, producer_name="g4ir", doc_string=doc,
+            ir_version=helper.find_min_ir_version_for(opsets),
+        )  # fmt: skip
+        helper.set_model_props(model, dict(facts))
+        return model
+
+
+def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes, and those of their branches."""
+    for n in nodes:
+        yield n
+        for a in n.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                yield from walk(a.g.node)
+
+
+def _rename(n: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    for field in (n.input, n.output):
+        for i, name in enumerate(field):
+            if name in names:
+                field[i] = names[name]
+
+
+def _info(name: str, t: Type) -> onnx.ValueInfoProto:
+    shape: list[Dim] = list(t.shape)
+    return helper.make_tensor_value_info(name, ELEMENTS[t.dtype], shape)
+
+
+def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
+    """An initialiser whose data lie in another file."""
+    tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (
+        ("location", place.file), ("offset", place.offset), ("length", place.length),
+    ):  # fmt: skip
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def element_type(dtype: str) -> Any:
+    """The numpy type of an IR dtype, as onnxruntime binds it."""
+    return torch.empty(0, dtype=torch_dtype(dtype)).numpy().dtype

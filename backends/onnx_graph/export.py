@@ -1,0 +1,219 @@
+"""A program as ONNX files in an engine directory.
+
+    model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
+    embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
+                    tables
+    constants.bin   tables of angles
+    weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
+                    twice. Models and these files stay in one directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import onnx
+
+from g4ir import tensorfile
+from g4ir.errors import EngineError, LowerError
+from g4ir.ir import Graph, Node, Program, Value
+
+from ..base import Limits
+from ..primitives.emitter import SHARED, Operand
+from ..primitives.graph import network_graph
+from ..primitives.lowerings import LOWERINGS
+from ..primitives.network import Network, full_slots
+from .allow_list import check_model
+from .emitter import OPSET, OnnxEmitter, Place
+
+MODEL, EMBED, CONSTANTS = "model.onnx", "embed.onnx", "constants.bin"
+#: constants begin at multiples of it
+ALIGNMENT = 64
+_LAYER = re.compile(r"L(\d+)\.")
+OUTSIDE = "outside layers"
+
+#: what model.onnx says of itself
+_NETWORK_DOC = """Prefill and decode of a Gemma 4 text model: a decode step is a chunk of one token.
+
+B rows, a chunk of S tokens each (1 to `prefill_chunk`), C slots of the full-length
+caches that the chunk looks at: at least as many as rows hold tokens after it, at most M. T is the
+model's dtype.
+
+    in   embeds          T[B,S,H]        of embed.onnx
+         ple_rows        T[B,S,L*P]      of embed.onnx, where the variant has per-layer embeddings
+         positions       i64[B,S]        of each token in its row; also padding counts on
+         lengths         i64[B]          valid tokens of the chunk by row, 0 to S; padding follows
+         slots           i64[C]          0, 1, 2, ...; where a layer has a full-length cache
+         NAME            T[B,n,M,d]      a full-length cache, M = max_seq + prefill_chunk
+                         T[B,W,n,d]      a ring of W slots
+    out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all)
+         NAME.next       as NAME         the cache after the chunk
+
+Caches start as zeros. NAME and NAME.next may share memory for the caches that the property
+`g4ir.in_place` lists, and may not for the others. The next chunk's positions start after the valid
+tokens of this one.
+"""
+
+_EMBED_DOC = """Token ids to the rows that model.onnx takes.
+
+in   tokens    i64[B,S]
+out  embeds    [B,S,H]
+     ple_rows  [B,S,L*P], where the variant has per-layer embeddings
+"""
+
+
+# --- where data lie ---------------------------------------------------------------------------
+
+
+@dataclass
+class Directory:
+    """Weights in the safetensors files of a directory, constants in a file of their own."""
+
+    folder: Path
+    constants: IO[bytes]
+    weights: Mapping[str, tuple[str, tensorfile.Entry]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        headers = map(tensorfile.read_header, sorted(self.folder.glob("*.safetensors")))
+        self.weights = {k: (h.path.name, e) for h in headers for k, e in h.entries.items()}
+
+    def weight(self, v: Value) -> Place:
+        if v.name not in self.weights:
+            raise EngineError(f"{self.folder}: no safetensors file holds {v}; build it again")
+        file, entry = self.weights[v.name]
+        if entry.nbytes != v.type.nbytes():
+            raise EngineError(f"{self.folder / file}: {v} is {v.type}, stored as {entry.dtype}")
+        return Place(file, entry.start, entry.nbytes)
+
+    def constant(self, data: bytes) -> Place:
+        self.constants.write(bytes(-self.constants.tell() % ALIGNMENT))
+        place = Place(CONSTANTS, self.constants.tell(), len(data))
+        self.constants.write(data)
+        return place
+
+
+class Nowhere:
+    """For a model that is looked at and not kept."""
+
+    def weight(self, v: Value) -> Place:
+        return Place("weights", 0, v.type.nbytes())
+
+    def constant(self, data: bytes) -> Place:
+        return Place(CONSTANTS, 0, len(data))
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def network_model(
+    program: Program, limits: Limits, storage: Any, experts: str = "auto"
+) -> onnx.ModelProto:
+    """The network of prefill and decode; LowerError where it leaves the allow-list."""
+    graph, e = network_graph(program), OnnxEmitter(storage)
+    net = Network(e, graph, limits, LOWERINGS, experts)
+    net.emit()
+    e.name_values(_made(graph, net))
+    facts = {
+        "g4ir.max_seq": str(limits.max_seq),
+        "g4ir.prefill_chunk": str(limits.prefill_chunk),
+        "g4ir.full_slots": str(full_slots(limits)),
+        "g4ir.in_place": ",".join(_in_place(graph, e)),
+    }
+    return _checked(e.model("network", _NETWORK_DOC, facts))
+
+
+def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """Token ids to rows of the tables."""
+    graph, e = program.graphs["embed"], OnnxEmitter(storage)
+    net = Network(e, graph, limits, {**LOWERINGS, "embedding": _embedding})
+    net.env.update({v.name: e.input(v.name, v.type) for v in graph.inputs})
+    for n in graph.nodes:
+        net.node(n)
+    for v in graph.outputs:
+        e.output(v.name, net.env[v.name])
+    e.name_values(_made(graph, net))
+    return _checked(e.model("embed", _EMBED_DOC, {}))
+
+
+def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
+    """The scale is rounded to the table's dtype first (rule 2)."""
+    return net.e.mul(net.e.gather(table, ids, 0), n.number("scale"))
+
+
+def _made(graph: Graph, net: Network) -> dict[str, Operand]:
+    return {v.name: net.env[v.name] for n in graph.nodes for v in n.outputs}
+
+
+def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
+    check_model(model)
+    return model
+
+
+def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
+    """Caches that nothing reads but the node that writes them, which takes its input's memory."""
+    readers: dict[str, list[str]] = {}
+    for n in e.nodes:
+        for name in n.input:
+            readers.setdefault(name, []).append(n.op_type)
+    return [v.name for v in graph.state if readers.get(v.name) == ["TensorScatter"]]
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
+    """Write the models into a directory that holds the weights; returns what was written."""
+    with open(folder / CONSTANTS, "wb") as file:
+        storage = Directory(folder, file)
+        model = network_model(program, limits, storage, experts)
+        embed = embed_model(program, limits, storage)
+    for name, made in ((MODEL, model), (EMBED, embed)):
+        (folder / name).write_bytes(made.SerializeToString(deterministic=True))
+        _check_file(folder / name)
+    return {"opset": OPSET, "nodes": sum(node_counts(model).values()), "experts": experts}
+
+
+def _check_file(path: Path) -> None:
+    """onnx's own checker, and its inference of shapes against ours."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as err:
+        raise LowerError(f"{path.name} is no valid model: {str(err).strip()[:500]}") from err
+
+
+# --- counts -----------------------------------------------------------------------------------
+
+
+def node_counts(model: onnx.ModelProto) -> dict[str, int]:
+    """Nodes by layer (`L5`), and outside of them; what serves several layers counts outside.
+
+    A branch counts as one node.
+    """
+    return dict(Counter(_layer(n.name) for n in model.graph.node))
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return f"L{match[1]}" if match and SHARED + "/" not in name else OUTSIDE
+
+
+def summary(model: onnx.ModelProto) -> str:
+    """`1200 nodes: 40 outside layers, 97 in each of 25 layers, ...`"""
+    counts = node_counts(model)
+    outside = counts.pop(OUTSIDE, 0)
+    kinds = Counter(counts.values())
+    parts = [f"{size} in each of {many} layers" for size, many in sorted(kinds.items())]
+    total = outside + sum(counts.values())
+    return f"{total} nodes: {', '.join([f'{outside} outside layers', *parts])}"
+
+
+def describe(path: Path) -> dict[str, str]:
+    """The facts that a model file states."""
+    model = onnx.load(str(path), load_external_data=False)
+    return {p.key: p.value for p in model.metadata_props}
+

@@ -1,0 +1,187 @@
+"""Running the exported network on onnxruntime, over caches that torch owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+
+from g4ir.cache_sizes import context_slots
+from g4ir.errors import EngineError
+from g4ir.ir import Program, Value
+from g4ir.packing import ParamSource
+from g4ir.types import torch_dtype
+
+from ..base import Limits, Progress, Tensors, Watch
+from ..primitives.network import SLOTS, full_slots, is_ring, stored_type
+from .emitter import element_type
+from .export import MODEL
+
+#: of onnxruntime's log: errors only, since each of them is raised as well
+SEVERITY = 4
+
+
+class OnnxCaches:
+    """The network's caches, zeroed. Those that cannot be written in place have a second buffer,
+    and the two change places after every step."""
+
+    def __init__(
+        self, state: Mapping[str, Value], batch: int, limits: Limits, in_place: frozenset[str]
+    ) -> None:
+        self.state, self.capacity = state, full_slots(limits)
+        self.held = {n: _zeros(v, batch, limits) for n, v in state.items()}
+        self.spare = {
+            n: t if n in in_place else torch.zeros_like(t) for n, t in self.held.items()
+        }
+
+    def swap(self) -> None:
+        self.held, self.spare = self.spare, self.held
+
+    def slots(self, context: int) -> int:
+        """Slots of full-length caches that a step for this many tokens looks at."""
+        return context_slots(context, self.capacity)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The caches as the IR has them, [slots, B, n, d]: views, writable."""
+        return {n: _as_declared(self.state[n], t) for n, t in self.held.items()}
+
+    def views(self, context: int) -> dict[str, torch.Tensor]:
+        """What of `tensors` is in use while rows hold at most `context` tokens."""
+        slots = self.slots(context)
+        return {
+            n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()
+        }
+
+    def nbytes(self) -> int:
+        every = {t.data_ptr(): t for t in (*self.held.values(), *self.spare.values())}
+        return sum(prod(t.shape) * t.element_size() for t in every.values())
+
+    def zero(self) -> None:
+        for t in (*self.held.values(), *self.spare.values()):
+            t.zero_()
+
+
+def _zeros(v: Value, batch: int, limits: Limits) -> torch.Tensor:
+    t = stored_type(v.type, limits).bind({"B": batch})
+    return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
+
+
+def _as_declared(v: Value, t: torch.Tensor) -> torch.Tensor:
+    if is_ring(v.type):
+        return t.transpose(0, 1)
+    return t.permute(2, 0, 1, 3)
+
+
+class OnnxRuntime:
+    """A loaded engine of the onnx backend."""
+
+    def __init__(
+        self, program: Program, limits: Limits, folder: Path, params: ParamSource,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        graph = program.graphs["prefill"]
+        self.limits, self.source, self.path = limits, params, folder / MODEL
+        self.state = {v.name: v for v in graph.state}
+        (self.logits,) = graph.outputs
+        progress(MODEL)
+        self.session = open_session(self.path, mapped=self.logits.type.dtype == "f32")
+        self.names = {i.name for i in self.session.get_inputs()}
+        facts = self.session.get_modelmeta().custom_metadata_map
+        self.in_place = frozenset(facts["g4ir.in_place"].split(","))
+        self._counted: dict[int, torch.Tensor] = {}
+
+    def new_state(self, batch: int) -> OnnxCaches:
+        return OnnxCaches(self.state, batch, self.limits, self.in_place)
+
+    def run(
+        self, phase: str, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int,
+        logits: bool, watch: Watch | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """`watch` sees the logits: nothing else of the one network shows."""
+        batch, size = feeds["positions"].shape
+        binding = self.session.io_binding()
+        counts = {SLOTS: self._count(state.slots(context))}
+        inputs = {k: t.contiguous() for k, t in {**feeds, **counts}.items() if k in self.names}
+        outputs = {f"{name}.next": t for name, t in state.spare.items()}
+        out = self._empty_logits(batch, size) if logits or watch else None
+        if out is not None:
+            outputs[self.logits.name] = out
+        _bind(binding.bind_input, {**inputs, **state.held})
+        _bind(binding.bind_output, outputs)
+        try:
+            self.session.run_with_iobinding(binding)
+        except Exception as err:
+            raise EngineError(
+                f"{self.path}: onnxruntime {onnxruntime.__version__} failed in a {phase} chunk of "
+                f"{batch} x {size} tokens: {_first_line(err)}"
+            ) from err
+        state.swap()
+        if watch and out is not None:
+            watch(self.logits.name, out)
+        return out if logits else None
+
+    def _empty_logits(self, batch: int, size: int) -> torch.Tensor:
+        t = self.logits.type.bind({"B": batch, "S": size})
+        return torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
+
+    def _count(self, n: int) -> torch.Tensor:
+        if n not in self._counted:
+            self._counted[n] = torch.arange(n)
+        return self._counted[n]
+
+    def token_loop(self, *_: Any) -> None:
+        """The host chooses."""
+
+    def resident(self, param: str) -> torch.Tensor | None:
+        """onnxruntime holds weights in layouts of its own."""
+        return None
+
+    def close(self) -> None:
+        del self.session
+        self.source.close()
+
+
+def open_session(path: Path, mapped: bool = False) -> onnxruntime.InferenceSession:
+    """A model on the CPU with torch's number of threads; EngineError where it is refused.
+
+    `mapped`: weights are read where they lie in their files, instead of copied into the layouts
+    that onnxruntime likes best. Loading then takes no time and no memory but the page cache's (4 GB
+    of weights: 0.2 s against 15 s on two cores, 0.3 GB of memory against a peak of 5.5 GB); a step
+    takes up to twice as long. Not for f16, whose products need weights widened to f32.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = SEVERITY
+    without = ["ConstantFolding"] if mapped else []
+    options.add_session_config_entry("session.disable_prepacking", str(int(mapped)))
+    try:
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=without
+        )
+    except Exception as err:
+        raise EngineError(
+            f"{path}: onnxruntime {onnxruntime.__version__} does not take it: {_first_line(err)}; "
+            f"build it again, or update onnxruntime"
+        ) from err
+
+
+def _bind(bind: Any, tensors: Tensors) -> None:
+    """By address: onnxruntime reads and writes torch's memory."""
+    for name, t in tensors.items():
+        bind(name, "cpu", 0, _element(t), list(t.shape), t.data_ptr())
+
+
+_ELEMENTS = {torch_dtype(d): element_type(d) for d in ("f32", "f16", "i64", "i32")}
+
+
+def _element(t: torch.Tensor) -> Any:
+    return _ELEMENTS[t.dtype]
+
+
+def _first_line(err: Exception) -> str:
+    return (str(err).strip().splitlines() or [type(err).__name__])[0][:300]

@@ -1,0 +1,251 @@
+"""Caches, masks and attention in tensor primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from g4ir.ir import Node, Value
+from g4ir.ops import OPS
+from g4ir.ops.latent import PARTS
+from g4ir.ops.rope import rotated_pairs
+from g4ir.types import FLOATS, Type, torch_dtype
+
+from .emitter import Emitter, Operand
+from .network import SLOTS, Network, full_slots, is_ring
+from .pointwise import times, wide
+
+#: what decides a table of angles, beside the positions
+ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
+
+
+# --- rotation ---------------------------------------------------------------------------------
+
+
+def rope_rows(
+    net: Network, attrs: Mapping[str, Any], positions: Operand
+) -> tuple[Operand, Operand]:
+    """cos, sin [..., dim] at positions, out of tables of every position: the target's own sine of
+    a large angle need not be exact. Pairs that are not rotated have cos 1 and sin 0."""
+    e = net.e
+    tables = net.shared(
+        ("rope", *(attrs[a] for a in (*ROTATION, "dim"))), lambda: _rope_tables(net, attrs)
+    )
+    rows = (e.gather(t, positions, 0) for t in tables)
+    cos, sin = (e.concat([half, half], half.rank - 1) for half in rows)
+    return cos, sin
+
+
+def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
+    """[positions, dim / 2] each: the second half of a row repeats the first."""
+    reference = OPS["rope_table"].reference
+    assert reference
+    tables = reference(torch.arange(full_slots(net.limits))[None], **attrs)
+    half = attrs["dim"] // 2
+    return tuple(net.e.constant(t[0, :, :half].contiguous()) for t in tables)
+
+
+def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
+    """x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
+    last, d = x.rank - 1, x.shape[-1]
+    assert isinstance(d, int)
+    low, high = e.slice(x, last, 0, d // 2), e.slice(x, last, d // 2, d)
+    half = e.concat([e.unary("neg", high), low], last)
+    return e.add(e.mul(x, cos), e.mul(half, sin))
+
+
+# --- caches -----------------------------------------------------------------------------------
+
+
+def cache_write(
+    net: Network, n: Node, cache: Operand, new: Operand, start: Operand, lengths: Operand
+) -> Operand:
+    """A chunk is appended whole to a full-length cache. Each slot of a ring takes the token of the
+    chunk that ends up there, or stays; no slot is written twice, which TensorRT leaves undefined.
+    """
+    e, kind = net.e, n.inputs[0].type
+    if not is_ring(kind):
+        return e.append(cache, e.transpose(new, 0, 2, 1, 3), start)
+    kept, index = net.shared(
+        ("ring", kind.shape[0], *n.inputs[2:]), lambda: _ring_index(net, kind, start, lengths)
+    )
+    return e.where(kept, e.gather_rows(new, index), cache)
+
+
+def _ring_index(
+    net: Network, cache: Type, start: Operand, lengths: Operand
+) -> tuple[Operand, Operand]:
+    """bool[B, W, 1, 1] slots that are written, i32[B, W] the token of the chunk that is."""
+    e, first = net.e, net.e.cast(start, "i32")
+    held = _slot_positions(net, int(cache.shape[0]), e.add(first, e.cast(lengths, "i32")))
+    source = e.sub(held, e.unsqueeze(first, 1))
+    return e.unsqueeze(e.binary("gt", source, -1), 2, 3), e.binary("max", source, 0)
+
+
+def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
+    """i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: nothing."""
+    e = net.e
+    newest = e.unsqueeze(e.sub(written, 1), 1)
+    slot = e.constant(torch.arange(slots, dtype=torch.int32)[None])
+    return e.sub(newest, _modulo(e, e.add(e.sub(newest, slot), slots), slots))
+
+
+def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
+    """Of whole numbers that are not negative."""
+    return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
+
+
+def _key_positions(
+    net: Network, cache: Type, positions: Operand, written: Operand, fresh: bool
+) -> Operand:
+    """i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring has nothing."""
+    e = net.e
+    if not is_ring(cache):
+        return e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0)
+    held = _slot_positions(net, int(cache.shape[0]), e.cast(written, "i32"))
+    return e.concat([held, e.cast(positions, "i32")], 1) if fresh else held
+
+
+def _mask(e: Emitter, key: Operand, positions: Operand, window: int) -> Operand:
+    """[B, 1, 1, S, T] bool: keys that exist, are not in the future, and lie within the window
+    (rule 16)."""
+    key = e.unsqueeze(key, 1)
+    query = e.unsqueeze(e.cast(positions, "i32"), 2)
+    seen = e.unary("not", e.binary("gt", key, query))
+    seen = e.binary("and", seen, e.binary("gt", key, -1))
+    if window:
+        seen = e.binary("and", seen, e.binary("gt", key, e.sub(query, window)))
+    return e.unsqueeze(seen, 1, 2)
+
+
+def _rows(
+    net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None
+) -> Operand:
+    """[B, n, T, d] of a cache, then of the chunk."""
+    e = net.e
+
+    def make() -> Operand:
+        if not is_ring(cache.type):
+            return e.prefix(x, 2, net.env[SLOTS])
+        held = e.transpose(x, 0, 2, 1, 3)
+        return e.concat([held, e.transpose(fresh[1], 0, 2, 1, 3)], 2) if fresh else held
+
+    return net.shared(("held", cache, fresh and fresh[0]), make)
+
+
+def held_rows(
+    net: Network, n: Node, held: tuple[Operand, ...], first: int, parts: int
+) -> list[Operand]:
+    """The rows that an attention reads; its inputs from `first` on are `parts` caches, then, where
+    given, as many tensors of the chunk."""
+    values = n.inputs[first:]
+    fresh = [*zip(values[parts:], held[parts:], strict=True)]
+    return [
+        _rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)
+    ]
+
+
+def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
+    """Of the rows of `held_rows`."""
+    cache, fresh = n.inputs[first].type, len(n.inputs) > first + parts
+    positions, written = n.inputs[1:3]
+    return net.shared(
+        ("keys", cache.shape[0], fresh, positions, written),
+        lambda: _key_positions(
+            net, cache, net.operand(positions), net.operand(written), fresh
+        ),
+    )
+
+
+def mask(net: Network, n: Node, key: Operand) -> Operand:
+    """[B, 1, 1, S, T] of an attention whose keys are at these positions."""
+    positions, window = n.inputs[1], n.whole("window")
+    return net.shared(
+        ("mask", id(key), positions, window),
+        lambda: _mask(net.e, key, net.operand(positions), window),
+    )
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def attention(
+    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand,
+    form: Callable[..., Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Over K and V as they are cached; `form` stands for `attend` where a target has its own."""
+    keys, values = held_rows(net, n, held, 3, 2)
+    seen = mask(net, n, key_positions(net, n, 3, 2))
+    return (form or attend)(net, n, q, keys, values, seen)
+
+
+def attention_latent(
+    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, w: Operand,
+    *held: Operand, form: Callable[..., Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Over K and V that are made again from one cached tensor; `form` as in `attention`."""
+    kept = n.word("form")
+    parts = len(PARTS[kept])
+    at = key_positions(net, n, 4, parts)
+    rows = held_rows(net, n, held, 4, parts)
+    made = _of_value(net, n, rows, w) if kept == "value" else _of_raw(net, n, rows, w, at)
+    return (form or attend)(net, n, q, *made, mask(net, n, at))
+
+
+def _of_value(
+    net: Network, n: Node, rows: list[Operand], w: Operand
+) -> tuple[Operand, Operand]:
+    """K's unrotated dims are V * w, rounded once."""
+    e, (row,) = net.e, rows
+    d = int(w.shape[0])
+    half, pairs = d // 2, rotated_pairs(n.word("kind"), d, n.number("fraction"))
+    v = e.slice(row, 3, 0, d)
+    k = e.mul(v, e.unsqueeze(w, 0, 1, 2))
+    cuts = [(row, d, d + pairs), (k, pairs, half), (row, d + pairs, d + 2 * pairs),
+            (k, half + pairs, d)]  # fmt: skip
+    return e.concat([e.slice(x, 3, i, j) for x, i, j in cuts if i < j], 3), v
+
+
+def _of_raw(
+    net: Network, n: Node, rows: list[Operand], w: Operand, at: Operand
+) -> tuple[Operand, Operand]:
+    """With the roundings of the first time."""
+    e, (raw, rms) = net.e, rows
+    h = e.mul(e.cast(raw, "f32"), rms)
+    k = e.cast(e.mul(h, e.cast(e.unsqueeze(w, 0, 1, 2), "f32")), raw.dtype)
+    rotation = {a: n.attrs[a] for a in ROTATION} | {"dim": int(w.shape[0])}
+    tables = net.shared(
+        ("key rope", id(at), *rotation.values()),
+        lambda: rope_rows(net, rotation, e.binary("max", at, 0)),
+    )
+    cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in tables)
+    return rotate(e, k, cos, sin), e.cast(h, raw.dtype)
+
+
+def attend(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
+) -> Operand:
+    """softmax(cap(q k^T * scale) + mask) v; scores, probabilities and output rounded to q's dtype,
+    softmax in fp32 (rule 15)."""
+    e, (b, s, heads, d), count = net.e, q.shape, keys.shape[1]
+    assert isinstance(heads, int) and isinstance(count, int)
+    grouped = e.reshape(q, b, s, count, heads // count, d)
+    grouped = e.transpose(grouped, 0, 2, 3, 1, 4)
+    scores = e.matmul(grouped, e.unsqueeze(keys, 2), transpose_b=True)
+    scores = times(e, scores, n.number("scale"))
+    cap = n.number("softcap")
+    if cap:
+        scores = wide(e, scores, lambda x: e.div(x, cap))
+        scores = times(e, wide(e, scores, lambda x: e.unary("tanh", x)), cap)
+    scores = e.where(seen, scores, least(scores.dtype))
+    weights = e.cast(e.softmax(e.cast(scores, "f32")), q.dtype)
+    out = e.matmul(weights, e.unsqueeze(values, 2))
+    return e.reshape(e.transpose(out, 0, 3, 1, 2, 4), b, s, heads, d)
+
+
+def least(dtype: str) -> float:
+    """The most negative finite number."""
+    assert dtype in FLOATS
+    return float(torch.finfo(torch_dtype(dtype)).min)

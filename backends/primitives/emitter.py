@@ -1,0 +1,320 @@
+"""The tensor primitives that a network is written in, whatever builds it.
+
+ONNX and TensorRT both take a graph of small tensor operations. Each op of the IR is decomposed
+once (see lowerings.py) into the primitives below, and an emitter per target turns a primitive into
+that target's node. What is proven of the decomposition on one target holds on the other.
+
+Rules, the stricter of the two targets: both operands of a binary primitive have the same rank and
+dtype (dims of 1 repeat), no dtype changes without `cast`, axes are not negative. A dim is an int,
+or a name that two operands share exactly where their sizes are equal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.ir import Value
+from g4ir.types import FLOATS, Dim, Type
+
+UNARY = ("neg", "exp", "tanh", "sqrt", "erf", "not")
+ARITHMETIC = ("add", "sub", "mul", "div", "pow", "max", "min", "floor_div")
+COMPARISONS = ("eq", "gt", "lt")
+LOGIC = ("and", "or")
+REDUCTIONS = ("sum", "mean", "max")
+#: ends the scope of what several values need
+SHARED = "/shared"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of a network under construction; `handle` is what its emitter knows it by."""
+
+    type: Type
+    handle: Any
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.type.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.type.rank
+
+
+class Emitter(ABC):
+    """Checks each primitive, works out the type of its result, and has the target make it.
+
+    Public methods are the vocabulary; a target implements the `_emit` methods, which are given
+    checked operands and the type of the result. ValueError on operands that break a rule.
+    """
+
+    #: prefix of the names of what is made next: the IR value that it is made for
+    scope: str = ""
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is made within serves more than the value that it is made for."""
+        before = self.scope
+        self.scope = before if before.endswith(SHARED) else before + SHARED
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    # --- sources ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def input(self, name: str, t: Type) -> Operand:
+        """A tensor that the caller feeds."""
+
+    @abstractmethod
+    def param(self, v: Value) -> Operand:
+        """A weight."""
+
+    @abstractmethod
+    def constant(self, tensor: Any) -> Operand:
+        """A torch tensor that is part of the network."""
+
+    @abstractmethod
+    def output(self, name: str, x: Operand) -> None:
+        """Hand a tensor back to the caller under this name."""
+
+    # --- pointwise ----------------------------------------------------------------------------
+
+    def unary(self, kind: str, x: Operand) -> Operand:
+        _need(kind in UNARY, f"{kind}: one of {', '.join(UNARY)}")
+        _need((x.dtype == "bool") == (kind == "not"), f"{kind} of {x.type}")
+        _need(x.dtype in FLOATS or kind in ("neg", "not"), f"{kind} of {x.type}")
+        return self._unary(kind, x, x.type)
+
+    def binary(self, kind: str, a: Operand, b: Operand | float) -> Operand:
+        """A number is taken as a constant of the first operand's dtype."""
+        other = b if isinstance(b, Operand) else self._number(b, a)
+        known = ARITHMETIC + COMPARISONS + LOGIC
+        _need(kind in known, f"{kind}: one of {', '.join(known)}")
+        _need(a.dtype == other.dtype, f"{kind}: {a.type} and {other.type} differ in dtype")
+        _need((kind in LOGIC) == (a.dtype == "bool"), f"{kind} of {a.type}")
+        whole = a.dtype not in FLOATS
+        _need(kind != "floor_div" or whole, f"floor_div of {a.type}")
+        _need(kind not in ("div", "pow") or not whole, f"{kind} of {a.type}")
+        shape = broadcast(kind, a.type, other.type)
+        dtype = "bool" if kind in COMPARISONS else a.dtype
+        return self._binary(kind, a, other, Type(dtype, shape))
+
+    def where(self, condition: Operand, a: Operand, b: Operand | float) -> Operand:
+        other = b if isinstance(b, Operand) else self._number(b, a)
+        _need(condition.dtype == "bool", f"where: {condition.type} is no condition")
+        _need(a.dtype == other.dtype, f"where: {a.type} and {other.type} differ in dtype")
+        shape = broadcast("where", Type("bool", broadcast("where", a.type, other.type)),
+                          condition.type)  # fmt: skip
+        return self._where(condition, a, other, Type(a.dtype, shape))
+
+    def cast(self, x: Operand, dtype: str) -> Operand:
+        return x if x.dtype == dtype else self._cast(x, Type(dtype, x.shape))
+
+    def add(self, a: Operand, b: Operand | float) -> Operand:
+        return self.binary("add", a, b)
+
+    def sub(self, a: Operand, b: Operand | float) -> Operand:
+        return self.binary("sub", a, b)
+
+    def mul(self, a: Operand, b: Operand | float) -> Operand:
+        return self.binary("mul", a, b)
+
+    def div(self, a: Operand, b: Operand | float) -> Operand:
+        return self.binary("div", a, b)
+
+    def _number(self, value: float, like: Operand) -> Operand:
+        import torch
+
+        from g4ir.types import torch_dtype
+
+        return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
+
+    # --- products and sums --------------------------------------------------------------------
+
+    def linear(self, x: Operand, w: Operand) -> Operand:
+        """x w^T; w [out, in] is a param."""
+        fits = w.rank == 2 and x.shape[-1] == w.shape[1] and x.dtype == w.dtype
+        _need(fits, f"linear: {x.type} does not fit {w.type}")
+        return self._linear(x, w, x.type.with_shape(*x.shape[:-1], w.shape[0]))
+
+    def matmul(self, a: Operand, b: Operand, transpose_b: bool = False) -> Operand:
+        """a b over the last two dims, or a b^T; dims before them as in `binary`."""
+        _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
+        inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
+        _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ inside")
+        lead = broadcast("matmul", a.type.with_shape(*a.shape[:-2]),
+                         b.type.with_shape(*b.shape[:-2]))  # fmt: skip
+        return self._matmul(a, b, transpose_b, Type(a.dtype, (*lead, a.shape[-2], out)))
+
+    def softmax(self, x: Operand) -> Operand:
+        """Over the last dim, in x's dtype."""
+        _need(x.dtype in FLOATS, f"softmax of {x.type}")
+        return self._softmax(x, x.type)
+
+    def reduce(self, kind: str, x: Operand, axis: int) -> Operand:
+        """Over one axis, which stays as a dim of one."""
+        _need(kind in REDUCTIONS, f"{kind}: one of {', '.join(REDUCTIONS)}")
+        _axis(kind, x, axis)
+        shape = tuple(1 if i == axis else d for i, d in enumerate(x.shape))
+        return self._reduce(kind, x, axis, x.type.with_shape(*shape))
+
+    def topk(self, x: Operand, k: int) -> tuple[Operand, Operand]:
+        """The k largest of the last dim in descending order, and where they are, i64."""
+        size = x.shape[-1]
+        _need(isinstance(size, int) and 0 < k <= size, f"topk: {k} of {x.type}")
+        shape = (*x.shape[:-1], k)
+        return self._topk(x, k, Type(x.dtype, shape), Type("i64", shape))
+
+    # --- layout -------------------------------------------------------------------------------
+
+    def reshape(self, x: Operand, *shape: Dim) -> Operand:
+        """A named dim keeps its place, except for one at most."""
+        moved = [i for i, d in enumerate(shape)
+                 if isinstance(d, str) and (i >= x.rank or x.shape[i] != d)]  # fmt: skip
+        _need(len(moved) <= 1, f"reshape: {x.type} to {list(shape)}: two dims are not known")
+        return self._reshape(x, x.type.with_shape(*shape))
+
+    def transpose(self, x: Operand, *order: int) -> Operand:
+        _need(sorted(order) == list(range(x.rank)), f"transpose: {x.type} by {order}")
+        return self._transpose(x, order, x.type.with_shape(*(x.shape[i] for i in order)))
+
+    def unsqueeze(self, x: Operand, *axes: int) -> Operand:
+        """Dims of one at these places of the result."""
+        rest = iter(x.shape)
+        shape = [1 if i in axes else next(rest) for i in range(x.rank + len(axes))]
+        return self._unsqueeze(x, axes, x.type.with_shape(*shape))
+
+    def concat(self, xs: Sequence[Operand], axis: int) -> Operand:
+        first = xs[0]
+        _axis("concat", first, axis)
+        rest = {(x.dtype, x.shape[:axis], x.shape[axis + 1 :]) for x in xs}
+        _need(len(rest) == 1, f"concat: {', '.join(str(x.type) for x in xs)} along {axis}")
+        sizes = [x.shape[axis] for x in xs]
+        names = [d for d in sizes if isinstance(d, str)]
+        count = sum(d for d in sizes if isinstance(d, int))
+        size: Dim = "_".join([*names, *([str(count)] if count else [])]) if names else count
+        shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+        return self._concat(xs, axis, first.type.with_shape(*shape))
+
+    def slice(self, x: Operand, axis: int, start: int, stop: int) -> Operand:
+        """[start, stop) of an axis."""
+        _axis("slice", x, axis)
+        size = x.shape[axis]
+        fits = 0 <= start < stop and (isinstance(size, str) or stop <= size)
+        _need(fits, f"slice: [{start}, {stop}) of axis {axis} of {x.type}")
+        if (start, stop) == (0, size):
+            return x
+        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+        return self._slice(x, axis, start, stop, x.type.with_shape(*shape))
+
+    def prefix(self, x: Operand, axis: int, like: Operand) -> Operand:
+        """The first entries of an axis, as many as `like` [n] has."""
+        _axis("prefix", x, axis)
+        _need(like.rank == 1, f"prefix: {like.type} is not of rank 1")
+        shape = (*x.shape[:axis], like.shape[0], *x.shape[axis + 1 :])
+        return self._prefix(x, axis, like, x.type.with_shape(*shape))
+
+    # --- by index -----------------------------------------------------------------------------
+
+    def gather(self, x: Operand, index: Operand, axis: int) -> Operand:
+        """Entries of an axis: x.shape[:axis] + index.shape + x.shape[axis + 1:]."""
+        _axis("gather", x, axis)
+        _need(index.dtype in ("i32", "i64"), f"gather: index {index.type}")
+        shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
+        return self._gather(x, index, axis, x.type.with_shape(*shape))
+
+    def gather_rows(self, x: Operand, index: Operand) -> Operand:
+        """y[b, j] = x[b, index[b, j]]"""
+        fits = index.rank == 2 and x.rank >= 2 and index.shape[0] == x.shape[0]
+        _need(fits and index.dtype in ("i32", "i64"), f"gather_rows: {x.type}, {index.type}")
+        return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
+
+    def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:
+        """cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M has room for all s."""
+        b, n, _, d = cache.shape
+        fits = new.rank == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (b, n, d)
+        fits = fits and new.dtype == cache.dtype and start.shape == (b,)
+        _need(fits, f"append: {new.type} at {start.type} of {cache.type}")
+        return self._append(cache, new, start, cache.type)
+
+    # --- control ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def when_one(
+        self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
+    ) -> Operand:
+        """`then` where x has one entry along the axis, else `otherwise`: both of one type."""
+
+    # --- what a target implements -------------------------------------------------------------
+
+    @abstractmethod
+    def _unary(self, kind: str, x: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _cast(self, x: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand: ...
+    @abstractmethod
+    def _softmax(self, x: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand: ...
+    @abstractmethod
+    def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]: ...
+    @abstractmethod
+    def _reshape(self, x: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand: ...
+    @abstractmethod
+    def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand: ...
+    @abstractmethod
+    def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand: ...
+    @abstractmethod
+    def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand: ...
+    @abstractmethod
+    def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand: ...
+    @abstractmethod
+    def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand: ...
+    @abstractmethod
+    def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand: ...
+
+
+def reshape_spec(x: Type, t: Type) -> list[int]:
+    """Sizes as both targets write them: 0 keeps the dim at that place, -1 is what is left."""
+    return [
+        d if isinstance(d, int) else 0 if i < x.rank and x.shape[i] == d else -1
+        for i, d in enumerate(t.shape)
+    ]
+
+
+def broadcast(what: str, a: Type, b: Type) -> tuple[Dim, ...]:
+    """The shape of a pointwise result; ValueError where ranks or sizes differ."""
+    _need(a.rank == b.rank, f"{what}: {a} and {b} differ in rank")
+    pairs = list(zip(a.shape, b.shape, strict=True))
+    _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{what}: {a} and {b} do not fit")
+    return tuple(n if m == 1 else m for m, n in pairs)
+
+
+def _axis(what: str, x: Operand, axis: int) -> None:
+    _need(0 <= axis < x.rank, f"{what}: {x.type} has no axis {axis}")
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,63 @@
+"""attention(q, positions, start, old, chunk)  ->  attention(q, positions, end, written), where the
+cache holds a row's full length
+
+A ring has lost, once the chunk is written, what the chunk's first queries still see. A full-length
+cache has lost nothing, so there attention reads the cache alone, and no copy of it with the chunk
+behind it is ever made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.ir import Builder, Graph, Node, Program, Value, drop_dead, order, verify
+from g4ir.ops.latent import PARTS
+
+from .network import is_ring
+
+
+def network_graph(program: Program) -> Graph:
+    """The one graph of a network: prefill, of which a decode step is a chunk of one token."""
+    g = program.graphs["prefill"]
+    b = Builder()
+    nodes: list[Node] = []
+    ends: dict[tuple[Value, ...], Value] = {}
+    for n in g.nodes:
+        caches = _full_caches(g, n)
+        if caches:
+            span = _span(g, caches[0])
+            if span not in ends:
+                ends[span] = _end(g, span, b)
+            first = n.inputs.index(caches[0])
+            written = tuple(g.next[v.name] for v in caches)
+            n = replace(n, inputs=(*n.inputs[:2], ends[span], *n.inputs[3:first], *written))
+        nodes += [*b.nodes, n]
+        b.nodes.clear()
+    out = drop_dead(order(replace(g, nodes=tuple(nodes))))
+    verify(out)
+    return out
+
+
+def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
+    """The full-length caches that an attention reads as they were before its chunk."""
+    if n.op not in ("attention", "attention_latent"):
+        return ()
+    first, parts = (3, 2) if n.op == "attention" else (4, len(PARTS[n.word("form")]))
+    caches = n.inputs[first : first + parts]
+    old = all(v in g.state for v in caches) and len(n.inputs) > first + parts
+    return caches if old and not is_ring(caches[0].type) else ()
+
+
+def _span(g: Graph, cache: Value) -> tuple[Value, ...]:
+    """start and lengths of the chunk that is written to a cache."""
+    return g.producers()[g.next[cache.name].name].inputs[2:]
+
+
+def _end(g: Graph, span: tuple[Value, ...], b: Builder) -> Value:
+    """Tokens in the cache after the chunk: start + lengths."""
+    for n in g.find("add"):
+        if n.inputs == span:
+            return n.out
+    value = b.emit("add", *span, name="end")
+    assert isinstance(value, Value)
+    return value

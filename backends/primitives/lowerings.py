@@ -1,0 +1,159 @@
+"""Each op in tensor primitives; what is not here is its expansion.
+
+Roundings are those of the ops' references: fp32 islands are casts, every other primitive rounds to
+its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from g4ir.ir import Node
+from g4ir.ops import OPS
+
+from . import attention, moe
+from .emitter import Operand
+from .network import Lowering, Network
+from .pointwise import activate, reciprocal_rms, rms_norm, times, weight_like, wide
+
+
+def _linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
+    return net.e.linear(x, w)
+
+
+def _concat(net: Network, n: Node, *xs: Operand) -> Operand:
+    return net.e.concat(xs, n.whole("axis"))
+
+
+def _split(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
+    return tuple(pieces(net, x, *n.wholes("sizes")))
+
+
+def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
+    """The last dim cut into pieces of these sizes."""
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [
+        net.e.slice(x, x.rank - 1, stop - size, stop)
+        for size, stop in zip(sizes, stops, strict=True)
+    ]
+
+
+def _heads(net: Network, n: Node, x: Operand) -> Operand:
+    return net.e.reshape(x, *n.out.type.shape)
+
+
+def _add(net: Network, n: Node, a: Operand, b: Operand) -> Operand:
+    return net.e.add(a, b)
+
+
+def _mul(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
+    return net.e.mul(x, weight_like(net.e, w, x))
+
+
+def _scale(net: Network, n: Node, x: Operand) -> Operand:
+    return times(net.e, x, n.number("value"))
+
+
+def _softcap(net: Network, n: Node, x: Operand) -> Operand:
+    e, cap = net.e, n.number("cap")
+    x = wide(e, x, lambda h: e.div(h, cap))
+    x = wide(e, x, lambda h: e.unary("tanh", h))
+    return times(e, x, cap)
+
+
+def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
+    """The rows of all last tokens in one gather; the first row stands for those of none."""
+    e = net.e
+
+    def index() -> Operand:
+        last = e.binary("max", e.sub(lengths, 1), 0)
+        return e.unsqueeze(last, 1)
+
+    return e.gather_rows(x, net.shared(("last", n.inputs[1]), index))
+
+
+def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
+    return net.e.reshape(net.e.slice(positions, 1, 0, 1), positions.shape[0])
+
+
+def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Operand:
+    return rms_norm(net.e, x, w, n.number("eps"))
+
+
+def _inverse_rms(net: Network, n: Node, x: Operand) -> Operand:
+    return reciprocal_rms(net.e, net.e.cast(x, "f32"), n.number("eps"))
+
+
+def _rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, Operand]:
+    return attention.rope_rows(net, n.attrs, positions)
+
+
+def _rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
+    e = net.e
+    return attention.rotate(e, x, e.unsqueeze(cos, 2), e.unsqueeze(sin, 2))
+
+
+def _latent_row(net: Network, n: Node, v: Operand, k: Operand) -> Operand:
+    e, pairs, last = net.e, n.whole("pairs"), v.rank - 1
+    if not pairs:
+        return v
+    half = n.inputs[1].type.shape[-1] // 2  # type: ignore[operator]
+    rotated = [e.slice(k, last, at, at + pairs) for at in (0, half)]
+    return e.concat([v, *rotated], last)
+
+
+def _glu(net: Network, n: Node, gate: Operand, up: Operand) -> Operand:
+    return net.e.mul(activate(net.e, gate, n.word("act")), up)
+
+
+def _stack_layers(net: Network, n: Node, x: Operand) -> Operand:
+    return net.e.transpose(x, 2, 0, 1, 3)
+
+
+def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
+    """What each layer takes is named after it."""
+    e, out = net.e, []
+    for i, v in enumerate(n.outputs):
+        e.scope = v.name
+        out.append(e.gather(x, e.constant(torch.tensor(i)), 0))
+    return tuple(out)
+
+
+#: op -> (network, node, *operands) -> results
+LOWERINGS: Mapping[str, Lowering] = {
+    "linear": _linear,
+    "concat": _concat,
+    "split": _split,
+    "heads": _heads,
+    "merge_heads": _heads,
+    "add": _add,
+    "mul": _mul,
+    "scale": _scale,
+    "softcap": _softcap,
+    "last_row": _last_row,
+    "row_start": _row_start,
+    "rms_norm": _rms_norm,
+    "inverse_rms": _inverse_rms,
+    "rope_table": _rope_table,
+    "rope": _rope,
+    "latent_row": _latent_row,
+    "glu": _glu,
+    "stack_layers": _stack_layers,
+    "unstack_layers": _unstack_layers,
+    "cache_write": attention.cache_write,
+    "attention": attention.attention,
+    "attention_latent": attention.attention_latent,
+    "router": moe.router,
+    "experts": moe.experts,
+}
+
+#: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside
+OUTSIDE = frozenset({"embedding", "greedy", "candidates"})
+
+
+def missing() -> set[str]:
+    """Ops that could not be lowered; none."""
+    whole = {name for name, op in OPS.items() if op.expand is None}
+    return whole - LOWERINGS.keys() - OUTSIDE

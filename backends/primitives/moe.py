@@ -1,0 +1,87 @@
+"""Router and routed experts in tensor primitives (rules 23 to 25)."""
+
+from __future__ import annotations
+
+import torch
+
+from g4ir.ir import Node
+
+from .emitter import Operand
+from .network import Network
+from .pointwise import activate, times, weight_like
+
+
+def router(
+    net: Network, n: Node, x: Operand, scale: Operand, proj: Operand, per_expert: Operand
+) -> tuple[Operand, Operand]:
+    """Scores rounded to x's dtype; softmax, top-k and weights in fp32."""
+    e = net.e
+    x = times(e, e.mul(x, weight_like(e, scale, x)), n.number("root"))
+    probabilities = e.softmax(e.cast(e.linear(x, proj), "f32"))
+    weights, index = e.topk(probabilities, n.whole("top_k"))
+    weights = e.div(weights, e.reduce("sum", weights, weights.rank - 1))
+    factor = e.cast(e.gather(per_expert, index, 0), "f32")
+    return e.mul(weights, factor), index
+
+
+def experts(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
+    down: Operand,
+) -> Operand:  # fmt: skip
+    """The chosen experts' weights gathered per token: three times their bytes, so for single
+    tokens only unless asked for; else all experts on all tokens."""
+    act = n.word("act")
+
+    def gathered() -> Operand:
+        return _gathered(net, x, weights, index, gate_up, down, act)
+
+    def every() -> Operand:
+        return _every(net, x, weights, index, gate_up, down, act)
+
+    if net.experts != "auto":
+        return gathered() if net.experts == "gather" else every()
+    if x.shape[1] == 1:
+        return gathered()
+    return net.e.when_one(x, 1, gathered, every)
+
+
+def _gated(net: Network, y: Operand, act: str) -> Operand:
+    """act(first half of the last dim) * second half."""
+    e, last, both = net.e, y.rank - 1, y.shape[-1]
+    assert isinstance(both, int)
+    gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)
+    return e.mul(activate(e, gate, act), up)
+
+
+def _gathered(
+    net: Network, x: Operand, weights: Operand, index: Operand, gate_up: Operand, down: Operand,
+    act: str,
+) -> Operand:  # fmt: skip
+    e = net.e
+    y = e.matmul(e.unsqueeze(x, 2, 3), e.gather(gate_up, index, 0), transpose_b=True)
+    y = e.matmul(_gated(net, y, act), e.gather(down, index, 0), transpose_b=True)
+    y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
+    return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
+
+
+def _every(
+    net: Network, x: Operand, weights: Operand, index: Operand, gate_up: Operand, down: Operand,
+    act: str,
+) -> Operand:  # fmt: skip
+    e = net.e
+    y = e.matmul(e.unsqueeze(x, 1), e.unsqueeze(gate_up, 0), transpose_b=True)
+    y = e.matmul(_gated(net, y, act), e.unsqueeze(down, 0), transpose_b=True)
+    y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
+    out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
+    return e.cast(e.reshape(out, *x.shape), x.dtype)
+
+
+def _by_expert(net: Network, weights: Operand, index: Operand, count: int) -> Operand:
+    """[B, S, 1, E]: each expert's weight for the token, 0 where it was not chosen."""
+    e = net.e
+    ids = net.shared(
+        ("experts", count),
+        lambda: e.constant(torch.arange(count).view(1, 1, 1, count)),
+    )
+    chosen = e.binary("eq", e.unsqueeze(index, 3), ids)
+    return e.reduce("sum", e.where(chosen, e.unsqueeze(weights, 3), 0.0), 2)

@@ -1,0 +1,67 @@
+"""Norms, activations and scaling in tensor primitives, with the roundings of the ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from .emitter import Emitter, Operand
+
+
+def wide(e: Emitter, x: Operand, f: Callable[[Operand], Operand]) -> Operand:
+    """`f` in fp32, rounded once to x's dtype."""
+    return e.cast(f(e.cast(x, "f32")), x.dtype)
+
+
+def times(e: Emitter, x: Operand, value: float) -> Operand:
+    """x * value, the factor not rounded to x's dtype first."""
+    return x if value == 1 else wide(e, x, lambda h: e.mul(h, value))
+
+
+def weight_like(e: Emitter, w: Operand, x: Operand) -> Operand:
+    """A weight of one dim, with the rank of x."""
+    return e.unsqueeze(w, *range(x.rank - 1)) if x.rank > 1 else w
+
+
+def reciprocal_rms(e: Emitter, h: Operand, eps: float) -> Operand:
+    """(mean(h^2) + eps)^-0.5 over the last dim (rule 10)."""
+    mean = e.reduce("mean", e.mul(h, h), h.rank - 1)
+    return e.binary("pow", e.add(mean, eps), -0.5)
+
+
+def rms_norm(e: Emitter, x: Operand, w: Operand | None, eps: float) -> Operand:
+    """In fp32, rounded once (rule 10)."""
+    h = e.cast(x, "f32")
+    h = e.mul(h, reciprocal_rms(e, h, eps))
+    if w is not None:
+        h = e.mul(h, e.cast(weight_like(e, w, x), "f32"))
+    return e.cast(h, x.dtype)
+
+
+def activate(e: Emitter, x: Operand, act: str) -> Operand:
+    """The activation by its Hugging Face name, in fp32, rounded once."""
+    return wide(e, x, lambda h: _ACTIVATIONS[act](e, h))
+
+
+def _gelu_tanh(e: Emitter, h: Operand) -> Operand:
+    cube = e.mul(e.mul(h, e.mul(h, h)), 0.044715)
+    inner = e.mul(e.add(h, cube), math.sqrt(2 / math.pi))
+    return e.mul(e.mul(h, 0.5), e.add(e.unary("tanh", inner), 1))
+
+
+def _gelu(e: Emitter, h: Operand) -> Operand:
+    inner = e.unary("erf", e.mul(h, math.sqrt(0.5)))
+    return e.mul(e.mul(h, 0.5), e.add(inner, 1))
+
+
+def _silu(e: Emitter, h: Operand) -> Operand:
+    return e.div(h, e.add(e.unary("exp", e.unary("neg", h)), 1))
+
+
+def _relu(e: Emitter, h: Operand) -> Operand:
+    return e.binary("max", h, 0)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Emitter, Operand], Operand]] = {
+    "gelu_pytorch_tanh": _gelu_tanh, "gelu": _gelu, "silu": _silu, "relu": _relu,
+}  # fmt: skip

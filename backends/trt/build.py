@@ -1,0 +1,274 @@
+"""From a program to `engine.plan`: network, builder configuration, profiles, the builder's answer.
+
+Everything takes the TensorRT module as an argument (probe.Api), so that all of it runs on the
+recorder as well.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from g4ir.errors import LowerError
+from g4ir.ir import Graph, Program, Value
+from g4ir.packing import ParamSource
+from g4ir.tensorfile import write_file
+
+from ..base import Limits, Progress
+from ..primitives.graph import network_graph
+from ..primitives.network import Lowering, Network
+from .emitter import MappedWeights, TrtEmitter, without_weights
+from .interface import PROFILES, Interface, interface
+from .log import logger, progress_monitor
+from .lowerings import lowerings
+from .plugins import plugin_lowerings
+from .probe import Api
+
+GIB = 1 << 30
+#: what the builder may use of the device while it times kernels, whatever weights leave
+LEAST_WORKSPACE = GIB
+#: how weights lie in an engine -> builder flags
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "baked": (),
+    "streamed": ("WEIGHT_STREAMING",),
+    "refit": ("STRIP_PLAN", "REFIT_INDIVIDUAL"),
+}
+#: where an engine runs -> level
+HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+#: part of the name of a layer that was refused, or of the message -> what to try
+REMEDIES: Mapping[str, str] = {
+    "experts": "--set experts=all, whose products are plain ones",
+    "attention": "--set attention=explicit, whose attention is products and a softmax",
+    "plugin": "--set attention=explicit --set experts=auto, which need no plugin",
+    "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
+    "": "--set attention=explicit --set experts=auto, the plainest form of the network",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A network that is complete, and what it is fed."""
+
+    builder: Any
+    network: Any
+    graph: Graph
+    interface: Interface
+    log: Any
+    #: keeps alive what the network points to
+    emitter: TrtEmitter
+    weights: NamedWeights
+
+
+@dataclass
+class NamedWeights:
+    """Params as the emitter asks for them; remembers which Weights are whose. Without a source they
+    have no memory: such a network is looked at, not built."""
+
+    source: ParamSource | None
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._find = MappedWeights(self.source.tensor) if self.source else without_weights
+
+    def __call__(self, trt: Any, v: Value) -> Any:
+        self.given[v.name] = self._find(trt, v)
+        return self.given[v.name]
+
+
+def write_network(
+    api: Api, program: Program, limits: Limits, params: ParamSource | None,
+    settings: Mapping[str, str],
+) -> Written:  # fmt: skip
+    """The program as an INetworkDefinition. LowerError names the op and the value."""
+    log = logger(api.trt)
+    builder = api.trt.Builder(log)
+    network = builder.create_network(_network_flags(api, settings))
+    graph, weights = network_graph(program), NamedWeights(params)
+    emitter = TrtEmitter(api.trt, network, weights)
+    experts = "auto" if settings["experts"] == "plugin" else settings["experts"]
+    Network(emitter, graph, limits, chosen_lowerings(settings), experts).emit()
+    return Written(builder, network, graph, interface(graph, limits), log, emitter, weights)
+
+
+def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
+    """op -> lowering, plugins in the place of plain ones where they are asked for."""
+    fused = settings["attention"] == "fused"
+    return {**lowerings("fused" if fused else "explicit"), **plugin_lowerings(settings)}
+
+
+def _network_flags(api: Api, settings: Mapping[str, str]) -> int:
+    """Types are what the network says; kernels of plugins are compiled into the plan."""
+    flags = api.trt.NetworkDefinitionCreationFlag
+    bits = 1 << int(flags.STRONGLY_TYPED) if api.has("weak typing") else 0
+    if "plugin" in (settings["attention"], settings["experts"]):
+        bits |= 1 << int(flags.PREFER_AOT_PYTHON_PLUGINS)
+    return bits
+
+
+# --- configuration ----------------------------------------------------------------------------
+
+
+def configure(
+    api: Api, w: Written, settings: Mapping[str, str], memory: int, weights: int
+) -> Any:
+    """The builder's configuration. memory: bytes of the device; weights: bytes of the params."""
+    trt, config = api.trt, w.builder.create_builder_config()
+    for flag in WEIGHTS[settings["weights"]]:
+        config.set_flag(getattr(trt.BuilderFlag, flag))
+    config.set_memory_pool_limit(
+        trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weights)
+    )
+    level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
+    config.hardware_compatibility_level = level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    for name in PROFILES:
+        _add_profile(w, config, name)
+    if settings["weights"] == "refit":
+        _mark_refittable(w)
+    return config
+
+
+def _mark_refittable(w: Written) -> None:
+    """Each param by its name; constants stay in the plan."""
+    for name, weights in w.weights.given.items():
+        named = w.network.set_weights_name(weights, name)
+        if not named or not w.network.mark_weights_refittable(name):
+            raise LowerError(
+                f"TensorRT cannot leave weights {name} out of the plan: "
+                f"{' | '.join(w.log.errors)}; try --set weights=baked"
+            )
+
+
+def workspace_bytes(memory: int, weights: int) -> int:
+    """Scratch of the kernels that are timed: what the weights leave of the device."""
+    return max(memory - weights, LEAST_WORKSPACE)
+
+
+def _add_profile(w: Written, config: Any, name: str) -> None:
+    profile = w.builder.create_optimization_profile()
+    for tensor in w.interface.dynamic():
+        profile.set_shape(tensor, *w.interface.shapes(tensor, name))
+    if config.add_optimization_profile(profile) != PROFILES.index(name):
+        raise LowerError(
+            f"TensorRT refuses the profile of {name}: {' | '.join(w.log.errors)}; check "
+            f"--max-batch, --max-seq and --prefill-chunk"
+        )
+
+
+# --- the builder at work ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a build takes, before it is begun. No build was timed: seconds are a rule of thumb
+    (kernels of each product timed per profile), bytes follow from what the builder holds."""
+
+    seconds: float
+    host_bytes: int
+    device_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"about {max(1, round(self.seconds / 60))} min (a guess: no build was timed), "
+            f"{self.host_bytes / GIB:.1f} GiB of host memory, "
+            f"{self.device_bytes / GIB:.1f} GiB of device memory"
+        )
+
+
+#: a matrix product's kernels in one profile; a GiB of weights copied, laid out and written
+SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
+
+
+def estimate(w: Written, weights: int, settings: Mapping[str, str]) -> Estimate:
+    """The plan lies in host memory beside the builder's copy of the weights; on the device lie the
+    weights and the scratch of the kernels that are timed."""
+    products = sum(1 for _ in w.graph.find("linear", "attention", "attention_latent", "experts"))
+    seconds = products * len(PROFILES) * SECONDS_PER_PRODUCT + weights / GIB * SECONDS_PER_GIB
+    copies = 1 if settings["weights"] == "refit" else 2
+    return Estimate(seconds, copies * weights, weights + LEAST_WORKSPACE)
+
+
+def build_plan(
+    api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
+) -> None:
+    """Run the builder and write its plan.
+
+    The timing cache is read first and written at the end, also where the build is refused or
+    interrupted (Ctrl-C, SIGTERM): the next build begins with what was timed. LowerError with the
+    builder's own words where it refuses.
+    """
+    _begin_with(config, timing)
+    monitor = progress_monitor(api.trt, progress)
+    config.progress_monitor = monitor
+    with _interruptible(monitor):
+        serialized = w.builder.build_serialized_network(w.network, config)
+    _keep(timing, config.get_timing_cache())
+    if monitor.stopped:
+        raise KeyboardInterrupt
+    if serialized is None:
+        raise LowerError(refusal(w.log.errors, _layer_names(w.network)))
+    write_file(plan, [memoryview(serialized)])
+
+
+def _begin_with(config: Any, timing: Path) -> None:
+    """What was timed before, or nothing where TensorRT does not take it."""
+    kept = timing.read_bytes() if timing.is_file() else b""
+    cache = config.create_timing_cache(kept)
+    if cache is None or not config.set_timing_cache(cache, False):
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def _keep(timing: Path, cache: Any) -> None:
+    """Best effort: a full or read-only folder is no reason to fail a build. Written aside and
+    renamed, so that a build that runs at the same time reads all of it or nothing."""
+    with suppress(OSError):
+        timing.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = timing.with_suffix(f".{threading.get_native_id()}")
+        part.write_bytes(memoryview(cache.serialize()))
+        part.replace(timing)
+
+
+def timing_file(folder: Path, machine: str) -> Path:
+    """One for each GPU and TensorRT: the builder refuses another's."""
+    return folder / f"{machine.replace(' ', '-')}.timing"
+
+
+def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
+    """What the builder said, the layer of ours that it spoke of, and what to try."""
+    said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
+    named = [n for n in layers if n and n in said]
+    layer = max(named, key=len, default="")
+    about = f"{layer} {said}".lower()
+    advice = next(text for word, text in REMEDIES.items() if word in about)
+    place = f" at layer {layer}" if layer else ""
+    return f"TensorRT's builder refuses the network{place}: {said[:2000]}; try {advice}"
+
+
+def _layer_names(network: Any) -> list[str]:
+    return [network.get_layer(i).name for i in range(network.num_layers)]
+
+
+@contextmanager
+def _interruptible(monitor: Any) -> Iterator[None]:
+    """Signals ask the builder to stop instead of ending the process inside it. Only the main
+    thread can say what a signal does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        monitor.stopped = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+

@@ -1,0 +1,518 @@
+"""The tensor primitives as layers of an `INetworkDefinition`, strongly typed.
+
+Each layer is named after the IR value that it is made for and its primitive, so that what the
+builder says can be read. Weights are handed over by address: nothing is copied, and bf16 needs no
+numpy dtype.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from g4ir.errors import LowerError
+from g4ir.ir import Value
+from g4ir.types import Type, dtype_name
+
+from ..primitives.emitter import Emitter, Operand, reshape_spec
+
+if TYPE_CHECKING:
+    import torch
+
+#: IR dtype -> DataType
+DTYPES = {
+    "f32": "FLOAT", "f16": "HALF", "bf16": "BF16", "i32": "INT32", "i64": "INT64",
+    "bool": "BOOL",
+}  # fmt: skip
+#: constants of these do not exist: they are stored as the second and cast
+STORED_AS = {"bool": "i32"}
+UNARY = {"neg": "NEG", "exp": "EXP", "sqrt": "SQRT", "erf": "ERF", "not": "NOT"}
+ELEMENTWISE = {
+    "add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "max": "MAX",
+    "min": "MIN", "floor_div": "FLOOR_DIV", "eq": "EQUAL", "gt": "GREATER", "lt": "LESS",
+    "and": "AND", "or": "OR",
+}  # fmt: skip
+REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
+MAX_DIMS = 8
+MAX_TOP_K = 3840
+
+
+class WeightsSource(Protocol):
+    """Where a param's weights come from."""
+
+    def __call__(self, trt: Any, v: Value) -> Any:
+        """`trt.Weights` of the param, row by row as its type says."""
+
+
+@dataclass
+class MappedWeights:
+    """Weights that lie in memory, or in a file that is mapped there; nothing is copied."""
+
+    tensor: Callable[[str], torch.Tensor]
+    #: what must live until the engine is built
+    held: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, trt: Any, v: Value) -> Any:
+        t = self.tensor(v.name)
+        found = Type(dtype_name(t.dtype), tuple(t.shape))
+        if found != v.type:
+            raise LowerError(f"param {v} is {found}, the graph says {v.type}")
+        return _weights(trt, t.contiguous(), self.held)
+
+
+def without_weights(trt: Any, v: Value) -> Any:
+    """For networks that are checked, not built: no memory is touched."""
+    return trt.Weights(_data_type(trt, v.type.dtype), 0, v.type.numel())
+
+
+def _weights(trt: Any, t: torch.Tensor, held: list[torch.Tensor]) -> Any:
+    held.append(t)
+    return trt.Weights(_data_type(trt, dtype_name(t.dtype)), t.data_ptr(), t.numel())
+
+
+def _data_type(trt: Any, dtype: str) -> Any:
+    if dtype not in DTYPES:
+        raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
+    return getattr(trt.DataType, DTYPES[dtype])
+
+
+@dataclass
+class Stored:
+    """What constants are made of: weights, once there is a layer for them, and that layer's
+    output in each part of the network that reads it."""
+
+    name: str
+    dtype: str
+    weights: Callable[[], Any]
+    #: small ones are repeated in each branch that reads them; big ones come in as its inputs
+    small: bool
+    tensors: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A handle: stored numbers in a shape, for which there need not be a layer yet."""
+
+    stored: Stored
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Branch:
+    """A side of a conditional that is being written."""
+
+    conditional: Any
+    #: tensors from outside -> outputs of input layers; the same for both sides
+    inputs: dict[int, Any]
+    #: tensors from outside -> what they are called on this side
+    local: dict[int, Any] = field(default_factory=dict)
+    #: tensors that are made inside, by id
+    inside: set[int] = field(default_factory=set)
+
+
+class TrtEmitter(Emitter):
+    """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
+
+    def __init__(self, trt: Any, network: Any, weights: WeightsSource) -> None:
+        self.trt, self.network, self.weights = trt, network, weights
+        #: tensors whose memory the network points to
+        self.held: list[torch.Tensor] = []
+        #: what could not be done as asked
+        self.notes: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._params: dict[str, Stored] = {}
+        self._small: dict[Any, Stored] = {}
+        self._sizes: dict[Any, Any] = {}
+        #: name of a dim -> an input that has it, and where
+        self._inputs: dict[str, tuple[Operand, int]] = {}
+        self._branch: Branch | None = None
+        #: keeps handles alive, so that their ids stay theirs
+        self._all: list[Any] = []
+
+    # --- names and checks ---------------------------------------------------------------------
+
+    def _name(self, primitive: str) -> str:
+        base = f"{self.scope}/{primitive}"
+        self._counts[base] += 1
+        count = self._counts[base]
+        return base if count == 1 else f"{base}.{count}"
+
+    def named(self, layer: Any, primitive: str) -> Any:
+        """Name a layer after what it is for. LowerError where TensorRT did not make it."""
+        name = self._name(primitive)
+        if layer is None:
+            raise LowerError(f"TensorRT refused {name}; its log says why")
+        layer.name = name
+        return layer
+
+    def made(self, layer: Any, primitive: str, t: Type, index: int = 0) -> Operand:
+        """An output of a new layer, whose type TensorRT must see as we do."""
+        self.named(layer, primitive)
+        return self.checked(layer, t, index)
+
+    def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
+        tensor = layer.get_output(index)
+        want = _data_type(self.trt, t.dtype), _dims(t)
+        found = tensor.dtype, tuple(tensor.shape)
+        if not _agree(want, found):
+            raise LowerError(f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}")
+        self._remember(tensor)
+        return Operand(t, tensor)
+
+    def _remember(self, tensor: Any) -> None:
+        self._all.append(tensor)
+        if self._branch:
+            self._branch.inside.add(id(tensor))
+
+    def tensor(self, x: Operand) -> Any:
+        """The network's tensor; inside a conditional what it is called there."""
+        if isinstance(x.handle, Constant):
+            return self._stored(x.handle)
+        return self._entering(x.handle)
+
+    def _entering(self, tensor: Any) -> Any:
+        branch = self._branch
+        if branch is None or id(tensor) in branch.inside:
+            return tensor
+        if id(tensor) not in branch.local:
+            branch.local[id(tensor)] = self._entered(branch, tensor)
+        return branch.local[id(tensor)]
+
+    def _entered(self, branch: Branch, tensor: Any) -> Any:
+        """Conditionals take no 64-bit integers: positions, indexes and counts enter in 32 bits."""
+        whole = tensor.dtype == self.trt.DataType.INT64
+        if id(tensor) not in branch.inputs:
+            outside = self._cast_to(tensor, "i32", None) if whole else tensor
+            layer = self.named(branch.conditional.add_input(outside), "enter")
+            branch.inputs[id(tensor)] = layer.get_output(0)
+            self._all += [tensor, branch.inputs[id(tensor)]]
+        inner = branch.inputs[id(tensor)]
+        return self._cast_to(inner, "i64", branch) if whole else inner
+
+    def _cast_to(self, tensor: Any, dtype: str, branch: Branch | None) -> Any:
+        """In this branch, or outside of all."""
+        before, self._branch = self._branch, branch
+        layer = self.named(self.network.add_cast(tensor, _data_type(self.trt, dtype)), dtype)
+        made = layer.get_output(0)
+        self._remember(made)
+        self._branch = before
+        return made
+
+    # --- sources ------------------------------------------------------------------------------
+
+    def input(self, name: str, t: Type) -> Operand:
+        tensor = self.network.add_input(name, _data_type(self.trt, t.dtype), _dims(t))
+        if tensor is None:
+            raise LowerError(f"TensorRT refused the input {name}: {t}; its log says why")
+        self._all.append(tensor)
+        x = Operand(t, tensor)
+        for i, d in enumerate(t.shape):
+            if isinstance(d, str):
+                tensor.set_dimension_name(i, d)
+                self._inputs.setdefault(d, (x, i))
+        return x
+
+    def param(self, v: Value) -> Operand:
+        if v.name not in self._params:
+            self._params[v.name] = Stored(
+                v.name, v.type.dtype, lambda: self.weights(self.trt, v), small=False
+            )
+        return Operand(v.type, Constant(self._params[v.name], _dims(v.type)))
+
+    def constant(self, tensor: torch.Tensor) -> Operand:
+        dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
+        if dtype in STORED_AS:
+            from g4ir.types import torch_dtype
+
+            return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
+        stored = self._once(t, dtype)
+        shape = tuple(t.shape)
+        return Operand(Type(dtype, shape), Constant(stored, shape))
+
+    def _once(self, t: torch.Tensor, dtype: str) -> Stored:
+        """Equal small constants are one."""
+        small = t.numel() <= 1024
+        key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
+        if key not in self._small:
+            self._small[key] = Stored(
+                f"constant.{len(self._small)}", dtype,
+                lambda: _weights(self.trt, t, self.held), small,
+            )  # fmt: skip
+        return self._small[key]
+
+    def _stored(self, c: Constant) -> Any:
+        """A constant layer where it is read first; other shapes of it are shuffles."""
+        if c.stored.small and self._branch:
+            return self._in_part(c, id(self._branch))
+        branch, self._branch = self._branch, None
+        tensor = self._in_part(c, None)
+        self._branch = branch
+        return self._entering(tensor)
+
+    def _in_part(self, c: Constant, part: Any) -> Any:
+        made = c.stored.tensors.setdefault(part, {})
+        if c.shape not in made:
+            first = next(iter(made.values()), None)
+            scope, self.scope = self.scope, c.stored.name
+            if first is None:
+                layer = self.network.add_constant(c.shape, c.stored.weights())
+            else:
+                layer = self.network.add_shuffle(first)
+                layer.reshape_dims = c.shape
+            t = Type(c.stored.dtype, c.shape)
+            made[c.shape] = self.made(layer, "weights" if first is None else "view", t).handle
+            self.scope = scope
+        return made[c.shape]
+
+    def output(self, name: str, x: Operand) -> None:
+        tensor = self.tensor(x)
+        if tensor.is_network_input or tensor.is_network_output:
+            tensor = self.made(self.network.add_identity(tensor), "output", x.type).handle
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    # --- pointwise ----------------------------------------------------------------------------
+
+    def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
+        if kind == "tanh":
+            layer = self.network.add_activation(self.tensor(x), self.trt.ActivationType.TANH)
+        else:
+            op = getattr(self.trt.UnaryOperation, UNARY[kind])
+            layer = self.network.add_unary(self.tensor(x), op)
+        return self.made(layer, kind, t)
+
+    def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
+        op = getattr(self.trt.ElementWiseOperation, ELEMENTWISE[kind])
+        return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
+
+    def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
+        tensors = map(self.tensor, (condition, a, b))
+        return self.made(self.network.add_select(*tensors), "where", t)
+
+    def _cast(self, x: Operand, t: Type) -> Operand:
+        layer = self.network.add_cast(self.tensor(x), _data_type(self.trt, t.dtype))
+        return self.made(layer, f"to_{t.dtype}", t)
+
+    # --- products and sums --------------------------------------------------------------------
+
+    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
+        """The weight as [1, ..., out, in]: ranks are equal, and no transpose of x is needed."""
+        lead = range(x.rank - 2)
+        return self._product(x, self.unsqueeze(w, *lead) if lead else w, True, "linear", t)
+
+    def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
+        return self._product(a, b, transpose_b, "matmul", t)
+
+    def _product(
+        self, a: Operand, b: Operand, transpose_b: bool, primitive: str, t: Type
+    ) -> Operand:
+        ops = self.trt.MatrixOperation
+        op = ops.TRANSPOSE if transpose_b else ops.NONE
+        layer = self.network.add_matrix_multiply(self.tensor(a), ops.NONE, self.tensor(b), op)
+        return self.made(layer, primitive, t)
+
+    def _softmax(self, x: Operand, t: Type) -> Operand:
+        layer = self.named(self.network.add_softmax(self.tensor(x)), "softmax")
+        layer.axes = 1 << (x.rank - 1)
+        return self.checked(layer, t)
+
+    def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
+        op = getattr(self.trt.ReduceOperation, REDUCE[kind])
+        return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
+
+    def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
+        if k > MAX_TOP_K:
+            raise ValueError(f"topk: {k} of {x.type}; TensorRT takes at most {MAX_TOP_K}")
+        layer = self.network.add_topk(
+            self.tensor(x), self.trt.TopKOperation.MAX, k, 1 << (x.rank - 1),
+            _data_type(self.trt, index.dtype),
+        )  # fmt: skip
+        return self.made(layer, "topk", values), self.checked(layer, index, 1)
+
+    # --- layout -------------------------------------------------------------------------------
+
+    def _reshape(self, x: Operand, t: Type) -> Operand:
+        if isinstance(x.handle, Constant):
+            return Operand(t, Constant(x.handle.stored, _dims(t)))
+        layer = self.named(self.network.add_shuffle(self.tensor(x)), "reshape")
+        layer.reshape_dims = tuple(reshape_spec(x.type, t))
+        return self.checked(layer, t)
+
+    def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
+        layer = self.named(self.network.add_shuffle(self.tensor(x)), "transpose")
+        layer.first_transpose = tuple(order)
+        return self.checked(layer, t)
+
+    def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
+        """Dims are moved by transposes where more than one of them would be -1."""
+        if isinstance(x.handle, Constant):
+            return Operand(t, Constant(x.handle.stored, _dims(t)))
+        spec = reshape_spec(x.type, t)
+        if spec.count(-1) <= 1:
+            return self._reshape(x, t)
+        front = [*x.shape, *[1] * len(axes)]
+        back = iter(range(x.rank))
+        ones = iter(range(x.rank, t.rank))
+        order = tuple(next(ones) if i in axes else next(back) for i in range(t.rank))
+        layer = self.named(self.network.add_shuffle(self.tensor(x)), "unsqueeze")
+        layer.reshape_dims = tuple(reshape_spec(x.type, x.type.with_shape(*front)))
+        layer.second_transpose = order
+        return self.checked(layer, t)
+
+    def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
+        layer = self.named(self.network.add_concatenation([*map(self.tensor, xs)]), "concat")
+        layer.axis = axis
+        return self.checked(layer, t)
+
+    def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
+        starts = tuple(start if i == axis else 0 for i in range(x.rank))
+        others = [i for i, d in enumerate(t.shape) if isinstance(d, str)]
+        if not others:
+            layer = self.network.add_slice(self.tensor(x), starts, _dims(t), (1,) * x.rank)
+            return self.made(layer, "slice", t)
+        return self._sliced(x, starts, self._size_of(x, t), (1,) * x.rank, "slice", t)
+
+    def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
+        size = self._size_of(x, t, {axis: like})
+        return self._sliced(x, (0,) * x.rank, size, (1,) * x.rank, "prefix", t)
+
+    def repeat(self, x: Operand, axis: int, like: Operand) -> Operand:
+        """A dim of one, as often as `like` has entries along that axis."""
+        t = x.type.with_shape(*(like.shape[i] if i == axis else d for i, d in enumerate(x.shape)))
+        if t == x.type:
+            return x
+        stride = tuple(int(i != axis) for i in range(x.rank))
+        size = self._size_of(x, t, {axis: (like, axis)})
+        return self._sliced(x, (0,) * x.rank, size, stride, "repeat", t)
+
+    def _sliced(
+        self, x: Operand, start: tuple[int, ...], size: Any, stride: tuple[int, ...],
+        primitive: str, t: Type,
+    ) -> Operand:  # fmt: skip
+        """A slice whose size is a tensor."""
+        layer = self.network.add_slice(self.tensor(x), start, (1,) * x.rank, stride)
+        self.named(layer, primitive)
+        layer.set_input(2, self._entering(size))
+        return self.checked(layer, t)
+
+    def _size_of(
+        self, x: Operand, t: Type, source: Mapping[int, Any] | None = None
+    ) -> Any:
+        """i64[rank]: the sizes of `t`; dims with a name are those of x, or of what `source` says
+        for the axis: an operand of rank 1, or an operand and its axis."""
+        parts: list[Any] = []
+        for i, d in enumerate(t.shape):
+            given = (source or {}).get(i, (x, i))
+            operand, axis = given if isinstance(given, tuple) else (given, 0)
+            parts.append(d if isinstance(d, int) else self._dim(operand, axis))
+        key = (id(self._branch), tuple(p if isinstance(p, int) else id(p) for p in parts))
+        if key not in self._sizes:
+            self._sizes[key] = self._joined_sizes(parts)
+        return self._sizes[key]
+
+    def _joined_sizes(self, parts: list[Any]) -> Any:
+        import torch
+
+        pieces = [
+            self.tensor(self.constant(torch.tensor([p]))) if isinstance(p, int) else p
+            for p in parts
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        layer = self.named(self.network.add_concatenation(pieces), "sizes")
+        layer.axis = 0
+        return self.checked(layer, Type("i64", (len(pieces),))).handle
+
+    def _dim(self, x: Operand, axis: int) -> Any:
+        """i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for all;
+        outside of branches an input's, where one has it."""
+        name = x.shape[axis]
+        key = ("dim", id(self._branch), name)
+        if key not in self._sizes:
+            source, at = (None if self._branch else self._inputs.get(str(name))) or (x, axis)
+            layer = self.network.add_shape(self.tensor(source))
+            shape = self.made(layer, "shape", Type("i64", (source.rank,)))
+            layer = self.network.add_slice(shape.handle, (at,), (1,), (1,))
+            self._sizes[key] = self.made(layer, "dim", Type("i64", (1,))).handle
+        return self._sizes[key]
+
+    # --- by index -----------------------------------------------------------------------------
+
+    def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
+        layer = self.network.add_gather(self.tensor(x), self.tensor(index), axis)
+        return self.made(layer, "gather", t)
+
+    def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
+        """The batch is an elementwise dim, so that an index is of a row alone. There are to be at
+        least two dims beside it."""
+        if x.rank == 2:
+            return self.reshape(self.gather_rows(self.unsqueeze(x, 2), index), *t.shape)
+        index = self.unsqueeze(index, 2)
+        layer = self.network.add_gather_v2(
+            self.tensor(x), self.tensor(index), self.trt.GatherMode.ND
+        )
+        self.named(layer, "gather_rows")
+        layer.num_elementwise_dims = 1
+        return self.checked(layer, t)
+
+    def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
+        tensors = map(self.tensor, (cache, new, self.cast(start, "i32")))
+        layer = self.network.add_kv_cache_update(*tensors, self.trt.KVCacheMode.LINEAR)
+        return self.made(layer, "append", t)
+
+    # --- control ------------------------------------------------------------------------------
+
+    def when_one(
+        self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
+    ) -> Operand:
+        if self._branch:
+            raise ValueError("when_one inside when_one")
+        condition = self._is_one(x, axis)
+        conditional = self.network.add_if_conditional()
+        conditional.name = self._name("when_one")
+        self.named(conditional.set_condition(condition), "condition")
+        inputs: dict[int, Any] = {}
+        ends = []
+        for side in (then, otherwise):
+            with self._within(Branch(conditional, inputs)):
+                ends.append(side())
+                ends[-1] = Operand(ends[-1].type, self.tensor(ends[-1]))
+        if ends[0].type != ends[1].type:
+            raise ValueError(f"when_one: {ends[0].type} and {ends[1].type}")
+        layer = conditional.add_output(ends[0].handle, ends[1].handle)
+        return self.made(layer, "either", ends[0].type)
+
+    @contextmanager
+    def _within(self, branch: Branch) -> Iterator[None]:
+        self._branch = branch
+        self._all.append(branch)
+        try:
+            yield
+        finally:
+            self._branch = None
+
+    def _is_one(self, x: Operand, axis: int) -> Any:
+        """bool[]: whether a dim has one entry."""
+        import torch
+
+        size = Operand(Type("i64", (1,)), self._dim(x, axis))
+        scalar = self.reshape(size)
+        return self.tensor(self.binary("eq", scalar, self.constant(torch.tensor(1))))
+
+
+def _dims(t: Type) -> tuple[int, ...]:
+    """-1 where a dim is known at run time only."""
+    if t.rank > MAX_DIMS:
+        raise ValueError(f"{t}: TensorRT takes at most {MAX_DIMS} dims")
+    return tuple(d if isinstance(d, int) else -1 for d in t.shape)
+
+
+def _agree(want: tuple[Any, tuple[int, ...]], found: tuple[Any, tuple[int, ...]]) -> bool:
+    """Types and ranks are equal, and dims where both know them."""
+    pairs = list(zip(want[1], found[1]))
+    same = want[0] == found[0] and len(want[1]) == len(found[1])
+    return same and all(a == b or -1 in (a, b) for a, b in pairs)
+

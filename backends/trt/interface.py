@@ -1,0 +1,123 @@
+"""What an engine is fed and what it hands back: all that is needed to use `engine.plan` without
+Python. `engine.io.json` says it for one engine.
+
+Inputs, all in device memory and contiguous:
+
+    embeds, ple_rows   rows of the embedding tables for the chunk's tokens (the tables themselves
+                       stay outside); `ple_rows` only where the variant has per-layer embeddings
+    positions i64[B,S] of the chunk's tokens: row b's start at what the row holds
+    lengths   i64[B]   how many of the S tokens of each row are valid; 0 leaves a row as it is
+    slots     i64[C]   0, 1, 2, ...: C is how much of the full-length caches the step looks at, at
+                       least as much as any row holds afterwards
+    NAME               one tensor per cache, zero at first
+
+Outputs: `logits`, of which row b belongs to its last valid token (or of every token, in an engine
+built with --all-logits), and `NAME.next` for each cache.
+
+A full-length cache is [B, heads, max_seq + prefill_chunk, head_dim] and is updated in place:
+`aliased` names the input whose address the output must have. A ring is [B, window, heads,
+head_dim] and is not: its output needs a buffer of its own (`swapped`), which becomes the input of
+the next step while the old input becomes the output. Optimisation profile 0 is decode, whose S is
+1; profile 1 is prefill, whose S is 1 to prefill_chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.ir import Graph
+from g4ir.types import Type
+
+from ..base import Limits
+from ..primitives.network import FULL, SLOTS, is_ring, stored_type
+
+#: profiles of an engine in the order of their indices, by the phase that each serves
+PROFILES = ("decode", "prefill")
+#: slots of the full-length caches that kernels are timed for, where rows may hold as many
+TYPICAL_SLOTS = 2048
+
+#: least, typical and largest size of a dim
+Range = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Tensors by name. Named dims: B rows, S tokens of a chunk, C slots of a full-length cache."""
+
+    inputs: Mapping[str, Type]
+    outputs: Mapping[str, Type]
+    #: output -> the input whose address it has
+    aliased: Mapping[str, str]
+    #: output -> the input with which it changes places after each step
+    swapped: Mapping[str, str]
+    #: profile -> dim -> range
+    profiles: Mapping[str, Mapping[str, Range]]
+
+    @property
+    def caches(self) -> dict[str, str]:
+        """Output -> input of every cache."""
+        return {**self.aliased, **self.swapped}
+
+    def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
+        """Least, typical and largest shape of an input in a profile."""
+        dims = self.profiles[profile]
+        return tuple(
+            tuple(d if isinstance(d, int) else dims[d][i] for d in self.inputs[name].shape)
+            for i in range(3)
+        )
+
+    def dynamic(self) -> list[str]:
+        """Inputs with a named dim."""
+        return [n for n, t in self.inputs.items() if any(isinstance(d, str) for d in t.shape)]
+
+    def shape(self, name: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """Of an input or output with these sizes."""
+        t = self.inputs.get(name) or self.outputs[name]
+        return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "inputs": [_tensor(n, t) for n, t in self.inputs.items()],
+            "outputs": [
+                _tensor(n, t)
+                | ({"aliased": self.aliased[n]} if n in self.aliased else {})
+                | ({"swapped": self.swapped[n]} if n in self.swapped else {})
+                for n, t in self.outputs.items()
+            ],
+            "profiles": [
+                {"index": i, "phase": name, "dims": {d: list(r) for d, r in dims.items()}}
+                for i, (name, dims) in enumerate(self.profiles.items())
+            ],
+        }
+
+
+def _tensor(name: str, t: Type) -> dict[str, Any]:
+    return {"name": name, "dtype": t.dtype, "shape": list(t.shape)}
+
+
+def interface(g: Graph, limits: Limits) -> Interface:
+    """Of the network that is written from this graph (primitives/network.py)."""
+    inputs = {v.name: v.type for v in g.inputs}
+    if any(not is_ring(v.type) for v in g.state):
+        inputs[SLOTS] = Type("i64", (FULL,))
+    stored = {v.name: stored_type(v.type, limits) for v in g.state}
+    after = {f"{name}.next": name for name in g.next}
+    rings = {v.name for v in g.state if is_ring(v.type)}
+    return Interface(
+        inputs | stored,
+        {v.name: v.type for v in g.outputs} | {o: stored[i] for o, i in after.items()},
+        {o: i for o, i in after.items() if i not in rings},
+        {o: i for o, i in after.items() if i in rings},
+        {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES},
+    )
+
+
+def _ranges(profile: str, limits: Limits, full: bool) -> dict[str, Range]:
+    rows, chunk, seq = limits.max_batch, limits.prefill_chunk, limits.max_seq
+    ranges: dict[str, Range] = {"B": (1, rows, rows)}
+    ranges["S"] = (1, 1, 1) if profile == "decode" else (1, chunk, chunk)
+    if full:
+        ranges[FULL] = (1, min(seq, TYPICAL_SLOTS), seq)
+    return ranges

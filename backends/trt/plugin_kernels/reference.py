@@ -1,0 +1,122 @@
+"""What each plugin computes, in torch: for networks that are executed without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from g4ir.ops.base import wide
+from g4ir.ops.mlp import activate
+from g4ir.types import torch_dtype
+
+from .table import PLUGINS, Constants, Plan
+
+Tensor = torch.Tensor
+
+
+def run(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a plugin on these inputs."""
+    made = _MEANING[plan.plugin](plan.constants, *tensors)
+    kinds = PLUGINS[plan.plugin].kinds(plan.dtype)[-len(made) :]
+    return tuple(t.to(torch_dtype(kind)) for t, kind in zip(made, kinds, strict=True))
+
+
+def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+    """x [..., K or 1, k], w [E, n, k], index [..., K] -> [..., K, n], rounded once."""
+    chosen = w[index.long()]
+    return (wide(chosen) @ wide(x)[..., None])[..., 0].to(x.dtype)
+
+
+def _glu(x: Tensor, index: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    gate, up = _per_slot(x[..., None, :], gate_up, index).chunk(2, -1)
+    out: Tensor = activate(gate, act) * up
+    return out
+
+
+def _gate_up(c: Constants, x: Tensor, index: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
+    return (_glu(x, index, gate_up, c["ACT"]),)
+
+
+def _down(
+    c: Constants, act: Tensor, weights: Tensor, index: Tensor, down: Tensor
+) -> tuple[Tensor, ...]:
+    return _combine(c, _per_slot(act, down, index), weights)
+
+
+def _sort(c: Constants, index: Tensor) -> tuple[Tensor, ...]:
+    flat = index.flatten()
+    order = flat.argsort(stable=True).to(torch.int32).view_as(index)
+    counts = torch.bincount(flat, minlength=c["EXPERTS"])
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+    return order, offsets
+
+
+def _index(order: Tensor, offsets: Tensor) -> Tensor:
+    """The experts of the slots, which `_sort` had."""
+    index = torch.empty_like(order).flatten()
+    experts = torch.arange(len(offsets) - 1, dtype=torch.int32)
+    index[order.flatten().long()] = experts.repeat_interleave(offsets.diff())
+    return index.view_as(order)
+
+
+def _gate_up_grouped(
+    c: Constants, x: Tensor, order: Tensor, offsets: Tensor, gate_up: Tensor
+) -> tuple[Tensor, ...]:
+    return (_glu(x, _index(order, offsets), gate_up, c["ACT"]),)
+
+
+def _down_grouped(
+    c: Constants, act: Tensor, order: Tensor, offsets: Tensor, down: Tensor
+) -> tuple[Tensor, ...]:
+    return (_per_slot(act, down, _index(order, offsets)),)
+
+
+def _combine(c: Constants, parts: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    return ((wide(parts) * weights[..., None]).sum(-2).to(parts.dtype),)
+
+
+def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
+    """[B, SPLITS, SLOTS]: keys of each share of each row."""
+    end = (positions[:, 0].clamp(max=min(len(slots), c["SLOTS"]) - 1) + 1).clamp(min=1)
+    first = (end - c["WINDOW"]).clamp(min=0) if c["WINDOW"] else torch.zeros_like(end)
+    share = (-(-(end - first) // c["SPLITS"])).clamp(min=c["N"])
+    split = torch.arange(c["SPLITS"])
+    low = first[:, None] + split * share[:, None]
+    high = torch.minimum(low + share[:, None], end[:, None])
+    j = torch.arange(c["SLOTS"])
+    return (j >= low[..., None]) & (j < high[..., None])
+
+
+def _parts(
+    c: Constants, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor
+) -> tuple[Tensor, ...]:
+    """Shares without keys have maximum -inf and sum 0."""
+    b, d = q.shape[0], c["D"]
+    query = wide(q).view(b, c["HEADS"], 1, c["GROUP"], d)
+    s = query @ wide(keys)[:, :, None].transpose(-1, -2) * c["INNER"]
+    s = c["OUTER"] * s.tanh() if c["CAPPED"] else s
+    seen = _seen(c, positions, slots)[:, None, :, None]
+    s = s.masked_fill(~seen, -torch.inf)
+    top = s.amax(-1)
+    p = torch.where(seen, torch.exp2(s - top[..., None].clamp(min=-1e30)), 0.0)
+    rounded = wide(p.to(values.dtype))
+    rows = wide(values)[:, :, None]
+    return rounded @ rows, torch.stack((top, p.sum(-1)), 3)
+
+
+def _merge(
+    c: Constants, parts: Tensor, stats: Tensor, positions: Tensor, slots: Tensor
+) -> tuple[Tensor, ...]:
+    top, total = stats.unbind(3)
+    gain = torch.exp2(top - top.amax(2, keepdim=True))
+    out = (parts * gain[..., None]).sum(2) / (total * gain).sum(2)[..., None]
+    return (out.flatten(1, 2)[:, None],)
+
+
+_MEANING: Mapping[str, Callable[..., Any]] = {
+    "moe_gate_up": _gate_up, "moe_down": _down, "moe_sort": _sort,
+    "moe_gate_up_grouped": _gate_up_grouped, "moe_down_grouped": _down_grouped,
+    "moe_combine": _combine, "decode_parts": _parts, "decode_merge": _merge,
+}  # fmt: skip

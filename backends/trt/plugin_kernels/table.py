@@ -1,0 +1,175 @@
+"""The plugins: their tensors, whole numbers, and how many programs they start.
+
+All sizes are written once, in an arithmetic that is given: TensorRT's expressions of dims that are
+not known yet, or whole numbers. A function of sizes gets the arithmetic, the shapes of the inputs
+by name, and the kernel's constants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+#: the dtype of the network, among the kinds of tensors
+T = "T"
+
+Shape = tuple[Any, ...]
+Shapes = Mapping[str, Shape]
+Constants = Mapping[str, Any]
+
+
+class Arithmetic(Protocol):
+    """Beside + * and // of the sizes themselves, whose left operand is never a plain number."""
+
+    def cdiv(self, a: Any, b: Any) -> Any: ...
+    def min(self, a: Any, b: Any) -> Any: ...
+
+
+class Whole:
+    """The arithmetic of numbers that are known."""
+
+    @staticmethod
+    def cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    @staticmethod
+    def min(a: int, b: int) -> int:
+        return a if a < b else b
+
+
+Sizes = Callable[[Arithmetic, Shapes, Constants], Shape]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """`kernel` of plugin_kernels/`module`.py, whose parameters are the inputs, the whole numbers,
+    the outputs, and then constants. Kinds are dtypes of the IR, or T."""
+
+    name: str
+    module: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    #: one shape per output, of input dims and constants
+    shapes: Callable[[Shapes, Constants], tuple[Shape, ...]]
+    grid: Sizes
+    whole: Mapping[str, Callable[[Shapes, Constants], Any]]
+
+    def kinds(self, dtype: str) -> list[str]:
+        """Dtypes of the parameters in order; `whole` for whole numbers."""
+        of = {T: dtype}
+        return [
+            *(of.get(k, k) for k in self.inputs.values()),
+            *(["whole"] * len(self.whole)),
+            *(of.get(k, k) for k in self.outputs.values()),
+        ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer's kernel is made: the plugin's only attribute, as text. (Numbers as attributes
+    are read by TensorRT 10.16 in a way that numpy 2.4 no longer allows.)"""
+
+    plugin: str
+    dtype: str
+    constants: Constants
+    warps: int
+    stages: int
+    capability: int = 90
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        return Plan(**json.loads(text))
+
+
+def blocks(n: int, size: int) -> int:
+    """How many blocks of `size` cover n."""
+    return -(-n // size)
+
+
+def _tokens(s: Shapes) -> Any:
+    """Rows times tokens of the first input."""
+    first = next(iter(s.values()))
+    return first[0] * first[1]
+
+
+def _count(s: Shapes, c: Constants) -> Any:
+    """How many slots."""
+    b, n, k = s["order" if "order" in s else "index"]
+    return b * n * k
+
+
+def _gate_up_grid(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
+    return _tokens(s), c["TOP_K"] * blocks(c["INNER"], c["BLOCK_N"])
+
+
+def _columns(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
+    """A program for each token and block of columns of the result."""
+    return _tokens(s), blocks(c["HIDDEN"], c["BLOCK_N"] if "BLOCK_N" in c else c["BLOCK"])
+
+
+def _tiles(columns: str) -> Sizes:
+    def grid(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
+        """An expert in use has one tile that may not be full, and full ones."""
+        count = _count(s, c)
+        tiles = count // c["BLOCK_M"] + a.min(count, c["EXPERTS"])
+        return tiles, blocks(c[columns], c["BLOCK_N"])
+
+    return grid
+
+
+def _looked_at(s: Shapes, c: Constants) -> Any:
+    return s["slots"][0]
+
+
+_SPLIT = ("HEADS", "SPLITS", "GROUP", "D")
+
+PLUGINS: Mapping[str, Plugin] = {p.name: p for p in (
+    Plugin(
+        "moe_gate_up", "moe", {"x": T, "index": "i32", "gate_up": T}, {"act": T},
+        lambda s, c: ((*s["index"], c["INNER"]),), _gate_up_grid, {},
+    ),
+    Plugin(
+        "moe_down", "moe", {"act": T, "weights": "f32", "index": "i32", "down": T}, {"out": T},
+        lambda s, c: ((*s["index"][:2], c["HIDDEN"]),), _columns, {},
+    ),
+    Plugin(
+        "moe_sort", "moe", {"index": "i32"}, {"order": "i32", "offsets": "i32"},
+        lambda s, c: (s["index"], (c["EXPERTS"] + 1,)), lambda a, s, c: (c["EXPERTS"],),
+        {"count": _count},
+    ),
+    Plugin(
+        "moe_gate_up_grouped", "moe", {"x": T, "order": "i32", "offsets": "i32", "gate_up": T},
+        {"act": T}, lambda s, c: ((*s["order"], c["INNER"]),), _tiles("INNER"), {"count": _count},
+    ),
+    Plugin(
+        "moe_down_grouped", "moe", {"act": T, "order": "i32", "offsets": "i32", "down": T},
+        {"parts": T}, lambda s, c: ((*s["order"], c["HIDDEN"]),), _tiles("HIDDEN"),
+        {"count": _count},
+    ),
+    Plugin(
+        "moe_combine", "moe", {"parts": T, "weights": "f32"}, {"out": T},
+        lambda s, c: ((*s["weights"][:2], c["HIDDEN"]),), _columns, {},
+    ),
+    Plugin(
+        "decode_parts", "attention",
+        {"q": T, "keys": T, "values": T, "positions": "i32", "slots": "i32"},
+        {"parts": "f32", "stats": "f32"},
+        lambda s, c: (
+            (s["q"][0], *(c[k] for k in _SPLIT)),
+            (s["q"][0], c["HEADS"], c["SPLITS"], 2, c["GROUP"]),
+        ),
+        lambda a, s, c: (c["SPLITS"], c["HEADS"], s["q"][0]), {"looked_at": _looked_at},
+    ),
+    Plugin(
+        "decode_merge", "attention",
+        {"parts": "f32", "stats": "f32", "positions": "i32", "slots": "i32"}, {"out": T},
+        lambda s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
+        lambda a, s, c: (c["D"] // c["BLOCK"], c["HEADS"], s["positions"][0]),
+        {"looked_at": _looked_at},
+    ),
+)}  # fmt: skip

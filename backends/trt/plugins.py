@@ -1,0 +1,400 @@
+"""The project's Triton kernels as TensorRT plugins that are compiled ahead of time.
+
+A plugin layer holds PTX, a grid in terms of the inputs' sizes and nothing else: an engine with
+such layers needs neither Python nor triton. They serve what TensorRT has no kernels for on Hopper:
+the experts of a mixture, and decode attention with heads of 512. PLUGIN_LOWERINGS takes the place
+of the plain lowerings of these ops. Kernels are compiled while the network is written, where an
+error can still name the layer; the builder's callbacks find them made.
+
+TensorRT passes a kernel the pointers of its inputs, 32-bit whole numbers, and the pointers of its
+outputs. It gives it no scratch memory, and zeroes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import GenericAlias
+from typing import Any
+
+from g4ir.errors import LowerError
+from g4ir.ir import Node
+from g4ir.types import Type
+
+from ..primitives import attention as plain
+from ..primitives.emitter import Operand
+from ..primitives.network import SLOTS, Lowering, Network, is_ring
+from ..torch_compile.select import UNSORTED
+from ..torch_compile.tunings import find_tuning
+from .plugin_kernels.ptx import Kernel, compile_kernel
+from .plugin_kernels.table import PLUGINS, Plan, Plugin, Shapes, Whole
+
+NAMESPACE = "g4ir"
+#: bytes of shared memory that a block of sm_90 may use
+SHARED_BYTES = 227 * 1024
+#: whose tunings count
+GPU = "h100"
+
+_POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i32": "*i32", "whole": "i32"}
+_DATA_TYPES = {"bf16": "BF16", "f16": "HALF", "f32": "FLOAT", "i32": "INT32"}
+
+
+# --- registration -----------------------------------------------------------------------------
+
+
+def plugin_module(trt: Any) -> Any:
+    """`tensorrt.plugin` of a module."""
+    module = getattr(trt, "plugin", None)
+    return importlib.import_module(f"{trt.__name__}.plugin") if module is None else module
+
+
+def register_plugins(trt: Any) -> None:
+    """Make every plugin known to TensorRT, once; its creator follows with the first layer."""
+    trtp = plugin_module(trt)
+    known = getattr(trtp.op, NAMESPACE, None)
+    for plugin in PLUGINS.values():
+        if getattr(known, plugin.name, None) is None:
+            name = f"{NAMESPACE}::{plugin.name}"
+            trtp.register(name, lazy_register=True)(_descriptor(trt, trtp, plugin))
+            trtp.aot_impl(name)(_implementation(trt, trtp, plugin))
+
+
+def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
+    """(descriptors of the inputs, plan) -> descriptors of the outputs"""
+
+    def describe(*inputs: Any, plan: str) -> Any:
+        made = Plan.parse(plan)
+        kinds = plugin.kinds(made.dtype)[-len(plugin.outputs) :]
+        shapes = plugin.shapes(_expressions(plugin, inputs), made.constants)
+        return tuple(
+            trtp.from_shape_expr(tuple(shape), getattr(trt.DataType, _DATA_TYPES[kind]))
+            for shape, kind in zip(shapes, kinds, strict=True)
+        )
+
+    _sign(describe, {**_tensors(trtp, plugin), "plan": str}, _outputs(trtp, plugin))
+    return describe
+
+
+def _implementation(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
+    """(descriptors of the inputs, plan, those of the outputs, tactic) -> kernel, PTX, launch,
+    whole numbers"""
+
+    def implement(*given: Any) -> Any:
+        made, inputs = Plan.parse(given[-3]), given[:-3]
+        kernel = compiled(made)
+        shapes = _expressions(plugin, inputs)
+        launch = trtp.KernelLaunchParams()
+        grid = plugin.grid(trtp, shapes, made.constants)
+        for axis, size in zip("xyz", grid):
+            setattr(launch, f"grid_{axis}", size)
+        launch.block_x, launch.shared_mem = kernel.warps * 32, kernel.shared
+        whole = trtp.SymIntExprs(len(plugin.whole))
+        for i, number in enumerate(plugin.whole.values()):
+            whole[i] = trtp.SymInt32(number(shapes, made.constants))
+        return kernel.name, kernel.ptx, launch, whole
+
+    rest = {"plan": str, "outputs": _outputs(trtp, plugin), "tactic": int}
+    results = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+    _sign(implement, {**_tensors(trtp, plugin), **rest}, results)
+    return implement
+
+
+def _tensors(trtp: Any, plugin: Plugin) -> dict[str, Any]:
+    return dict.fromkeys(plugin.inputs, trtp.TensorDesc)
+
+
+def _outputs(trtp: Any, plugin: Plugin) -> Any:
+    return GenericAlias(tuple, (trtp.TensorDesc,) * len(plugin.outputs))
+
+
+def _sign(f: Any, given: Mapping[str, Any], result: Any) -> None:
+    """TensorRT reads the number and kinds of arguments off a function's signature."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    f.__signature__ = inspect.Signature(
+        [inspect.Parameter(n, kind, annotation=a) for n, a in given.items()],
+        return_annotation=result,
+    )
+
+
+def _expressions(plugin: Plugin, inputs: Sequence[Any]) -> Shapes:
+    return {n: tuple(x.shape_expr) for n, x in zip(plugin.inputs, inputs, strict=True)}
+
+
+# --- compilation ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _compiled(text: str) -> Kernel:
+    plan = Plan.parse(text)
+    kernel = kernel_of(PLUGINS[plan.plugin])
+    constants = dict(plan.constants)
+    if "STAGES" in kernel.arg_names:
+        constants["STAGES"] = plan.stages
+    kinds = [_POINTERS[k] for k in PLUGINS[plan.plugin].kinds(plan.dtype)]
+    return compile_kernel(kernel, kinds, constants, plan.warps, plan.stages, plan.capability)
+
+
+def compiled(plan: Plan) -> Kernel:
+    """The kernel of a plan; layers of equal plans share it. MissingError without triton."""
+    return _compiled(plan.text())
+
+
+def kernel_of(plugin: Plugin) -> Any:
+    """MissingError without triton."""
+    from .plugin_kernels.ptx import require_triton
+
+    require_triton()
+    module = importlib.import_module(f"{__package__}.plugin_kernels.{plugin.module}")
+    return getattr(module, plugin.name)
+
+
+def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
+    """With as many stages, at most its own, as `shared` bytes have room for.
+
+    LowerError where there is no room for one.
+    """
+    while compiled(plan).shared > shared:
+        if plan.stages == 1:
+            raise LowerError(
+                f"plugin {plan.plugin} of {layer} needs {compiled(plan).shared} bytes of shared "
+                f"memory, of which sm_{plan.capability} has {shared}: build without plugins, "
+                f"--set experts=auto --set attention=explicit"
+            )
+        plan = replace(plan, stages=plan.stages - 1)
+    return plan
+
+
+def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...]:
+    """A plugin layer and its results. LowerError where the kernel does not fit the GPU, or TensorRT
+    refuses the layer."""
+    e: Any = net.e  # a TrtEmitter
+    plugin, layer = PLUGINS[plan.plugin], f"{e.scope}/{plan.plugin}"
+    types = dict(zip(plugin.inputs, (x.type for x in inputs), strict=True))
+    wanted = plugin.kinds(plan.dtype)[: len(inputs)]
+    if [t.dtype for t in types.values()] != wanted:
+        given = ", ".join(map(str, types.values()))
+        raise LowerError(f"plugin {layer}: {given}; expected {', '.join(wanted)}")
+    plan = fitted(plan, layer)
+    register_plugins(e.trt)
+    creator = getattr(getattr(plugin_module(e.trt).op, NAMESPACE), plan.plugin)
+    create = creator(*map(e.tensor, inputs), plan=plan.text())
+    made = e.named(e.network.add_plugin(create, True), plan.plugin)
+    return tuple(e.checked(made, t, i) for i, t in enumerate(result_types(plan, types)))
+
+
+def result_types(plan: Plan, inputs: Mapping[str, Type]) -> list[Type]:
+    plugin = PLUGINS[plan.plugin]
+    shapes = plugin.shapes({n: t.shape for n, t in inputs.items()}, plan.constants)
+    kinds = plugin.kinds(plan.dtype)[-len(shapes) :]
+    return [Type(kind, tuple(shape)) for kind, shape in zip(kinds, shapes, strict=True)]
+
+
+def grid_of(plan: Plan, shapes: Shapes) -> tuple[int, ...]:
+    """The programs that TensorRT starts for inputs of these sizes."""
+    return PLUGINS[plan.plugin].grid(Whole(), shapes, plan.constants)
+
+
+# --- experts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of a layer's experts, and of the chunks that they are built for."""
+
+    dtype: str
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    act: str
+    tokens: int
+
+    def sizes(self, *names: str) -> dict[str, Any]:
+        known = {
+            "HIDDEN": self.hidden, "INNER": self.inner, "EXPERTS": self.experts,
+            "TOP_K": self.top_k, "ACT": self.act, "E_P": _power_of_2(self.experts),
+        }  # fmt: skip
+        return {n: known[n] for n in names}
+
+    def few(self) -> tuple[Plan, Plan]:
+        """Gate and up, then down with the weighted sum: slot by slot."""
+        use = find_tuning("moe_gate_up", GPU, {"rows": 1}).use
+        all_sizes = self.sizes("HIDDEN", "INNER", "EXPERTS", "TOP_K")
+        block = {"BLOCK_N": use["block_n"], "BLOCK_K": use["block_k"]}
+        # A step takes all of a slot's products where it can: nothing to pipeline within a slot.
+        whole = {"BLOCK_N": 4, "BLOCK_K": min(1024, max(16, _power_of_2(self.inner)))}
+        return (
+            Plan("moe_gate_up", self.dtype, {**all_sizes, **self.sizes("ACT"), **block},
+                 use["warps"], use["stages"]),
+            Plan("moe_down", self.dtype, {**all_sizes, **whole}, 4, 1),
+        )  # fmt: skip
+
+    def many(self) -> tuple[Plan, Plan, Plan, Plan]:
+        """Sort, gate and up, down, weighted sum: sorted by expert."""
+        block, warps, stages = self._tile()
+        wide = {**block, "BLOCK_N": 2 * block["BLOCK_N"]}
+        tiles = self.sizes("HIDDEN", "INNER", "EXPERTS", "E_P")
+        return (
+            Plan("moe_sort", self.dtype, {**self.sizes("EXPERTS"), "BLOCK": 1024}, 4, 1),
+            Plan("moe_gate_up_grouped", self.dtype,
+                 {**tiles, **self.sizes("TOP_K", "ACT"), **block}, warps, stages),
+            Plan("moe_down_grouped", self.dtype, {**tiles, **wide}, warps, stages),
+            Plan("moe_combine", self.dtype, {**self.sizes("HIDDEN", "TOP_K"), "BLOCK": 256}, 1, 1),
+        )  # fmt: skip
+
+    def _tile(self) -> tuple[dict[str, int], int, int]:
+        """Block sizes, warps, stages. A tile has room for twice the slots of an average expert, so
+        that few experts need a second one; fp32 has no tensor cores to feed."""
+        if self.dtype == "f32":
+            return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32}, 4, 2
+        average = self.tokens * self.top_k / self.experts
+        rows = min(128, max(16, _power_of_2(math.ceil(2 * average))))
+        warps, stages = (8, 3) if rows == 128 else (4, 4)
+        return {"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64}, warps, stages
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def experts(
+    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
+    down: Operand,
+) -> Operand:  # fmt: skip
+    """Slot by slot for single tokens of few rows, where no two share an expert, else sorted."""
+    sizes = experts_of(net, n, x.dtype)
+    index = net.e.cast(index, "i32")
+
+    def few() -> Operand:
+        first, second = sizes.few()
+        (act,) = add_plugin(net, first, x, index, gate_up)
+        return add_plugin(net, second, act, weights, index, down)[0]
+
+    def many() -> Operand:
+        sort, first, second, combine = sizes.many()
+        listed = add_plugin(net, sort, index)
+        (act,) = add_plugin(net, first, x, *listed, gate_up)
+        (parts,) = add_plugin(net, second, act, *listed, down)
+        return add_plugin(net, combine, parts, weights)[0]
+
+    if net.limits.max_batch > UNSORTED:
+        return many()
+    return few() if x.shape[1] == 1 else net.e.when_one(x, 1, few, many)
+
+
+def experts_of(net: Network, n: Node, dtype: str) -> Experts:
+    count, double, hidden = map(int, n.inputs[3].type.shape)
+    return Experts(
+        dtype, hidden, double // 2, count, int(n.inputs[2].type.shape[-1]), n.word("act"),
+        net.limits.max_batch * net.limits.prefill_chunk,
+    )  # fmt: skip
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Sizes of an attention over a full-length cache."""
+
+    dtype: str
+    rows: int
+    heads: int
+    group: int
+    d: int
+    slots: int
+    window: int
+    scale: float
+    softcap: float
+
+    def plans(self) -> tuple[Plan, Plan]:
+        """The shares, and their sum."""
+        shape = {
+            "d": self.d, "kv_heads": self.heads, "group": self.group, "window": self.window,
+            "programs": self.rows * self.heads,
+        }  # fmt: skip
+        use = find_tuning("decode_attention", GPU, shape).use
+        both = {
+            "HEADS": self.heads, "GROUP": self.group, "D": self.d, "SLOTS": self.slots,
+            "WINDOW": self.window, "N": use["block_n"], "SPLITS": use["splits"],
+        }  # fmt: skip
+        inner, outer = self._factors()
+        first = both | {
+            "INNER": inner, "OUTER": outer, "CAPPED": self.softcap > 0,
+            "M": max(16, _power_of_2(self.group)), "DP": max(16, _power_of_2(self.d)),
+        }  # fmt: skip
+        return (
+            Plan("decode_parts", self.dtype, first, use["warps"], use["stages"]),
+            Plan("decode_merge", self.dtype, both | {"BLOCK": math.gcd(self.d, 64)}, 4, 4),
+        )
+
+    def _factors(self) -> tuple[float, float]:
+        """The score in base 2 is inner * x, or, capped, outer * tanh(inner * x)."""
+        if self.softcap:
+            return self.scale / self.softcap, self.softcap * math.log2(math.e)
+        return self.scale * math.log2(math.e), 0.0
+
+
+def attention(
+    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand
+) -> Operand:
+    """Single tokens over full-length caches by the decode kernels, everything else as usual."""
+    if is_ring(n.inputs[3].type) or len(held) != 2:
+        return plain.attention(net, n, q, positions, written, *held)
+    plans = decode_of(net, n, q, held[0]).plans()
+    at = net.shared(("i32", n.inputs[1]), lambda: net.e.cast(positions, "i32"))
+    slots = net.shared(("i32", SLOTS), lambda: net.e.cast(net.env[SLOTS], "i32"))
+
+    def decode() -> Operand:
+        parts, stats = add_plugin(net, plans[0], q, *held, at, slots)
+        return add_plugin(net, plans[1], parts, stats, at, slots)[0]
+
+    def usual() -> Operand:
+        # What is made in a branch must not be shared with what lies outside of it.
+        branch = replace(net, _shared=dict(net._shared))
+        return plain.attention(branch, n, q, positions, written, *held)
+
+    return decode() if q.shape[1] == 1 else net.e.when_one(q, 1, decode, usual)
+
+
+def attention_latent(net: Network, n: Node, *operands: Operand) -> Operand:
+    """As usual, and said so."""
+    e: Any = net.e
+    e.notes.append(
+        f"{n.out}: explicit attention, since the decode kernels read K and V, not the form "
+        f"{n.word('form')} of latent_kv"
+    )
+    return plain.attention_latent(net, n, *operands)
+
+
+def decode_of(net: Network, n: Node, q: Operand, keys: Operand) -> Decode:
+    _, heads, slots, d = (x if isinstance(x, int) else 0 for x in keys.shape)
+    whole = q.shape[2]
+    assert isinstance(whole, int)
+    return Decode(
+        q.dtype, net.limits.max_batch, heads, whole // heads, d, slots, n.whole("window"),
+        n.number("scale"), n.number("softcap"),
+    )  # fmt: skip
+
+
+#: op -> (network, node, *operands) -> results, in the place of primitives/lowerings.py's
+PLUGIN_LOWERINGS: Mapping[str, Lowering] = {
+    "experts": experts,
+    "attention": attention,
+    "attention_latent": attention_latent,
+}
+#: setting that asks for them -> ops
+ASKED_BY = {"experts": ("experts",), "attention": ("attention", "attention_latent")}
+
+
+def plugin_lowerings(settings: Mapping[str, str]) -> dict[str, Lowering]:
+    """Those whose setting is `plugin`."""
+    return {
+        op: PLUGIN_LOWERINGS[op]
+        for setting, ops in ASKED_BY.items() if settings[setting] == "plugin"
+        for op in ops
+    }  # fmt: skip

@@ -1,0 +1,151 @@
+"""Which TensorRT this is: the only place that knows how versions differ.
+
+Versions from 10.15 (the first with a layer that updates caches in place) up to, but not including,
+12. What differs between them is asked of the module itself, feature by feature, never of a version
+number: see FEATURES.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.errors import MissingError
+
+#: from, and up to but not including
+SUPPORTED = ((10, 15), (12,))
+RANGE = "tensorrt>=10.15,<12"
+#: whose signatures every call is compared with
+COMPARED = ("10.16.1", "11.4.0")
+#: compute capability that engines are built for: H100, H200
+TARGET = (9, 0)
+
+INSTEAD = (
+    "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
+    "build up to TensorRT's builder"
+)
+
+#: what only some of the supported versions have -> (class, attribute) of the module
+FEATURES: Mapping[str, tuple[str, str]] = {
+    # Attention with the kind of causal mask as an enum. The older method takes a bool, whose mask
+    # is aligned to the wrong corner as soon as a cache holds tokens.
+    "causal kind": ("INetworkDefinition", "add_attention_v2"),
+    # Before 11, networks are weakly typed unless a flag says otherwise.
+    "weak typing": ("BuilderFlag", "FP16"),
+}
+
+#: what every supported version has, and builds or engines here use
+NEEDED: tuple[tuple[str, str], ...] = (
+    ("INetworkDefinition", "add_kv_cache_update"),
+    ("INetworkDefinition", "mark_weights_refittable"),
+    ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED"),
+    ("NetworkDefinitionCreationFlag", "PREFER_AOT_PYTHON_PLUGINS"),
+    ("BuilderFlag", "WEIGHT_STREAMING"),
+    ("BuilderFlag", "STRIP_PLAN"),
+    ("BuilderFlag", "REFIT_INDIVIDUAL"),
+    ("HardwareCompatibilityLevel", "SAME_COMPUTE_CAPABILITY"),
+    ("ExecutionContextAllocationStrategy", "USER_MANAGED"),
+    ("ICudaEngine", "get_aliased_input_tensor"),
+    ("ICudaEngine", "device_memory_size_v2"),
+    ("ICudaEngine", "weight_streaming_budget_v2"),
+)
+
+
+@dataclass(frozen=True)
+class Api:
+    """A TensorRT module, or what stands for one."""
+
+    trt: Any
+    version: str
+
+    @property
+    def short(self) -> str:
+        """Major and minor, as they stand in a manifest."""
+        return ".".join(self.version.split(".")[:2])
+
+    def has(self, feature: str) -> bool:
+        """Whether this version has one of FEATURES."""
+        return offers(self.trt, feature)
+
+    def features(self) -> dict[str, bool]:
+        return {name: self.has(name) for name in FEATURES}
+
+
+def probe(trt: Any) -> Api:
+    """MissingError for a version that is not supported, or that lacks something NEEDED."""
+    version = str(trt.__version__)
+    numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        raise MissingError(
+            f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
+            f"{INSTEAD}"
+        )
+    lacking = [f"{c}.{a}" for c, a in NEEDED if not _offers(trt, c, a)]
+    if lacking:
+        raise MissingError(
+            f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
+            f"`{RANGE}`, of which {' and '.join(COMPARED)} were compared call by call; {INSTEAD}"
+        )
+    return Api(trt, version)
+
+
+def offers(trt: Any, feature: str) -> bool:
+    """Whether a module has one of FEATURES."""
+    return _offers(trt, *FEATURES[feature])
+
+
+def _offers(trt: Any, owner: str, attribute: str) -> bool:
+    return getattr(getattr(trt, owner, None), attribute, None) is not None
+
+
+def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
+    """The installed TensorRT; MissingError with the package, the versions and what else can be
+    done where there is none."""
+    try:
+        trt = load("tensorrt")
+    except (ImportError, OSError) as e:
+        raise MissingError(
+            f"--backend trt needs TensorRT, which cannot be imported ({e}): `pip install "
+            f"'{RANGE}'`, with its libraries and builder (the bindings alone do not do), on Linux "
+            f"with an NVIDIA driver; {INSTEAD}"
+        ) from e
+    return probe(trt)
+
+
+def require_gpu() -> None:
+    """MissingError where the current GPU is not of the architecture that engines are built for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError(
+            "--backend trt: this torch sees no CUDA device, and TensorRT times its kernels on the "
+            f"GPU that it builds for; build on an H100 or H200; {INSTEAD}"
+        )
+    found = torch.cuda.get_device_capability()
+    if found != TARGET:
+        raise MissingError(
+            f"--backend trt builds for compute capability {_dotted(TARGET)} (H100, H200); the "
+            f"current GPU, {torch.cuda.get_device_name()}, has {_dotted(found)}; choose another "
+            f"GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+        )
+
+
+def gpu() -> str:
+    """The current GPU by its product name."""
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def architecture() -> str:
+    """`sm_90` of the current GPU."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,619 @@
+"""Builder, runtime and engines of the recorder: a network is built, kept and run on the CPU.
+
+A plan is a short JSON text; what it stands for stays in this process (`_BUILT`), under a digest of
+layers and weights. Tensors are read and written at the addresses that a context is given, as in the
+real thing, so that a wrong address, shape or alias shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from mmap import mmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import network as networks
+from .enums import ApiEnum, DataType, TensorLocation, _enum
+from .execute import execute
+from .layers import Dims, IConstantLayer, ITensor, Shape, Weights, torch_dtype
+from .network import INetworkDefinition
+from .record import Attribute, Recorded, RuleError, api, held
+
+if TYPE_CHECKING:
+    #: each version has its own
+    BuilderFlag = Any
+
+FORMAT = "g4ir recorder plan"
+#: bytes of scratch memory that every engine asks for
+SCRATCH = 4096
+
+
+def _numbered(name: str, members: Mapping[str, int]) -> Any:
+    make: Any = ApiEnum
+    return make(name, dict(members))
+
+
+Severity = _enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE")
+MemoryPoolType = _enum(
+    "MemoryPoolType",
+    "WORKSPACE DLA_MANAGED_SRAM DLA_LOCAL_DRAM DLA_GLOBAL_DRAM TACTIC_DRAM TACTIC_SHARED_MEMORY",
+)
+HardwareCompatibilityLevel = _enum(
+    "HardwareCompatibilityLevel", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY"
+)
+ProfilingVerbosity: Any = _numbered(
+    "ProfilingVerbosity", {"LAYER_NAMES_ONLY": 0, "NONE": 1, "DETAILED": 2}
+)
+ExecutionContextAllocationStrategy = _enum(
+    "ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE USER_MANAGED"
+)
+TensorIOMode = _enum("TensorIOMode", "NONE INPUT OUTPUT")
+#: of those that are used: version -> values
+_FLAGS: Mapping[str, Mapping[str, int]] = {
+    "10.16.1": {
+        "FP16": 0, "REFIT": 4, "STRIP_PLAN": 19, "REFIT_IDENTICAL": 20, "WEIGHT_STREAMING": 21,
+        "REFIT_INDIVIDUAL": 23,
+    },
+    "11.4.0": {
+        "REFIT": 4, "STRIP_PLAN": 18, "REFIT_IDENTICAL": 19, "WEIGHT_STREAMING": 20,
+        "REFIT_INDIVIDUAL": 22,
+    },
+}  # fmt: skip
+
+
+# --- what a caller derives from ---------------------------------------------------------------
+
+
+class ILogger(Recorded):
+    """Derived classes give `log(severity, msg)`."""
+
+    Severity = Severity
+    INTERNAL_ERROR, ERROR, WARNING = Severity.INTERNAL_ERROR, Severity.ERROR, Severity.WARNING
+    INFO, VERBOSE = Severity.INFO, Severity.VERBOSE
+
+    @api
+    def __init__(self) -> None: ...
+
+    def log(self, severity: Any, msg: str) -> None:
+        raise NotImplementedError
+
+
+class IProgressMonitor(Recorded):
+    """Derived classes give `phase_start`, `step_complete` and `phase_finish`."""
+
+    @api
+    def __init__(self) -> None: ...
+
+
+class IHostMemory(Recorded, bytes):
+    """Behaves like bytes."""
+
+    nbytes = Attribute(None, read=len)
+
+
+# --- configuration ----------------------------------------------------------------------------
+
+
+class IOptimizationProfile(Recorded):
+    """Ranges of the shapes of inputs."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._ranges = module, dict[str, tuple[Shape, Shape, Shape]]()
+
+    @api
+    def set_shape(self, input: str, min: Dims, opt: Dims, max: Dims) -> None:
+        low, typical, high = (tuple(int(d) for d in s) for s in (min, opt, max))
+        _need(len(low) == len(typical) == len(high), f"profile: {input}: ranks differ")
+        fits = all(0 <= a <= b <= c for a, b, c in zip(low, typical, high))
+        _need(fits, f"profile: {input}: {low} <= {typical} <= {high} does not hold")
+        self._ranges[input] = (low, typical, high)
+
+    @api
+    def get_shape(self, input: str) -> list[Shape]:
+        return list(self._ranges[input])
+
+
+class ITimingCache(Recorded):
+    """What was timed; here only how many builds there were."""
+
+    def __init__(self, module: Any, builds: int) -> None:
+        self._module, self._builds = module, builds
+
+    @api
+    def serialize(self) -> IHostMemory:
+        return self._module.IHostMemory(f"recorder timing {self._builds}".encode())
+
+    @api
+    def combine(self, input_cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        self._builds += input_cache._builds
+        return True
+
+
+class IBuilderConfig(Recorded):
+    """Made by `Builder.create_builder_config`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._set = module, set[Any]()
+        self._profiles: list[IOptimizationProfile] = []
+        self._pools: dict[Any, int] = {}
+        self._timing: ITimingCache | None = None
+
+    hardware_compatibility_level = Attribute(
+        "HardwareCompatibilityLevel", HardwareCompatibilityLevel.NONE
+    )
+    profiling_verbosity = Attribute("ProfilingVerbosity", ProfilingVerbosity.LAYER_NAMES_ONLY)
+    builder_optimization_level = Attribute("int", 3)
+    progress_monitor = Attribute("IProgressMonitor | None")
+    num_optimization_profiles = Attribute(None, read=lambda c: len(c._profiles))
+
+    @api
+    def set_flag(self, flag: BuilderFlag) -> None:
+        self._set.add(flag)
+
+    @api
+    def clear_flag(self, flag: BuilderFlag) -> None:
+        self._set.discard(flag)
+
+    @api
+    def get_flag(self, flag: BuilderFlag) -> bool:
+        return flag in self._set
+
+    @api
+    def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:  # type: ignore[valid-type]
+        _need(pool_size > 0, f"{pool.name}: a limit of {pool_size} bytes")  # type: ignore[attr-defined]
+        self._pools[pool] = pool_size
+
+    @api
+    def get_memory_pool_limit(self, pool: MemoryPoolType) -> int:  # type: ignore[valid-type]
+        return self._pools.get(pool, 0)
+
+    @api
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+        self._profiles.append(profile)
+        return len(self._profiles) - 1
+
+    @api
+    def create_timing_cache(self, serialized_timing_cache: bytes | bytearray | memoryview) -> Any:
+        found = re.fullmatch(rb"recorder timing (\d+)|", bytes(serialized_timing_cache))
+        return self._module.ITimingCache(self._module, int(found[1] or 0)) if found else None
+
+    @api
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        self._timing = cache
+        return True
+
+    @api
+    def get_timing_cache(self) -> Any:
+        return self._timing
+
+    def _named(self, flag: str) -> bool:
+        return any(f.name == flag for f in self._set)
+
+
+# --- building ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a plan stands for. `weights`: a constant layer's index -> its values, without those
+    that were stripped; `refittable`: name of stripped weights -> index."""
+
+    network: INetworkDefinition
+    profiles: tuple[Mapping[str, tuple[Shape, Shape, Shape]], ...]
+    weights: Mapping[int, torch.Tensor]
+    refittable: Mapping[str, int]
+    streamed: bool
+
+
+#: digest -> what was built in this process
+_BUILT: dict[str, Built] = {}
+
+
+class Builder(Recorded):
+    """Checks a network as a whole, and keeps it."""
+
+    _module: Any
+
+    @api
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+
+    logger = Attribute(None, read=lambda b: b._logger)
+
+    @api
+    def create_network(self, flags: int = 0) -> INetworkDefinition:
+        known = sum(1 << int(f) for f in self._module.NetworkDefinitionCreationFlag)
+        _need(not flags & ~known, f"create_network: {flags:#b} has unknown flags")
+        return self._module.INetworkDefinition(self._module, flags, self)
+
+    @api
+    def create_builder_config(self) -> IBuilderConfig:
+        return self._module.IBuilderConfig(self._module)
+
+    @api
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return self._module.IOptimizationProfile(self._module)
+
+    @api
+    def build_serialized_network(
+        self, network: INetworkDefinition, config: IBuilderConfig
+    ) -> Any:
+        try:
+            networks.check(network)
+            _check_profiles(network, config)
+            if config._timing:
+                config._timing._builds += 1
+            if not _told(held(config, "progress_monitor"), len(network._layers)):
+                self._logger.log(Severity.ERROR, "the build was cancelled")
+                return None
+            built = _built(network, config)
+        except RuleError as e:
+            self._logger.log(Severity.ERROR, str(e))
+            return None
+        digest = _digest(built)
+        _BUILT[digest] = built
+        text = {"format": FORMAT, "tensorrt": self._module.__version__, "digest": digest}
+        return self._module.IHostMemory(json.dumps(text).encode())
+
+
+def _told(monitor: Any, steps: int) -> bool:
+    """Whether the monitor lets the build go on."""
+    if monitor is None:
+        return True
+    monitor.phase_start("Building the network", None, steps)
+    going = all(monitor.step_complete("Building the network", i) for i in range(steps))
+    monitor.phase_finish("Building the network")
+    return going
+
+
+def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None:
+    """Every profile gives a range to every dim that is not known, and to no other; all layers take
+    the least and the largest shapes."""
+    dynamic = [t for t in network._inputs if -1 in t._dims]
+    _need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
+    for index, profile in enumerate(config._profiles):
+        known = {held(t, "name") for t in network._inputs}
+        unknown = profile._ranges.keys() - known
+        _need(not unknown, f"profile {index}: no input is called {', '.join(sorted(unknown))}")
+        for tensor in dynamic:
+            _check_range(profile, index, tensor)
+
+
+def _check_range(profile: IOptimizationProfile, index: int, tensor: ITensor) -> None:
+    name = held(tensor, "name")
+    ranges = profile._ranges.get(name)
+    _need(ranges, f"profile {index}: {name} {list(tensor._dims)} has no range")
+    assert ranges
+    for shape in ranges:
+        fits = len(shape) == len(tensor._dims) and all(
+            d in (-1, size) for d, size in zip(tensor._dims, shape)
+        )
+        _need(fits, f"profile {index}: {name}: {list(shape)} is no {list(tensor._dims)}")
+
+
+def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
+    """With copies of the weights: the caller's need not outlive the build."""
+    constants = [x for x in network._layers if isinstance(x, IConstantLayer)]
+    names: dict[str, int] = {}
+    if config._named("STRIP_PLAN"):
+        marked = network._refittable
+        names = {
+            n: x._index for x in constants
+            if (n := network._weight_names.get(id(held(x, "weights")))) in marked
+        }  # fmt: skip
+    kept = {
+        x._index: held(x, "weights")._tensor().clone().view(tuple(held(x, "shape")))
+        for x in constants if x._index not in names.values()
+    }  # fmt: skip
+    profiles = tuple(dict(p._ranges) for p in config._profiles)
+    return Built(network, profiles, kept, names, config._named("WEIGHT_STREAMING"))
+
+
+def _digest(built: Built) -> str:
+    hasher = hashlib.sha256()
+    layers = [(type(x).__name__, held(x, "name")) for x in built.network._layers]
+    hasher.update(json.dumps([layers, built.profiles, built.refittable]).encode())
+    for index, values in built.weights.items():
+        hasher.update(f"{index} {values.dtype}".encode())
+        hasher.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+# --- running ----------------------------------------------------------------------------------
+
+
+class Runtime(Recorded):
+    """Finds what a plan stands for."""
+
+    _module: Any
+
+    @api
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+
+    logger = Attribute(None, read=lambda r: r._logger)
+
+    @api
+    def deserialize_cuda_engine(self, serialized_engine: bytes | memoryview | mmap) -> Any:
+        try:
+            plan = json.loads(bytes(memoryview(serialized_engine)))
+            version, built = plan["tensorrt"], _BUILT[plan["digest"]]
+        except (ValueError, LookupError, TypeError):
+            self._logger.log(Severity.ERROR, "the plan was not built by this recorder")
+            return None
+        if version != self._module.__version__:
+            self._logger.log(Severity.ERROR, f"the plan was built by version {version}")
+            return None
+        return self._module.ICudaEngine(self._module, built, self._logger)
+
+
+class ICudaEngine(Recorded):
+    """A built network with its weights."""
+
+    def __init__(self, module: Any, built: Built, logger: ILogger) -> None:
+        self._module, self._built, self._logger = module, built, logger
+        self._network = built.network
+        self._weights = dict(built.weights)
+        tensors = (*self._network._inputs, *self._network._outputs)
+        self._tensors = {held(t, "name"): t for t in tensors}
+        self._aliases = networks.aliases(self._network)
+
+    num_io_tensors = Attribute(None, read=lambda e: len(e._tensors))
+    num_layers = Attribute(None, read=lambda e: len(e._network._layers))
+    num_optimization_profiles = Attribute(None, read=lambda e: len(e._built.profiles))
+    device_memory_size_v2 = Attribute(None, read=lambda e: SCRATCH)
+    refittable = Attribute(None, read=lambda e: bool(e._built.refittable))
+    weight_streaming_budget_v2 = Attribute("int", 0)
+    streamable_weights_size = Attribute(
+        None, read=lambda e: sum(t.nbytes for t in e._weights.values()) * e._built.streamed
+    )
+
+    @api
+    def get_tensor_name(self, index: int) -> str:
+        return list(self._tensors)[index]
+
+    @api
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return self._tensors[name]._dtype
+
+    @api
+    def get_tensor_shape(self, name: str) -> Dims:
+        return self._module.Dims(self._tensors[name]._dims)
+
+    @api
+    def get_tensor_mode(self, name: str) -> TensorIOMode:  # type: ignore[valid-type]
+        read = self._tensors[name]._layer is None
+        return TensorIOMode.INPUT if read else TensorIOMode.OUTPUT
+
+    @api
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
+        return [self._module.Dims(s) for s in self._built.profiles[profile_index][name]]
+
+    @api
+    def get_aliased_input_tensor(self, name: str) -> Any:
+        return self._aliases.get(name)
+
+    @api
+    def get_weight_streaming_automatic_budget(self) -> int:
+        _need(self._built.streamed, "the engine was not built with WEIGHT_STREAMING")
+        return int(sum(t.nbytes for t in self._weights.values()) // 2)
+
+    def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self._network._constants = dict(self._weights)
+        return execute(self._network, inputs)
+
+    @api
+    def create_execution_context(
+        self,
+        strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,  # type: ignore[valid-type]
+    ) -> IExecutionContext:
+        return self._module.IExecutionContext(self, strategy)
+
+
+class Refitter(Recorded):
+    """Gives an engine the weights that its plan lacks."""
+
+    _module: Any
+
+    @api
+    def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
+        self._engine, self._logger = engine, logger
+        self._given: dict[str, torch.Tensor] = {}
+
+    @api
+    def get_all_weights(self) -> list[str]:
+        return list(self._engine._built.refittable)
+
+    @api
+    def get_missing_weights(self) -> list[str]:
+        return [n for n in self._engine._built.refittable if n not in self._given]
+
+    @api
+    def get_weights_prototype(self, weights_name: str) -> Weights:
+        weights = self._weights(weights_name)
+        return self._module.Weights(weights._dtype, 0, weights._count)
+
+    @api
+    def set_named_weights(self, name: str, weights: Weights, location: TensorLocation) -> bool:
+        expected = self._weights(name)
+        if (weights._dtype, weights._count) != (expected._dtype, expected._count):
+            self._logger.log(Severity.ERROR, f"{name}: other weights were expected")
+            return False
+        _need(location is TensorLocation.HOST, f"{name}: the recorder has no device")
+        self._given[name] = weights._tensor().clone()
+        return True
+
+    @api
+    def refit_cuda_engine(self) -> bool:
+        missing = [n for n in self._engine._built.refittable if n not in self._given]
+        if missing:
+            self._logger.log(Severity.ERROR, f"no weights for {', '.join(missing)}")
+            return False
+        for name, values in self._given.items():
+            index = self._engine._built.refittable[name]
+            shape = held(self._engine._network._layers[index], "shape")
+            self._engine._weights[index] = values.view(tuple(shape))
+        return True
+
+    def _weights(self, name: str) -> Weights:
+        layer = self._engine._network._layers[self._engine._built.refittable[name]]
+        return held(layer, "weights")
+
+
+class IExecutionContext(Recorded):
+    """Shapes, addresses and a profile of one engine."""
+
+    def __init__(self, engine: ICudaEngine, strategy: Any) -> None:
+        self._engine, self._strategy = engine, strategy
+        self._profile = 0
+        self._memory = 0 if strategy is ExecutionContextAllocationStrategy.USER_MANAGED else SCRATCH
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+
+    engine = Attribute(None, read=lambda c: c._engine)
+    active_optimization_profile = Attribute(None, read=lambda c: c._profile)
+
+    @api
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        if not 0 <= profile_index < len(self._engine._built.profiles):
+            return self._refuse(f"there is no profile {profile_index}")
+        self._profile = profile_index
+        self._shapes.clear()
+        return True
+
+    @api
+    def set_device_memory(self, memory: int, size: int) -> None:
+        # A GPU asks for 256 bytes, and torch gives it 512; on the CPU it gives 64.
+        _need(memory % 64 == 0, f"device memory at {memory:#x} is not aligned")
+        self._memory = size
+
+    @api
+    def set_input_shape(self, name: str, shape: tuple | list | Dims) -> bool:
+        tensor = self._engine._tensors.get(name)
+        if tensor is None or tensor._layer is not None:
+            return self._refuse(f"no input is called {name}")
+        given = tuple(int(d) for d in shape)
+        ranges = self._engine._built.profiles[self._profile]
+        low, _, high = ranges.get(name, (tensor._dims,) * 3)
+        fits = len(given) == len(low) and all(a <= d <= b for a, d, b in zip(low, given, high))
+        if not fits:
+            return self._refuse(
+                f"{name}: {list(given)} is outside profile {self._profile}, {list(low)} to "
+                f"{list(high)}"
+            )
+        self._shapes[name] = given
+        return True
+
+    @api
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        if name not in self._engine._tensors or not memory:
+            return self._refuse(f"no tensor is called {name}, or it lies nowhere")
+        self._addresses[name] = memory
+        return True
+
+    @api
+    def get_tensor_shape(self, name: str) -> Dims:
+        shape = self._shapes.get(name, self._engine._tensors[name]._dims)
+        return self._engine._module.Dims(shape)
+
+    @api
+    def get_tensor_address(self, name: str) -> int:
+        return self._addresses.get(name, 0)
+
+    @api
+    def infer_shapes(self) -> list[str]:
+        return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
+
+    @api
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        wrong = self._unready()
+        if wrong:
+            return self._refuse(wrong)
+        inputs = {n: _at(self._addresses[n], t, self._shape(n)) for n, t in self._inputs().items()}
+        try:
+            made = self._engine._run(inputs)
+        except RuleError as e:
+            return self._refuse(str(e))
+        for name, value in made.items():
+            value = value.contiguous()
+            ctypes.memmove(self._addresses[name], value.data_ptr(), value.nbytes)
+        return True
+
+    def _inputs(self) -> dict[str, ITensor]:
+        return {n: t for n, t in self._engine._tensors.items() if t._layer is None}
+
+    def _shape(self, name: str) -> Shape:
+        return self._shapes.get(name, self._engine._tensors[name]._dims)
+
+    def _unready(self) -> str:
+        """What is missing, or wrong, before a step."""
+        engine = self._engine
+        lacking = [n for n in engine._tensors if n not in self._addresses]
+        if lacking:
+            return f"no address for {', '.join(lacking)}"
+        if self._memory < SCRATCH:
+            return f"{self._memory} bytes of device memory, {SCRATCH} are needed"
+        stripped = set(engine._built.refittable.values()) - engine._weights.keys()
+        if stripped:
+            return f"{len(stripped)} weights were stripped and not set again"
+        if self._shapeless():
+            return f"no shape for {', '.join(self._shapeless())}"
+        return self._misplaced()
+
+    def _shapeless(self) -> list[str]:
+        return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
+
+    def _misplaced(self) -> str:
+        """An aliased output lies where its input lies, any other where no input does."""
+        spans = {
+            n: range(at, at + prod(self._shape(n)) * torch_dtype(t._dtype).itemsize)
+            for n, t in self._inputs().items() for at in [self._addresses[n]]
+        }  # fmt: skip
+        outputs = self._engine._tensors.keys() - spans.keys()
+        for name in sorted(outputs):
+            at, source = self._addresses[name], self._engine._aliases.get(name)
+            if source and at != self._addresses[source]:
+                return f"{name} is {source} updated in place: give both one address"
+            inside = [n for n, span in spans.items() if at in span]
+            if not source and inside:
+                return f"{name} lies over {', '.join(inside)}"
+        return ""
+
+    def _refuse(self, message: str) -> bool:
+        self._engine._logger.log(Severity.ERROR, message)
+        return False
+
+
+def _at(address: int, tensor: ITensor, shape: Shape) -> torch.Tensor:
+    """The tensor that lies there."""
+    dtype = torch_dtype(tensor._dtype)
+    count = prod(shape)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+def _need(condition: Any, message: str) -> None:
+    if not condition:
+        raise RuleError(message)
+
+
+_LISTED: tuple[Any, ...] = (
+    ILogger, IProgressMonitor, IHostMemory, IOptimizationProfile, ITimingCache, IBuilderConfig,
+    Builder, Runtime, ICudaEngine, Refitter, IExecutionContext, MemoryPoolType,
+    HardwareCompatibilityLevel, ProfilingVerbosity, ExecutionContextAllocationStrategy,
+    TensorIOMode,
+)  # fmt: skip
+_CLASSES: Mapping[str, Any] = {c.__name__: c for c in _LISTED}
+
+#: version -> name -> class, enum or value
+NAMES: Mapping[str, Mapping[str, Any]] = {
+    version: {**_CLASSES, "BuilderFlag": _numbered("BuilderFlag", flags)}
+    for version, flags in _FLAGS.items()
+}

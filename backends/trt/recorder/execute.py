@@ -1,0 +1,321 @@
+"""A network in torch on the CPU: each layer by its own documented meaning.
+
+Elementwise work in half precision is done in fp32 and rounded once; products are torch's of that
+dtype. An update of a cache happens in the memory that was fed, as in TensorRT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from . import layers as kinds
+from .layers import ITensor, Layer, torch_dtype
+from .network import INetworkDefinition, interiors
+from .record import RuleError, held
+
+Tensors = list[torch.Tensor]
+
+
+def execute(
+    network: INetworkDefinition, feeds: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outputs by name; caches that are updated share the memory of what was fed.
+
+    RuleError where a feed, or what a layer makes of it, is not what the network says.
+    """
+    run = _Run(network, feeds)
+    for layer in run.plan[0]:
+        run.layer(layer)
+    return {held(t, "name"): run.env[t] for t in network._outputs}
+
+
+def _plan(network: INetworkDefinition) -> tuple[list[Layer], Any]:
+    """Layers outside of branches in order, and those of each branch; kept with the network."""
+    if "plan" not in network.__dict__:
+        inside = interiors(network)
+        hidden = {x for sides in inside.values() for side in sides for x in side}
+        main = [x for x in network._layers if x not in hidden]
+        network.__dict__["plan"] = main, inside
+    return network.__dict__["plan"]
+
+
+class _Run:
+    """One execution: tensors that are known so far."""
+
+    def __init__(self, network: INetworkDefinition, feeds: Mapping[str, torch.Tensor]) -> None:
+        self.network, self.plan = network, _plan(network)
+        self.env: dict[ITensor, torch.Tensor] = {}
+        sizes: dict[str, int] = {}
+        for tensor in network._inputs:
+            self.env[tensor] = _fed(tensor, feeds, sizes)
+        unknown = feeds.keys() - {held(t, "name") for t in network._inputs}
+        if unknown:
+            raise RuleError(f"fed {', '.join(sorted(unknown))}: no inputs of this network")
+
+    def layer(self, layer: Layer) -> None:
+        if layer._outputs and layer._outputs[0] in self.env:
+            return
+        if isinstance(layer, kinds.IIfConditionalOutputLayer):
+            made = [self.branch(layer)]
+        else:
+            made = _RUN[layer._kind](layer, [self.env[t] for t in layer._inputs if t is not None])
+        for tensor, value in zip(layer._outputs, made, strict=True):
+            _check_made(tensor, value)
+            self.env[tensor] = value
+
+    def branch(self, end: kinds.IIfConditionalOutputLayer) -> torch.Tensor:
+        """The branch that the condition asks for, and it alone."""
+        condition = end._conditional._condition
+        assert condition
+        side = 0 if bool(self.env[condition._in()]) else 1
+        for layer in self.plan[1][end][side]:
+            self.layer(layer)
+        return self.env[end._in(side)]
+
+
+def _fed(
+    tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, int]
+) -> torch.Tensor:
+    name = held(tensor, "name")
+    if name not in feeds:
+        raise RuleError(f"input {name} was not fed")
+    value = feeds[name]
+    _check_made(tensor, value)
+    for i, dim in tensor._dimension_names.items():
+        if sizes.setdefault(dim, value.shape[i]) != value.shape[i]:
+            raise RuleError(f"input {name}: {dim} is {value.shape[i]}, elsewhere {sizes[dim]}")
+    return value
+
+
+def _check_made(tensor: ITensor, value: torch.Tensor) -> None:
+    kind, dims = tensor._type
+    fits = value.dtype == torch_dtype(kind) and value.dim() == len(dims)
+    if not fits or any(d not in (-1, n) for d, n in zip(dims, value.shape)):
+        raise RuleError(f"{tensor._text}: found {value.dtype}{list(value.shape)}")
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _pointwise(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`f` in fp32 at least, rounded to the operands' dtype."""
+    out = f(*map(_wide, tensors))
+    return out if out.dtype == torch.bool else out.to(tensors[0].dtype)
+
+
+def _constant(layer: Any, ins: Tensors) -> Tensors:
+    cached = layer._network._constants
+    if layer._index not in cached:
+        shape = tuple(held(layer, "shape"))
+        cached[layer._index] = held(layer, "weights")._tensor().reshape(shape)
+    return [cached[layer._index]]
+
+
+_UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "EXP": torch.exp, "LOG": torch.log, "SQRT": torch.sqrt, "RECIP": torch.reciprocal,
+    "ABS": torch.abs, "NEG": torch.neg, "SIN": torch.sin, "COS": torch.cos, "ERF": torch.erf,
+    "NOT": torch.logical_not, "FLOOR": torch.floor, "CEIL": torch.ceil, "SIGN": torch.sign,
+    "TANH": torch.tanh, "SIGMOID": torch.sigmoid, "RELU": torch.relu,
+}  # fmt: skip
+
+
+def _unary(layer: Any, ins: Tensors) -> Tensors:
+    return [_pointwise(_UNARY[held(layer, "op").name], *ins)]
+
+
+def _activation(layer: Any, ins: Tensors) -> Tensors:
+    return [_pointwise(_UNARY[held(layer, "type").name], *ins)]
+
+
+def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whole numbers are cut off towards zero."""
+    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+_ELEMENTWISE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add, "PROD": torch.mul, "MAX": torch.maximum, "MIN": torch.minimum,
+    "SUB": torch.sub, "DIV": _divided, "POW": torch.pow, "FLOOR_DIV": torch.floor_divide,
+    "AND": torch.logical_and, "OR": torch.logical_or, "XOR": torch.logical_xor,
+    "EQUAL": torch.eq, "GREATER": torch.gt, "LESS": torch.lt,
+}  # fmt: skip
+
+
+def _elementwise(layer: Any, ins: Tensors) -> Tensors:
+    return [_pointwise(_ELEMENTWISE[held(layer, "op").name], *ins)]
+
+
+def _matmul(layer: Any, ins: Tensors) -> Tensors:
+    ops = held(layer, "op0"), held(layer, "op1")
+    a, b = (x.mT if op.name == "TRANSPOSE" else x for x, op in zip(ins, ops))
+    return [a @ b]
+
+
+def _softmax(layer: Any, ins: Tensors) -> Tensors:
+    (axis,) = kinds._bits(layer._axes(), ins[0].dim())
+    return [_wide(ins[0]).softmax(axis).to(ins[0].dtype)]
+
+
+def _sum(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
+    return x.sum(axes, keepdim=kept)
+
+
+def _mean(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
+    return x.mean(axes, keepdim=kept)
+
+
+_REDUCE: Mapping[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] = {
+    "SUM": _sum, "AVG": _mean, "MAX": torch.amax, "MIN": torch.amin,
+}  # fmt: skip
+
+
+def _reduce(layer: Any, ins: Tensors) -> Tensors:
+    x = ins[0]
+    axes = kinds._bits(int(held(layer, "axes")), x.dim())
+    out = _REDUCE[held(layer, "op").name](_wide(x), axes, held(layer, "keep_dims"))
+    return [out.to(x.dtype)]
+
+
+def _topk(layer: Any, ins: Tensors) -> Tensors:
+    (axis,) = kinds._bits(int(held(layer, "axes")), ins[0].dim())
+    largest = held(layer, "op").name == "MAX"
+    values, index = torch.topk(ins[0], int(held(layer, "k")), axis, largest)
+    return [values, index.to(torch_dtype(held(layer, "indices_type")))]
+
+
+def _shuffle(layer: Any, ins: Tensors) -> Tensors:
+    x, target = ins[0], held(layer, "reshape_dims")
+    if (order := held(layer, "first_transpose")) is not None:
+        x = x.permute(*order)
+    if target is not None:
+        copies = held(layer, "zero_is_placeholder")
+        x = x.reshape([x.shape[i] if d == 0 and copies else int(d) for i, d in enumerate(target)])
+    if (order := held(layer, "second_transpose")) is not None:
+        x = x.permute(*order)
+    return [x]
+
+
+def _concatenation(layer: Any, ins: Tensors) -> Tensors:
+    return [torch.cat(ins, layer._axis())]
+
+
+def _slice(layer: Any, ins: Tensors) -> Tensors:
+    """A stride of 0 repeats one entry."""
+    given = iter(ins[1:])
+    start, shape, stride = (
+        next(given).tolist() if len(layer._inputs) > i and layer._inputs[i] is not None
+        else held(layer, member)
+        for i, member in ((1, "start"), (2, "shape"), (3, "stride"))
+    )  # fmt: skip
+    x = ins[0]
+    for axis, (first, count, step) in enumerate(zip(start, shape, stride)):
+        at = first + step * torch.arange(count)
+        if count and not 0 <= int(at.min()) <= int(at.max()) < x.shape[axis]:
+            raise RuleError(
+                f"{layer._title}: {count} from {first} by {step} of {list(x.shape)}, dim {axis}"
+            )
+        x = x.narrow(axis, first, count) if step == 1 else x.index_select(axis, at)
+    return [x]
+
+
+def _select(layer: Any, ins: Tensors) -> Tensors:
+    condition, then, other = ins
+    return [torch.where(condition, then, other)]
+
+
+def _shape(layer: Any, ins: Tensors) -> Tensors:
+    return [torch.tensor(ins[0].shape, dtype=torch.int64)]
+
+
+def _in_bounds(layer: Any, index: torch.Tensor, size: int) -> torch.Tensor:
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise RuleError(f"{layer._title}: index outside of {size}")
+    return index.long()
+
+
+def _gather(layer: Any, ins: Tensors) -> Tensors:
+    x, index = ins
+    if held(layer, "mode").name == "DEFAULT":
+        axis = int(held(layer, "axis"))
+        rows = x.index_select(axis, _in_bounds(layer, index, x.shape[axis]).reshape(-1))
+        return [rows.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])]
+    shared = int(held(layer, "num_elementwise_dims"))
+    count = index.shape[-1]
+    places = [_in_bounds(layer, index[..., i], x.shape[shared + i]) for i in range(count)]
+    for i in range(shared):
+        shape = [-1 if j == i else 1 for j in range(index.dim() - 1)]
+        places.insert(i, torch.arange(x.shape[i]).reshape(shape))
+    return [x[tuple(places)]]
+
+
+def _cache_update(layer: Any, ins: Tensors) -> Tensors:
+    """In place. TensorRT ignores what lies out of bounds silently; here it is an error."""
+    cache, new, at = ins
+    for row, first in enumerate(at.tolist()):
+        last = first + new.shape[2]
+        if not 0 <= first <= last <= cache.shape[2]:
+            raise RuleError(f"{layer._title}: {first} to {last} of {list(cache.shape)}")
+        cache[row, :, first:last] = new[row]
+    return [cache]
+
+
+def _attention(layer: Any, ins: Tensors) -> Tensors:
+    """Scores and sums in fp32, probabilities rounded to the inputs' dtype."""
+    q, k, v = ins[:3]
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = _wide(q) @ _wide(k).mT
+    if len(ins) > 3:
+        mask = ins[3]
+        seen = mask.dtype == torch.bool
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if seen else scores + _wide(mask)
+    if layer._is_causal():
+        s, t = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(s, t).triu(t - s + 1).bool(), -torch.inf)
+    if held(layer, "norm_op").name == "SOFTMAX":
+        scores = scores.softmax(-1)
+    return [(_wide(scores.to(q.dtype)) @ _wide(v)).to(q.dtype)]
+
+
+def _plugin(layer: Any, ins: Tensors) -> Tensors:
+    return list(held(layer, "plugin").run(*ins))
+
+
+def _same(layer: Any, ins: Tensors) -> Tensors:
+    return ins
+
+
+def _cast(layer: Any, ins: Tensors) -> Tensors:
+    return [ins[0].to(torch_dtype(held(layer, "to_type")))]
+
+
+_RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {
+    "constant": _constant,
+    "identity": _same,
+    "cast": _cast,
+    "unary": _unary,
+    "activation": _activation,
+    "elementwise": _elementwise,
+    "matrix multiply": _matmul,
+    "softmax": _softmax,
+    "reduce": _reduce,
+    "top-k": _topk,
+    "shuffle": _shuffle,
+    "concatenation": _concatenation,
+    "slice": _slice,
+    "select": _select,
+    "shape": _shape,
+    "gather": _gather,
+    "KV cache update": _cache_update,
+    "attention": _attention,
+    "plugin": _plugin,
+    "condition": lambda layer, ins: [],
+    "conditional input": _same,
+}

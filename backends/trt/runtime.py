@@ -1,0 +1,295 @@
+"""Running an engine: one execution context per profile over the same caches, which torch owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from g4ir.errors import EngineError
+from g4ir.packing import ParamSource
+from g4ir.sampling import Sampling
+from g4ir.types import torch_dtype
+
+from ..base import Limits, Watch
+from ..primitives.network import SLOTS
+from ..torch_compile.cuda_graph import Captured, Record, recorded
+from .interface import PROFILES, Interface
+from .probe import Api
+
+Feeds = dict[str, torch.Tensor]
+#: fewest slots of the full-length caches that a step looks at, where rows may hold as many
+LEAST_SLOTS = 256
+
+
+def step_slots(tokens: int, max_seq: int) -> int:
+    """How much of the full-length caches a step looks at: 256, 384, 512, 768, 1024, ...; few
+    sizes, because each has recorded steps of its own, and at most half more than is held."""
+    size = LEAST_SLOTS
+    while size < tokens:
+        size += size // 2 if size & (size - 1) == 0 else size // 3
+    return min(size, max_seq)
+
+
+@dataclass
+class TrtState:
+    """The caches of one session in the layouts of the engine. A ring is a pair of buffers: the
+    step reads one and writes the other."""
+
+    linear: dict[str, torch.Tensor]
+    rings: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    batch: int
+    max_seq: int
+    #: which buffer of each ring is up to date
+    side: int = 0
+    #: recorded steps over these tensors; they live as long as the session
+    captured: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, io: Interface, batch: int, max_seq: int, device: str) -> TrtState:
+        def zeros(name: str) -> torch.Tensor:
+            dtype = torch_dtype(io.inputs[name].dtype)
+            return torch.zeros(io.shape(name, {"B": batch}), dtype=dtype, device=device)
+
+        linear = {name: zeros(name) for name in io.aliased.values()}
+        rings = {name: (zeros(name), zeros(name)) for name in io.swapped.values()}
+        return cls(linear, rings, batch, max_seq)
+
+    def views(self, context: int) -> dict[str, torch.Tensor]:
+        """What a session copies to remember, and copies back: what `context` tokens use."""
+        slots = min(context, self.max_seq)
+        held = {name: t[:, :, :slots] for name, t in self.linear.items()}
+        return held | {name: pair[self.side] for name, pair in self.rings.items()}
+
+    def bindings(self, io: Interface, side: int) -> tuple[Feeds, Feeds]:
+        """Caches by the name of the input, and by that of the output."""
+        inputs = self.linear | {name: pair[side] for name, pair in self.rings.items()}
+        outputs = {o: self.linear[i] for o, i in io.aliased.items()}
+        outputs |= {o: self.rings[i][1 - side] for o, i in io.swapped.items()}
+        return inputs, outputs
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors())
+
+    def zero(self) -> None:
+        for t in self._tensors():
+            t.zero_()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.linear.values(), *(t for pair in self.rings.values() for t in pair)]
+
+
+class TrtRuntime:
+    """A deserialised engine of the TensorRT backend, on the device where torch allocates."""
+
+    def __init__(
+        self, api: Api, engine: Any, log: Any, io: Interface, limits: Limits, device: str,
+        params: ParamSource, record: Record | None = recorded,
+    ) -> None:  # fmt: skip
+        self.api, self.engine, self.log, self.io = api, engine, log, io
+        self.limits, self.device, self.source = limits, device, params
+        #: makes of a decode step what replays it; None: steps run launch by launch
+        self.record = record
+        check_engine(api, engine, io)
+        self.scratch = torch.empty(
+            max(1, engine.device_memory_size_v2), dtype=torch.uint8, device=device
+        )
+        self.slots = torch.arange(limits.max_seq, device=device)
+        (self.logits,) = io.outputs.keys() - io.caches.keys()
+        # Not the default stream, on which TensorRT waits for the device at every step.
+        self.side = torch.cuda.Stream() if device == "cuda" else None
+        self.contexts = {phase: self._context(phase) for phase in PROFILES}
+
+    def _context(self, phase: str) -> Any:
+        """An execution context of the phase's profile. All share their scratch memory, because no
+        two run at the same time."""
+        strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self.engine.create_execution_context(strategy)
+        if context is None:
+            raise self._error(f"no execution context for {phase}", "free device memory")
+        with self._stream() as stream:
+            if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
+                raise self._error(f"no profile for {phase}", "build it again")
+        context.set_device_memory(self.scratch.data_ptr(), self.scratch.numel())
+        return context
+
+    def new_state(self, batch: int) -> TrtState:
+        return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
+
+    def run(
+        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        slots = step_slots(context, self.limits.max_seq)
+        if self.record and phase == "decode":
+            out = self._replay(feeds, state, slots)
+        else:
+            room = self._logits(state.batch, feeds["positions"].shape[1])
+            out = self._step(self.contexts[phase], feeds, state, slots, state.side, room)
+        state.side = 1 - state.side
+        if watch:
+            watch(self.logits, out)
+        return out if logits else None
+
+    def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
+        """One launch. The graph belongs to these caches, to this many slots of them, and to the
+        buffers that rings are in. A context of its own, which nothing else changes, is what
+        TensorRT asks of a context that was recorded."""
+        assert self.record
+        key, side = (slots, state.side), state.side
+        if key not in state.captured:
+            context, out = self._context("decode"), self._logits(state.batch, 1)
+            state.captured[key] = Captured(
+                lambda given: self._step(context, given, state, slots, side, out), feeds,
+                self.record,
+            )  # fmt: skip
+        logits: torch.Tensor = state.captured[key].replay(feeds)
+        return logits
+
+    def _logits(self, batch: int, count: int) -> torch.Tensor:
+        """Where a step writes them."""
+        t = self.io.outputs[self.logits]
+        shape = self.io.shape(self.logits, {"B": batch, "S": count})
+        return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
+
+    def _step(
+        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Bind everything and run; returns the logits."""
+        inputs, outputs = state.bindings(self.io, side)
+        given = {**feeds, SLOTS: self.slots[:slots], **inputs}
+        given = {name: given[name].contiguous() for name in self.io.inputs}
+        with self._stream() as stream:
+            self._bind(context, given, outputs | {self.logits: logits})
+            if not context.execute_async_v3(stream):
+                raise self._error("a step failed", "load it with cuda_graph=False to see where")
+        return logits
+
+    @contextmanager
+    def _stream(self) -> Iterator[int]:
+        """The stream that TensorRT works on, in order with torch's: the current one while it is
+        recorded, else the runtime's own."""
+        if self.side is None:
+            yield 0
+            return
+        current = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            yield current.cuda_stream
+            return
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            yield self.side.cuda_stream
+        current.wait_stream(self.side)
+
+    def _bind(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
+        for name, t in inputs.items():
+            fits = context.set_input_shape(name, tuple(t.shape))
+            if not fits or not context.set_tensor_address(name, t.data_ptr()):
+                raise self._error(
+                    f"it does not take {name} {list(t.shape)}", "build it with higher limits"
+                )
+        for name, t in outputs.items():
+            if not context.set_tensor_address(name, t.data_ptr()):
+                raise self._error(f"it does not write {name} {list(t.shape)}", "build it again")
+        missing = context.infer_shapes()
+        if missing:
+            raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
+
+    def _error(self, what: str, fix: str) -> EngineError:
+        said = " | ".join(self.log.errors[-3:]) or "TensorRT gave no reason"
+        return EngineError(f"TensorRT engine: {what}: {said}; {fix}")
+
+    def token_loop(
+        self, embed: Callable[[torch.Tensor], Feeds], state: TrtState, batch: int,
+        sampling: Sampling, stops: Sequence[int],
+    ) -> None:  # fmt: skip
+        """The host chooses."""
+
+    def resident(self, param: str) -> None:
+        """Weights are the engine's own."""
+
+    def close(self) -> None:
+        self.contexts.clear()
+        self.engine = None
+        self.source.close()
+
+
+def check_engine(api: Api, engine: Any, io: Interface) -> None:
+    """EngineError where the engine's tensors are not those of the interface."""
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    expected = [*io.inputs, *io.outputs]
+    if sorted(names) != sorted(expected):
+        raise EngineError(
+            f"TensorRT engine: its tensors are {', '.join(sorted(names))}, expected "
+            f"{', '.join(sorted(expected))}; build it again"
+        )
+    types = {getattr(api.trt, trt_name): ours for ours, trt_name in DTYPES.items()}
+    for name in names:
+        t = io.inputs.get(name) or io.outputs[name]
+        found = types.get(engine.get_tensor_dtype(name))
+        if found != t.dtype:
+            raise EngineError(
+                f"TensorRT engine: {name} is {found}, expected {t.dtype}; build it again"
+            )
+    for out, source in io.aliased.items():
+        found = engine.get_aliased_input_tensor(out)
+        if found != source:
+            raise EngineError(
+                f"TensorRT engine: {out} lies at {found or 'an address of its own'}, expected "
+                f"that of {source}; build it again"
+            )
+
+
+#: dtypes of tensors as the module calls them
+DTYPES: Mapping[str, str] = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "i64": "int64",
+    "bool": "bool",
+}  # fmt: skip
+
+
+def deserialize(api: Api, plan: Any, log: Any) -> Any:
+    """The engine of a plan (bytes or a mapping of them); EngineError with TensorRT's own words."""
+    runtime = api.trt.Runtime(log)
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        said = " | ".join(log.errors) or "it gave no reason"
+        raise EngineError(
+            f"TensorRT {api.version} does not take the plan: {said[:2000]}; build the engine again "
+            f"with this TensorRT on this GPU"
+        )
+    return engine
+
+
+def give_weights(
+    api: Api, engine: Any, log: Any, params: ParamSource, weights: str
+) -> None:
+    """What a new engine still needs of the setting `weights`."""
+    if weights == "streamed":
+        # TensorRT decides how much of them stays on the device.
+        engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
+    if weights == "refit":
+        _refit(api, engine, log, params)
+
+
+def _refit(api: Api, engine: Any, log: Any, params: ParamSource) -> None:
+    """Give a plan without weights its weights, straight from the mapped files. EngineError where
+    TensorRT does not take one."""
+    trt = api.trt
+    refitter = trt.Refitter(engine, log)
+    kept = []
+    for name in refitter.get_all_weights():
+        t = params.tensor(name).contiguous()
+        kept.append(t)
+        weights = trt.Weights(refitter.get_weights_prototype(name).dtype, t.data_ptr(), t.numel())
+        if not refitter.set_named_weights(name, weights, trt.TensorLocation.HOST):
+            raise EngineError(f"TensorRT engine: weights {name}: {' | '.join(log.errors)}")
+    if not refitter.refit_cuda_engine():
+        missing = ", ".join(refitter.get_missing_weights()) or "none"
+        raise EngineError(
+            f"TensorRT engine: its weights cannot be set: {' | '.join(log.errors)}; missing: "
+            f"{missing}; build it again"
+        )

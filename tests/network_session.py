@@ -1,0 +1,78 @@
+"""A session over a network of tensor primitives: feeds and caches as a runtime has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from g4ir.backends.base import Limits
+from g4ir.backends.primitives.network import SLOTS, stored_type
+from g4ir.cache_sizes import context_slots
+from g4ir.interpret import interpret
+from g4ir.ir import Graph
+from g4ir.types import torch_dtype
+from tests.oracle import pieces
+
+Feeds = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class NetworkSession:
+    """`run(feeds, caches)` makes outputs by name, NAME.next among them."""
+
+    graph: Graph
+    embed: Callable[[torch.Tensor], Feeds]
+    run: Callable[[Feeds], Feeds]
+    limits: Limits
+    batch: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        kinds = {v.name: stored_type(v.type, self.limits) for v in self.graph.state}
+        self.caches = {
+            name: torch.zeros(
+                [int(d) for d in t.bind({"B": self.batch}).shape], dtype=torch_dtype(t.dtype)
+            )
+            for name, t in kinds.items()
+        }
+        self.length = torch.zeros(self.batch, dtype=torch.int64)
+
+    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [B, vocab] at each row's last token, or of all tokens [B, S, vocab]."""
+        if lengths is None:
+            lengths = torch.full((self.batch,), tokens.shape[1])
+        outs, last = [], None
+        for start, end in pieces(tokens.shape[1], self.chunk):
+            valid = (lengths - start).clamp(0, end - start)
+            outs.append(self._step(tokens[:, start:end], valid))
+            ends = (valid > 0)[:, None]
+            last = outs[-1][:, -1] if last is None else torch.where(ends, outs[-1][:, -1], last)
+        assert last is not None
+        every = outs[0].shape[1] == min(self.chunk, tokens.shape[1]) > 1
+        return torch.cat(outs, 1) if every else last
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """i64[B] -> [B, vocab]"""
+        return self._step(tokens[:, None], torch.ones_like(tokens))[:, -1]
+
+    def _step(self, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        after = self.length + valid
+        slots = context_slots(int(after.max()), self.limits.max_seq)
+        feeds = {
+            **self.embed(tokens),
+            **self.caches,
+            "positions": self.length[:, None] + torch.arange(tokens.shape[1]),
+            "lengths": valid,
+            SLOTS: torch.arange(slots),
+        }
+        out = self.run(feeds)
+        self.caches = {name: out[f"{name}.next"] for name in self.caches}
+        self.length = after
+        return out["logits"]
+
+
+def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
+    """Token ids -> rows, through the embed graph."""
+    return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]

@@ -1,0 +1,658 @@
+"""`--backend onnx`: exported models against transformers, and as files of their own.
+
+The decomposition that is proven here on onnxruntime is the one that TensorRT is given.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper
+
+from g4ir.backends import find_backend
+from g4ir.backends.base import Limits
+from g4ir.backends.onnx_graph import backend, export
+from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model
+from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
+from g4ir.backends.onnx_graph.runtime import open_session
+from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
+from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
+from g4ir.cli import main
+from g4ir.engine import Engine, build, load_engine, prepare
+from g4ir.errors import EngineError, InputError, LowerError, MissingError
+from g4ir.interpret import run_node
+from g4ir.ir import Node
+from g4ir.ops.latent import PARTS
+from g4ir.packing import split_program
+from g4ir.pipeline import PASSES
+from g4ir.spec import Spec, check_spec, load_spec
+from g4ir.tensorfile import read_header
+from g4ir.types import FLOATS, Type
+from tests.configs import NAMES, SMALL, VARIANTS, spec_called
+from tests.engines import some_tokens
+from tests.oracle import (
+    CALM,
+    Oracle,
+    cast,
+    cosine,
+    find_oracle,
+    hf_model,
+    random_tokens,
+    randomize,
+    relative,
+)
+from tests.runner import build_engine, built_program
+from tests.test_numerics import CHUNKS, agrees, prefill_then_decode
+from tests.test_numerics_torch import (
+    Built,
+    Case,
+    greedy_text_agrees,
+    last_tokens_agree,
+    ragged_rows_agree,
+)
+from tests.test_ops import CASES, node, sample, tensors
+
+TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
+SHORT = (*SMALL, "combined", *TINY)
+MAX_SEQ = 128
+CHUNK = 64
+ROWS = 5
+GREEDY = 64
+#: f16 against transformers in f16, which round after every op and sum in another order: the cosine
+#: of each row, and the difference relative to the rms of 95 % of the rows. A row whose last expert
+#: is another one, chosen by rounding, differs by more
+F16_COSINE, F16_RELATIVE, F16_ROWS = 0.9995, 0.02, 0.95
+#: an op in f32 and in f16, relative to the result's largest value
+OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+
+def built(case: Case, tmp_path_factory: Any, oracle: Oracle | None = None, **options: Any) -> Any:
+    """Builds the engine for the tests of one parameter, then removes it."""
+    oracle, folder = oracle or case.oracle, tmp_path_factory.mktemp("engine")
+    engine = build_engine(
+        oracle, folder, backend="onnx", max_batch=case.rows, max_seq=MAX_SEQ, prefill_chunk=CHUNK,
+        all_logits=case.all_logits, skip=case.skip, **options,
+    )  # fmt: skip
+    yield Built(case, engine, oracle)
+    engine.close()
+    shutil.rmtree(folder)
+
+
+def cases(*short: Case, full: tuple[Case, ...] = ()) -> list[Any]:
+    return [
+        *(pytest.param(c, id=str(c)) for c in short),
+        *(pytest.param(c, marks=pytest.mark.full, id=str(c)) for c in full if c not in short),
+    ]
+
+
+def full_only(short: str, names: tuple[str, ...]) -> list[Any]:
+    return [n if n == short else pytest.param(n, marks=pytest.mark.full) for n in names]
+
+
+@pytest.fixture(
+    scope="module", params=cases(*map(Case, SHORT), full=(*map(Case, (*NAMES, "leftover")),))
+)
+def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
+    """An engine that returns the logits of every token."""
+    yield from built(request.param, tmp_path_factory)
+
+
+LAST = tuple(Case(name, ROWS, False) for name in ("e2b-small", "combined", "tiny-ple", "leftover"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=cases(
+        *LAST, Case("combined", ROWS, False, PASSES),
+        Case("combined", ROWS, False, ("plan_cache",)),
+        Case("31b-small", ROWS, False, ("plan_cache", "last_token_only")),
+        full=(*(Case(n, ROWS, False) for n in (*NAMES, *TINY)),
+              *(Case("combined", ROWS, False, (p,)) for p in PASSES)),
+    ),
+)  # fmt: skip
+def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
+    """An engine that works out each row's last token only, some without passes."""
+    yield from built(request.param, tmp_path_factory)
+
+
+# --- fp32 against transformers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_prefill_in_chunks(every: Built, chunk: str) -> None:
+    oracle, tokens = every.oracle, every.tokens[:, : every.oracle.prompt + 2]
+    session = every.session(min(CHUNK, CHUNKS[chunk](oracle.window, oracle.prompt)))
+    got = prefill_then_decode(session, tokens, oracle.prompt)
+    agrees(got, oracle.logits[: every.rows, : tokens.shape[1]], oracle)
+
+
+def test_decode_past_three_windows(every: Built) -> None:
+    got = prefill_then_decode(every.session(), every.tokens, 3)
+    agrees(got, every.oracle.logits[: every.rows], every.oracle)
+
+
+def test_ragged_rows_equal_single_rows(every: Built) -> None:
+    ragged_rows_agree(every)
+
+
+def test_greedy_text_is_identical(every: Built) -> None:
+    greedy_text_agrees(every)
+
+
+@pytest.mark.parametrize("chunk", ["W-1", "W+1", "prime", "all"])
+def test_last_token(last: Built, chunk: str) -> None:
+    last_tokens_agree(last, min(CHUNK, CHUNKS[chunk](last.oracle.window, last.oracle.prompt)))
+
+
+def test_ragged_rows_of_a_last_token_engine(last: Built) -> None:
+    ragged_rows_agree(last)
+
+
+OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "raw rows": ("12b-small", {"latent_kv": "raw"}),
+    "value rows": ("31b-small", {"latent_kv": "value"}),
+    "raw rows, no rings": ("combined", {"latent_kv": "raw", "skip": ("plan_cache",)}),
+    "value rows, no rings": ("combined", {"latent_kv": "value", "skip": ("plan_cache",)}),
+    "experts gathered": ("26b-a4b-small", {"settings": {"experts": "gather"}}),
+    "all experts": ("26b-a4b-small", {"settings": {"experts": "all"}}),
+    "all experts, last token": ("combined", {"settings": {"experts": "all"},
+                                             "all_logits": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, tmp_path_factory: Any) -> None:
+    name, given = OPTIONS[option]
+    options = dict(given)
+    case = Case(name, ROWS, options.pop("all_logits", True), options.pop("skip", ()))
+    for b in built(case, tmp_path_factory, **options):
+        last_tokens_agree(b, 7)
+        last_tokens_agree(b, b.oracle.prompt)
+        ragged_rows_agree(b)
+
+
+# --- fp16 -------------------------------------------------------------------------------------
+
+
+def f16_oracle(spec: Spec) -> Oracle:
+    """transformers in f16, with weights that bear its rounding."""
+    model = hf_model(spec)
+    randomize(model, 0, CALM)
+    assert spec.text.sliding.window
+    tokens = random_tokens(spec, 2, 4 * spec.text.sliding.window + 5)
+    return Oracle(spec, 0, cast(model, torch.float16), tokens)
+
+
+HALF = ("e2b-small", "26b-a4b-small", "combined")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in HALF else pytest.param(n, marks=pytest.mark.full) for n in SHORT]
+)
+def test_f16(name: str, tmp_path_factory: Any) -> None:
+    oracle = f16_oracle(spec_called(name))
+    for b in built(Case(name), tmp_path_factory, oracle, dtype="float16"):
+        assert b.engine.dtype == "f16"
+        for chunk in (b.oracle.window - 1, b.oracle.prompt):
+            got = prefill_then_decode(b.session(chunk), b.tokens, oracle.prompt)
+            want = oracle.logits[: b.rows].float()
+            assert cosine(got, want).min() > F16_COSINE
+            assert relative(got, want).flatten().quantile(F16_ROWS) < F16_RELATIVE
+
+
+# --- against other backends -------------------------------------------------------------------
+
+
+def greedy(engine: Engine, prompts: torch.Tensor) -> Any:
+    return engine.generate(prompts.tolist(), GREEDY, stop_ids=())
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
+def test_greedy_text_of_the_reference_backend(engines: Any, name: str) -> None:
+    """The torch backend's programs take minutes to compile: see the next test."""
+    ours, theirs = engines("onnx", name), engines("reference", name)
+    prompts = some_tokens(ours.limits.max_batch, 9)
+    assert greedy(ours, prompts) == greedy(theirs, prompts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHORT)
+def test_greedy_text_of_the_torch_backend(tmp_path: Path, name: str) -> None:
+    oracle = find_oracle(spec_called(name))
+    found = []
+    for backend_name in ("onnx", "torch"):
+        engine = build_engine(
+            oracle, tmp_path / backend_name, backend=backend_name, max_batch=2, max_seq=MAX_SEQ,
+            prefill_chunk=16,
+        )  # fmt: skip
+        found.append(greedy(engine, oracle.tokens[:, :9]))
+    assert found[0] == found[1]
+
+
+# --- sessions ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(engines: Any) -> Engine:
+    """Rows of per-layer embeddings, rings, shared caches; three rows."""
+    engine: Engine = engines("onnx", "tiny-ple")
+    return engine
+
+
+def test_snapshots_truncation_and_reset(small: Engine) -> None:
+    """As on the reference backend, whose caches are laid out otherwise."""
+    tokens = some_tokens(3, 40)
+    session = small.session(3)
+    session.prefill(tokens[:, :30])
+    kept = session.snapshot()
+    want = session.prefill(tokens[:, 30:])
+    session.restore(kept)
+    assert torch.equal(session.prefill(tokens[:, 30:]), want)
+    session.truncate([40, 39, 40])
+    session.reset([0])
+    again = small.session(3)
+    again.prefill(tokens, [0, 39, 40])
+    step = tokens[:, 5]
+    assert relative(session.decode(step), again.decode(step)).max() < 1e-4
+
+
+def test_caches_of_full_length_are_written_in_place(small: Engine) -> None:
+    """A step costs what it reads, however long the caches are."""
+    state = small.session(2).state
+    facts = export.describe(small.path / export.MODEL)
+    assert facts["g4ir.in_place"].split(",") == ["L3.k", "L3.v"]
+    same = {n for n in state.held if state.held[n] is state.spare[n]}
+    assert same == {"L3.k", "L3.v"}
+    assert state.nbytes() == sum(
+        t.nbytes * (1 if n in same else 2) for n, t in state.held.items()
+    )
+    planned = find_backend("onnx").cache_bytes(small.program, replace(small.limits, max_batch=2))
+    assert state.nbytes() == planned
+
+
+def test_caches_show_as_the_graphs_declare_them(small: Engine, engines: Any) -> None:
+    """What a session of the reference backend holds, in the same places."""
+    reference = engines("reference", "tiny-ple")
+    ours, theirs = small.session(2), reference.session(2)
+    tokens = some_tokens(2, 21)
+    for session in (ours, theirs):
+        session.prefill(tokens)
+    seen, wanted = ours.state.views(21), theirs.state.views(21)
+    assert seen.keys() == wanted.keys()
+    for name, want in wanted.items():
+        held = min(21, want.shape[0])
+        assert (seen[name][:held] - want[:held]).abs().max() < 1e-4, name
+
+
+# --- the files --------------------------------------------------------------------------------
+
+
+def models(folder: Path) -> dict[str, onnx.ModelProto]:
+    return {
+        name: onnx.load(str(folder / name), load_external_data=False)
+        for name in (export.MODEL, export.EMBED)
+    }
+
+
+def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
+    """Every initialiser of any size is a tensor of theirs, where that file says it is."""
+    entries = {k: (h.path.name, e) for h in map(read_header, small.path.glob("*.safetensors"))
+               for k, e in h.entries.items()}  # fmt: skip
+    used = set()
+    for model in models(small.path).values():
+        assert model.ByteSize() < 1 << 20
+        for t in model.graph.initializer:
+            if t.data_location != onnx.TensorProto.EXTERNAL:
+                assert len(t.raw_data) <= 4096
+                continue
+            place = {e.key: e.value for e in t.external_data}
+            if place["location"] == export.CONSTANTS:
+                continue
+            name = t.name.split("[")[0]
+            file, entry = entries[name]
+            assert place == {"location": file, "offset": str(entry.start),
+                             "length": str(entry.nbytes)}  # fmt: skip
+            used.add(name)
+    assert used == set(entries)
+
+
+def test_constants_are_shared_angles_only(small: Engine) -> None:
+    """cos and sin of every position, for each of two kinds of rotation."""
+    slots = MAX_SEQ + small.limits.prefill_chunk
+    kinds = [layer.attention.head_dim for layer in small.spec.layers()]
+    size = sum(2 * slots * (dim // 2) * 4 for dim in set(kinds))
+    assert size <= (small.path / export.CONSTANTS).stat().st_size < size + 4 * export.ALIGNMENT
+
+
+def test_engine_without_g4ir(small: Engine) -> None:
+    """Greedy decoding with onnxruntime and numpy alone, as the model's documentation says."""
+    net = onnxruntime.InferenceSession(small.path / "model.onnx")
+    embed = onnxruntime.InferenceSession(small.path / "embed.onnx")
+    facts = net.get_modelmeta().custom_metadata_map
+    caches = {
+        i.name: np.zeros([1 if d == "B" else d for d in i.shape], np.float32)
+        for i in net.get_inputs() if f"{i.name}.next" in {o.name for o in net.get_outputs()}
+    }  # fmt: skip
+    names = [o.name for o in net.get_outputs()]
+    tokens, held, out = [5, 77, 31, 8, 402], 0, []
+    while len(out) < 24:
+        rows = embed.run(None, {"tokens": np.array([tokens])})
+        feeds = dict(zip([o.name for o in embed.get_outputs()], rows))
+        feeds |= caches | {
+            "positions": held + np.arange(len(tokens))[None],
+            "lengths": np.array([len(tokens)]),
+            "slots": np.arange(int(facts["g4ir.max_seq"])),
+        }  # fmt: skip
+        found = dict(zip(names, net.run(names, feeds)))
+        caches = {n: found[f"{n}.next"] for n in caches}
+        held += len(tokens)
+        tokens = [int(found["logits"][0, -1].argmax())]
+        out += tokens
+    assert out == small.generate([5, 77, 31, 8, 402], 24, stop_ids=())
+
+
+def test_files_say_what_they_take(small: Engine) -> None:
+    for name, model in models(small.path).items():
+        assert model.doc_string and model.graph.doc_string
+        for v in (*model.graph.input, *model.graph.output):
+            kind = v.name.split(".")[-1] if v.name.startswith("L") else v.name
+            told = {"k": "NAME", "v": "NAME", "next": "NAME.next"}.get(kind, kind)
+            assert f" {told} " in model.doc_string, f"{name}: {v.name}"
+
+
+def test_tensors_have_the_names_of_values(small: Engine) -> None:
+    made = {o for n in models(small.path)[export.MODEL].graph.node for o in n.output}
+    values = {v.name for n in small.program.graphs["prefill"].nodes for v in n.outputs}
+    # A scaling by one, or a row that another value is, makes no tensor of its own.
+    assert len(values - made) < 0.1 * len(values)
+    assert {f"L{i}.out" for i in range(8)} <= made
+
+
+# --- the allow-list ---------------------------------------------------------------------------
+
+
+@cache
+def full_model(spec: Spec, experts: str = "auto") -> onnx.ModelProto:
+    """The network of a spec that answers for every token, without weights."""
+    program = split_program(built_program(spec, True, dtype="f32")).program
+    return export.network_model(program, Limits(), export.Nowhere(), experts)
+
+
+#: with each form of experts where there are some
+FULL_SIZE = [(v, e) for v in VARIANTS for e in EXPERTS if e == "auto" or load_spec(v).text.moe]
+
+
+@pytest.mark.parametrize("name, experts", FULL_SIZE)
+def test_operators_of_full_models(name: str, experts: str) -> None:
+    """`network_model` checks its model; this counts what is in it, branches too."""
+    spec = load_spec(name)
+    model = full_model(spec, experts)
+    found = Counter(n.op_type for n in walk(model.graph.node))
+    print(name, experts, export.summary(model), dict(found.most_common()))
+    assert found.keys() <= OPERATORS.keys()
+    assert found["If"] == (len(spec.layers()) if spec.text.moe and experts == "auto" else 0)
+
+
+def one_node(op: str, inputs: list[str], **attrs: Any) -> onnx.ModelProto:
+    """A model of one node; x is f32[2,3,8,4], i is i64[2,1,1], k a constant."""
+    known = {"x": (1, [2, 3, 8, 4]), "i": (7, [2, 1, 1]), "b": (7, [2])}
+    k = helper.make_tensor("k", 7, [1], [attrs.pop("k", 1)])
+    graph = helper.make_graph(
+        [helper.make_node(op, inputs, ["y"], name="L3.out/it", **attrs)], "g",
+        [helper.make_tensor_value_info(n, *known[n]) for n in inputs if n != "k"],
+        [helper.make_tensor_value_info("y", 1, None)], [k],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+
+
+BEYOND: Mapping[str, tuple[onnx.ModelProto, str]] = {
+    "an unknown operator": (one_node("Attention", ["x", "x", "x"]), "Attention: not among"),
+    "a circular cache": (one_node("TensorScatter", ["x", "x", "b"], mode="circular"), "circular"),
+    "another axis": (one_node("TensorScatter", ["x", "x", "b"], axis=1), "axis 1"),
+    "too many of the best": (one_node("TopK", ["x", "k"], k=3840), "K is 3840, the limit 3839"),
+    "computed axes": (one_node("ReduceSum", ["x", "b"]), "b is computed"),
+    "an operator of others": (one_node("Gelu", ["x"], domain="com.microsoft"), "Gelu: not among"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_the_list_refuses(what: str) -> None:
+    model, message = BEYOND[what]
+    with pytest.raises(LowerError, match=message) as found:
+        check_model(model)
+    assert "L3.out/it" in str(found.value)
+
+
+def test_what_the_list_refuses_in_a_branch() -> None:
+    body = one_node("Attention", ["x", "x", "x"]).graph
+    model = one_node("If", ["b"], then_branch=body, else_branch=body)
+    with pytest.raises(LowerError, match="Attention"):
+        check_model(model)
+
+
+def test_other_operator_sets_are_refused() -> None:
+    model = one_node("Exp", ["x"])
+    model.opset_import[0].version = 25
+    with pytest.raises(LowerError, match=r"ai\.onnx 25"):
+        check_model(model)
+
+
+def test_a_wrong_type_is_found(tmp_path: Path, small: Engine) -> None:
+    """onnx infers the shapes of a written model again."""
+    shutil.copytree(small.path, tmp_path / "engine")
+    path = tmp_path / "engine" / export.MODEL
+    model = onnx.load(str(path), load_external_data=False)
+    v = next(v for v in model.graph.value_info if v.name == "L1.attn.qkv")
+    v.type.tensor_type.shape.dim[2].dim_value += 1
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(LowerError, match=r"model\.onnx is no valid model"):
+        export._check_file(path)
+
+
+# --- nodes per layer --------------------------------------------------------------------------
+
+
+def deeper(spec: Spec, times: int) -> Spec:
+    text = spec.text
+    return check_spec(replace(spec, text=replace(
+        text, num_hidden_layers=times * text.num_hidden_layers,
+        num_kv_shared_layers=times * text.num_kv_shared_layers,
+    )))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *TINY, "combined"])
+def test_layers_of_one_kind_have_as_many_nodes(name: str) -> None:
+    """Also in a model of three times the layers."""
+    spec = spec_called(name)
+    seen: dict[Any, set[int]] = {}
+    for s in (spec,) if name in VARIANTS else (spec, deeper(spec, 3)):
+        counts = export.node_counts(full_model(s))
+        for layer in s.layers():
+            kind = (layer.kind, layer.donor is None, layer.has_moe)
+            seen.setdefault(kind, set()).add(counts[f"L{layer.index}"])
+    print(name, {" ".join(map(str, k)): v for k, v in seen.items()})
+    assert all(len(many) == 1 for many in seen.values()), seen
+
+
+# --- ops --------------------------------------------------------------------------------------
+
+
+def op_types(types: tuple[Type, ...], dtype: str) -> tuple[Type, ...]:
+    """A reciprocal rms, [C,B,n,1], and a router's results stay f32."""
+    if dtype == "f32":
+        return types
+    return tuple(
+        Type(dtype, t.shape) if t.dtype == "f32" and (t.rank, t.shape[-1]) != (4, 1) else t
+        for t in types
+    )
+
+
+def caches_of(n: Node) -> set[int]:
+    """Inputs of a node that are caches."""
+    read = {
+        "attention": lambda: range(3, 5),
+        "attention_latent": lambda: range(4, 4 + len(PARTS[n.word("form")])),
+    }.get(n.op, lambda: range(0))
+    return {*read(), *(i for _, i in n.definition.updates)}
+
+
+def ring(cache: torch.Tensor) -> torch.Tensor:
+    """[C,B,n,d] as the network keeps it."""
+    return cache.transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("dtype", OP_BUDGET)
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE])
+def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
+    """Every op alone, on its samples, as its reference computes it."""
+    s = sample(case)
+    types = list(op_types(s.types(), dtype))
+    if case[0] == "experts":
+        types[1] = Type("f32", types[1].shape)
+    attrs = {**s.attrs, **({"dtype": dtype} if "dtype" in s.attrs else {})}
+    n = node(case[0], tuple(types), attrs)
+    given = tensors(tuple(types), s)
+    want = run_node(n, list(given))
+    got = run_exported(n, given, tmp_path)
+    for v, ours, theirs in zip(n.outputs, got, want, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if v.type.dtype not in FLOATS:
+            assert torch.equal(ours, theirs)
+            continue
+        error = (ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()
+        assert error < OP_BUDGET[dtype], f"{v}: {float(error):.1e}"
+
+
+def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+    """One op as a model of its own; what it needs beside its inputs is fed too."""
+    limits, feeds = Limits(3, 4096, 8), {}
+    with open(folder / export.CONSTANTS, "wb") as file:
+        e = OnnxEmitter(export.Directory(folder, file))
+        net = Network(e, None, limits, LOWERINGS)  # type: ignore[arg-type]
+        for i, (v, t) in enumerate(zip(n.inputs, given, strict=True)):
+            cache = i in caches_of(n)
+            net.env[v.name] = e.input(v.name, stored_type(v.type, limits) if cache else v.type)
+            feeds[v.name] = ring(t) if cache else t
+        net.node(n)
+    for i, v in enumerate(n.outputs):
+        e.output(f"out{i}", net.env[v.name])
+    model = e.model("op", n.op, {})
+    check_model(model)
+    path = folder / export.MODEL
+    path.write_bytes(model.SerializeToString())
+    export._check_file(path)
+    names = [i.name for i in model.graph.input]
+    made = open_session(path).run(None, {k: feeds[k].numpy() for k in names})
+    outs = [torch.from_numpy(x) for x in made]
+    written = {o for o, _ in n.definition.updates}
+    return [x.transpose(0, 1) if i in written else x for i, x in enumerate(outs)]
+
+
+# --- the command line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", full_only("26b-a4b", VARIANTS))
+def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
+    argv = ["build", "--variant", name, "--backend", "onnx", "--dry-run", "--json",
+            "--memory", "2TiB", "--out", "engines/x"]  # fmt: skip
+    assert main(argv) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["dtype"] == "f32" and " nodes: " in told["onnx"]
+
+
+def test_verify_and_run(small: Engine, capsys: Any) -> None:
+    assert main(["verify", str(small.path)]) == 0
+    assert main(["run", str(small.path), "--tokens", "2,5,7", "--max-new-tokens", "4"]) == 0
+
+
+def test_manifest(small: Engine) -> None:
+    assert small.manifest["settings"] == {"experts": "auto"}
+    assert small.manifest["compiled"]["opset"] == 24
+    assert {"model.onnx", "embed.onnx", "constants.bin"} <= small.manifest["files"].keys()
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", backend.NEEDS)
+def test_missing_libraries(library: str, monkeypatch: Any) -> None:
+    found = backend.importlib.util.find_spec
+    monkeypatch.setattr(
+        backend.importlib.util, "find_spec", lambda name: None if name == library else found(name)
+    )
+    with pytest.raises(MissingError, match=rf"{library}.*pip install 'g4ir\[onnx\]'") as error:
+        prepare(load_spec("tiny-moe"), random_weights=0, backend="onnx")
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"dtype": "bfloat16"}, "float32, float16"),
+        ({"settings": {"experts": "some"}}, "auto, gather, all"),
+        ({"settings": {"attention": "all"}}, "experts"),
+        ({"device": "cuda"}, "runs on cpu"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare(load_spec("tiny-moe"), random_weights=0, backend="onnx", **given)
+
+
+def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = one_node("Exp", ["x"])
+    model.opset_import[0].version = 999
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(EngineError, match=r"model\.onnx: onnxruntime .* does not take it"):
+        open_session(path)
+
+
+def test_a_step_that_fails(small: Engine) -> None:
+    session = small.session(1)
+    feeds = small.embed(torch.tensor([[3, 4]])) | {
+        "positions": torch.tensor([[1000, 1001]]), "lengths": torch.tensor([2]),
+    }  # fmt: skip
+    with pytest.raises(EngineError, match="failed in a prefill chunk of 1 x 2 tokens"):
+        small.runtime.run("prefill", feeds, session.state, 2, True)
+
+
+def test_an_altered_model_is_refused(small: Engine, tmp_path: Path) -> None:
+    shutil.copytree(small.path, tmp_path / "engine")
+    path = tmp_path / "engine" / export.MODEL
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(EngineError, match="SHA-256"):
+        load_engine(tmp_path / "engine")
+
+
+def test_builds_are_reproducible(tmp_path: Path) -> None:
+    """The same bytes from the same weights."""
+    digests = []
+    for name in ("a", "b"):
+        engine = build("tiny-moe", tmp_path / name, backend="onnx", random_weights=0, max_seq=64)
+        digests.append(engine.manifest["digest"])
+    assert digests[0] == digests[1]

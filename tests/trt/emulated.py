@@ -1,0 +1,60 @@
+"""The TensorRT backend on the CPU: the recorder stands for TensorRT, a name for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir.backends import find_backend
+from g4ir.backends.trt.backend import BACKEND, Host, TrtBackend
+from g4ir.backends.trt.probe import Api, probe
+from g4ir.backends.trt.recorder import recorder
+from g4ir.engine import Engine
+
+H100 = "NVIDIA H100 80GB HBM3"
+MAX_SEQ, CHUNK, ROWS = 96, 16, 3
+
+
+@cache
+def emulated_api(version: str = "11.4.0") -> Api:
+    """One module per version, with everything that was ever asked of it."""
+    return probe(recorder(version))
+
+
+def emulated(
+    folder: Path, version: str = "11.4.0", gpu: str = H100, api: Callable[[], Api] | None = None
+) -> TrtBackend:
+    """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
+    host = Host(
+        tensorrt=api or (lambda: emulated_api(version)),
+        check_gpu=lambda: None,
+        gpu=lambda: gpu,
+        architecture=lambda: "sm_90",
+        memory=lambda device: 80 << 30,
+        timings=lambda: folder / "timings",
+    )
+    return replace(BACKEND, devices=("cpu",), host=host)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, backend: TrtBackend) -> None:
+    """What `--backend trt` means from here on."""
+
+    def find(name: str) -> Any:
+        return backend if name == "trt" else find_backend(name)
+
+    monkeypatch.setattr("g4ir.engine.find_backend", find)
+
+
+def build(out: Path, spec: Any, backend: str = "trt", **options: Any) -> Engine:
+    """An engine with random weights, in fp32 unless told otherwise."""
+    limits = {"max_batch": ROWS, "max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
+    return g4ir.build(
+        spec, out, backend=backend, device="cpu", random_weights=0,
+        **{"dtype": "float32", **limits, **options},
+    )  # fmt: skip

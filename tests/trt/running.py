@@ -1,0 +1,75 @@
+"""Models as recorded networks, with the interface of tests/runner.py's session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.backends.base import Limits
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.primitives.network import Network
+from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, WeightsSource
+from g4ir.backends.trt.lowerings import lowerings
+from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.recorder.execute import execute
+from g4ir.backends.trt.recorder.network import check
+from g4ir.ir import Graph, Program, split_prologue
+from tests.network_session import Feeds, NetworkSession, embed_with
+from tests.oracle import Oracle
+from tests.runner import DTYPES, Session, built_program
+
+
+def new_network(module: Any) -> Any:
+    flag = module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
+    return module.INetworkDefinition(module, 1 << int(flag))
+
+
+@dataclass
+class Emitted:
+    """A network and what it was made of."""
+
+    module: Any
+    network: Any
+    emitter: TrtEmitter
+    graph: Graph
+
+
+def emit(
+    graph: Graph, limits: Limits, weights: WeightsSource, version: str = "11.4.0",
+    attention: str = "explicit", experts: str = "auto",
+) -> Emitted:  # fmt: skip
+    module = recorder(version)
+    network = new_network(module)
+    emitter = TrtEmitter(module, network, weights)
+    Network(emitter, graph, limits, lowerings(attention), experts).emit()
+    check(network)
+    return Emitted(module, network, emitter, graph)
+
+
+def prepared(program: Program) -> Graph:
+    """The graph that a network is made of."""
+    return network_graph(program.map(lambda g: split_prologue(g)[1]))
+
+
+def recorded_session(
+    oracle: Oracle, batch: int, chunk: int, max_seq: int = 64, latent_kv: str = "off",
+    all_logits: bool = True, **options: Any,
+) -> tuple[NetworkSession, Emitted]:  # fmt: skip
+    """A session on the oracle's weights that runs a recorded network, and that network."""
+    program = built_program(oracle.spec, all_logits, (), DTYPES[oracle.dtype], latent_kv)
+    plain = Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
+    limits = Limits(batch, max_seq, chunk)
+    graph = prepared(program)
+    made = emit(graph, limits, MappedWeights(plain.params["prefill"].__getitem__), **options)
+    names = {t._title for t in made.network._inputs}
+
+    def run(feeds: Feeds) -> Feeds:
+        out = execute(made.network, {k: v for k, v in feeds.items() if k in names})
+        # Caches of a layer that writes none.
+        return {**{f"{k}.next": v for k, v in feeds.items()}, **out}
+
+    embed = embed_with(plain.graphs["embed"], plain.params["embed"])
+    session = NetworkSession(graph, embed, run, limits, batch, chunk)
+    for cache in session.caches.values():
+        cache.fill_(7.0)  # what was never written must not count
+    return session, made

@@ -1,0 +1,571 @@
+"""Primitives, ops and whole models as TensorRT layers, run by the recorder."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.base import Limits
+from g4ir.backends.primitives.emitter import Operand
+from g4ir.backends.primitives.lowerings import OUTSIDE
+from g4ir.backends.primitives.network import EXPERTS
+from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, without_weights
+from g4ir.backends.trt.lowerings import ATTENTION, lowerings
+from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.recorder.execute import execute
+from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer
+from g4ir.backends.trt.recorder.network import check, volumes
+from g4ir.errors import LowerError
+from g4ir.interpret import interpret
+from g4ir.ir import Graph, Node, Value, infer
+from g4ir.ops import OPS
+from g4ir.ops.latent import PARTS
+from g4ir.spec import SLIDING, check_spec, load_spec
+from g4ir.types import Type, parse_type
+from tests.configs import SMALL, VARIANTS, spec_called
+from tests.engines import BUDGET
+from tests.oracle import (
+    CALM,
+    LIVELY,
+    Oracle,
+    cast,
+    cosine,
+    hf_model,
+    random_tokens,
+    randomize,
+    relative,
+)
+from tests.runner import built_program, open_session
+from tests.test_ops import CASES, sample, tensors
+from tests.trt.running import Emitted, emit, new_network, prepared, recorded_session
+
+#: of rms, against the interpreter in bf16: one rounding is 2^-9, and every layer adds its own
+BF16_BUDGET = 2**-3
+BF16_COSINE = 0.999
+VERSION = "10.16.1"
+#: suffix of specs whose attention scores are capped
+CAPPED = "-capped"
+full = pytest.mark.full
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def new_emitter(weights: Any = without_weights) -> TrtEmitter:
+    module = recorder()
+    return TrtEmitter(module, new_network(module), weights)
+
+
+def run(
+    build: Callable[..., Any], types: list[str], feeds: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What `build(emitter, *inputs)` makes of the feeds."""
+    e = new_emitter()
+    inputs = [e.input(f"x{i}", parse_type(t)) for i, t in enumerate(types)]
+    made = build(e, *inputs)
+    results = made if isinstance(made, tuple) else (made,)
+    for i, x in enumerate(results):
+        e.output(f"y{i}", x)
+    check(e.network)
+    out = execute(e.network, {f"x{i}": t for i, t in enumerate(feeds)})
+    return [out[f"y{i}"] for i in range(len(results))]
+
+
+# --- primitives -------------------------------------------------------------------------------
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y, INDEX = noise(2, 3, 4), noise(2, 3, 4, seed=1), torch.tensor([[1, 0, 2], [3, 3, 1]])
+BSD = ["f32[B,S,4]", "f32[B,S,4]"]
+
+
+def primitive(
+    build: Callable[..., Any], want: Callable[..., Any], types: list[str], *feeds: torch.Tensor
+) -> Any:
+    return build, want, types, feeds
+
+
+PRIMITIVES: dict[str, Any] = {
+    **{
+        kind: primitive(
+            lambda e, x, kind=kind: e.unary(kind, x), getattr(torch, kind), BSD[:1], X.abs()
+        )
+        for kind in ("neg", "exp", "tanh", "sqrt", "erf")
+    },
+    **{
+        kind: primitive(
+            lambda e, x, y, kind=kind: e.binary(kind, x, y), want, BSD, X.abs() + 1, Y.abs() + 1
+        )
+        for kind, want in {
+            "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+            "pow": torch.pow, "max": torch.maximum, "min": torch.minimum, "gt": torch.gt,
+            "lt": torch.lt, "eq": torch.eq,
+        }.items()
+    },
+    "floor_div": primitive(
+        lambda e, x: e.binary("floor_div", x, 3), lambda x: x // 3, ["i64[B,S]"], INDEX * 5
+    ),
+    "eq of i64": primitive(
+        lambda e, x: e.binary("eq", x, 3), lambda x: x == 3, ["i64[B,S]"], INDEX
+    ),
+    "not": primitive(
+        lambda e, x: e.unary("not", x), torch.logical_not, ["bool[B,S]"], INDEX > 1
+    ),
+    "and": primitive(
+        lambda e, x, y: e.binary("and", x, y), torch.logical_and, ["bool[B,S]", "bool[B,S]"],
+        INDEX > 0, INDEX > 1,
+    ),
+    "or with a constant": primitive(
+        lambda e, x: e.binary("or", x, e.constant(torch.tensor([[False, True, True]]))),
+        lambda x: x | torch.tensor([[False, True, True]]), ["bool[B,3]"], INDEX > 0,
+    ),
+    "where": primitive(
+        lambda e, c, x: e.where(c, x, -1.0), lambda c, x: torch.where(c, x, -1.0),
+        ["bool[B,S,1]", BSD[0]], (INDEX > 1)[..., None], X,
+    ),
+    "cast": primitive(
+        lambda e, x: e.cast(x, "bf16"), torch.Tensor.bfloat16, BSD[:1], X
+    ),
+    "linear": primitive(
+        lambda e, x, w: e.linear(x, w), torch.nn.functional.linear, [BSD[0], "f32[5,4]"], X,
+        noise(5, 4),
+    ),
+    "matmul": primitive(
+        lambda e, x, y: e.matmul(x, y), torch.matmul, ["f32[B,3,4]", "f32[1,4,5]"], X,
+        noise(1, 4, 5),
+    ),
+    "matmul of a transpose": primitive(
+        lambda e, x, y: e.matmul(x, y, transpose_b=True), lambda x, y: x @ y.mT, BSD, X, Y
+    ),
+    "softmax": primitive(
+        lambda e, x: e.softmax(x), lambda x: x.softmax(-1), BSD[:1], X
+    ),
+    **{
+        f"reduce {kind}": primitive(
+            lambda e, x, kind=kind: e.reduce(kind, x, 1), want, BSD[:1], X
+        )
+        for kind, want in {
+            "sum": lambda x: x.sum(1, keepdim=True), "mean": lambda x: x.mean(1, keepdim=True),
+            "max": lambda x: x.amax(1, keepdim=True),
+        }.items()
+    },
+    "topk": primitive(
+        lambda e, x: e.topk(x, 2), lambda x: tuple(torch.topk(x, 2)), BSD[:1], X
+    ),
+    "reshape": primitive(
+        lambda e, x: e.reshape(x, "B", "S", 2, 2), lambda x: x.reshape(2, 3, 2, 2), BSD[:1], X
+    ),
+    "reshape to what is left": primitive(
+        lambda e, x: e.reshape(x, 2, "S"), lambda x: x.reshape(2, 3), ["f32[2,1,S]"], X[:, :1, :3]
+    ),
+    "transpose": primitive(
+        lambda e, x: e.transpose(x, 2, 0, 1), lambda x: x.permute(2, 0, 1), BSD[:1], X
+    ),
+    "unsqueeze": primitive(
+        lambda e, x: e.unsqueeze(x, 0, 2), lambda x: x[None, :, None], BSD[:1], X
+    ),
+    "unsqueeze of names": primitive(
+        lambda e, x: e.unsqueeze(x, 1, 3), lambda x: x[:, None, :, None], ["i64[B,S]"], INDEX
+    ),
+    "concat": primitive(
+        lambda e, x, y: e.concat([x, y], 1), lambda x, y: torch.cat([x, y], 1), BSD, X, Y
+    ),
+    "slice": primitive(
+        lambda e, x: e.slice(x, 2, 1, 3), lambda x: x[..., 1:3], BSD[:1], X
+    ),
+    "slice of a name": primitive(
+        lambda e, x: e.slice(x, 1, 0, 1), lambda x: x[:, :1], BSD[:1], X
+    ),
+    "prefix": primitive(
+        lambda e, x, y: e.prefix(x, 2, y), lambda x, y: x[..., :2], [BSD[0], "i64[C]"], X,
+        torch.arange(2),
+    ),
+    "repeat": primitive(
+        lambda e, x, y: e.repeat(x, 1, y), lambda x, y: x.expand(2, 3, 4),
+        ["f32[B,1,4]", BSD[1]], X[:, :1], Y,
+    ),
+    "gather": primitive(
+        lambda e, x, at: e.gather(x, at, 2), lambda x, at: x[:, :, at], [BSD[0], "i64[B,S]"], X,
+        INDEX,
+    ),
+    "gather_rows": primitive(
+        lambda e, x, at: e.gather_rows(x, at),
+        lambda x, at: torch.stack([row[i] for row, i in zip(x, at)]), [BSD[0], "i64[B,1]"], X,
+        INDEX[:, 2:] % 3,
+    ),
+    "gather_rows of rank 2": primitive(
+        lambda e, x, at: e.gather_rows(x, at), lambda x, at: x.take_along_dim(at, 1),
+        ["f32[B,S]", "i64[B,J]"],
+        X[..., 0], INDEX[:, :2] % 3,
+    ),
+    "append": primitive(
+        lambda e, cache, new, at: e.append(cache, new, at),
+        lambda cache, new, at: torch.cat(
+            [torch.cat([c[:, : int(i)], n, c[:, int(i) + 3 :]], 1)[None]
+             for c, n, i in zip(cache, new, at)]
+        ),
+        ["f32[B,1,9,4]", "f32[B,1,S,4]", "i64[B]"], noise(2, 1, 9, 4), X[:, None],
+        torch.tensor([6, 0]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitive(name: str) -> None:
+    build, want, types, feeds = PRIMITIVES[name]
+    expected = want(*(t.clone() for t in feeds))
+    results = expected if isinstance(expected, tuple) else (expected,)
+    for got, right in zip(run(build, types, list(feeds)), results, strict=True):
+        assert got.dtype == right.dtype and got.shape == right.shape
+        assert torch.allclose(got, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_when_one(size: int) -> None:
+    """Either side, with a value of 64 bits and constants of each on the way."""
+
+    def build(e: TrtEmitter, x: Operand, at: Operand) -> Operand:
+        big = e.constant(torch.full((2048,), 2.0))
+
+        def then() -> Operand:
+            return e.repeat(e.mul(e.slice(x, 1, 0, 1), 2.0), 1, x)
+
+        def otherwise() -> Operand:
+            row = e.gather(big, e.add(at, 1), 0)
+            return e.mul(x, e.unsqueeze(row, 2))
+
+        return e.add(e.when_one(x, 1, then, otherwise), e.when_one(x, 1, otherwise, then))
+
+    feeds = [X[:, :size], INDEX[:, :size]]
+    (got,) = run(build, [BSD[0], "i64[B,S]"], feeds)
+    first = X[:, :1].expand(2, size, 4)
+    assert torch.allclose(got, 2 * X[:, :size] + 2 * first)
+
+
+def test_weights_in_a_conditional_are_there_once() -> None:
+    """Both sides read one constant, so that an engine holds experts once."""
+    e = new_emitter()
+    x = e.input("x", parse_type("f32[B,S,2048]"))
+    w = e.param(Value("w", parse_type("f32[2048,2048]")))
+    out = e.when_one(x, 1, lambda: e.linear(x, w), lambda: e.linear(e.mul(x, 2.0), w))
+    e.output("y", out)
+    check(e.network)
+    big = [x for x in e.network._layers if isinstance(x, IConstantLayer)
+           and x._types[0][1][-1:] == (2048,)]  # fmt: skip
+    assert len(big) == 1
+
+
+# --- constants, weights, names ----------------------------------------------------------------
+
+
+def test_weights_are_not_copied() -> None:
+    w = torch.randn(4, 4).bfloat16()
+    source = MappedWeights({"w": w}.__getitem__)
+    e = new_emitter(source)
+    x = e.input("x", parse_type("bf16[B,4]"))
+    e.output("y", e.linear(x, e.param(Value("w", parse_type("bf16[4,4]")))))
+    made = [c for c in e.trt.calls if (c.owner, c.member) == ("Weights", "__init__")]
+    assert [c.args for c in made] == [(e.trt.DataType.BF16, w.data_ptr(), 16)]
+    assert source.held[0].data_ptr() == w.data_ptr()
+
+
+def test_weights_of_another_type() -> None:
+    e = new_emitter(MappedWeights({"w": torch.zeros(4, 4)}.__getitem__))
+    x = e.input("x", parse_type("bf16[B,4]"))
+    with pytest.raises(LowerError, match=r"%w is f32\[4,4\], the graph says bf16"):
+        e.linear(x, e.param(Value("w", parse_type("bf16[4,4]"))))
+
+
+def test_names_and_notes() -> None:
+    e = new_emitter()
+    x = e.input("x", parse_type("f32[B,S,4]"))
+    e.scope = "L3.mlp.gate"
+    y = e.mul(e.mul(x, 2.0), 2.0)
+    assert [x._title.split()[0] for x in e.network._layers] == [
+        "constant.0/weights", "L3.mlp.gate/mul", "L3.mlp.gate/mul.2",
+    ]  # fmt: skip
+    assert y.handle.name == "" and tuple(y.handle.shape) == (-1, -1, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda e: e.input("x", parse_type("f64[B]")), "networks have no f64"),
+        (lambda e: e.input("x", Type("f32", (1,) * 9)), "at most 8 dims"),
+        (lambda e: e.topk(e.input("x", parse_type("f32[B,5000]")), 4000), "at most 3840"),
+    ],
+)
+def test_what_cannot_be_taken(build: Callable[[TrtEmitter], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(new_emitter())
+
+
+def test_refused_layer() -> None:
+    """The real builder answers None."""
+    e = new_emitter()
+    x = e.input("x", parse_type("f32[B,4]"))
+    e.scope = "L7.attn"
+    e.network = SimpleNamespace(add_softmax=lambda x: None)
+    with pytest.raises(LowerError, match=r"refused L7\.attn/softmax"):
+        e.softmax(x)
+
+
+def test_type_that_tensorrt_sees_differently() -> None:
+    e = new_emitter()
+    x = e.input("x", parse_type("f32[2,4]"))
+    layer = e.network.add_softmax(e.tensor(x))
+    with pytest.raises(LowerError, match=r"expected f32\[2,5\], TensorRT says .*\(2, 4\)"):
+        e.made(layer, "softmax", parse_type("f32[2,5]"))
+
+
+# --- ops --------------------------------------------------------------------------------------
+
+
+def _cache_inputs(n: Node) -> range:
+    """Which inputs are caches."""
+    if n.op == "attention":
+        return range(3, 5)
+    if n.op == "attention_latent":
+        return range(4, 4 + len(PARTS[n.word("form")]))
+    count = len(n.outputs) - (n.op == "qkv_write")
+    first = {"cache_write": 0, "qkv_write": 7}.get(n.op)
+    return range(0) if first is None else range(first, first + count)
+
+
+def _stored(cache: torch.Tensor) -> torch.Tensor:
+    """[W,B,n,d] -> [B,W,n,d]"""
+    return cache.transpose(0, 1)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE], ids=str)
+def test_op(case: tuple[str, int]) -> None:
+    """A graph of one op; caches are rings."""
+    s = sample(case)
+    inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
+    made = infer(case[0], inputs, s.attrs, "y")
+    n = Node(case[0], inputs, tuple(Value(f"y{i}", t) for i, t in enumerate(made)), s.attrs)
+    caches, given = _cache_inputs(n), tensors(s.types(), s)
+    state = tuple(inputs[i] for i in caches)
+    written = n.outputs[len(n.outputs) - len(caches) :] if case[0].endswith("_write") else ()
+    graph = Graph(
+        "prefill", tuple(v for v in inputs if v not in state), (), state, (n,),
+        tuple(v for v in n.outputs if v not in written),
+        {v.name: w for v, w in zip(state, written)},
+    )  # fmt: skip
+    longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
+    emitted = emit(graph, Limits(4, longest + 1, 8), without_weights)
+    plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
+    stored = {v.name: _stored(plain[v.name]) for v in state}
+    out = execute(emitted.network, plain | stored)
+    want, after = interpret(graph, plain, {}, plain)
+    for v in graph.outputs:
+        assert torch.allclose(out[v.name], want[v.name], atol=1e-4, rtol=1e-4), v
+    for name in graph.next:
+        assert torch.allclose(_stored(out[f"{name}.next"]), after[name], atol=1e-5), name
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+@cache
+def weighted(name: str, dtype: torch.dtype = torch.float32) -> Oracle:
+    """A model with random weights. It need not agree with the reference here, but with the
+    interpreter, so no seed is searched for."""
+    spec = spec_called(name.removesuffix(CAPPED))
+    if name.endswith(CAPPED):
+        text = replace(spec.text, attn_logit_softcapping=20.0)
+        spec = check_spec(replace(spec, name=name, text=text))
+    model = hf_model(spec)
+    randomize(model, 0, LIVELY if dtype == torch.float32 else CALM)
+    return Oracle(spec, 0, cast(model, dtype), random_tokens(spec, 2, 4))
+
+
+def steps(session: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    """A ragged prompt in chunks longer than the window, then past three windows."""
+    every = {"all_logits": True} if session.__class__.__name__ == "Session" else {}
+    outs = [session.prefill(tokens[:, :19], lengths, **every)]
+    return outs + [session.decode(column) for column in tokens[:, 19:].unbind(1)]
+
+
+def compare(oracle: Oracle, **options: Any) -> tuple[list[Any], Emitted]:
+    """(got, want) of each step; rows that a chunk does not concern are left out."""
+    tokens, lengths = random_tokens(oracle.spec, 3, 28), torch.tensor([19, 0, 13])
+    session, made = recorded_session(oracle, 3, 11, **options)
+    plain = open_session(
+        oracle, 3, 11, all_logits=True, max_seq=64, latent_kv=options.get("latent_kv", "off")
+    )
+    got, want = (steps(s, tokens, lengths) for s in (session, plain))
+    valid = torch.arange(19) < lengths[:, None]
+    pairs = [(got[0][valid], want[0][valid]), *zip(got[1:], want[1:], strict=True)]
+    return pairs, made
+
+
+MODELS = [
+    *((name, {}) for name in (*SMALL, "combined")),
+    ("combined", {"attention": "fused"}),
+    ("31b-small", {"attention": "fused", "version": VERSION}),
+    ("12b-small", {"latent_kv": "value"}),
+    ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
+    ("26b-a4b-small", {"experts": "all", "version": VERSION}),
+    ("26b-a4b-small", {"experts": "gather"}),
+]
+
+
+def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """All options that concern a spec."""
+    text = spec_called(name).text
+    tied = text.full.k_eq_v or text.sliding.k_eq_v
+    for attention, version in product(ATTENTION, ("11.4.0", VERSION)):
+        for latent in ("off", "value", "raw") if tied else ("off",):
+            for experts in EXPERTS if text.moe else ("auto",):
+                yield name, {
+                    "attention": attention, "version": version, "latent_kv": latent,
+                    "experts": experts,
+                }  # fmt: skip
+
+
+EVERY = [
+    form for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
+    for form in every_form(name)
+]  # fmt: skip
+
+
+def ident(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(value.values()) or "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*MODELS, *(pytest.param(*m, marks=full) for m in EVERY)], ids=ident
+)
+def test_model(name: str, options: dict[str, str]) -> None:
+    """As the interpreter in fp32."""
+    pairs, _ = compare(weighted(name), **options)
+    worst = max(relative(got, want).max().item() for got, want in pairs)
+    assert worst < BUDGET, f"{worst:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("combined", {}),
+        ("26b-a4b-small", {"attention": "fused"}),
+        ("31b-small", {"attention": "fused", "version": VERSION}),
+        *(pytest.param(*m, marks=full) for m in EVERY if not m[0].startswith("random")),
+    ],
+    ids=ident,
+)
+def test_model_in_bf16(name: str, options: dict[str, str]) -> None:
+    pairs, _ = compare(weighted(name, torch.bfloat16), **options)
+    for got, want in pairs:
+        assert got.dtype == torch.bfloat16
+        assert cosine(got, want).min() > BF16_COSINE
+        assert relative(got, want).max() < BF16_BUDGET
+
+
+def test_softcapped_attention_is_explicit_and_noted() -> None:
+    """IAttention cannot cap its scores."""
+    oracle = weighted("12b-small" + CAPPED)
+    pairs, made = compare(oracle, attention="fused")
+    assert len(made.emitter.notes) == oracle.spec.text.num_hidden_layers
+    assert "IAttention has no softcap" in made.emitter.notes[0]
+    assert not any(isinstance(x, IAttention) for x in made.network._layers)
+    assert max(relative(got, want).max().item() for got, want in pairs) < BUDGET
+
+
+def test_last_position_only() -> None:
+    """Without all logits a chunk has one row of them."""
+    oracle = weighted("e2b-small")
+    session, made = recorded_session(oracle, 2, 11, all_logits=False)
+    plain = open_session(oracle, 2, 11, max_seq=64)
+    tokens, lengths = random_tokens(oracle.spec, 2, 19), torch.tensor([19, 12])
+    logits = made.network._outputs[0]
+    assert logits._title == "logits" and logits._dims[1] == 1
+    got, want = session.prefill(tokens, lengths), plain.prefill(tokens, lengths)
+    assert relative(got, want).max() < BUDGET
+
+
+# --- size -------------------------------------------------------------------------------------
+
+
+def layer_counts(made: Emitted) -> dict[int, int]:
+    """Transformer layer -> layers of the network; constants aside, and the choice of last rows."""
+    found = [
+        re.match(r"L(\d+)\.", x._title)
+        for x in made.network._layers
+        if not isinstance(x, IConstantLayer) and ".last/" not in x._title
+    ]
+    return Counter(int(m[1]) for m in found if m)
+
+
+QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"), ("31b", "fused"))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        pytest.param(*form, marks=() if form in QUICK else full)
+        for form in product(VARIANTS, ATTENTION)
+    ],
+)
+def test_full_size(name: str, attention: str) -> None:
+    """The released variants without weights: quick, the same number of layers for every layer of
+    a kind but the first of it and the network's ends, and no tensor that TensorRT could not hold
+    at the largest shapes."""
+    spec = load_spec(name)
+    limits = Limits(max_batch=4, max_seq=8192, prefill_chunk=1024)
+    program = built_program(spec, False, (), "bf16")
+    start = time.perf_counter()
+    made = emit(prepared(program), limits, without_weights, attention=attention)
+    assert time.perf_counter() - start < 60
+    text, counts = spec.text, layer_counts(made)
+    kinds: dict[Any, list[int]] = {}
+    for i, kind in enumerate(text.layer_types):
+        # The last owner of K and V is where a chunk is cut down to its last rows.
+        if 0 < i < text.num_hidden_layers - 1 and i != text.first_kv_shared_layer - 1:
+            key = kind == SLIDING, i < text.first_kv_shared_layer, _wide(text, i)
+            kinds.setdefault(key, []).append(counts[i])
+    for key, found in kinds.items():
+        assert len(set(found[1:])) <= 1, f"{name} {key}: {found}"
+    print(name, attention, made.network.num_layers, dict(kinds))
+    dims = {"B": 4, "S": 1024, "C": 8192}
+    sizes = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
+    assert min(sizes.values()) > 0
+    assert max(sizes.values()) < 2**31
+
+
+def _wide(text: Any, i: int) -> bool:
+    return bool(text.use_double_wide_mlp and i >= text.first_kv_shared_layer)
+
+
+def _bound(x: Any, dims: Mapping[str, int]) -> tuple[int, ...]:
+    names = x._dimension_names
+    return tuple(dims[names[i]] if i in names else d for i, d in enumerate(x._dims))
+
+
+def test_unknown_attention() -> None:
+    with pytest.raises(ValueError, match="one of explicit, fused"):
+        lowerings("flash")
+
+
+def test_every_op_has_a_lowering() -> None:
+    known = lowerings("fused").keys()
+    assert {n for n, o in OPS.items() if o.expand is None} <= known | OUTSIDE

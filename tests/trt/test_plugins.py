@@ -1,0 +1,413 @@
+"""Plugins up to the builder: PTX with the parameters that TensorRT passes, launches, descriptors in
+NVIDIA's own Python, errors, and whole models whose networks hold plugin layers.
+
+What the kernels compute is tested in interpreted/.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.base import Limits
+from g4ir.backends.primitives.lowerings import LOWERINGS
+from g4ir.backends.torch_compile.kernels.resources import _assembled
+from g4ir.backends.trt import plugins
+from g4ir.backends.trt.emitter import MappedWeights, without_weights
+from g4ir.backends.trt.plugin_kernels import ptx as compiler
+from g4ir.backends.trt.plugin_kernels.reference import run as meaning
+from g4ir.backends.trt.plugin_kernels.table import PLUGINS, Plan
+from g4ir.backends.trt.plugins import PLUGIN_LOWERINGS, SHARED_BYTES, Decode, Experts
+from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.recorder.execute import execute
+from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
+from g4ir.backends.trt.recorder.record import held
+from g4ir.errors import LowerError, MissingError
+from g4ir.ops.moe import experts
+from g4ir.spec import load_spec
+from g4ir.types import Type, torch_dtype
+from tests.configs import spec_called
+from tests.engines import BUDGET
+from tests.network_session import NetworkSession, embed_with
+from tests.oracle import find_oracle, random_tokens, relative
+from tests.runner import Session, built_program, open_session
+from tests.trt import running
+from tests.trt.bindings import WHEELS
+from tests.trt.plugin_bindings import RealLayer, real_plugins
+from tests.trt.running import prepared
+
+ROOT = Path(__file__).parents[2]
+DATA_TYPES = {"bf16": "BF16", "f16": "HALF", "f32": "FLOAT", "i32": "INT32"}
+SLOTS = 4096 + 512
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- kernels of the models -----------------------------------------------------------------------
+
+
+def experts_of_26b(dtype: str, chunk: int = 512) -> Experts:
+    text = load_spec("26b-a4b").text
+    assert text.moe
+    return Experts(
+        dtype, text.hidden_size, text.moe.intermediate_size, text.moe.num_experts,
+        text.moe.top_k_experts, text.hidden_activation, chunk,
+    )  # fmt: skip
+
+
+def decode_of(variant: str, dtype: str) -> Decode:
+    text = load_spec(variant).text
+    kv = text.full.num_key_value_heads
+    group = text.num_attention_heads // kv
+    return Decode(dtype, 1, kv, group, text.full.head_dim, SLOTS, 0, 1.0, 0.0)
+
+
+def plans(dtype: str) -> dict[str, Plan]:
+    """Of the variants that plugins are for."""
+    sizes = experts_of_26b(dtype)
+    found = {p.plugin: p for p in (*sizes.few(), *sizes.many())}
+    for variant in ("26b-a4b", "31b", "e2b"):
+        for p in decode_of(variant, dtype).plans():
+            found[f"{p.plugin} {variant}"] = p
+    if dtype != "f32":
+        for chunk in (64, 2048):
+            for p in experts_of_26b(dtype, chunk).many()[1:3]:
+                found[f"{p.plugin} chunk {chunk}"] = p
+    return {name: plugins.fitted(p, name) for name, p in found.items()}
+
+
+def shapes_of(plan: Plan, rows: int = 1, tokens: int = 1, slots: int = 1000) -> list[Any]:
+    """(dtype, dims) of a plugin's inputs."""
+    c = {"HIDDEN": 0, "INNER": 0, "TOP_K": 8, **plan.constants}
+    lead = rows, tokens
+    heads, d = c.get("HEADS", 0), c.get("D", 0)
+    cache = rows, heads, c.get("SLOTS", 0), d
+    splits = rows, heads, c.get("SPLITS", 0)
+    known = {
+        "x": (*lead, c["HIDDEN"]), "index": (*lead, c["TOP_K"]), "order": (*lead, c["TOP_K"]),
+        "weights": (*lead, c["TOP_K"]), "act": (*lead, c["TOP_K"], c["INNER"]),
+        "gate_up": (c.get("EXPERTS"), 2 * c["INNER"], c["HIDDEN"]),
+        "down": (c.get("EXPERTS"), c["HIDDEN"], c["INNER"]), "offsets": (c.get("EXPERTS", 0) + 1,),
+        "q": (*lead, heads * c.get("GROUP", 0), d), "keys": cache, "values": cache,
+        "positions": lead, "slots": (slots,), "parts": (*splits, c.get("GROUP"), d),
+        "stats": (*splits, 2, c.get("GROUP")),
+    }  # fmt: skip
+    if plan.plugin == "moe_combine":
+        known["parts"] = (*lead, c["TOP_K"], c["HIDDEN"])
+    plugin = PLUGINS[plan.plugin]
+    kinds = plugin.kinds(plan.dtype)
+    return [(kind, known[name]) for name, kind in zip(plugin.inputs, kinds)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_kernels_fit_the_gpu(dtype: str) -> None:
+    """Compiled for sm_90 at the sizes of the models: no spills, shared memory in its limits, and
+    a product of many rows uses tensor cores."""
+    for name, plan in plans(dtype).items():
+        kernel = plugins.compiled(plan)
+        registers, spilled = _assembled(kernel.ptx, 90)
+        assert spilled == 0 and registers <= 255, name
+        assert kernel.shared <= SHARED_BYTES, name
+        assert ".target sm_90a" in kernel.ptx
+        if "grouped" in name and dtype != "f32":
+            assert "wgmma.mma_async" in kernel.ptx, name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_parameters_are_what_tensorrt_passes(dtype: str) -> None:
+    """Pointers of the inputs, whole numbers, pointers of the outputs; the kernel's own names are
+    in the order of the plugin's."""
+    for name, plan in plans(dtype).items():
+        plugin = PLUGINS[plan.plugin]
+        given = [*plugin.inputs, *plugin.whole, *plugin.outputs]
+        assert plugins.kernel_of(plugin).arg_names[: len(given)] == given, name
+        pointer, whole = ("u64", True), ("u32", False)
+        expected = [whole if n in plugin.whole else pointer for n in given]
+        found = compiler.parameters(plugins.compiled(plan).ptx)
+        assert [(p.type, p.pointer) for p in found] == expected, name
+
+
+#: what names source files (by a path of any machine: triton keeps what it compiled before)
+OF_SOURCES = re.compile(r"\.(file|loc)\b|debug_")
+
+
+def test_triton_adds_parameters_which_are_taken_off() -> None:
+    """Else there would be nothing to take off, and `trimmed` could go."""
+    seen = []
+    plan = experts_of_26b("bf16").few()[0]
+    real = compiler.trimmed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "trimmed", lambda p, n: seen.append((p, n)) or real(p, n))
+        plugins._compiled.__wrapped__(plan.text())
+    text, count = seen[0]
+    assert len(compiler.parameters(text)) > count
+    assert OF_SOURCES.search(text) and not OF_SOURCES.search(real(text, count))
+
+
+def test_ptx_says_nothing_of_this_machine() -> None:
+    for plan in plans("bf16").values():
+        text = plugins.compiled(plan).ptx
+        assert not OF_SOURCES.search(text) and str(ROOT) not in text
+
+
+ENTRY = """\
+.visible .entry k(
+\t.param .u64 .ptr .global .align 1 k_param_0,
+\t.param .u32 k_param_1,
+\t.param .u64 .ptr .global .align 1 k_param_2
+)
+.reqntid 128
+{
+\tld.param.b64 \t%%rd1, [k_param_0];
+\tld.param.b32 \t%%r1, [k_param_1];
+%s}
+"""
+
+
+def test_scratch_memory_that_is_used_is_refused() -> None:
+    assert [p.name for p in compiler.parameters(compiler.trimmed(ENTRY % "", 2))] == [
+        "k_param_0", "k_param_1"
+    ]  # fmt: skip
+    with pytest.raises(LowerError, match=r"kernel k needs memory of its own \(k_param_2\)"):
+        compiler.trimmed(ENTRY % "\tld.param.b64 \t%rd2, [k_param_2];\n", 2)
+    with pytest.raises(LowerError, match="3 parameters, of which a plugin passes 4"):
+        compiler.trimmed(ENTRY % "", 4)
+    with pytest.raises(LowerError, match="0 entries"):
+        compiler.trimmed("", 1)
+
+
+def test_a_kernel_without_room_names_its_layer() -> None:
+    """fp32 takes fewer stages first."""
+    plan = decode_of("31b", "f32").plans()[0]
+    assert plugins.fitted(plan, "L5").stages < plan.stages
+    with pytest.raises(LowerError, match=r"plugin decode_parts of L5\.attn needs \d+ bytes"):
+        plugins.fitted(plan, "L5.attn", shared=16 * 1024)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingError, match="pip install triton"):
+        plugins.kernel_of(PLUGINS["moe_sort"])
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["recorder", *WHEELS])
+def trt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Our own stand-in for `tensorrt.plugin`, and the real one of each version."""
+    if request.param == "recorder":
+        yield SimpleNamespace(DataType=recorder().DataType, plugin=plugin_module())
+    else:
+        with real_plugins(request.param, tmp_path_factory.mktemp("wheel")) as module:
+            yield module
+
+
+def layer_of(trt: Any, plan: Plan) -> Any:
+    plugins.register_plugins(trt)
+    count = len(PLUGINS[plan.plugin].inputs)
+    if isinstance(trt, SimpleNamespace):
+        tensor = type("ITensor", (), {})
+        create = getattr(trt.plugin.op.g4ir, plan.plugin)(
+            *(tensor() for _ in range(count)), plan=plan.text()
+        )
+        return create()[2]
+    return RealLayer(trt, plan.plugin, plan.text(), count)
+
+
+LAUNCHES = [(1, 1, 1), (1, 300, 1000), (3, 7, 4096)]
+
+
+def test_launches(trt: Any) -> None:
+    """Through the registration: types and shapes of the outputs, grid, block, shared memory, whole
+    numbers, and the kernel."""
+    for plan in plans("bf16").values():
+        layer, plugin = layer_of(trt, plan), PLUGINS[plan.plugin]
+        for rows, tokens, slots in LAUNCHES:
+            inputs = shapes_of(plan, rows, tokens, slots)
+            given = [(getattr(trt.DataType, DATA_TYPES[kind]), dims) for kind, dims in inputs]
+            types = {n: Type(*t) for n, t in zip(plugin.inputs, inputs)}
+            results = plugins.result_types(plan, types)
+            made = layer.output_types(given)
+            assert [d for _, d in made] == [t.shape for t in results], plan
+            assert [t.name for t, _ in made] == [DATA_TYPES[t.dtype] for t in results], plan
+            launch = layer.launch(given)
+            kernel = plugins.compiled(plan)
+            grid = plugins.grid_of(plan, {n: t.shape for n, t in types.items()})
+            x, y, z = (*grid, 1, 1)[:3]
+            assert launch.params == {
+                "grid_x": x, "grid_y": y, "grid_z": z, "block_x": kernel.warps * 32, "block_y": 1,
+                "block_z": 1, "shared_mem": kernel.shared,
+            }, plan  # fmt: skip
+            assert y < 2**16 and z < 2**16
+            expected = [slots if "looked_at" in plugin.whole else rows * tokens * 8]
+            assert launch.whole == expected[: len(plugin.whole)]
+            assert (launch.name, launch.ptx) == (kernel.name, kernel.ptx)
+
+
+def test_tiles_suffice() -> None:
+    """However slots are spread over experts, there is a program for each tile."""
+    plan = experts_of_26b("bf16").many()[1]
+    block, g = plan.constants["BLOCK_M"], torch.Generator().manual_seed(0)
+    for tokens in (1, 5, 64, 512):
+        tiles = plugins.grid_of(plan, {"x": (1, tokens, 2816), "order": (1, tokens, 8)})[0]
+        for favourites in (8, 9, 128):
+            scores = torch.rand(tokens, favourites, generator=g)
+            counts = scores.topk(8, -1).indices.flatten().bincount()
+            assert int((-(-counts // block)).sum()) <= tiles
+
+
+def test_registering_again_changes_nothing() -> None:
+    trt = SimpleNamespace(DataType=recorder().DataType, plugin=plugin_module())
+    plugins.register_plugins(trt)
+    first = dict(vars(trt.plugin.op.g4ir))
+    plugins.register_plugins(trt)
+    assert vars(trt.plugin.op.g4ir) == first and first.keys() == PLUGINS.keys()
+
+
+# ---- what they mean ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_the_plugins_together_are_the_op(dtype: str) -> None:
+    """Their meaning in torch, slot by slot and sorted, bit by bit what the op's reference is but
+    for the order of sums."""
+    g = torch.Generator().manual_seed(0)
+    sizes = Experts(dtype, 40, 24, 9, 3, "gelu_pytorch_tanh", 14)
+    x = torch.randn(2, 7, 40, generator=g).to(torch_dtype(dtype))
+    gate_up = (torch.randn(9, 48, 40, generator=g) / 6).to(x.dtype)
+    down = (torch.randn(9, 40, 24, generator=g) / 5).to(x.dtype)
+    weights = torch.rand(2, 7, 3, generator=g)
+    index = torch.rand(2, 7, 9, generator=g).argsort(-1)[..., :3].int()
+    first, second = sizes.few()
+    few = meaning(second, *meaning(first, x, index, gate_up), weights, index, down)[0]
+    sort, first, second, combine = sizes.many()
+    listed = meaning(sort, index)
+    parts = meaning(second, *meaning(first, x, *listed, gate_up), *listed, down)
+    many = meaning(combine, *parts, weights)[0]
+    want: Any = experts.reference(x, weights, index.long(), gate_up, down, act=sizes.act)
+    assert torch.equal(few, many)
+    assert relative(few, want).max() < (1e-6 if dtype == "f32" else 4e-3)
+
+
+# ---- networks ------------------------------------------------------------------------------------
+
+
+
+def plugin_session(
+    name: str, batch: int, chunk: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[NetworkSession, list[str]]:
+    """A model as a recorded network with plugins, and the plugins that its last step ran."""
+    oracle = find_oracle(spec_called(name))
+    program = built_program(oracle.spec, latent_kv="off", **options)
+    source = Session(program, oracle.tensors, batch, chunk, 64, all_logits=False)
+    limits, graph = Limits(batch, 64, chunk), prepared(program)
+    monkeypatch.setattr(running, "lowerings", lambda _: {**LOWERINGS, **PLUGIN_LOWERINGS})
+    weights = MappedWeights(source.params["prefill"].__getitem__)
+    made = running.emit(graph, limits, weights)
+    ran: list[str] = []
+    real = Instance.run
+
+    def noted(self: Instance, *tensors: torch.Tensor) -> Any:
+        ran.append(self.of.plugin_id.removeprefix("g4ir::"))
+        return real(self, *tensors)
+
+    monkeypatch.setattr(Instance, "run", noted)
+    known = {held(t, "name") for t in made.network._inputs}
+
+    def run(feeds: Any) -> Any:
+        ran.clear()
+        return execute(made.network, {k: v for k, v in feeds.items() if k in known})
+
+    embed = embed_with(source.graphs["embed"], source.params["embed"])
+    session = NetworkSession(graph, embed, run, limits, batch, chunk)
+    for cache in session.caches.values():
+        cache.fill_(7.0)  # what was never written must not count
+    return session, ran
+
+
+FEW = {"moe_gate_up", "moe_down"}
+MANY = {"moe_sort", "moe_gate_up_grouped", "moe_down_grouped", "moe_combine"}
+DECODE = {"decode_parts", "decode_merge"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "26b-a4b-small",
+        pytest.param("31b-small", marks=pytest.mark.full),
+        pytest.param("e2b-small", marks=pytest.mark.full),
+    ],
+)
+def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged prefill in chunks, then decode: as the interpreter. Prefill sorts, but for the last
+    layer, which has one token per row in prefill as well; decode does not."""
+    oracle = find_oracle(spec_called(name))
+    layers = oracle.spec.text.num_hidden_layers if oracle.spec.text.moe else 0
+    tokens, lengths = random_tokens(oracle.spec, 3, 26), torch.tensor([26, 0, 21])
+    want = open_session(oracle, 3, 11, latent_kv="off")
+    got, ran = plugin_session(name, 3, 11, monkeypatch)
+    agree(got.prefill(tokens, lengths), want.prefill(tokens, lengths), [0, 2])
+    single = layers and 1
+    assert {n: ran.count(n) for n in FEW | MANY} == {
+        **dict.fromkeys(FEW, single), **dict.fromkeys(MANY, layers - single)
+    }  # fmt: skip
+    for step in tokens.t()[:2]:
+        agree(got.decode(step), want.decode(step))
+        assert set(ran) == (FEW | DECODE if layers else DECODE)
+
+
+def test_many_rows_are_sorted_in_decode_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows share experts, each is to be read once."""
+    oracle = find_oracle(spec_called("26b-a4b-small"))
+    tokens = random_tokens(oracle.spec, 4, 9)
+    want = open_session(oracle, 4, 9, latent_kv="off")
+    got, ran = plugin_session("26b-a4b-small", 4, 9, monkeypatch)
+    agree(got.prefill(tokens), want.prefill(tokens))
+    agree(got.decode(tokens[:, 0]), want.decode(tokens[:, 0]))
+    assert set(ran) == MANY | DECODE
+
+
+def test_full_length_caches_behind_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no pass planned rings: a decode step's every attention is a plugin's."""
+    oracle = find_oracle(spec_called("26b-a4b-small"))
+    tokens = random_tokens(oracle.spec, 2, 20)
+    want = open_session(oracle, 2, 20, skip=("plan_cache",), latent_kv="off")
+    got, ran = plugin_session("26b-a4b-small", 2, 20, monkeypatch, skip=("plan_cache",))
+    agree(got.prefill(tokens), want.prefill(tokens))
+    agree(got.decode(tokens[:, 0]), want.decode(tokens[:, 0]))
+    for name in DECODE:
+        assert ran.count(name) == oracle.spec.text.num_hidden_layers
+
+
+def test_settings_choose_the_ops() -> None:
+    both = plugins.plugin_lowerings({"experts": "plugin", "attention": "plugin"})
+    assert both == PLUGIN_LOWERINGS
+    assert not plugins.plugin_lowerings({"experts": "auto", "attention": "explicit"})
+    assert [*plugins.plugin_lowerings({"experts": "plugin", "attention": "fused"})] == ["experts"]
+
+
+def test_latent_caches_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = built_program(find_oracle(spec_called("26b-a4b-small")).spec, latent_kv="value")
+    monkeypatch.setattr(running, "lowerings", lambda _: {**LOWERINGS, **PLUGIN_LOWERINGS})
+    made = running.emit(prepared(program), Limits(1, 64, 9), without_weights)
+    assert len(made.emitter.notes) == 2 and "the form value of latent_kv" in made.emitter.notes[0]
+
+
+def agree(got: torch.Tensor, want: torch.Tensor, rows: Any = slice(None)) -> None:
+    """Within the budget of fp32 engines."""
+    assert relative(got, want)[rows].max() < BUDGET

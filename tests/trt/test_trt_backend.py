@@ -1,0 +1,617 @@
+"""`--backend trt` from end to end, the recorder in the place of TensorRT.
+
+What sessions should yield comes from the reference backend on the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from g4ir.backends import find_backend
+from g4ir.backends.base import Limits
+from g4ir.backends.trt import build as builder
+from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import probe, runtime
+from g4ir.backends.trt.backend import PLAN, TENSORS
+from g4ir.backends.trt.interface import interface
+from g4ir.backends.trt.recorder import engine as fake
+from g4ir.backends.trt.recorder import recorder
+from g4ir.cli import main
+from g4ir.engine import Engine, load_engine, prepare
+from g4ir.errors import CheckError, EngineError, G4Error, InputError, LowerError, MissingError
+from g4ir.spec import load_spec
+from tests.cli_tools import g4ir
+from tests.configs import SMALL, VARIANTS, spec_called
+from tests.engines import agrees
+from tests.trt.emulated import CHUNK, H100, MAX_SEQ, ROWS, build, emulated, emulated_api, use
+
+Build = Callable[..., Engine]
+#: each setting's choices, spread over the variants
+SETTINGS = {
+    "e2b-small": ("11.4.0", {}),
+    "e4b-small": ("10.16.1", {"attention": "fused"}),
+    "12b-small": ("11.4.0", {"weights": "refit"}),
+    "26b-a4b-small": ("10.16.1", {"experts": "gather", "weights": "streamed"}),
+    "31b-small": ("11.4.0", {"attention": "fused", "hardware": "same-capability"}),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def thread() -> Iterator[None]:
+    with dry.one_thread():
+        yield
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
+    """Builds with a given backend in the place of the real one."""
+
+    def run(spec: Any = "tiny-ple", backend: Any = None, **options: Any) -> Engine:
+        use(monkeypatch, backend or emulated(tmp_path))
+        return build(tmp_path / "engine", spec, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine that tests only look at or copy."""
+    folder = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, emulated(folder))
+        return build(folder / "engine", "tiny-ple", settings={"hardware": "same-capability"})
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Engine]:
+    made: dict[str, Engine] = {}
+
+    def engine(name: str) -> Engine:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("reference") / name
+            made[name] = build(folder, spec_called(name), "reference")
+        return made[name]
+
+    return engine
+
+
+def tokens(rows: int, count: int) -> torch.Tensor:
+    return torch.randint(3, 250, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+# --- sessions ---------------------------------------------------------------------------------
+
+
+def conversation(engine: Engine) -> list[torch.Tensor]:
+    """Logits of ragged turns, chunks that wrap rings, decode with rows left out, a truncated row,
+    and one that begins anew."""
+    s, t = engine.session(ROWS), tokens(ROWS, 60)
+    out = [s.prefill(t[:, :29], [29, 0, 17]), s.prefill(t[:, 29:34], [2, 5, 5])]
+    out += [s.decode(t[:, i]) for i in range(34, 36)]
+    out.append(s.decode(t[:, 37], torch.tensor([True, False, True])))
+    keep = s.length.clone()
+    keep[0] -= 1
+    s.truncate(keep)
+    out.append(s.prefill(t[:, 38:40]))
+    s.reset([1])
+    out.append(s.prefill(t[:, 40:55], [3, 15, 1]))
+    return [*out, s.decode(t[:, 55])]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sessions(name: str, trt: Build, tmp_path: Path, reference: Any) -> None:
+    version, settings = SETTINGS[name]
+    engine = trt(spec_called(name), emulated(tmp_path, version), settings=settings)
+    expected = reference(name)
+    # The ring of a truncated row may have lost what it would see: not in these variants' rings.
+    for got, want in zip(conversation(engine), conversation(expected), strict=True):
+        rows = want.abs().sum(-1) > 0
+        agrees(got[rows], want[rows])
+        assert not got[~rows].any()
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 3, 4, 5, 6, 7]]
+    assert engine.generate(prompts, 6, stop_ids=()) == expected.generate(prompts, 6, stop_ids=())
+
+
+def test_bf16_rounds_as_the_reference(trt: Build, tmp_path: Path) -> None:
+    """Unit in the last place of a row's largest logits, ten layers deep."""
+    got = trt(dtype="bfloat16")
+    want = build(tmp_path / "reference", "tiny-ple", "reference", dtype="bfloat16")
+    t = tokens(2, 30)
+    agrees(got.session(2).prefill(t), want.session(2).prefill(t), 0.05)
+
+
+def test_all_logits(trt: Build, tmp_path: Path) -> None:
+    got = trt(all_logits=True).session(2)
+    want = build(tmp_path / "reference", "tiny-ple", "reference", all_logits=True).session(2)
+    t = tokens(2, 20)
+    both = (s.prefill(t, [20, 7], all_logits=True) for s in (got, want))
+    a, b = both
+    agrees(a[0], b[0])
+    agrees(a[1, :7], b[1, :7])
+
+
+def test_snapshot_and_restore(shared: Engine) -> None:
+    """Back to what was held, although rings have changed buffers since."""
+    s, t = shared.session(2), tokens(2, 40)
+    s.prefill(t[:, :21])
+    kept = s.snapshot()
+    first = [s.decode(t[:, i]) for i in range(21, 24)]
+    s.prefill(t[:, 24:40])
+    s.restore(kept)
+    assert all(torch.equal(a, s.decode(t[:, i])) for a, i in zip(first, range(21, 24), strict=True))
+
+
+def test_recorded_steps(trt: Build) -> None:
+    """One recording per side of the rings and number of slots; the same logits as without."""
+    engine = trt(max_seq=400, prefill_chunk=250)
+    plain, made = engine.session(2), list[str]()
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        made.append("")
+        work()
+        work()
+        return work
+
+    t = tokens(2, 300)
+    expected = [plain.prefill(t[:, :250])] + [plain.decode(t[:, i]) for i in range(250, 260)]
+    engine.runtime.record = record  # type: ignore[attr-defined]
+    s = engine.session(2)
+    got = [s.prefill(t[:, :250])] + [s.decode(t[:, i]) for i in range(250, 260)]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert set(s.state.captured) == {(256, 0), (256, 1), (384, 0), (384, 1)}
+    assert len(made) == 4
+
+
+def test_state(shared: Engine) -> None:
+    """Bytes of the caches, rings twice; zero empties all of them."""
+    s = shared.session(2)
+    s.prefill(tokens(2, 20))
+    io = s.engine.runtime.io  # type: ignore[attr-defined]
+    expected = sum(
+        torch.Size(io.shape(n, {"B": 2})).numel() * 4 * (2 if n in io.swapped.values() else 1)
+        for n in io.caches.values()
+    )
+    assert s.nbytes() == expected and io.swapped and io.aliased
+    limits = replace(shared.limits, max_batch=2)
+    assert find_backend("trt").cache_bytes(shared.program, limits) == expected
+    s.state.zero()
+    assert not any(t.any() for t in s.state.views(20).values())
+
+
+@pytest.mark.parametrize("most", [1, 100, 256, 1000, 8192, 262144])
+def test_slots_of_a_step(most: int) -> None:
+    """Enough, never more than there are, few sizes, and no more than half beyond what is held."""
+    counts = [*range(1, min(most, 3000) + 1), most]
+    sizes = [runtime.step_slots(n, most) for n in counts]
+    assert all(n <= size <= most for n, size in zip(counts, sizes, strict=True))
+    assert all(size <= max(256, 1.5 * n) for n, size in zip(counts, sizes, strict=True))
+    assert all(a <= b for a, b in pairwise(sizes)) and len(set(sizes)) < 25
+
+
+# --- the engine directory ---------------------------------------------------------------------
+
+
+def test_documented_tensors(shared: Engine) -> None:
+    """A step by engine.io.json alone, without the runtime: what it says is enough."""
+    engine = shared
+    described = json.loads((engine.path / TENSORS).read_text())
+    t = tokens(2, 9)
+    want = engine.session(2).prefill(t)
+    sizes = {"B": 2, "S": 9, "C": 64}
+    made = {x["name"]: _zeros(x, sizes) for x in described["inputs"]}
+    for name, value in engine.embed(t).items():
+        made[name].copy_(value)
+    made["positions"].copy_(torch.arange(9).expand(2, 9))
+    made["lengths"].fill_(9)
+    made["slots"].copy_(torch.arange(64))
+    for x in described["outputs"]:
+        made[x["name"]] = made[x["aliased"]] if "aliased" in x else _zeros(x, sizes)
+    plan = (engine.path / PLAN).read_bytes()
+    api = emulated_api()
+    run = api.trt.Runtime(_log(api)).deserialize_cuda_engine(plan).create_execution_context()
+    profile = next(p["index"] for p in described["profiles"] if p["phase"] == "prefill")
+    assert run.set_optimization_profile_async(profile, 0)
+    for x in described["inputs"]:
+        assert run.set_input_shape(x["name"], tuple(made[x["name"]].shape))
+    for name, tensor in made.items():
+        assert run.set_tensor_address(name, tensor.data_ptr())
+    assert run.execute_async_v3(0)
+    agrees(made["logits"][:, 0], want)
+
+
+def _zeros(described: dict[str, Any], sizes: dict[str, int]) -> torch.Tensor:
+    dtypes = {"f32": torch.float32, "i64": torch.int64}
+    shape = [sizes.get(d, d) for d in described["shape"]]
+    return torch.zeros(shape, dtype=dtypes[described["dtype"]])
+
+
+def _log(api: probe.Api) -> Any:
+    from g4ir.backends.trt.log import logger
+
+    return logger(api.trt)
+
+
+def test_manifest(shared: Engine) -> None:
+    """Versions, GPU and settings are stamped; the plan is among the hashed files."""
+    engine, kept = shared, shared.manifest["compiled"]
+    assert engine.manifest["machine"] == "cpu sm_90 tensorrt-11.4"
+    assert (kept["tensorrt"], kept["gpu"]) == ("11.4.0", H100)
+    assert kept["settings"]["hardware"] == "same-capability"
+    assert {PLAN, TENSORS} <= engine.manifest["files"].keys()
+    assert engine.manifest["weights"]["kind"] == "packed"
+
+
+@pytest.mark.parametrize("file", [PLAN, TENSORS])
+def test_altered_files(file: str, shared: Engine, tmp_path: Path) -> None:
+    """Found before TensorRT sees them."""
+    path = Path(shutil.copytree(shared.path, tmp_path / "copy"))
+    content = bytearray((path / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / file).write_bytes(content)
+    with pytest.raises(EngineError, match=f"{file}: its SHA-256 is not the manifest's"):
+        load_as(path, emulated(tmp_path))
+
+
+def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
+    """What TensorRT itself refuses is said in its own words."""
+    (tmp_path / PLAN).write_bytes(b"{}")
+    with pytest.raises(EngineError, match=r"does not take the plan: .*not built by this recorder"):
+        reload(replace(shared, path=tmp_path), emulated(tmp_path))
+
+
+def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
+    """As `load_engine` does after its checks."""
+    kept = {**engine.manifest["compiled"], **kept}
+    return backend.load(
+        engine.program, engine.limits, "cpu", engine.path, kept, engine.runtime.source, print
+    )
+
+
+def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
+    exact = {"settings": {**shared.manifest["settings"], "hardware": "exact"}}
+    elsewhere = emulated(tmp_path, gpu="NVIDIA H200")
+    with pytest.raises(EngineError, match=r"built on NVIDIA H100.*this is NVIDIA H200.*--set hard"):
+        reload(shared, elsewhere, **exact)
+    reload(shared, elsewhere)
+    reload(shared, emulated(tmp_path), **exact)
+    api = replace(emulated_api(), version="11.4.1")
+    with pytest.raises(EngineError, match=r"TensorRT 11\.4\.0, this is 11\.4\.1.*build the engine"):
+        reload(shared, emulated(tmp_path, api=lambda: api))
+    with pytest.raises(EngineError, match=r"another machine .*tensorrt-11\.4.*tensorrt-10\.16"):
+        load_as(shared.path, emulated(tmp_path, "10.16.1"))
+
+
+def load_as(path: Path, backend: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, backend)
+        load_engine(path)
+
+
+def test_engine_of_other_tensors(shared: Engine) -> None:
+    """A plan whose tensors are not the program's."""
+    engine, made = shared, cast(Any, shared.runtime)
+    graph = builder.network_graph(engine.program)
+    other = interface(graph, Limits(ROWS, MAX_SEQ, CHUNK))
+    changed = {**other.inputs, "more": other.inputs["lengths"]}
+    with pytest.raises(EngineError, match=r"its tensors are .*, expected .*more"):
+        runtime.check_engine(made.api, made.engine, replace(other, inputs=changed))
+    wider = {n: replace(t, dtype="f16") if n == "embeds" else t for n, t in other.inputs.items()}
+    with pytest.raises(EngineError, match="embeds is f32, expected f16"):
+        runtime.check_engine(made.api, made.engine, replace(other, inputs=wider))
+    moved = dict.fromkeys(other.aliased, "lengths")
+    with pytest.raises(EngineError, match=r"lies at .*, expected that of lengths"):
+        runtime.check_engine(made.api, made.engine, replace(other, aliased=moved))
+
+
+def test_a_step_that_tensorrt_refuses(shared: Engine) -> None:
+    """Its message comes through."""
+    engine = shared
+    state = engine.runtime.new_state(2)
+    feeds = {**engine.embed(tokens(2, CHUNK + 1))}
+    feeds |= {"positions": torch.zeros(2, CHUNK + 1, dtype=torch.int64)}
+    feeds |= {"lengths": torch.ones(2, dtype=torch.int64)}
+    with pytest.raises(EngineError, match=r"does not take embeds .*outside profile 1"):
+        engine.runtime.run("prefill", feeds, state, 20, True)
+
+
+# --- building ---------------------------------------------------------------------------------
+
+
+def test_estimate_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before the builder's own progress: minutes, host and device memory."""
+    use(monkeypatch, emulated(tmp_path))
+    said: list[str] = []
+    build(tmp_path / "engine", "tiny-ple", progress=said.append)
+    at = next(i for i, line in enumerate(said) if "TensorRT's builder: about" in line)
+    assert "GiB of host memory" in said[at] and "GiB of device memory" in said[at]
+    assert any("Building the network" in line for line in said[at + 1 :])
+    assert not any("Building the network" in line for line in said[:at])
+
+
+def test_timing_cache_is_kept(trt: Build, tmp_path: Path) -> None:
+    """One file per GPU and TensorRT; the next build begins with it."""
+    trt()
+    build(tmp_path / "second", "tiny-ple")
+    (kept,) = (tmp_path / "timings").iterdir()
+    assert kept.name == "cpu-sm_90-tensorrt-11.4.timing"
+    assert kept.read_text() == "recorder timing 2"
+
+
+def test_interrupted_build(
+    trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C stops the builder at its next step: nothing is left but the timing cache."""
+    told = fake._told
+
+    def interrupted(monitor: Any, steps: int) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return told(monitor, steps)
+
+    monkeypatch.setattr(fake, "_told", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trt()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
+    assert [p.read_text() for p in (tmp_path / "timings").iterdir()] == ["recorder timing 1"]
+    monkeypatch.setattr(fake, "_told", told)
+    trt()
+    assert [p.read_text() for p in (tmp_path / "timings").iterdir()] == ["recorder timing 2"]
+
+
+def test_timing_cache_of_something_else(trt: Build, tmp_path: Path) -> None:
+    """Left aside, and replaced."""
+    kept = tmp_path / "timings" / "cpu-sm_90-tensorrt-11.4.timing"
+    kept.parent.mkdir()
+    kept.write_bytes(b"\x00no timing cache")
+    trt()
+    assert kept.read_text() == "recorder timing 1"
+
+
+def test_timing_cache_that_cannot_be_kept(trt: Build, tmp_path: Path) -> None:
+    """No reason to fail a build."""
+    (tmp_path / "timings").write_text("a file in the way")
+    assert trt().path.is_dir()
+
+
+def test_refused_network(
+    trt: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The builder's words, our layer, what to try; no engine is left."""
+    said = "no kernel for {ForeignNode[L1.attn.out/matmul]}"
+
+    def refuse(self: Any, network: Any, config: Any) -> None:
+        self._logger.log(fake.Severity.ERROR, said)
+
+    monkeypatch.setattr(fake.Builder, "build_serialized_network", refuse)
+    with pytest.raises(LowerError) as error:
+        trt()
+    message = str(error.value)
+    assert f"at layer L1.attn.out/matmul: {said}; try --set attention=explicit" in message
+    assert not (tmp_path / "engine").exists()
+    assert [*(tmp_path / "timings").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("said", "layer", "advice"),
+    [
+        (["L1.mlp.experts/linear failed"], "L1.mlp.experts/linear", "experts=all"),
+        (["L1.mlp.experts/linear.2 failed"], "L1.mlp.experts/linear.2", "experts=all"),
+        (["could not allocate memory"], "", "--prefill-chunk"),
+        (["one", "two", "one"], "", "attention=explicit"),
+        ([], "", "it gave no reason"),
+    ],
+)
+def test_refusals(said: list[str], layer: str, advice: str) -> None:
+    """Every message once, the longest name that occurs, advice by what they speak of."""
+    names = ["", "L1.mlp.experts/linear", "L1.mlp.experts/linear.2"]
+    message = builder.refusal(said, names)
+    assert " | ".join(dict.fromkeys(said)) in message and advice in message
+    assert (f"at layer {layer}:" if layer else "the network:") in message
+
+
+def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
+    """Which layer, how large, the limit, and what to change."""
+    limits = {"max_batch": 4096, "max_seq": 1024, "prefill_chunk": 1024}
+    p = prepare(load_spec("tiny-ple"), backend="trt", dry=True, **limits)  # type: ignore[arg-type]
+    with pytest.raises(LowerError) as error:
+        dry.check_sizes(emulated_api(), p.packing.program, p.limits, p.settings)
+    message = str(error.value)
+    assert "2147483647 elements" in message and "attn" in message and "prefill-chunk" in message
+    assert "attention=fused" in message
+
+
+# --- what the environment lacks ---------------------------------------------------------------
+
+
+def test_no_tensorrt(tmp_path: Path) -> None:
+    """Exit code 3: package, versions, and what can be done instead."""
+    outcome = g4ir(
+        "build", "--variant", "tiny-ple", "--backend", "trt", "--random-weights", "0",
+        "--out", tmp_path / "engine",
+    )  # fmt: skip
+    assert outcome.code == 3
+    assert "pip install 'tensorrt>=10.15,<12'" in outcome.message
+    assert "--backend onnx" in outcome.message and "--dry-run" in outcome.message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tensorrt_without_its_libraries() -> None:
+    """Bindings alone cannot be imported."""
+
+    def load(name: str) -> Any:
+        raise OSError("libnvinfer.so.11: cannot open shared object file")
+
+    with pytest.raises(MissingError, match=r"libnvinfer\.so\.11.*the bindings alone"):
+        probe.require_tensorrt(load)
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
+def test_unsupported_versions(version: str) -> None:
+    with pytest.raises(MissingError, match=r"not supported: install `tensorrt>=10\.15,<12`"):
+        probe.probe(SimpleNamespace(__version__=version))
+
+
+def test_version_that_lacks_something() -> None:
+    module = recorder("11.4.0")
+    del module.BuilderFlag
+    with pytest.raises(MissingError, match=r"lacks BuilderFlag\.WEIGHT_STREAMING"):
+        probe.probe(module)
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, another architecture, and the target."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingError, match="no CUDA device"):
+        probe.require_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(MissingError, match=r"capability 9\.0 .*A100.*has 8\.0"):
+        probe.require_gpu()
+    assert probe.architecture() == "sm_80"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    probe.require_gpu()
+
+
+def test_unknown_settings(tmp_path: Path) -> None:
+    for words, message in (
+        (["--set", "attention=flash"], "explicit, fused, plugin"),
+        (["--set", "tactics=all"], "attention"),
+    ):
+        outcome = g4ir(
+            "build", "--variant", "tiny-ple", "--backend", "trt", "--dry-run", *words,
+            "--out", tmp_path / "engine",
+        )  # fmt: skip
+        assert outcome.code == InputError.exit_code and message in outcome.message
+
+
+# --- dry runs ---------------------------------------------------------------------------------
+
+QUICK = ("e2b",)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in QUICK else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS],
+)
+def test_dry_run(variant: str, tmp_path: Path) -> None:
+    """Without TensorRT, a GPU or weights; within a minute and 4 GiB of memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "g4ir.cli", "build", "--variant", variant, "--backend", "trt",
+         "--dry-run", "--json", "--out", str(tmp_path / "engine")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["tensorrt"] == "emulated 11.4.0" and plan["dry_run_s"] < 60
+    assert plan["layers"] == sum(plan["layer_kinds"].values()) > 1000
+    assert plan["logits_error"]["f32"] < dry.BUDGETS["f32"]
+    assert plan["logits_error"]["bf16"] < dry.BUDGETS["bf16"]
+    assert plan["inputs"]["positions"] == "i64[B,S]"
+    assert plan["outputs"]["logits"].startswith("bf16[B,1,")
+    assert "GiB of host memory" in plan["builder"]
+    assert plan["peak_bytes"] < 4 << 30
+
+
+def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are compared, not only the types."""
+    p = prepare(load_spec("tiny-ple"), backend="trt", dry=True)
+    lowerings = builder.chosen_lowerings(p.settings)
+
+    def wrong(settings: Any) -> Any:
+        return {**lowerings, "scale": lambda net, n, x: net.e.mul(x, 1.01 * n.number("value"))}
+
+    assert dry.check_small(emulated_api(), p, "f32") < dry.BUDGETS["f32"]
+    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
+    with pytest.raises(CheckError, match="differ from the reference"):
+        dry.check_small(emulated_api(), p, "f32")
+
+
+
+# --- the recorder's own checks ----------------------------------------------------------------
+
+
+def small_build(change: Callable[[Any, Any], None]) -> Any:
+    """The builder's answer on a tiny network after a change, and what it logged."""
+    api = probe.probe(recorder("11.4.0"))
+    log = _log(api)
+    made = api.trt.Builder(log)
+    network = made.create_network(0)
+    x = network.add_input("x", api.trt.DataType.FLOAT, (-1, 4))
+    out = network.add_unary(x, api.trt.UnaryOperation.NEG).get_output(0)
+    out.name = "y"
+    network.mark_output(out)
+    config, profile = made.create_builder_config(), made.create_optimization_profile()
+    profile.set_shape("x", (1, 4), (2, 4), (3, 4))
+    change(config, profile)
+    return api, made.build_serialized_network(network, config), log
+
+
+def test_profiles_cover_every_dim() -> None:
+    cases: dict[str, Callable[[Any, Any], None]] = {
+        "there is no profile": lambda c, p: None,
+        "is no [-1, 4]": lambda c, p: (
+            p.set_shape("x", (1, 5), (2, 5), (3, 5)), c.add_optimization_profile(p),
+        ),
+        "no input is called z": lambda c, p: (
+            p.set_shape("z", (1,), (1,), (1,)), c.add_optimization_profile(p),
+        ),
+        "has no range": lambda c, p: (
+            p._ranges.clear(), c.add_optimization_profile(p),
+        ),
+    }  # fmt: skip
+    for message, change in cases.items():
+        _, plan, log = small_build(change)
+        assert plan is None and message in log.errors[0], message
+    _, plan, _ = small_build(lambda c, p: c.add_optimization_profile(p))
+    assert plan is not None
+    with pytest.raises(ValueError, match="does not hold"):
+        small_build(lambda c, p: p.set_shape("x", (3, 4), (2, 4), (3, 4)))
+
+
+def test_contexts_check_what_they_are_given() -> None:
+    api, plan, log = small_build(lambda c, p: c.add_optimization_profile(p))
+    engine = api.trt.Runtime(log).deserialize_cuda_engine(plan)
+    strategy = api.trt.ExecutionContextAllocationStrategy
+    run = engine.create_execution_context(strategy.USER_MANAGED)
+    x, y, memory = torch.ones(2, 4), torch.zeros(2, 4), torch.zeros(8192, dtype=torch.uint8)
+
+    def fails(message: str) -> None:
+        assert not run.execute_async_v3(0) and message in log.errors[-1]
+
+    assert not run.set_optimization_profile_async(1, 0)
+    assert not run.set_input_shape("x", (4, 4)) and "outside profile 0" in log.errors[-1]
+    assert not run.set_input_shape("y", (2, 4)) and not run.set_tensor_address("w", 8)
+    fails("no address for x, y")
+    run.set_tensor_address("x", x.data_ptr())
+    run.set_tensor_address("y", y.data_ptr())
+    fails("bytes of device memory")
+    run.set_device_memory(memory.data_ptr(), memory.numel())
+    assert run.infer_shapes() == ["x"]
+    fails("no shape for x")
+    assert run.set_input_shape("x", (2, 4))
+    run.set_tensor_address("y", x.data_ptr())
+    fails("y lies over x")
+    run.set_tensor_address("y", y.data_ptr())
+    assert run.execute_async_v3(0) and torch.equal(y, -x)
+
+
+def test_errors_are_expected_ones() -> None:
+    """The command line prints them without a traceback."""
+    assert all(issubclass(e, G4Error) for e in (EngineError, LowerError, MissingError))
+    assert main(["build", "--variant", "nosuch", "--backend", "trt"]) == 2
