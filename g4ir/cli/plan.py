@@ -37,6 +37,10 @@ def add_plan(verbs: Any) -> None:
     p.add_argument("--nominal", action="store_true",
                    help="show the usual estimate too: bytes x the quoted count")  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
+    p.add_argument("--image", metavar="WxH,..", help="only what images of these sizes in pixels\n"
+                   "become: resized size, patches, soft tokens")  # fmt: skip
+    p.add_argument("--budget", metavar="N,..", help="soft tokens of an image at most: 70, 140,\n"
+                   "280, 560 or 1120 (default: the variant's own)")  # fmt: skip
     p.description = (
         "Plans one variant, or compares several: --variant e2b,31b or `all` (the default), those\n"
         "with published weights. Three totals of K and V: naive (every layer keeps the whole\n"
@@ -48,6 +52,8 @@ def _plan(args: argparse.Namespace) -> int:
     from g4ir.plan_text import comparison_text, plan_text
     from g4ir.plots import check_plot
 
+    if args.image is not None or args.budget is not None:
+        return _images(args)
     specs = _specs(args)
     gpus = _gpus(args.gpu)
     if args.plot:
@@ -64,6 +70,23 @@ def _plan(args: argparse.Namespace) -> int:
         print(plan_text(plans[0], args.nominal), end="")
     else:
         print(comparison_text(plans, args.nominal), end="")
+    return 0
+
+
+def _images(args: argparse.Namespace) -> int:
+    from g4ir.media.budget import image_plan_text, parse_budgets, parse_sizes, plan_image
+    from g4ir.plan import SCHEMA
+
+    if args.image is None:
+        raise InputError("--budget is of images: give their sizes with --image WxH")
+    sizes = parse_sizes(args.image, "--image")
+    budgets = parse_budgets(args.budget, "--budget")
+    plans = [plan_image(spec, *size, budget)
+             for spec in _specs(args) for size in sizes for budget in budgets]  # fmt: skip
+    if args.json:
+        emit({"schema": SCHEMA, "images": [p.to_dict() for p in plans]})
+    else:
+        print(image_plan_text(plans), end="")
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Images, videos and sound: decoded with limits, then made into what the towers take."""

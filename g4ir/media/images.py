@@ -1,0 +1,196 @@
+"""Images: a file or an array of pixels -> the patches that the image path of a variant takes.
+
+    pixels = read_image("photo.jpg")                             # uint8 [H, W, 3]
+    picture = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
+    patches, positions = stack_pictures([picture, other])
+
+From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
+on a CPU. Their resize works on uint8 throughout, so it rounds and clamps after either direction;
+computed in floats and rounded once, single pixels would differ by several steps.
+
+Files. The reference's `load_image` turns the picture as EXIF says and takes Pillow's conversion to
+RGB: alpha is dropped, palettes are looked up, of animations the first frame counts, and what more
+than 8 bits become is Pillow's answer. We do the same. (Its processors, given a path, decode with
+torchvision instead, which neither turns nor narrows; that is no one's intention.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4ir.errors import G4Error, InputError, MissingError
+
+from .budget import CHANNELS, Grid, ImageSettings, fit_image
+
+if TYPE_CHECKING:
+    import torch
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+
+#: what is opened at all: Pillow knows dozens more, some of which start other programs
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+NO_PATCH = -1  # position of padding
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image as a variant takes it. Rows from `soft_tokens` on (merged patches) or from the
+    number of patches on are padding: zeros at position (-1, -1)."""
+
+    patches: F32  # [P, cell * cell * 3], order (row, column, channel), values in [0, 1]
+    positions: I64  # [P, 2], (x, y)
+    soft_tokens: int
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Sizes that are looked at before anything is decoded."""
+
+    max_bytes: int = 1 << 28  # of the file
+    max_pixels: int = 1 << 27  # 3 bytes each
+
+
+# --- pixels -----------------------------------------------------------------------------------
+
+
+def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "image") -> Picture:
+    """The patches of uint8 pixels [H, W, 3].
+
+    InputError, naming the image, for another type or shape, and for sizes as in `fit_image`.
+    """
+    check_pixels(pixels, 3, name)
+    height, width, _ = pixels.shape
+    grid = fit_image(settings, width, height, name)
+    # A multiplication as the reference's, not a division: they differ in the last bit.
+    values = patchify(resize(pixels[None], grid), settings.cell)[0] * np.float32(1 / 255)
+    positions = positions_of(grid, settings)
+    fill = settings.rows - len(positions)
+    return Picture(
+        np.pad(values, ((0, fill), (0, 0))),
+        np.pad(positions, ((0, fill), (0, 0)), constant_values=NO_PATCH),
+        grid.soft_tokens,
+    )
+
+
+def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
+    """InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+        found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
+        raise InputError(f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255")
+    if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
+        wanted = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
+        raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{wanted}]")
+
+
+def resize(frames: U8, grid: Grid) -> U8:
+    """[T, H, W, 3] -> [T, grid.height, grid.width, 3], antialiased bicubic (rule 31)."""
+    if frames.shape[1:3] == (grid.height, grid.width):
+        return frames
+    import torch
+
+    # A copy: torch takes neither read-only arrays nor negative strides.
+    given = torch.from_numpy(np.array(frames, order="C")).permute(0, 3, 1, 2)
+    size = [grid.height, grid.width]
+    made: torch.Tensor = torch.nn.functional.interpolate(
+        given, size, mode="bicubic", align_corners=False, antialias=True
+    )
+    out: U8 = made.permute(0, 2, 3, 1).numpy()
+    return out
+
+
+def patchify(frames: U8, cell: int) -> F32:
+    """[T, H, W, 3] -> f32 [T, H * W / cell^2, cell * cell * 3], cells in reading order."""
+    count, height, width, channels = frames.shape
+    cells = frames.reshape(count, height // cell, cell, width // cell, cell, channels)
+    flat = cells.transpose(0, 1, 3, 2, 4, 5).reshape(count, -1, cell * cell * channels)
+    return flat.astype(np.float32)
+
+
+def positions_of(grid: Grid, settings: ImageSettings) -> I64:
+    """(x, y) of every row of the input, in reading order."""
+    x, y = np.meshgrid(
+        np.arange(grid.width // settings.cell), np.arange(grid.height // settings.cell)
+    )
+    return np.stack([x, y], axis=-1).reshape(-1, 2)
+
+
+def stack_pictures(pictures: Sequence[Picture]) -> tuple[F32, I64]:
+    """f32 [B, P, D] and i64 [B, P, 2]."""
+    if not pictures or len({p.patches.shape for p in pictures}) > 1:
+        raise InputError("a batch of images needs images, all with the same budget")
+    patches = np.stack([p.patches for p in pictures])
+    return patches, np.stack([p.positions for p in pictures])
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def read_image(path: str | Path, limits: ImageLimits | None = None) -> U8:
+    """The pixels of an image file, uint8 [H, W, 3].
+
+    InputError, naming the file, for one that is missing, empty, no image of FORMATS, corrupt,
+    truncated or above the limits; MissingError where Pillow is not installed.
+    """
+    path, limits = Path(path), limits or ImageLimits()
+    try:
+        check_file(path, "image", limits.max_bytes)
+        with path.open("rb") as file:
+            return _decode(file, path, limits)
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
+def check_file(path: Path, kind: str, max_bytes: int) -> None:
+    """InputError unless there is a file that is neither empty nor too large."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such {kind} file")
+    size = path.stat().st_size
+    if size == 0:
+        raise InputError(f"{path}: the file is empty")
+    if size > max_bytes:
+        raise InputError(f"{path}: {size} bytes, at most {max_bytes}; send a smaller {kind}")
+
+
+def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
+    image_module, ops = _pillow(path)
+    with warnings.catch_warnings():  # of sizes below our limit, and of broken metadata
+        warnings.simplefilter("ignore")
+        try:
+            with image_module.open(file, formats=FORMATS) as image:  # reads the header only
+                width, height = image.size
+                check_size(path, width, height, limits.max_pixels)
+                return np.array(ops.exif_transpose(image).convert("RGB"))
+        except (G4Error, MemoryError):
+            raise
+        except image_module.UnidentifiedImageError as e:
+            raise InputError(f"{path}: no image; send {', '.join(FORMATS)}") from e
+        except image_module.DecompressionBombError as e:
+            raise InputError(f"{path}: too large: {e}") from e
+        except Exception as e:  # decoders raise whatever a broken file leads them to
+            raise InputError(f"{path}: corrupt or truncated: {e}") from e
+
+
+def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
+    """InputError for what a header announces that cannot be, or is more than allowed."""
+    if min(width, height) < 1:
+        raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
+    if width * height > max_pixels:
+        raise InputError(f"{path}: {width}x{height} are {width * height} pixels, at most "
+                         f"{max_pixels}; make it smaller")  # fmt: skip
+
+
+def _pillow(path: Path) -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as e:
+        raise MissingError(f"{path}: images need Pillow: pip install 'g4ir[mm]'") from e
+    return Image, ImageOps
