@@ -1,0 +1,121 @@
+"""Which media an engine takes, and the static shapes that its towers are compiled for.
+
+    media = find_media(spec, kinds="all", budgets=None, seconds=None)
+    media.budgets    # soft tokens of an image, one graph each
+    media.frame      # soft tokens of a frame, or None without video
+    media.lengths    # soft tokens of a sound, one graph each
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec import Spec
+
+from .audio import AudioSettings, audio_settings
+from .budget import BUDGETS, image_settings
+from .videos import FRAME_BUDGET
+
+IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
+#: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
+SECONDS = (2.5, 5.0, 10.0, 20.0, 30.0)
+
+
+@dataclass(frozen=True)
+class Media:
+    """What the towers of an engine are compiled for; empty where it takes text alone."""
+
+    kinds: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
+    default: int | None = None
+    frame: int | None = None
+    lengths: tuple[int, ...] = ()  # soft tokens of sounds, rising
+
+    @property
+    def grids(self) -> tuple[int, ...]:
+        """Soft tokens of every vision graph."""
+        frames = () if self.frame is None else (self.frame,)
+        return tuple(sorted({*self.budgets, *frames}))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Media:
+        """What `to_dict` wrote, also through JSON."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+
+
+def offered(spec: Spec) -> tuple[str, ...]:
+    """The kinds of media that a variant takes."""
+    tokens = spec.tokens
+    parts = {IMAGE: (spec.vision, tokens.image), VIDEO: (spec.vision, tokens.video),
+             AUDIO: (spec.audio, tokens.audio)}  # fmt: skip
+    return tuple(k for k, (part, token) in parts.items() if part is not None and token is not None)
+
+
+def find_media(
+    spec: Spec,
+    kinds: str | Sequence[str] = "all",
+    budgets: Sequence[int] | None = None,
+    seconds: Sequence[float] | None = None,
+) -> Media:
+    """The choice for a build. `kinds`: `all` that the variant takes, `none`, or some of KINDS;
+    `budgets`: soft tokens of images (default: the variant's own), the first is what images get
+    unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used.
+
+    InputError names what the variant does not take.
+    """
+    chosen = _kinds(spec, kinds)
+    if budgets is not None and IMAGE not in chosen:
+        raise InputError("--image-budget: this engine takes no images")
+    if seconds is not None and AUDIO not in chosen:
+        raise InputError("--audio-seconds: this engine takes no sound")
+    asked = _budgets(spec, budgets) if IMAGE in chosen else ()
+    return Media(
+        kinds=chosen,
+        budgets=tuple(sorted(set(asked))),
+        default=asked[0] if asked else None,
+        frame=FRAME_BUDGET if VIDEO in chosen else None,
+        lengths=_lengths(audio_settings(spec), seconds) if AUDIO in chosen else (),
+    )
+
+
+def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
+    can = offered(spec)
+    if kinds == "all":
+        return can
+    words = kinds.split(",") if isinstance(kinds, str) else list(kinds)
+    wanted = {w.strip() for w in words if w.strip() and w.strip() != "none"}
+    for word in sorted(wanted):
+        if word not in KINDS:
+            raise InputError(f"--media {word[:40]!r}: all, none, or some of {', '.join(KINDS)}")
+        if word not in can:
+            raise InputError(f"--media {word}: {spec.name} takes {', '.join(can) or 'text alone'}")
+    return tuple(k for k in can if k in wanted)
+
+
+def _budgets(spec: Spec, budgets: Sequence[int] | None) -> tuple[int, ...]:
+    if budgets is not None and not budgets:
+        raise InputError(f"--image-budget: give one of {', '.join(map(str, BUDGETS))}")
+    given = [None] if budgets is None else budgets
+    return tuple(image_settings(spec, b).budget for b in given)
+
+
+def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[int, ...]:
+    """Soft tokens of the lengths asked for, none longer than the longest clip."""
+    longest = settings.max_samples
+    out = set()
+    for s in SECONDS if seconds is None else seconds:
+        if not (math.isfinite(s) and s > 0):
+            raise InputError(f"--audio-seconds {s}: expected seconds above 0")
+        samples = round(s * settings.sampling_rate)
+        samples = samples if longest is None else min(samples, longest)
+        out.add(max(1, settings.soft_tokens(samples)))
+    if not out:
+        raise InputError("--audio-seconds: give at least one length")
+    return tuple(sorted(out))
