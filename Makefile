@@ -16,12 +16,14 @@ FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/media g4ir/ops passes backends backe
 
 setup: $(READY)
 
-# torch goes first and alone, so that nothing else can pull in another build of it.
+# torch goes first and alone, so that nothing else can pull in another build of it. torchvision, whose
+# Python half the tests compare with, lies beside the environment (see tests/torchvision_half.py).
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "g4ir needs Python 3.10 or newer; say which: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch 'setuptools>=77'
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install -q -c constraints.txt --no-deps --target $(VENV)/reference torchvision
 	@touch $@
 
 demo: $(READY)

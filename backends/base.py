@@ -79,6 +79,9 @@ class Runtime(Protocol):
         afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
+    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
+        """The soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
+
     def token_loop(
         self, embed: Callable[[torch.Tensor], dict[str, torch.Tensor]], state: Any, batch: int,
         sampling: Sampling, stops: Sequence[int],
@@ -115,8 +118,8 @@ class Backend(Protocol):
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         """Bytes of the caches of a session of max_batch rows."""
 
-    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
-        """Of packed params of this size, bytes that the compiled files hold once more."""
+    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
+        """Of the packed params, bytes that the compiled files hold once more."""
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """What can be checked and told of a build without compiling; more keys of the plan.

@@ -29,7 +29,9 @@ class ReferenceRuntime:
         self, program: Program, limits: Limits, device: str, params: ParamSource
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
-        names = {v.name for p in ("prefill", "decode") for v in program.graphs[p].params}
+        # The tables of `embed` are the engine's own.
+        graphs = [g for name, g in program.graphs.items() if name != "embed"]
+        names = {v.name for g in graphs for v in g.params}
         self.params = {n: params.tensor(n).to(device) for n in names}
 
     def new_state(self, batch: int) -> Caches:
@@ -45,6 +47,11 @@ class ReferenceRuntime:
         for name, t in after.items():
             views[name].copy_(t)
         return outputs["logits"] if logits else None
+
+    def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})
+        soft: torch.Tensor = outputs["soft"]
+        return soft
 
     def token_loop(self, *_: Any) -> None:
         """The host chooses."""
@@ -78,7 +85,7 @@ class ReferenceBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:

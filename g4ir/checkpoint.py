@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir import tensorfile
 from g4ir.errors import InputError, WeightsError
-from g4ir.params import HEAD, dead_tensors, text_tensors
+from g4ir.params import CLIP_BOUNDS, HEAD, Tensors, dead_tensors, media_tensors, text_tensors
 from g4ir.spec import Spec
 from g4ir.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
@@ -78,6 +79,7 @@ FIXES = {
     "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
+    "media": "complete the download, or leave the towers out (--media none)",
     "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
 }
 
@@ -96,20 +98,26 @@ class Checkpoint:
     _closed: bool = False
 
     @classmethod
-    def open(cls, directory: Path | str, spec: Spec) -> Checkpoint:
+    def open(
+        cls, directory: Path | str, spec: Spec, media: Iterable[str] = ()
+    ) -> Checkpoint:
         """Check config, index, headers, names, shapes and dtypes; reads no tensor data.
 
-        Raises WeightsError naming file, tensor, expected, found and the fix.
+        `media`: the kinds whose towers are wanted too. Raises WeightsError naming file, tensor,
+        expected, found and the fix.
         """
         directory = Path(directory)
         headers = read_headers(directory)
         names = {name: (h, e) for h in headers for name, e in h.entries.items()}
         prefix = _find_prefix(directory, spec, names)
-        live, ignored, problems = _classify(spec, prefix, names)
-        absent = [name for name in text_tensors(spec) if name not in live]
-        defaults = {name: 1.0 for name in absent if name.endswith(".layer_scalar")}
-        problems += _missing(spec, directory, problems, [n for n in absent if n not in defaults])
-        problems += _mismatches(spec, live)
+        towers = media_tensors(spec, media)
+        live, ignored, problems = _classify(spec, prefix, names, towers)
+        absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
+        defaults = {name: d for name in absent if (d := _default(name)) is not None}
+        problems += _missing(
+            spec, directory, problems, [n for n in absent if n not in defaults], towers
+        )
+        problems += _mismatches(spec, live, towers)
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
             raise WeightsError(_report(directory, spec, problems))
@@ -130,11 +138,12 @@ class Checkpoint:
         return header.path, entry
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A read-only view of the mapped file; a default is a new tensor of shape [1]."""
+        """A read-only view of the mapped file; a default is a new tensor of one element."""
         import torch
 
         if name in self.defaults:
-            return torch.full((1,), self.defaults[name], dtype=self.dtype)
+            shape = () if name.endswith(CLIP_BOUNDS) else (1,)
+            return torch.full(shape, self.defaults[name], dtype=self.dtype)
         header, entry = self._entry(name)
         return tensorfile.view(self._map(header), entry)
 
@@ -358,8 +367,30 @@ def _tower(spec: Spec, name: str) -> str | None:
     return next((part for part in others if name.startswith(parts[part])), None)
 
 
-def _classify(spec: Spec, prefix: str, names: Found) -> tuple[Found, dict[str, str], list[Problem]]:
+def _default(name: str) -> float | None:
+    """What the reference takes for a tensor that a checkpoint lacks."""
+    if name.endswith(".layer_scalar"):
+        return 1.0
+    if name.endswith(CLIP_BOUNDS):
+        return math.inf if name.endswith("_max") else -math.inf
+    return None
+
+
+def _stored(spec: Spec, towers: Tensors, names: Found) -> Iterator[tuple[str, str]]:
+    """(name in the files, `PART.NAME`) of the tensors outside the text model that are there."""
+    for bare in towers:
+        part, _, rest = bare.partition(".")
+        places = [place + rest for place in getattr(spec.prefixes, part)]
+        stored = next((name for name in places if name in names), None)
+        if stored is not None:
+            yield stored, bare
+
+
+def _classify(
+    spec: Spec, prefix: str, names: Found, towers: Tensors
+) -> tuple[Found, dict[str, str], list[Problem]]:
     """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
+    of_towers = dict(_stored(spec, towers, names))
     valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
     head = next((name for name in spec.prefixes.head if name in names), None)
     live: Found = {} if head is None else {HEAD: names[head]}
@@ -370,10 +401,12 @@ def _classify(spec: Spec, prefix: str, names: Found) -> tuple[Found, dict[str, s
         tower = _tower(spec, name)
         if bare in valid:
             live[bare] = found
+        elif name in of_towers:
+            live[of_towers[name]] = found
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif tower:
-            ignored[name] = f"part of {tower}, not of the text model"
+            ignored[name] = f"part of {tower}, which this engine leaves out"
         elif name != head:
             problems.append(_unknown(spec, prefix, found, hint=len(problems) < SHOWN))
     return live, ignored, problems
@@ -398,25 +431,27 @@ def _kind_of(spec: Spec, bare: str) -> str | None:
 
 
 def _missing(
-    spec: Spec, directory: Path, unknown: list[Problem], absent: list[str]
+    spec: Spec, directory: Path, unknown: list[Problem], absent: list[str], towers: Tensors
 ) -> Iterator[Problem]:
-    shapes = text_tensors(spec)
+    shapes = text_tensors(spec) | towers
     strays = [p.tensor for p in unknown[:200]]
     for name in absent:
         text = f"missing: expected shape {list(shapes[name])}"
-        if name.endswith("self_attn.v_proj.weight"):
+        if name.endswith("self_attn.v_proj.weight") and name not in towers:
             yield Problem(
                 directory.name, name, f"{text} ({_kind_of(spec, name)}.k_eq_v is false)", "k_eq_v"
             )
         elif name == HEAD:
             yield Problem(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
+        elif name in towers:
+            yield Problem(directory.name, name, text, "media")
         else:
             hint = _nearest(name, strays, "") if len(absent) <= SHOWN else ""
             yield Problem(directory.name, name, text + hint, "spec")
 
 
-def _mismatches(spec: Spec, live: Found) -> Iterator[Problem]:
-    shapes = dict(text_tensors(spec))
+def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
+    shapes = text_tensors(spec) | towers
     shapes.setdefault(HEAD, shapes[EMBED])
     for name, (header, entry) in live.items():
         if entry.dtype not in tensorfile.FLOATS:
@@ -500,12 +535,14 @@ def write_checkpoint(
     prefix: str | None = None,
     dead: bool = False,
     config: bool = True,
+    media: Iterable[str] = (),
 ) -> Path:
     """Write an HF checkpoint directory: config.json, safetensors and, if sharded, the index.
 
     `prefix` defaults to what transformers uses for that config (with towers or text alone).
-    `dead` adds the unused K/V of KV-shared layers, as the hub's files have them. Peak memory is
-    one tensor. The directory must not exist; it appears complete or not at all.
+    `dead` adds the unused K/V of KV-shared layers, as the hub's files have them; `media` the
+    towers of these kinds. Peak memory is one tensor. The directory must not exist; it appears
+    complete or not at all.
     """
     if directory.exists():
         raise WeightsError(f"{directory}: exists already; fix: choose another directory")
@@ -515,7 +552,7 @@ def write_checkpoint(
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        _write_weights(work, spec, source, shards, prefix, dead)
+        _write_weights(work, spec, source, shards, prefix, dead, media_tensors(spec, media))
         if config:
             _write_json(work / CONFIG, values)
         work.chmod(0o755)
@@ -527,14 +564,17 @@ def write_checkpoint(
 
 
 def _write_weights(
-    work: Path, spec: Spec, source: WeightSource, shards: int, prefix: str, dead: bool
-) -> None:
+    work: Path, spec: Spec, source: WeightSource, shards: int, prefix: str, dead: bool,
+    towers: Tensors,
+) -> None:  # fmt: skip
     from g4ir.random_weights import random_tensor
 
     code = tensorfile.CODES[str(source.dtype).removeprefix("torch.")]
     extra = dead_tensors(spec) if dead else {}
     shapes = {**text_tensors(spec), **extra}
     bare = {(name if name == HEAD else prefix + name): name for name in shapes}
+    bare |= {_first_place(spec, name): name for name in towers}
+    shapes |= towers
 
     def tensor(name: str) -> torch.Tensor:
         key = bare[name]
@@ -551,6 +591,13 @@ def _write_weights(
     if shards > 1:
         total = sum((work / file).stat().st_size for file in files)
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _first_place(spec: Spec, bare: str) -> str:
+    """Where the hub's files keep `PART.NAME`."""
+    part, _, rest = bare.partition(".")
+    place: str = getattr(spec.prefixes, part)[0]
+    return place + rest
 
 
 def _shard_names(shards: int) -> list[str]:

@@ -96,21 +96,23 @@ KINDS = ("attention", "kv", "mlp", "experts", "ple", "head", "embed", "other")
 #: ops that belong to one part of the model wherever they occur
 OP_KINDS = {
     "kv": ("attention", "attention_latent", "latent_row", "inverse_rms", "cache_write",
-           "qkv_write"),
+           "qkv_write", "encoder_attention", "chunked_attention"),
     "experts": ("router", "experts", "moe_mlp"),
-    "embed": ("embedding",),
+    "embed": ("embedding", "mask_ids", "centre_pixels", "axial_embedding", "conv_halve"),
     "head": ("greedy", "candidates"),
     "other": (
         "add", "mul", "rms_norm", "norm_residual", "dual_norm_residual", "rope_table", "rope",
-        "norm_rope", "row_start",
+        "norm_rope", "row_start", "layer_norm", "clip", "limit", "cast", "mask_rows", "halve_mask",
+        "valid_patches", "axial_rope_table", "axial_rope", "pool_patches", "standardize",
+        "relative_keys",
     ),
 }  # fmt: skip
 _KIND_OF_OP = {op: kind for kind, ops in OP_KINDS.items() for op in ops}
 
 #: the others (matrix products, activations, views) by the name of their first result
 NAME_KINDS = (
-    ("attention", re.compile(r"L\d+\.attn\.")),
-    ("mlp", re.compile(r"L\d+\.mlp\.")),
+    ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
+    ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
     ("experts", re.compile(r"L\d+\.moe\.")),
     ("ple", re.compile(r"(L\d+\.)?ple\b")),
     ("head", re.compile(r"(head\.|final\.|logits\b)")),

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +37,13 @@ from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
 from .fit import device_memory, require_fit
 from .ir import Graph, Program, Value
+from .media.choice import AUDIO, IMAGE, VIDEO, Media, find_media
+from .media.prompt import NO_TIMES, check_taken, place_rows, times_left_out
+from .media.soft import Soft
 from .model import PLE_TABLE, build_program
 from .pipeline import Options, run_program
 from .random_weights import RandomCheckpoint
-from .sampling import Defaults, Sampler, Sampling, checked_prompt, read_defaults
+from .sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
 from .session import Session, embed_rows
 from .settings import find_dtype, find_latent, find_placement
 from .shrink import shrink
@@ -49,7 +54,9 @@ from .types import TORCH_NAMES, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 3
+    from .media.soft import Soft
+
+FORMAT = 4
 VERSION = "0.1.0"
 MANIFEST = "manifest.json"
 GENERATION = "generation_config.json"
@@ -59,19 +66,20 @@ BUILDING = ".building-"
 KEYS: dict[str, type] = {
     "backend": str, "device": str, "machine": str, "dtype": str, "limits": dict,
     "all_logits": bool, "skipped_passes": list, "options": dict, "settings": dict, "graphs": list,
-    "weights": dict, "compiled": dict, "versions": dict, "files": dict,
+    "media": dict, "weights": dict, "compiled": dict, "versions": dict, "files": dict,
 }  # fmt: skip
 SHARD_BYTES = 4 << 30
 #: copied from the checkpoint where they exist
 SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    GENERATION, "chat_template.jinja",
+    GENERATION, "chat_template.jinja", "processor_config.json", "preprocessor_config.json",
 )  # fmt: skip
 
 #: what a config.json cannot say: where only these differ, the spec is right
 SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
 
 Progress = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 def silent(message: str) -> None:
@@ -92,6 +100,7 @@ class Prepared:
     options: Options
     settings: Mapping[str, str]
     ple_placement: str | None
+    media: Media
     packing: packings.Packing
     source: WeightSource
     weights: dict[str, Any]
@@ -103,8 +112,10 @@ class Prepared:
 
     def disk_bytes(self) -> int:
         """Bytes of weights that the engine directory will hold."""
-        packed = self.param_bytes() if self.weights["kind"] == "packed" else 0
-        return packed + self.backend.repeated_bytes(packed, self.settings)
+        if self.weights["kind"] != "packed":
+            return 0
+        repeated = self.backend.repeated_bytes(self.packing.program, self.settings)
+        return self.param_bytes() + repeated
 
     def cache_bytes(self) -> int:
         """Bytes of the caches of a session of max_batch rows."""
@@ -112,10 +123,13 @@ class Prepared:
 
     def in_small(self, dtype: str) -> tuple[packings.Packing, packings.ParamSource]:
         """The variant in small (shrink.py) through the same passes, with random weights: what a
-        backend runs to check its lowering."""
-        spec = shrink(self.spec)
+        backend runs to check its lowering. It takes the same kinds of media, each in one size."""
+        kinds = self.media.kinds
+        spec = shrink(self.spec, media=bool(kinds))
+        media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
         program = run_program(
-            build_program(spec, self.all_logits, dtype), skip=self.skip, options=self.options
+            build_program(spec, self.all_logits, dtype, media), skip=self.skip,
+            options=self.options,
         )
         packing = packings.split_program(program)
         source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
@@ -140,6 +154,9 @@ def prepare(
     ple_placement: str | None = None,
     memory: int | None = None,
     settings: Mapping[str, str] | None = None,
+    media: str | Iterable[str] = "all",
+    image_budgets: Sequence[int] | None = None,
+    audio_seconds: Sequence[float] | None = None,
     dry: bool = False,
     dump: Callable[[str, Graph], None] | None = None,
 ) -> Prepared:
@@ -154,12 +171,14 @@ def prepare(
     _check_link(link_weights, directory, found)
     spec = agreed_spec(spec, directory)
     kind = _dtype(found, dtype, spec)
-    limits = _limits(spec, max_batch, max_seq, prefill_chunk)
+    kinds = media if isinstance(media, str) else tuple(media)
+    taken = find_media(spec, kinds, image_budgets, audio_seconds)
+    limits = _limits(spec, max_batch, max_seq, _widened(prefill_chunk, spec, taken, max_seq))
     if not dry:
         found.check(device)
     options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
     program = run_program(
-        build_program(spec, all_logits, kind), skip=skip, dump=dump, options=options
+        build_program(spec, all_logits, kind, taken), skip=skip, dump=dump, options=options
     )
     placement = find_placement(ple_placement, spec)
     room = memory if memory is not None else _memory(device, dry)
@@ -168,26 +187,26 @@ def prepare(
         require_fit(
             spec, program, limits, dtype=kind, device=device, ple_placement=placement,
             memory=room, more=found.cache_bytes(program, limits) - planned,
-            all_logits=all_logits, skip=skip, options=options,
+            all_logits=all_logits, skip=skip, options=options, media=taken,
         )  # fmt: skip
-    source, weights = _open_source(spec, directory, random_weights, kind, link_weights)
+    source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
     if found.packs_weights and weights["kind"] == "random":
         weights = {"kind": "packed"}
     side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
     return Prepared(
-        spec, found, device, kind, limits, all_logits, skip, options, chosen, placement,
+        spec, found, device, kind, limits, all_logits, skip, options, chosen, placement, taken,
         packings.split_program(program), source, weights, tuple(side),
     )  # fmt: skip
 
 
 def _open_source(
-    spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool
+    spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool, media: Media
 ) -> tuple[WeightSource, dict[str, Any]]:
     """Where the weights come from, and what the manifest says of them."""
     if directory is None:
         source = RandomCheckpoint(spec, seed or 0, torch_dtype(dtype))
         return source, {"kind": "absent"} if seed is None else {"kind": "random", "seed": seed}
-    checkpoint = Checkpoint.open(directory, spec)
+    checkpoint = Checkpoint.open(directory, spec, media.kinds)
     read_defaults(directory / GENERATION, spec.text.vocab_size)
     return checkpoint, _linked(checkpoint) if link else {"kind": "packed"}
 
@@ -212,7 +231,9 @@ def build(
     the table of per-layer embeddings lies: `device`, `host` or `mmap`. memory: bytes that the
     engine may need of its device (default: all that the device has); a build that would need
     more is refused before anything is loaded. settings: what the backend lets a build choose,
-    by name.
+    by name. media: `all` that the variant takes, `none`, or some of image, video, audio;
+    image_budgets: soft tokens of images, of which the first is the default; audio_seconds: lengths
+    of sound that towers are compiled for (a sound takes the next longer one).
 
     Raises a G4Error for anything wrong, before anything is left at `out`.
     """
@@ -289,6 +310,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, 
         "options": p.options,
         "settings": dict(p.settings),
         "ple_placement": p.ple_placement,
+        "media": p.media.to_dict(),
         "graphs": list(p.packing.program.graphs),
         "weights": p.weights,
         "compiled": compiled,
@@ -326,6 +348,8 @@ class Engine:
     program: Program
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
+    #: what its towers were compiled for
+    media: Media = field(default_factory=Media)
     #: of the last `generate`: its caches, and what was recorded over them, serve the next one
     _idle: Session | None = field(default=None, init=False, repr=False)
 
@@ -355,6 +379,12 @@ class Engine:
         """Token ids -> the rows that the text graphs take, on the engine's device."""
         rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
+
+    def encode(self, kind: str, item: Any, **options: Any) -> Soft:
+        """The soft tokens of one image, video or sound (see media/encode.py)."""
+        from .media.encode import encode
+
+        return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:
         """What the checkpoint's generation_config.json says."""
@@ -395,6 +425,10 @@ class Engine:
         seed: int | None = None,
         stop_ids: Iterable[int] | None = None,
         on_token: Callable[..., None] | None = None,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
     ) -> Any:
         """New token ids for one prompt (list of ints -> list of ints) or for several
         (list of lists -> list of lists, up to max_batch of different lengths). Tensors and
@@ -402,12 +436,17 @@ class Engine:
 
         A row ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
+
+        images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
+        their kind in order, row by row: one placeholder for each medium, or one for each soft
+        token (media/prompt.py).
         """
         prompts, single = _prompts(prompt_tokens)
+        prompts, soft = _with_media(self, prompts, {IMAGE: images, VIDEO: videos, AUDIO: audio})
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
         sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
-        out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told)
+        out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told, soft)
         return out[0] if single else out
 
     @contextmanager
@@ -442,9 +481,39 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
     return ([list(x) for x in rows], False) if many == {True} else ([rows], True)
 
 
+def _with_media(
+    engine: Engine, prompts: list[list[int]], media: Mapping[str, Sequence[Any]]
+) -> tuple[list[list[int]], list[Soft]]:
+    """The prompts with a placeholder for each soft token, and the soft tokens."""
+    for kind, items in media.items():
+        if not isinstance(items, list | tuple):
+            raise InputError(f"{kind}: expected a list, found {type(items).__name__}")
+        if items:
+            check_taken(kind, engine.media, engine.spec)
+    if not engine.media.kinds:
+        return prompts, []
+    vocab, tokens = engine.spec.text.vocab_size, engine.spec.tokens
+    for i, p in enumerate(prompts):
+        checked_ids(p, vocab, f"prompt {i}")
+    soft = [engine.encode(kind, item) for kind, items in media.items() for item in items]
+    encode = _plain_encoder(engine)
+    placed = place_rows(prompts, soft, tokens, encode)
+    if not encode and times_left_out(prompts, placed, tokens):
+        log.warning(NO_TIMES)
+    return placed, soft
+
+
+def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
+    """Text -> ids with nothing added, where there is a tokenizer; it is read when first needed."""
+    if not (engine.path / "tokenizer.json").is_file():
+        return None
+    tokenizer = cache(engine.tokenizer)
+    return lambda text: list(tokenizer().encode(text, add_special_tokens=False).ids)
+
+
 def _generate(
     engine: Engine, prompts: list[list[int]], count: int, sampler: Sampler, stop: set[int],
-    on_token: Callable[[int, int], None] | None,
+    on_token: Callable[[int, int], None] | None, soft: Sequence[Soft] = (),
 ) -> list[list[int]]:  # fmt: skip
     import torch
 
@@ -458,7 +527,9 @@ def _generate(
     out: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     with engine.lent_session(len(prompts)) as session:
-        steps = session.stream(session.prefill(padded, lengths), count, sampler, stop)
+        steps = session.stream(
+            session.prefill(padded, lengths, soft=soft), count, sampler, stop
+        )
         for tokens, going in steps:
             for row, token in enumerate(tokens):
                 if running[row]:
@@ -487,7 +558,8 @@ def load_engine(
     _check_machine(path, manifest, backend)
     spec = load_spec(path / "spec.yaml")
     packing = packings.Packing(program, _read_graph(path / "prologue.g4ir"))
-    params = _open_params(path, manifest, spec, packing)
+    media = Media.from_dict(manifest["media"])
+    params = _open_params(path, manifest, spec, packing, media)
     limits = Limits(**manifest["limits"])
     runtime = backend.load(
         program, limits, manifest["device"], path, manifest["compiled"], params,
@@ -500,7 +572,7 @@ def load_engine(
     }
     return Engine(
         path, manifest, spec, limits, manifest["all_logits"], manifest["device"],
-        manifest["dtype"], program, runtime, tables,
+        manifest["dtype"], program, runtime, tables, media,
     )  # fmt: skip
 
 
@@ -597,7 +669,7 @@ def _runs_on(built: str, here: str) -> bool:
 
 
 def _open_params(
-    path: Path, manifest: dict[str, Any], spec: Spec, packing: packings.Packing
+    path: Path, manifest: dict[str, Any], spec: Spec, packing: packings.Packing, media: Media
 ) -> packings.ParamSource:
     kept = manifest["weights"]
     if kept["kind"] == "packed":
@@ -615,7 +687,7 @@ def _open_params(
                 f"{file} is missing or is not the file this engine was built from; restore it, or "
                 f"build again without --link-weights"
             )
-    return packings.MadeParams(packing, Checkpoint.open(kept["directory"], spec))
+    return packings.MadeParams(packing, Checkpoint.open(kept["directory"], spec, media.kinds))
 
 
 def _linked(source: Checkpoint) -> dict[str, Any]:
@@ -734,6 +806,18 @@ def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int)
         raise InputError(f"--max-seq {max_seq}: {spec.name} has {longest} positions")
     seq = min(Limits.max_seq, longest) if max_seq is None else max_seq
     return Limits(max_batch, seq, min(prefill_chunk, seq))
+
+
+def _widened(chunk: int, spec: Spec, media: Media, max_seq: int | None) -> int:
+    """The prefill chunk, or what the largest image needs whose tokens see each other: they are
+    never cut (see media/merge.py)."""
+    blocks = media.grids if spec.text.use_bidirectional_attention else ()
+    largest = max(blocks, default=0)
+    if chunk >= largest or chunk < 1:
+        return chunk
+    log.warning("prefill-chunk %d is raised to %d: an image's tokens are computed together",
+                chunk, largest)  # fmt: skip
+    return largest
 
 
 def free_bytes(out: Path) -> int:

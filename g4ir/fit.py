@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
 from .ir import Program
+from .media.choice import Media
 from .memory import Needs
 from .model import build_graph
 from .packing import DEFAULT_PLACEMENT, split_program
@@ -23,12 +24,15 @@ from .params import DTYPE_BYTES
 from .pipeline import Options, run_passes
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve
 from .spec import Spec
+from .towers import build_towers
 from .types import TORCH_NAMES
 from .units import size_text
 
 if TYPE_CHECKING:
     from .backends.base import Limits
 
+#: an engine without towers
+TEXT_ALONE = Media()
 CGROUPS = Path("/sys/fs/cgroup")
 CHUNKS = (512, 256, 128, 64)
 
@@ -111,6 +115,7 @@ def require_fit(
     all_logits: bool = False,
     skip: Iterable[str] = (),
     options: Options | None = None,
+    media: Media = TEXT_ALONE,
 ) -> None:
     """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
     number short and each single setting that would fit.
@@ -122,8 +127,10 @@ def require_fit(
     skip = tuple(skip)
 
     def remake(kind: str) -> Needs:
-        graph = build_graph(spec, "prefill", all_logits, kind)
-        return _needs(Program({"prefill": run_passes(graph, skip=skip, options=options)}))
+        graphs = [build_graph(spec, "prefill", all_logits, kind)]
+        graphs += build_towers(spec, media, kind).values()
+        made = {g.name: run_passes(g, skip=skip, options=options) for g in graphs}
+        return _needs(Program(made))
 
     build = _Build(spec, limits, dtype, device, ple_placement, remake, _needs(program))
     room = memory - reserve(memory) - more

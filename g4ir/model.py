@@ -8,48 +8,89 @@ where it reads another layer's keys and values. Passes remove what is not needed
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .errors import InputError
 from .ir import Builder, Graph, Program, Value
-from .spec import Layer, Rope, Spec
+from .spec import SLIDING, Layer, Rope, Spec, Tokens
 from .types import Type
 
+if TYPE_CHECKING:
+    from .media.choice import Media
+
 PHASES = ("embed", "prefill", "decode")
+#: prefill of chunks in which the tokens of a picture see each other
+BLOCKS = "prefill_media"
+#: kinds of media whose soft tokens form blocks (rule 19)
+PICTURES = ("image", "video")
 #: the table of per-layer embeddings, gathered from and never multiplied with
 PLE_TABLE = "ple.table"
 
 
-def build_program(spec: Spec, all_logits: bool = False, dtype: str | None = None) -> Program:
-    """The graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`."""
-    return Program({p: build_graph(spec, p, all_logits, dtype) for p in PHASES})
+def build_program(
+    spec: Spec, all_logits: bool = False, dtype: str | None = None, media: Media | None = None
+) -> Program:
+    """The graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`; for one that
+    takes media also `prefill_media`, where pictures are seen both ways, and its towers."""
+    kind = dtype or spec.dtype
+    graphs = {p: build_graph(spec, p, all_logits, kind, media) for p in PHASES}
+    if media is None or not media.kinds:
+        return Program(graphs)
+    from .towers import build_towers
+
+    if has_blocks(spec) and set(PICTURES) & set(media.kinds):
+        graphs[BLOCKS] = build_graph(spec, BLOCKS, all_logits, kind)
+    return Program(graphs | build_towers(spec, media, kind))
+
+
+def has_blocks(spec: Spec) -> bool:
+    """Whether soft tokens of a picture see each other on some layers."""
+    return spec.text.use_bidirectional_attention is not None and SLIDING in spec.text.layer_types
 
 
 def build_graph(
-    spec: Spec, phase: str = "decode", all_logits: bool = False, dtype: str | None = None
-) -> Graph:
+    spec: Spec, phase: str = "decode", all_logits: bool = False, dtype: str | None = None,
+    media: Media | None = None,
+) -> Graph:  # fmt: skip
     """The graph of one phase.
 
     Dims: B rows, S tokens of the chunk (1 in decode), C slots of a full-length cache.
     prefill and decode take `embeds` [B,S,hidden] (scaled), `ple_rows` [B,S,layers*dim] where
     the spec has per-layer embeddings, `positions` i64[B,S] and `lengths` i64[B], the valid
     tokens of each row. They yield `logits`, [B,1,vocab] at each row's last valid token, or
-    [B,S,vocab] with all_logits. `embed` takes `tokens` i64[B,S].
+    [B,S,vocab] with all_logits. `prefill_media` also takes `block_ids` i64[B,S], -1 outside of
+    pictures (see the op `attention`). `embed` takes `tokens` i64[B,S]; with media, placeholders
+    get the rows of the padding token.
     """
-    if phase not in PHASES:
-        raise InputError(f"unknown phase {phase!r}; one of {', '.join(PHASES)}")
+    if phase not in (*PHASES, BLOCKS):
+        raise InputError(f"unknown phase {phase!r}; one of {', '.join((*PHASES, BLOCKS))}")
+    if phase == BLOCKS and not has_blocks(spec):
+        raise InputError(f"{spec.name} has no {BLOCKS}: its soft tokens see the past alone")
     if phase == "embed":
-        return _Embed(spec, dtype or spec.dtype).build()
+        return _Embed(spec, dtype or spec.dtype, placeholders(spec.tokens, media)).build()
     return _Text(spec, phase, all_logits, dtype or spec.dtype).build()
 
 
-class _Embed:
-    """Rows of the token table and of the per-layer table, scaled (rules 1, 2)."""
+def placeholders(tokens: Tokens, media: Media | None) -> dict[str, int]:
+    """kind of media -> the token id in whose places its soft tokens stand."""
+    ids = {"image": tokens.image, "video": tokens.video, "audio": tokens.audio}
+    kinds = media.kinds if media else ()
+    return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
 
-    def __init__(self, spec: Spec, dtype: str) -> None:
-        self.spec, self.dtype = spec, dtype
+
+class _Embed:
+    """Rows of the token table and of the per-layer table, scaled (rules 1, 2); placeholders of
+    media get those of the padding token (rule 38)."""
+
+    def __init__(self, spec: Spec, dtype: str, media: dict[str, int]) -> None:
+        self.spec, self.dtype, self.media = spec, dtype, media
 
     def build(self) -> Graph:
         b, text = Builder("embed"), self.spec.text
         tokens = b.input("tokens", Type("i64", ("B", "S")))
+        if self.media:
+            ids, pad = tuple(self.media.values()), self.spec.tokens.pad or 0
+            tokens = b.emit("mask_ids", tokens, ids=ids, pad=pad, name="tokens.text")
         table = b.param("embed.table", Type(self.dtype, (text.vocab_size, text.hidden_size)))
         outs = [b.emit("embedding", table, tokens, scale=text.hidden_size**0.5, name="embeds")]
         if text.ple:
@@ -78,6 +119,8 @@ class _Text:
         self.start = b.emit("row_start", self.positions, name="start")
         if self.phase == "decode":
             self.end = b.emit("add", self.start, self.lengths, name="end")
+        if self.phase == BLOCKS:
+            self.block_ids = b.input("block_ids", Type("i64", ("B", s)))
         self.fresh: dict[int, tuple[Value, Value]] = {}
         for layer in self.spec.layers():
             h = self.block(layer, h, ple[layer.index] if ple else None)
@@ -156,7 +199,7 @@ class _Text:
 
     def attend(self, layer: Layer, q: Value, k: Value, v: Value) -> Value:
         """A chunk sees the cache as it was, then itself; a single token is written first and
-        sees the cache alone."""
+        sees the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
         b, p, a = self.b, f"L{layer.index}", layer.attention
         cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
         old = [b.cache(f"{p}.k", cache), b.cache(f"{p}.v", cache)]
@@ -166,6 +209,8 @@ class _Text:
         ]
         b.next.update({c.name: n for c, n in zip(old, new, strict=True)})
         reads = (self.end, *new) if self.phase == "decode" else (self.start, *old, k, v)
+        if self.phase == BLOCKS and layer.kind == SLIDING:
+            reads = (*reads, self.block_ids)
         return b.emit(
             "attention", q, self.positions, *reads, window=a.window or 0, scale=1.0,
             softcap=self.text.attn_logit_softcapping or 0.0, name=f"{p}.attn.out",

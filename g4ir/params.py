@@ -7,6 +7,7 @@ random weights and the counts all use it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from g4ir.spec import Audio, Layer, Ple, Spec, Text, UnifiedAudio, UnifiedVision, Vision
@@ -112,24 +113,48 @@ def _ple_layer(hidden: int, dim: int) -> Tensors:
     }
 
 
-# --- towers: hub names, which for gemma4_unified differ from the reference's module names -------
+# --- towers and embedders ---------------------------------------------------------------------
+
+
+def part_tensors(spec: Spec) -> dict[str, Tensors]:
+    """Part (a field of Prefixes) -> name -> shape of its tensors, for all parts but the decoder.
+
+    Names are the hub's, which for gemma4_unified differ from the reference's module names.
+    """
+    hidden, out = spec.text.hidden_size, dict[str, Tensors]()
+    if isinstance(spec.vision, Vision):
+        out["vision"] = _vision(spec.vision)
+        out["embed_vision"] = _embedder(hidden, spec.vision.hidden_size)
+    if isinstance(spec.vision, UnifiedVision):
+        out["vision_embedder"] = _unified_vision(spec.vision)
+        out["embed_vision"] = _embedder(hidden, spec.vision.output_proj_dims)
+    if isinstance(spec.audio, Audio):
+        out["audio"] = _audio(spec.audio)
+        out["embed_audio"] = _embedder(hidden, spec.audio.output_proj_dims)
+    if isinstance(spec.audio, UnifiedAudio):
+        out["embed_audio"] = _embedder(hidden, spec.audio.audio_embed_dim)
+    return out
 
 
 def tower_tensors(spec: Spec) -> Tensors:
     """Name -> shape of every tensor outside the decoder, under its checkpoint name."""
-    hidden, prefixes = spec.text.hidden_size, spec.prefixes
     out: Tensors = {}
-    if isinstance(spec.vision, Vision):
-        out |= _under(prefixes.vision[0], _vision(spec.vision))
-        out |= _embedder(prefixes.embed_vision[0], hidden, spec.vision.hidden_size)
-    if isinstance(spec.vision, UnifiedVision):
-        out |= _under(prefixes.vision_embedder[0], _unified_vision(spec.vision))
-        out |= _embedder(prefixes.embed_vision[0], hidden, spec.vision.output_proj_dims)
-    if isinstance(spec.audio, Audio):
-        out |= _under(prefixes.audio[0], _audio(spec.audio))
-        out |= _embedder(prefixes.embed_audio[0], hidden, spec.audio.output_proj_dims)
-    if isinstance(spec.audio, UnifiedAudio):
-        out |= _embedder(prefixes.embed_audio[0], hidden, spec.audio.audio_embed_dim)
+    for part, tensors in part_tensors(spec).items():
+        out |= _under(getattr(spec.prefixes, part)[0], tensors)
+    return out
+
+
+#: parts that images and frames go through; the others are sound's
+SIGHT = ("vision", "vision_embedder", "embed_vision")
+
+
+def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
+    """`PART.NAME` -> shape of the tensors that these kinds of media need."""
+    kinds = set(kinds)
+    out: Tensors = {}
+    for part, tensors in part_tensors(spec).items():
+        if kinds & ({"image", "video"} if part in SIGHT else {"audio"}):
+            out |= _under(f"{part}.", tensors)
     return out
 
 
@@ -137,8 +162,8 @@ def _under(prefix: str, tensors: Tensors) -> Tensors:
     return {prefix + name: shape for name, shape in tensors.items()}
 
 
-def _embedder(prefix: str, hidden: int, width: int) -> Tensors:
-    return {f"{prefix}embedding_projection.weight": (hidden, width)}
+def _embedder(hidden: int, width: int) -> Tensors:
+    return {"embedding_projection.weight": (hidden, width)}
 
 
 def _clippable(name: str, out: int, inner: int, clipped: bool) -> Tensors:

@@ -25,14 +25,24 @@ from .cost import Cost, decode_costs, floor, total
 from .errors import InputError
 from .gpus import Gpu
 from .ir import Graph, split_prologue
+from .media.choice import Media, find_media
+from .media.plan import MediaPart, media_plan
 from .memory import Needs
 from .model import build_graph
 from .packing import DEFAULT_PLACEMENT
-from .params import DTYPE_BYTES, Counts, counts, kv_bytes, numel, tower_tensors
+from .params import (
+    DTYPE_BYTES,
+    Counts,
+    counts,
+    kv_bytes,
+    numel,
+    tower_tensors,
+)
 from .pipeline import PASSES, run_passes
 from .plots import CacheLines
 from .settings import find_dtype, find_latent, find_placement
 from .spec import Spec
+from .towers import build_towers, is_tower
 from .units import count_text
 from .weight_sizes import INTEGERS, NOMINAL, WeightSizes, nominal, tower_bytes, weight_sizes
 
@@ -65,13 +75,15 @@ KEYS = {
     "dead (K and V that only published files have), published (total + dead), vectors",
     "layers": "the same for each layer",
     "weights": "per format: layers, token_table (tied: the head too), head, ple_table, total, "
-    "device, host, mapped (where they lie), towers (not in a text engine), nominal",
+    "device, host, mapped (where they lie), towers (on the device where media are), nominal",
     "cache": "per row: naive_per_token; per_token and window of `planned` (bytes at a context not "
     "below the window = window + per_token * context); built_per_token, built_window",
     "rows": "per context and batch: the three cache totals, activations, workspace",
     "fits": "per device and weight format: device, memory, reserve, weights (format), "
     "weight_bytes; cells: need with each cache total, fits and spare (negative: short) as built, "
     "decode_floor_s; max_context per batch and max_batch per context (0: nothing fits)",
+    "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
+    "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
 
 
@@ -175,6 +187,9 @@ class Plan:
     cache: CacheRates
     rows: tuple[Row, ...]
     fits: tuple[Fit, ...]
+    #: kinds of media that the numbers above count in, and what each part costs
+    kinds: tuple[str, ...]
+    media: tuple[MediaPart, ...]
 
     def __str__(self) -> str:
         from .plan_text import plan_text
@@ -200,6 +215,7 @@ class Plan:
             "cache": asdict(self.cache),
             "rows": [asdict(r) for r in self.rows],
             "fits": [asdict(f) for f in self.fits],
+            "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
         }  # fmt: skip
 
 
@@ -257,7 +273,13 @@ class Footprint:
     def resident(self, form: str) -> int:
         """Bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
-        return w.device + (w.host if self.device == "cpu" else 0)
+        return w.device + self.towers + (w.host if self.device == "cpu" else 0)
+
+    @cached_property
+    def towers(self) -> int:
+        """Bytes of the packed weights of the towers that the engine has."""
+        graphs = [g for g in self.needs.graphs if is_tower(g.name)]
+        return sum(t.nbytes() for t in {v.name: v.type for g in graphs for v in g.params}.values())
 
     @cached_property
     def naive_per_token(self) -> int:
@@ -331,6 +353,7 @@ def make_plan(
     prefill_chunk: int = 1024,
     all_logits: bool = False,
     skip: Iterable[str] = (),
+    media: str | Sequence[str] = "none",
 ) -> Plan:
     """The plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as the
     model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
@@ -344,8 +367,8 @@ def make_plan(
     kind = find_dtype(dtype or spec.dtype)
     form = find_latent(latent, spec, device, kind, max(contexts))
     placement = find_placement(ple_placement, spec)
-    skip = tuple(skip)
-    made, costs = _footprint(spec, kind, device, placement, form, chunk, all_logits, skip)
+    skip, taken = tuple(skip), find_media(spec, media)
+    made, costs = _footprint(spec, kind, device, placement, form, chunk, all_logits, skip, taken)
     rows = tuple(made.row(c, b) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     formats = (kind, *INTEGERS)
@@ -354,6 +377,7 @@ def make_plan(
         blocks(spec), layer_blocks(spec),
         tuple(made.weights.values()), _rates(made), rows,
         tuple(_fit(made, gpu, f, rows, costs) for gpu in gpus for f in formats),
+        taken.kinds, media_plan(spec),
     )  # fmt: skip
 
 
@@ -395,7 +419,7 @@ def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _footprint(
     spec: Spec, dtype: str, device: str, placement: str | None, form: str, chunk: int,
-    all_logits: bool, skip: tuple[str, ...],
+    all_logits: bool, skip: tuple[str, ...], media: Media,
 ) -> tuple[Footprint, DecodeCosts]:  # fmt: skip
     """Prefill has every param and cache that decode has, and needs more of everything else."""
     options = {"latent_kv": {"form": form}}
@@ -409,7 +433,10 @@ def _footprint(
         graph = build_graph(spec, "decode", all_logits, dtype)
         return split_prologue(run_passes(graph, skip=skip, options=options))[1]
 
-    needs = [Needs((split_prologue(g)[1],), chunk) for g in (built, planned)]
+    towers = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
+    needs = [
+        Needs(tuple(split_prologue(x)[1] for x in (g, *towers)), chunk) for g in (built, planned)
+    ]
     return Footprint(spec, dtype, device, placement, needs[0], needs[1]), DecodeCosts(decode)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .params import DTYPE_BYTES
 from .units import count_text, rounded_count, size_text
 from .weight_sizes import INTEGERS
 
@@ -33,12 +34,30 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
         _title(plan), _parameters(plan), _blocks(plan), _weights(plan, nominal),
         *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
     ]  # fmt: skip
+    parts += _media(plan)
     devices = list(dict.fromkeys(f.device for f in plan.fits))
     if len(devices) == 1:
         parts.append(_fit(plan))
     elif devices:
         parts.append(_devices(plan))
     return "\n".join(parts)
+
+
+def _media(plan: Plan) -> list[str]:
+    """Towers of pictures and sound: what a size costs before the prompt."""
+    if not plan.media:
+        return []
+    counted = ", ".join(plan.kinds)
+    about = f"counted in above: {counted}" if counted else "not counted in above (see --media)"
+    lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
+    for part in plan.media:
+        size = size_text(part.params * DTYPE_BYTES[plan.dtype])
+        lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}", "", "", ""])
+        lines += [
+            [f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"]
+            for s in part.sizes
+        ]
+    return [f"media, {about}\n{aligned(lines)}"]
 
 
 def _title(plan: Plan) -> str:

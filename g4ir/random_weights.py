@@ -24,10 +24,11 @@ import torch
 
 from g4ir.checkpoint import check_rows
 from g4ir.errors import InputError
-from g4ir.params import text_tensors
+from g4ir.params import media_tensors, text_tensors
 from g4ir.spec import Spec
 
 Shape = tuple[int, ...]
+KINDS = ("image", "video", "audio")
 BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
 BLOCK = 1 << BLOCK_BITS
 LIMIT = 1 << 48  # largest number of elements of a tensor
@@ -51,7 +52,16 @@ def _root(shape: Shape) -> float:
 # to the residual stream than the stream holds. Without either, rounding differences grow from
 # layer to layer until any two ways to compute the model part.
 Size = Callable[[Shape], float]
+# Towers: clip bounds lie where some values of every tensor reach them; positions are small beside
+# patches.
 DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
+    (r"(input|output)_min$", lambda shape: -3.0, lambda shape: 0.5),
+    (r"(input|output)_max$", lambda shape: 3.0, lambda shape: 0.5),
+    (r"position_embedding_table$|pos_embedding$", lambda shape: 0.0, lambda shape: 0.5),
+    (r"^vision\.std_scale$|\.patch_ln\d\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"per_dim_scale$|std_bias$|\.bias$", lambda shape: 0.0, lambda shape: 0.3),
+    (r"norm_(pre_attn|post_attn|out)\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"conv(1d)?\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0 / max(prod(shape[1:]), 1))),
     (r"layer_scalar$", lambda shape: 0.95, lambda shape: 0.05),
     (r"q_norm\.weight$", _root, lambda shape: 0.3 * _root(shape)),
     (r"post_\w*norm(_\d)?\.weight$", lambda shape: 0.3, lambda shape: 0.1),
@@ -182,7 +192,7 @@ def _finish(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RandomCheckpoint:
-    """A WeightSource of random values for every text tensor of a spec; holds no memory."""
+    """A WeightSource of random values for every tensor of a spec; holds no memory."""
 
     spec: Spec
     seed: int
@@ -206,9 +216,9 @@ class RandomCheckpoint:
 
     def _shape(self, name: str) -> Shape:
         if name not in self._shapes:
-            raise InputError(f"spec {self.spec.name} has no text tensor {name!r}")
+            raise InputError(f"spec {self.spec.name} has no tensor {name!r}")
         return self._shapes[name]
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        return text_tensors(self.spec)
+        return text_tensors(self.spec) | media_tensors(self.spec, KINDS)

@@ -2,7 +2,11 @@
 
 One row of the engine is in use at a time. What a prompt shares with the tokens that the row still
 holds is not computed again (`cached_tokens`): a conversation sent whole each turn costs its new
-part only, as far as the rings of sliding layers allow.
+part only, as far as the rings of sliding layers allow, and up to its first soft token: equal
+placeholders do not mean equal media, so those are always computed.
+
+Files of images, videos and sounds are read and encoded when their request's turn comes, so that a
+long list of requests needs the memory of one; all else is checked before the first is answered.
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -14,12 +18,17 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
+from .media import prompt as prompts
+from .media.audio import CUT, REFUSE
+from .media.choice import AUDIO, IMAGE, VIDEO
+from .media.soft import Soft, counts
 from .sampling import Sampler, Sampling, checked_ids, checked_prompt
 
 if TYPE_CHECKING:
@@ -48,6 +57,10 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _paths(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
 #: field of a JSON line -> test of its value, and what is expected
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
@@ -59,18 +72,57 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (_number, "a number"),
     "seed": (_whole, "a whole number"),
     "stop": (_ids, "a list of token ids"),
+    "images": (_paths, "a list of paths"),
+    "videos": (_paths, "a list of paths"),
+    "audio": (_paths, "a list of paths"),
+    "image_budget": (_whole, "a whole number"),
+    "frames": (_whole, "a whole number"),
+    "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
 }
+
+#: field of a JSON line -> kind of its media
+MEDIA = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
+#: kind -> (setting, what `Engine.encode` calls it)
+MEDIA_SETTINGS = {
+    IMAGE: ("image_budget", "budget"), VIDEO: ("frames", "frames"),
+    AUDIO: ("audio_too_long", "too_long"),
+}  # fmt: skip
+#: stands in what a row holds for a soft token: no prompt shares it
+_SOFT = -1
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A file of a request. `settings` are keywords of `Engine.encode`, `where` is for messages."""
+
+    kind: str
+    path: str
+    settings: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A request whose media are yet to be read."""
+
+    fields: Mapping[str, Any]
+    where: str
+    media: tuple[Medium, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request. A row ends with one of `stop`, or after `max_new_tokens`."""
+    """A checked request. A row ends with one of `stop`, or after `max_new_tokens`. While there
+    are media `unread`, its tokens and their number mean nothing yet."""
 
     id: int | str | None
     tokens: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling
     stop: frozenset[int]
+    soft: tuple[Soft, ...] = ()
+    notes: tuple[str, ...] = ()
+    unread: Unread | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +137,9 @@ class Result:
     cached_tokens: int
     first_token_s: float
     total_s: float
+    soft_tokens: Mapping[str, int] = field(default_factory=dict)  # by kind of media
+    encode_s: float = 0.0  # part of first_token_s: reading media, and the towers
+    notes: tuple[str, ...] = ()
 
     def output(self) -> dict[str, Any]:
         """What stdout gets: id where there is one, tokens, text where there is a tokenizer."""
@@ -95,8 +150,10 @@ class Result:
     def log(self) -> dict[str, Any]:
         """What the log gets; no text of the prompt or the answer.
 
-        tokens_per_second counts the tokens after the first, over the time they took.
+        tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
+        and encode_s come with media, notes where there are any.
         """
+        media = {"soft_tokens": dict(self.soft_tokens), "encode_s": round(self.encode_s, 6)}
         return {
             "event": "request",
             "id": self.id,
@@ -107,6 +164,8 @@ class Result:
             "tokens_per_second": self.tokens_per_second,
             "total_s": round(self.total_s, 6),
             "finish_reason": self.finish_reason,
+            **(media if self.soft_tokens else {}),
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     @property
@@ -187,6 +246,19 @@ class Codec:
         missing = self.bos is not None and ids[:1] != [self.bos]
         return [self.bos, *ids] if missing and self.bos is not None else ids
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of a part of a text, nothing added."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def spell(self, token: int) -> str:
+        """The string of a special token, which encodes to it alone."""
+        text: str | None = self.tokenizer.id_to_token(token)
+        if not text or self.plain(text) != [token]:
+            raise InputError(f"the engine's tokenizer.json has no special token {token}, which "
+                             f"text with media needs: give token ids")  # fmt: skip
+        return text
+
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         text: str = self.tokenizer.decode(ids)
@@ -259,25 +331,93 @@ class Desk:
         self._sampling({})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
 
-    def request(self, fields: Mapping[str, Any], where: str) -> Request:
-        """A checked request out of fields as in FIELDS; InputError begins with `where`."""
+    def request(
+        self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
+    ) -> Request:
+        """A checked request out of fields as in FIELDS, with (kind, path) of more media;
+        InputError begins with `where`. The media are read by `answer`."""
+        flagged = [(k, p, f"--{k}") for k, p in media]
+        listed = [(k, p, f"{where}: {name}") for name, k in MEDIA.items()
+                  for p in fields.get(name, [])]  # fmt: skip
+        files = tuple(self._medium(fields, *m) for m in (*flagged, *listed))
+        if not files:
+            return self._request(fields, where)
+        # Until they are read, one token stands for the prompt.
+        checked = self._request({**fields, "tokens": [0]}, where)
+        self._text(fields, where, [m.kind for m in files])
+        return replace(checked, unread=Unread(fields, where, files))
+
+    def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
+        media = self.engine.media
+        setting, keyword = MEDIA_SETTINGS[kind]
+        value = self._setting(fields, setting)
+        with _named(where):
+            prompts.check_taken(kind, media, self.engine.spec)
+            if setting == "image_budget" and value is not None and value not in media.budgets:
+                has = ", ".join(map(str, media.budgets))
+                raise InputError(f"image budget {value}: this engine was built for {has}; choose "
+                                 f"one of them, or build with --image-budget {value}")  # fmt: skip
+            if not Path(path).is_file():
+                raise InputError(f"{path}: no such {kind} file")
+        return Medium(kind, path, {} if value is None else {keyword: value}, where)
+
+    def _request(
+        self, fields: Mapping[str, Any], where: str, soft: tuple[Soft, ...] = ()
+    ) -> Request:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        tokens = fields.get("tokens")
-        if tokens is None:
-            tokens = self._codec().encode(fields["prompt"], where)
+        tokens, notes = self._tokens(fields, where, soft)
         count = self._setting(fields, "max_new_tokens")
         if count is None:
             count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
         stop = checked_ids(self._setting(fields, "stop") or [], vocab, f"{where}: stop")
         checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
-        try:
+        with _named(where):
             sampling = self._sampling(fields)
-        except InputError as e:
-            raise InputError(f"{where}: {e}") from None
         return Request(
             fields.get("id"), tuple(tokens), count, sampling,
-            frozenset([*stop, *self.engine.stop_ids()]),
+            frozenset([*stop, *self.engine.stop_ids()]), soft, notes,
         )  # fmt: skip
+
+    def _tokens(
+        self, fields: Mapping[str, Any], where: str, soft: tuple[Soft, ...]
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """The ids of the prompt with a placeholder for each soft token, and notes."""
+        special, notes = self.engine.spec.tokens, list[str | None]()
+        tokens = fields.get("tokens")
+        if tokens is None:
+            text, note = self._text(fields, where, [s.kind for s in soft])
+            with _named(where):
+                text = prompts.expand_text(text, soft, special, self._codec().spell)
+            tokens, notes = self._codec().encode(text, where), [note]
+        if not self.engine.media.kinds:
+            return tokens, ()
+        with _named(where):
+            encode = self.codec.plain if self.codec else None
+            placed = prompts.place(tokens, soft, special, encode)
+        if not encode and prompts.times_left_out([tokens], [placed], special):
+            notes.append(prompts.NO_TIMES)
+        return placed, tuple(n for n in notes if n)
+
+    def _text(
+        self, fields: Mapping[str, Any], where: str, given: Sequence[str]
+    ) -> tuple[str, str | None]:
+        """The text of the prompt with a placeholder for each medium, and a note."""
+        if "tokens" in fields:
+            return "", None
+        codec, special = self._codec(), self.engine.spec.tokens
+        bos = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
+        with _named(where):
+            return prompts.mark(
+                fields["prompt"], given, self.engine.media.kinds, special, codec.spell, bos
+            )
+
+    def _read(self, unread: Unread) -> Request:
+        """The request with its media encoded."""
+        soft = list[Soft]()
+        for m in unread.media:
+            with _named(m.where):
+                soft.append(self.engine.encode(m.kind, m.path, **m.settings))
+        return self._request(unread.fields, unread.where, tuple(soft))
 
     def _codec(self) -> Codec:
         if self.codec is None:
@@ -301,7 +441,10 @@ class Desk:
         """Generate; `told(token)` sees each token as it is drawn."""
 
         begun = time.perf_counter()
-        cached, logits = self._prefill(request.tokens)
+        if request.unread:
+            request = self._read(request.unread)
+        encode_s = time.perf_counter() - begun
+        cached, logits = self._prefill(request)
         sampler, out, first = Sampler(request.sampling), list[int](), 0.0
         for (token,), _ in self.session.stream(
             logits, request.max_new_tokens, sampler, request.stop
@@ -309,26 +452,39 @@ class Desk:
             first = first or time.perf_counter() - begun
             out.append(token)
             told(token)
-        self._held += out[:-1]
+        self._held += self._remembered(out[:-1])
         total = time.perf_counter() - begun
         return Result(
             request.id, tuple(out), self.codec.decode(out) if self.codec else None,
             "stop" if out[-1] in request.stop else "length",
-            len(request.tokens), cached, first, total,
+            len(request.tokens), cached, first, total, counts(request.soft), encode_s,
+            request.notes,
         )  # fmt: skip
 
-    def _prefill(self, tokens: tuple[int, ...]) -> tuple[int, torch.Tensor]:
+    def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
         """(tokens that the row held already, logits after the prompt)."""
         import torch
 
+        tokens = request.tokens
         kept = self._keep(tokens)
         self._held = []  # unknown until the prefill is through
-        logits = self.session.prefill(torch.tensor([tokens[kept:]]))
-        self._held = list(tokens)
+        logits = self.session.prefill(torch.tensor([tokens[kept:]]), soft=request.soft)
+        self._held = self._remembered(tokens)
         return kept, logits
 
+    def _remembered(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens that a later prompt may share: placeholders are none."""
+        if not self.engine.media.kinds:
+            return list(tokens)
+        holders = {*prompts.placeholders(self.engine.spec.tokens).values()}
+        return [_SOFT if t in holders else t for t in tokens]
+
     def _keep(self, tokens: tuple[int, ...]) -> int:
-        """Cut the row to what it shares with a prompt, the last token left to compute."""
+        """Cut the row to what it shares with a prompt, the last token left to compute.
+
+        That ends before the first soft token that the row holds (`_remembered`), so that none is
+        reused and no block is cut.
+        """
         pairs = zip(self._held, tokens[:-1])
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if shared is None:
@@ -339,3 +495,12 @@ class Desk:
             shared = 0
             self.session.reset()
         return shared
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """An InputError begins with `where`."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{where}: {e}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,12 @@ import torch
 
 from .errors import InputError
 from .interpret import interpret
+from .media.merge import Piece, Prompt, merged
+from .model import BLOCKS, placeholders
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .media.soft import Soft
     from .sampling import Sampler
 
 
@@ -33,6 +36,9 @@ class Session:
         if not 1 <= batch <= limit:
             raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
         self.engine, self.batch = engine, batch
+        #: kind -> the id of its placeholders
+        self._media = placeholders(engine.spec.tokens, engine.media)
+        self._has_blocks = BLOCKS in engine.program.graphs
         self.state = engine.runtime.new_state(batch)
         #: int64 [batch]: tokens that each row holds
         self.length = torch.zeros(batch, dtype=torch.int64)
@@ -40,43 +46,59 @@ class Session:
         self._written = torch.zeros(batch, dtype=torch.int64)
 
     def prefill(
-        self, tokens: Any, lengths: Any = None, all_logits: bool = False
-    ) -> torch.Tensor:
+        self, tokens: Any, lengths: Any = None, all_logits: bool = False, *,
+        soft: Sequence[Soft] = (), images: Sequence[Any] = (), videos: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+    ) -> torch.Tensor:  # fmt: skip
         """Append tokens, int64 [batch, S]; row b's first lengths[b] are valid (default: all).
 
         Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
-        0, which is left untouched), or [batch, S, vocab] with `all_logits`. Raises InputError on
-        a token outside the vocabulary or a row that would pass max_seq.
+        0, which is left untouched), or [batch, S, vocab] with `all_logits` (zeros behind a row's
+        last). Raises InputError on a token outside the vocabulary or a row that would pass
+        max_seq.
+
+        `soft` take the places of the placeholders of their kind, row by row; images, videos and
+        audio are encoded here and come after them. InputError where there are more or fewer
+        placeholders than soft tokens, or where a picture that is seen both ways does not fit a
+        chunk. Nothing is appended then.
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
                 "all_logits: this engine was built without --all-logits; build it with"
             )
         tokens, lengths = self._checked(tokens, lengths)
-        vocab = self.engine.spec.text.vocab_size
-        shape = (self.batch, tokens.shape[1], vocab) if all_logits else (self.batch, vocab)
-        out = torch.zeros(shape)
-        chunk = self.engine.limits.prefill_chunk
-        for at in range(0, int(lengths.max()), chunk):
-            n = (lengths - at).clamp(0, chunk)
-            piece = tokens[:, at : at + int(n.max())]
-            ends = (n > 0) & (at + n == lengths)
-            logits = self._step(piece, n, wanted=all_logits or bool(ends.any()))
-            if all_logits:
-                assert logits is not None
-                out[:, at : at + piece.shape[1]] = logits
-            elif logits is not None:
-                out[ends] = _last(logits, n)[ends]
-        return out
+        items = {"image": images, "video": videos, "audio": audio}
+        made = [self.engine.encode(kind, item) for kind, given in items.items() for item in given]
+        hidden = self.engine.spec.text.hidden_size
+        prompt = merged(tokens, lengths, (*soft, *made), self._media, hidden, self._has_blocks)
+        return self._append(prompt, all_logits)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`
-        (bool [batch]) is False are left untouched and yield zeros."""
+        (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
+        the padding token."""
         tokens = _tensor(next_tokens, "decode: tokens")
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
         lengths = None if active is None else self._checked_active(active)
-        return self.prefill(tokens[:, None], lengths)
+        return self._append(Prompt(*self._checked(tokens[:, None], lengths)), False)
+
+    def _append(self, prompt: Prompt, all_logits: bool) -> torch.Tensor:
+        """Logits as `prefill` returns them."""
+        vocab = self.engine.spec.text.vocab_size
+        width = (prompt.tokens.shape[1],) if all_logits else ()
+        out = torch.zeros(self.batch, *width, vocab)
+        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
+            end = piece.start + piece.count
+            ends = (piece.count > 0) & (end == prompt.lengths)
+            logits = self._step(prompt, piece, wanted=all_logits or bool(ends.any()))
+            if all_logits:
+                assert logits is not None
+                for row, (i, j) in enumerate(zip(piece.start.tolist(), end.tolist(), strict=True)):
+                    out[row, i:j] = logits[row, : j - i]
+            elif logits is not None:
+                out[ends] = _last(logits, piece.count)[ends]
+        return out
 
     def stream(
         self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
@@ -127,7 +149,8 @@ class Session:
             self._written = torch.maximum(self._written, self.length)
 
     def truncate(self, n: Any) -> None:
-        """Keep the first n tokens (an int or int64 [batch]) of each row.
+        """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
+        is seen both ways, what is kept of it has seen what is dropped.
 
         Raises InputError, and changes nothing, where a ring no longer holds what would be seen.
         """
@@ -220,7 +243,9 @@ class Session:
         return tokens, lengths
 
     def _check_ids(self, tokens: torch.Tensor) -> None:
-        text = self.engine.spec.text
+        text, pad = self.engine.spec.text, self.engine.spec.tokens.pad or 0
+        for i in self._media.values():  # whose rows no table is asked for
+            tokens = tokens.masked_fill(tokens == i, pad)
         # A per-layer table may have fewer rows; what it has no row for can be drawn, not read.
         vocab = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
@@ -240,19 +265,20 @@ class Session:
                 f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
             )
 
-    def _step(
-        self, tokens: torch.Tensor, n: torch.Tensor, wanted: bool
-    ) -> torch.Tensor | None:
+    def _step(self, prompt: Prompt, piece: Piece, wanted: bool) -> torch.Tensor | None:
         """One chunk through the runtime. A chunk of one token is a decode step."""
         device = self.engine.device
-        positions = self.length[:, None] + torch.arange(tokens.shape[1])
-        feeds = self.engine.embed(tokens)
-        feeds |= {"positions": positions.to(device), "lengths": n.to(device)}
-        after = self.length + n
-        logits = self.engine.runtime.run(
-            "decode" if tokens.shape[1] == 1 else "prefill", feeds, self.state,
-            int(after.max()), wanted,
-        )  # fmt: skip
+        positions = self.length[:, None] + torch.arange(piece.width)
+        feeds = self.engine.embed(piece.take(prompt.tokens, 0))
+        prompt.put_soft(feeds["embeds"], piece)
+        feeds |= {"positions": positions.to(device), "lengths": piece.count.to(device)}
+        phase = "decode" if piece.width == 1 else "prefill"
+        ids = prompt.blocks(piece) if piece.width > 1 else None
+        if ids is not None:
+            phase = BLOCKS
+            feeds["block_ids"] = ids.to(device)
+        after = self.length + piece.count
+        logits = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
         self.length = after
         self._written = torch.maximum(self._written, after)
         return None if logits is None else logits.float().cpu()

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
-from .spec import AttentionKind, Moe, Ple, Spec, Text, Tokens, check_spec
+from .spec import (
+    AttentionKind,
+    Audio,
+    Moe,
+    Ple,
+    Spec,
+    Text,
+    Tokens,
+    UnifiedAudio,
+    UnifiedVision,
+    Vision,
+    check_spec,
+)
 
 WINDOW = 8
 VOCAB = 256
 TOKENS = Tokens(bos=2, eos=(1,), pad=0)
+#: ids of the same vocabulary for the tokens of media
+MEDIA_TOKENS = {
+    "image": 240, "video": 241, "audio": 242, "boi": 243, "eoi": 244, "boa": 245, "eoa": 246,
+}  # fmt: skip
+BUDGET = 70
 
 
-def shrink(spec: Spec) -> Spec:
-    """A spec of the same structure that runs in milliseconds.
+def shrink(spec: Spec, media: bool = False) -> Spec:
+    """A spec of the same structure that runs in milliseconds; with `media` its towers too.
 
     Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
     each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
@@ -39,11 +57,43 @@ def shrink(spec: Spec) -> Spec:
         moe=text.moe and _moe(text.moe, layers),
         ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
     )  # fmt: skip
+    known: dict[str, Any] = {
+        k: v for k, v in MEDIA_TOKENS.items() if getattr(spec.tokens, k) is not None
+    }
     return check_spec(
         replace(
-            spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small, tokens=TOKENS,
-            vision=None, audio=None,
+            spec, name=f"{spec.name}-small", hub=None, dtype="f32", text=small,
+            tokens=replace(TOKENS, **known) if media else TOKENS,
+            vision=_vision(spec.vision) if media else None,
+            audio=_audio(spec.audio) if media else None,
         )
+    )  # fmt: skip
+
+
+def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
+    """Two layers of the same proportions, clipping and standardizing as before."""
+    if isinstance(v, UnifiedVision):
+        return replace(
+            v, mm_embed_dim=48, output_proj_dims=48, mm_posemb_size=128, patch_size=4,
+            num_soft_tokens=BUDGET,
+        )  # fmt: skip
+    if v is None:
+        return None
+    return replace(
+        v, hidden_size=_size(v.hidden_size, 24), intermediate_size=_size(v.intermediate_size, 48),
+        num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1 if v.num_key_value_heads < v.num_attention_heads else 2,
+        head_dim=4 * -(-v.head_dim // 16), patch_size=4, position_embedding_size=512,
+        default_output_length=BUDGET,
+    )  # fmt: skip
+
+
+def _audio(a: Audio | UnifiedAudio | None) -> Audio | UnifiedAudio | None:
+    if isinstance(a, UnifiedAudio):
+        return replace(a, audio_embed_dim=40)
+    return a and replace(
+        a, hidden_size=_size(a.hidden_size, 32), num_hidden_layers=2, num_attention_heads=2,
+        output_proj_dims=_size(a.output_proj_dims, 32), subsampling_conv_channels=(16, 8),
     )  # fmt: skip
 
 

@@ -238,8 +238,14 @@ class Prefixes:
     head: Places = ("lm_head.weight",)
     vision: Places = ("model.vision_tower.", "vision_tower.")
     audio: Places = ("model.audio_tower.", "audio_tower.")
-    vision_embedder: Places = ("model.vision_embedder.", "vision_embedder.")
-    embed_vision: Places = ("model.embed_vision.", "embed_vision.")
+    # the last two of these are the module names of transformers 5.17
+    vision_embedder: Places = (
+        "model.vision_embedder.", "vision_embedder.", "model.embed_vision.", "embed_vision.",
+    )  # fmt: skip
+    embed_vision: Places = (
+        "model.embed_vision.", "embed_vision.",
+        "model.embed_vision.multimodal_embedder.", "embed_vision.multimodal_embedder.",
+    )  # fmt: skip
     embed_audio: Places = ("model.embed_audio.", "embed_audio.")
 
 

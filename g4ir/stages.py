@@ -235,7 +235,7 @@ class Stage:
 def _stages(engine: Engine, weights: StageWeights) -> Iterator[Stage]:
     """The model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version)."""
-    plain = build_program(engine.spec, engine.all_logits, engine.dtype)
+    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
 
     def keep(name: str, g: Graph) -> None:

@@ -30,6 +30,8 @@ def _refusal(
     act: Node, pair: list[Node | None], users: Mapping[str, list[Node]], params: set[str]
 ) -> str | None:
     gate, up = pair
+    if any(n is not None and n.op == "linear_clipped" for n in pair):
+        return "each projection clamps its input to bounds of its own"
     other = [v for v, n in zip(act.inputs, pair, strict=True) if n is None or n.op != "linear"]
     if other or not gate or not up:
         return f"{' and '.join(map(str, other))} is no projection"

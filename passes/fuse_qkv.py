@@ -20,6 +20,9 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
                 note(n.out.name, f"left: its weight {n.inputs[1]} is no parameter")
                 continue
             groups.setdefault(n.inputs[0].name, []).append(n)
+    for n in g.find("linear_clipped"):
+        if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
+            note(n.out.name, "left: its input is clamped to bounds of its own")
     edits: list[tuple[list[Node], list[Node]]] = []
     for group in groups.values():
         if len(group) == 1:

@@ -2,7 +2,8 @@
 
 Everything that only the last token's logits need runs on the last valid row of each sequence.
 Attention there reads the cache after the chunk was written, as in decode, so that the layers of the
-tail are the same programs as decode's.
+tail are the same programs as decode's. It needs no block ids: a block lies within its chunk, so
+nothing follows a row's last token in its block.
 """
 
 from __future__ import annotations

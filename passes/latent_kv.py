@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
 from g4ir.ir import RESULT, Attr, Builder, Graph, Node, Value, drop_dead, splice_all
+from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
@@ -111,9 +112,11 @@ class _Match:
     def read(self, n: Node, form: str, writes: list[Node]) -> Node:
         """A reader over the new caches, before or after their write as before."""
         b, rotation = Builder(), {k: v for k, v in self.table.attrs.items() if k != "dim"}
-        after, fresh = n.inputs[3] == self.write_k.out, n.inputs[5:]
+        after = n.inputs[3] == self.write_k.out
+        fresh, block_ids = split_chunk(n.inputs[5:], 2)
         held = [w.out if after else w.inputs[0] for w in writes]
         held += [w.inputs[1] for w in writes] if fresh else []
+        held += [] if block_ids is None else [block_ids]
         b.emit(
             "attention_latent", *n.inputs[:3], self.key.weight, *held, form=form, **n.attrs,
             **rotation, name=n.out.name,
@@ -181,9 +184,10 @@ def _check_readers(g: Graph, m: _Match) -> None:
     fresh = tuple(w.inputs[1] for w in writes)
     for n in m.pair.readers:
         together = [(w.inputs[0], w.out).index(v) for w, v in zip(writes, n.inputs[3:5])]
-        if len(set(together)) > 1 or n.inputs[5:] not in ((), fresh):
+        chunk, _ = split_chunk(n.inputs[5:], 2)
+        if len(set(together)) > 1 or chunk not in ((), fresh):
             raise _Left(f"{n.out} reads K and V of different moments")
-        if n.inputs[5:] and n.inputs[1:2] != m.table.inputs:
+        if chunk and n.inputs[1:2] != m.table.inputs:
             raise _Left(f"{n.out} is at other positions than the rotation")
 
 

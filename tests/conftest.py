@@ -36,8 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the hypothesis profile before any test module is imported."""
+    """Choose the hypothesis profile before any test module is imported; find what transformers
+    looks for when it is imported first."""
     settings.load_profile("full" if config.getoption("--full") else "ci")
+    from tests.torchvision_half import find_torchvision
+
+    find_torchvision()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,8 +12,8 @@ from g4ir.ir import Value
 from g4ir.types import Type, torch_dtype
 
 _UNARY: Mapping[str, Callable[..., torch.Tensor]] = {
-    "neg": torch.neg, "exp": torch.exp, "tanh": torch.tanh, "sqrt": torch.sqrt,
-    "erf": torch.erf, "not": torch.logical_not,
+    "neg": torch.neg, "exp": torch.exp, "log": torch.log, "tanh": torch.tanh,
+    "sqrt": torch.sqrt, "erf": torch.erf, "not": torch.logical_not,
 }  # fmt: skip
 _BINARY: Mapping[str, Callable[..., torch.Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,

@@ -76,3 +76,10 @@ class NetworkSession:
 def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
     """Token ids -> rows, through the embed graph."""
     return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]
+
+
+def in_range(op: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of an op as networks take them: a picture of P patches is at most P wide."""
+    if op == "axial_rope_table":
+        return [given[0].clamp(max=given[0].shape[1] - 1)]
+    return given

@@ -314,6 +314,7 @@ def test_every_op_has_a_kind() -> None:
     assert OPS.keys() - by_op == {
         "linear", "concat", "split", "heads", "merge_heads", "glu", "glu_packed", "linear_glu",
         "scale", "softcap", "last_row", "stack_layers", "unstack_layers",
+        "linear_bias", "linear_clipped", "activation", "sigmoid_glu", "causal_conv",
     }  # fmt: skip
     named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in OPS.keys() - by_op]
     assert all(c.kind != "other" for c in named)

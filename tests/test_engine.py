@@ -104,8 +104,8 @@ def test_manifest(built: Engine) -> None:
     m = json.loads((built.path / "manifest.json").read_text())
     assert set(m) == {
         "format", "g4ir", "variant", "spec_digest", "backend", "device", "machine", "dtype",
-        "limits", "all_logits", "skipped_passes", "options", "settings", "ple_placement", "graphs",
-        "weights", "compiled", "versions", "notes", "files", "digest",
+        "limits", "all_logits", "skipped_passes", "options", "settings", "ple_placement", "media",
+        "graphs", "weights", "compiled", "versions", "notes", "files", "digest",
     }  # fmt: skip
     assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
     assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import json
 import math
@@ -47,6 +46,7 @@ from g4ir.media.videos import (
 )
 from g4ir.spec import load_spec
 from tests.cli_tools import g4ir, refused
+from tests.torchvision_half import find_torchvision
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 TOWER, UNIFIED = "e2b", "12b"
@@ -54,38 +54,12 @@ KINDS = {
     TOWER: "gemma4.{}_gemma4.Gemma4{}",
     UNIFIED: "gemma4_unified.{}_gemma4_unified.Gemma4Unified{}",
 }
-_kept: list[Any] = []  # a torch library disappears with its last reference
-
-
-@cache
-def has_torchvision() -> bool:
-    """The reference's processors import torchvision and use its Python half alone. Where its
-    compiled half was built for another torch, the import asks in vain for two operators: they
-    are declared here, without a body."""
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
-        return False
-    try:
-        for library in Path(found.origin).parent.glob("_C.*"):
-            torch.ops.load_library(library)
-    except OSError:
-        declared = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _kept.append(declared)
-    return True
-
-
-@pytest.fixture(autouse=True, scope="module")
-def torchvision_first() -> None:
-    """Any module of transformers may import it."""
-    has_torchvision()
 
 
 @cache
 def processor(variant: str, kind: str = "image") -> Any:
     """The reference's processor with its defaults; skips where torchvision is not installed."""
-    if not has_torchvision():
+    if not find_torchvision():
         pytest.skip("the reference's processors need torchvision")
     path = KINDS[variant].format(f"{kind}_processing", f"{kind.title()}Processor")
     module, _, name = path.rpartition(".")

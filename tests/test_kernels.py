@@ -88,3 +88,27 @@ def test_experts(dtype: torch.dtype, case: str) -> None:
     got = pyops.experts(x, weights, index, gate_up, down, act)
     error = (got.double() - want.double()).abs().max()
     assert error <= 4 * BUDGET[dtype] * want.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_are_made_wide(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """In blocks of the weight, the last one not whole; sums are fp32, rounded once."""
+    monkeypatch.setattr(pyops, "_multiplies", lambda dtype: False)
+    monkeypatch.setattr(pyops, "WIDE_BLOCK", 40 * 24)
+    x = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+    w = torch.randn(96, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = (x.double() @ w.double().t()).to(dtype)
+    got = pyops.linear(x, w)
+    assert got.dtype == dtype and got.shape == wanted.shape
+    step = (got.double() - wanted.double()).abs() / wanted.double().abs().clamp(min=1e-2)
+    assert float(step.max()) <= 2 * torch.finfo(dtype).eps
+    # As good as never off by more than the order of sums: nothing is rounded twice.
+    assert float((got == wanted).float().mean()) > 0.98
+
+
+def test_cpus_with_instructions_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyops._multiplies.cache_clear()
+    monkeypatch.setattr(pyops, "cpu_flags", lambda: ("avx2", "avx512_bf16"))
+    assert pyops._multiplies(torch.bfloat16) and not pyops._multiplies(torch.float16)
+    assert pyops._multiplies(torch.float32)
+    pyops._multiplies.cache_clear()

@@ -42,6 +42,7 @@ from g4ir.tensorfile import read_header
 from g4ir.types import FLOATS, Type
 from tests.configs import NAMES, SMALL, VARIANTS, spec_called
 from tests.engines import some_tokens
+from tests.network_session import in_range
 from tests.oracle import (
     CALM,
     Oracle,
@@ -506,7 +507,7 @@ def op_types(types: tuple[Type, ...], dtype: str) -> tuple[Type, ...]:
     if dtype == "f32":
         return types
     return tuple(
-        Type(dtype, t.shape) if t.dtype == "f32" and (t.rank, t.shape[-1]) != (4, 1) else t
+        Type(dtype, t.shape) if t.dtype == "f32" and (t.rank, *t.shape[-1:]) != (4, 1) else t
         for t in types
     )
 
@@ -535,7 +536,7 @@ def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
         types[1] = Type("f32", types[1].shape)
     attrs = {**s.attrs, **({"dtype": dtype} if "dtype" in s.attrs else {})}
     n = node(case[0], tuple(types), attrs)
-    given = tensors(tuple(types), s)
+    given = in_range(case[0], tensors(tuple(types), s))
     want = run_node(n, list(given))
     got = run_exported(n, given, tmp_path)
     for v, ours, theirs in zip(n.outputs, got, want, strict=True):
@@ -582,6 +583,7 @@ def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
     assert main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["dtype"] == "f32" and " nodes: " in told["onnx"]
+    assert {"vision_70", "vision_280"} <= told["towers"].keys()
 
 
 def test_verify_and_run(small: Engine, capsys: Any) -> None:

@@ -46,6 +46,8 @@ def tensors(types: tuple[Type, ...], s: Sample, dtype: torch.dtype | None = None
         shape = [int(d) for d in t.shape]
         if t.dtype in FLOATS:
             out.append(torch.randn(shape, generator=g).to(dtype or torch_dtype(t.dtype)))
+        elif t.dtype == "bool":
+            out.append(torch.rand(shape, generator=g) < 0.7)
         else:
             out.append(torch.randint(*s.ints.get(i, (0, 1)), shape, generator=g))
     return out
@@ -67,7 +69,7 @@ def run(name: str, *inputs: torch.Tensor, **attrs: Any) -> Any:
 def as_bf16(types: tuple[Type, ...]) -> tuple[Type, ...]:
     """A reciprocal rms, [C,B,n,1], is not rounded."""
     return tuple(
-        Type("bf16", t.shape) if t.dtype == "f32" and (t.rank, t.shape[-1]) != (4, 1) else t
+        Type("bf16", t.shape) if t.dtype == "f32" and (t.rank, *t.shape[-1:]) != (4, 1) else t
         for t in types
     )
 
@@ -134,8 +136,8 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
     assert (not any((*reads, *writes))) == (case[0] in VIEWS)
 
 
-NO_FLOPS = {"concat", "split", "heads", "merge_heads", "last_row", "row_start", "cache_write",
-            "stack_layers", "unstack_layers", "latent_row"}  # fmt: skip
+NO_FLOPS = {"cast", "concat", "split", "heads", "merge_heads", "last_row", "row_start",
+            "cache_write", "stack_layers", "unstack_layers", "latent_row"}  # fmt: skip
 VIEWS = {"split", "heads", "merge_heads", "unstack_layers"}
 
 
@@ -308,6 +310,7 @@ EXPANSIONS = {
         ["rms_norm", "add"],
     ],
     "glu_packed": [["split", "glu"]],
+    "linear_clipped": [["clip", "linear", "clip"]],
     "linear_glu": [["linear", "glu_packed"], ["linear", "glu"]],
     "dual_norm_residual": [["rms_norm", "norm_residual", "norm_residual"]] * 3,
     "moe_mlp": [["linear_glu", "linear", "router", "experts"]] * 2,

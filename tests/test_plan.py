@@ -30,6 +30,7 @@ from g4ir.packing import split_program
 from g4ir.params import kv_bytes, numel, text_tensors
 from g4ir.pipeline import run_passes, run_program
 from g4ir.plan import KEYS, RESERVE_BYTES, SCHEMA, TOTALS, Plan, cache_lines, make_plan, reserve
+from g4ir.shrink import shrink
 from g4ir.spec import load_spec
 from g4ir.types import Type
 from g4ir.units import count_text, parse_counts, rounded_count, size_text
@@ -342,13 +343,25 @@ def test_full_size_caches(ctx: int) -> None:
         assert Caches(program, batch, ctx, "cpu").nbytes() == found.built == found.planned
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
+    """What an engine that takes media needs more is what its towers hold."""
+    spec = shrink(load_spec(variant), media=True)
+    kinds = ("none", "all")
+    built = [prepare(spec, random_weights=0, backend="reference", media=k) for k in kinds]
+    planned = [make_plan(spec, memory=1 << 36, media=k).fits[0].weight_bytes for k in kinds]
+    more = built[1].param_bytes() - built[0].param_bytes()
+    assert planned[1] - planned[0] == more > 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("placement", ["device", "host", "mmap"])
 def test_full_size_weights(dtype: str, placement: str) -> None:
     spec = load_spec("e2b")
     prepared = prepare(
-        spec, random_weights=0, backend="reference", dtype=dtype, ple_placement=placement
-    )
+        spec, random_weights=0, backend="reference", dtype=dtype, ple_placement=placement,
+        media="none",
+    )  # fmt: skip
     plan = make_plan(spec, dtype=dtype, ple_placement=placement)
     found = plan.weights_as(prepared.dtype)
     table = prepared.packing.program.params()["ple.table"].type.nbytes()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from g4ir.errors import InputError
-from g4ir.params import text_tensors
+from g4ir.params import media_tensors, text_tensors
 from g4ir.random_weights import (
     BLOCK,
     DISTRIBUTIONS,
+    KINDS,
     RandomCheckpoint,
     distribution,
     random_rows,
@@ -159,8 +162,21 @@ def test_distributions(name: str, shape: tuple[int, ...], centre: float, half: f
 
 def test_every_distribution_row_is_used() -> None:
     names = [n for s in ("tiny-moe", "tiny-ple") for n in text_tensors(load_spec(s))]
-    used = {distribution(name, (64, 48)) for name in names}
-    assert len(used) == len(DISTRIBUTIONS) - 1  # two rows share (1.0, 0.3)
+    names += [n for s in ("e2b", "12b", "31b") for n in media_tensors(load_spec(s), KINDS)]
+    used = {next(i for i, row in enumerate(DISTRIBUTIONS) if re.search(row[0], n)) for n in names}
+    assert used == set(range(len(DISTRIBUTIONS)))
+
+
+@pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
+def test_towers_are_filled_too(name: str) -> None:
+    spec = load_spec(name)
+    source = RandomCheckpoint(spec, seed=4, dtype=torch.float32)
+    bounds = {"min": -1, "max": 1}
+    for tensor, shape in media_tensors(spec, KINDS).items():
+        values = source.tensor(tensor)
+        assert values.shape == shape and values.isfinite().all()
+        if not shape:
+            assert values.sign() == bounds[tensor[-3:]], "a range that holds 0"
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
@@ -177,5 +193,5 @@ def test_random_checkpoint_fills_every_tensor(name: str) -> None:
     assert not source.ignored and not source.defaults
     source.release("norm.weight")
     source.close()
-    with pytest.raises(InputError, match="no text tensor"):
+    with pytest.raises(InputError, match="no tensor"):
         source.tensor("nothing")

@@ -87,7 +87,7 @@ _LOGIC = Allowed(BOOL)
 
 OPERATORS: Mapping[str, Allowed] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Max", "Min", "Neg"), _NUMBER),
-    **dict.fromkeys(("Exp", "Tanh", "Sqrt", "Erf", "Pow", "MatMul", "Softmax"), _REAL),
+    **dict.fromkeys(("Exp", "Log", "Tanh", "Sqrt", "Erf", "Pow", "MatMul", "Softmax"), _REAL),
     **dict.fromkeys(("Equal", "Greater", "Less", "And", "Or", "Not"), _LOGIC),
     **dict.fromkeys(("Cast", "Concat", "Gather", "GatherND", "Identity", "Transpose", "Where"),
                     Allowed()),

@@ -12,6 +12,7 @@ from g4ir.ir import Program
 from g4ir.packing import ParamSource
 
 from ..base import Limits, Progress, Setting
+from ..primitives.graph import tower_graphs
 from ..primitives.network import EXPERTS, stored_bytes
 
 if TYPE_CHECKING:
@@ -46,26 +47,28 @@ class OnnxBackend:
         self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
         params: ParamSource, settings: Mapping[str, str],
     ) -> dict[str, Any]:  # fmt: skip
-        from .export import export
+        from .export import EMBED, MODEL, export, tower_file
 
-        progress("model.onnx, embed.onnx")
+        progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(program)))))
         return export(program, limits, out, settings["experts"])
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")
-        from .export import Nowhere, network_model, summary
+        from .export import Nowhere, network_model, node_counts, summary, tower_model
 
-        program = prepared.packing.program
-        model = network_model(
-            program, prepared.limits, Nowhere(), prepared.settings["experts"]
-        )
-        return {"onnx": summary(model)}
+        program, limits = prepared.packing.program, prepared.limits
+        model = network_model(program, limits, Nowhere(), prepared.settings["experts"])
+        towers = {
+            name: f"{sum(node_counts(tower_model(g, limits, Nowhere())).values())} nodes"
+            for name, g in tower_graphs(program).items()
+        }
+        return {"onnx": summary(model), **({"towers": towers} if towers else {})}
 
     def load(
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],

@@ -32,7 +32,8 @@ ELEMENTS: Mapping[str, int] = {
 INLINE_BYTES = 4096
 
 _UNARY = {
-    "neg": "Neg", "exp": "Exp", "tanh": "Tanh", "sqrt": "Sqrt", "erf": "Erf", "not": "Not",
+    "neg": "Neg", "exp": "Exp", "log": "Log", "tanh": "Tanh", "sqrt": "Sqrt", "erf": "Erf",
+    "not": "Not",
 }  # fmt: skip
 _BINARY = {
     "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "max": "Max",
@@ -226,6 +227,8 @@ class OnnxEmitter(Emitter):
     # --- layout -------------------------------------------------------------------------------
 
     def _reshape(self, x: Operand, t: Type) -> Operand:
+        if x.handle in self.initializers:
+            return self._seen_as(x, t)
         return self._op("Reshape", [x, self._whole(*reshape_spec(x.type, t))], t)
 
     def _seen_as(self, x: Operand, t: Type) -> Operand:

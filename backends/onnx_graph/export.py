@@ -3,7 +3,9 @@
     model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
     embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
                     tables
-    constants.bin   tables of angles
+    vision_N.onnx   a picture, or a frame of a video, of at most N soft tokens -> its soft tokens
+    audio_N.onnx    a sound of at most N soft tokens -> its soft tokens
+    constants.bin   tables of angles, and others that are large
     weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
                     twice. Models and these files stay in one directory.
 """
@@ -25,7 +27,7 @@ from g4ir.ir import Graph, Node, Program, Value
 
 from ..base import Limits
 from ..primitives.emitter import SHARED, Operand
-from ..primitives.graph import network_graph
+from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.lowerings import LOWERINGS
 from ..primitives.network import Network, full_slots
 from .allow_list import check_model
@@ -49,10 +51,16 @@ model's dtype.
          positions       i64[B,S]        of each token in its row; also padding counts on
          lengths         i64[B]          valid tokens of the chunk by row, 0 to S; padding follows
          slots           i64[C]          0, 1, 2, ...; where a layer has a full-length cache
+         block_ids       i64[B,S]        where the variant sees pictures both ways: one number for
+                                         all soft tokens of a picture, which are in one chunk, and
+                                         -1 for every other token
          NAME            T[B,n,M,d]      a full-length cache, M = max_seq + prefill_chunk
                          T[B,W,n,d]      a ring of W slots
     out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all)
          NAME.next       as NAME         the cache after the chunk
+
+Where a picture or a sound stands, its soft tokens take the place of the rows of `embeds` that its
+placeholders got.
 
 Caches start as zeros. NAME and NAME.next may share memory for the caches that the property
 `g4ir.in_place` lists, and may not for the others. The next chunk's positions start after the valid
@@ -64,6 +72,19 @@ _EMBED_DOC = """Token ids to the rows that model.onnx takes.
 in   tokens    i64[B,S]
 out  embeds    [B,S,H]
      ple_rows  [B,S,L*P], where the variant has per-layer embeddings
+
+Placeholders of media get the rows of the padding token.
+"""
+
+_TOWER_DOC = """One picture (patches, positions) or one sound (features, mask), padded to a fixed
+size, to its soft tokens. What belongs to padding comes last and is to be left out.
+
+in   patches    f32[1,P,D]   pixels of 0 to 1
+     positions  i64[1,P,2]   column and row of each patch, (-1, -1) for padding; where the variant
+                             takes them
+     features   f32[1,T,F]   frames
+     mask       bool[1,T]    where there is sound; where the variant takes it
+out  soft       [1,N,H]      rows for model.onnx's embeds
 """
 
 
@@ -127,6 +148,15 @@ def network_model(
     return _checked(e.model("network", _NETWORK_DOC, facts))
 
 
+def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """A tower; LowerError where it leaves the allow-list."""
+    e = OnnxEmitter(storage)
+    net = Network(e, graph, limits, LOWERINGS)
+    net.emit()
+    e.name_values(_made(graph, net))
+    return _checked(e.model(graph.name, _TOWER_DOC, {}))
+
+
 def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
     """Token ids to rows of the tables."""
     graph, e = program.graphs["embed"], OnnxEmitter(storage)
@@ -170,12 +200,23 @@ def export(program: Program, limits: Limits, folder: Path, experts: str = "auto"
     """Write the models into a directory that holds the weights; returns what was written."""
     with open(folder / CONSTANTS, "wb") as file:
         storage = Directory(folder, file)
-        model = network_model(program, limits, storage, experts)
-        embed = embed_model(program, limits, storage)
-    for name, made in ((MODEL, model), (EMBED, embed)):
+        models = {
+            MODEL: network_model(program, limits, storage, experts),
+            EMBED: embed_model(program, limits, storage),
+            **{
+                tower_file(name): tower_model(g, limits, storage)
+                for name, g in tower_graphs(program).items()
+            },
+        }
+    for name, made in models.items():
         (folder / name).write_bytes(made.SerializeToString(deterministic=True))
         _check_file(folder / name)
-    return {"opset": OPSET, "nodes": sum(node_counts(model).values()), "experts": experts}
+    nodes = sum(node_counts(models[MODEL]).values())
+    return {"opset": OPSET, "nodes": nodes, "experts": experts}
+
+
+def tower_file(name: str) -> str:
+    return f"{name}.onnx"
 
 
 def _check_file(path: Path) -> None:

@@ -14,12 +14,19 @@ from g4ir.cache_sizes import context_slots
 from g4ir.errors import EngineError
 from g4ir.ir import Program, Value
 from g4ir.packing import ParamSource
-from g4ir.types import torch_dtype
+from g4ir.types import Type, torch_dtype
 
 from ..base import Limits, Progress, Tensors, Watch
-from ..primitives.network import SLOTS, full_slots, is_ring, stored_type
+from ..primitives.network import (
+    BLOCK_IDS,
+    NO_BLOCK,
+    SLOTS,
+    full_slots,
+    is_ring,
+    stored_type,
+)
 from .emitter import element_type
-from .export import MODEL
+from .export import MODEL, tower_file
 
 #: of onnxruntime's log: errors only, since each of them is raised as well
 SEVERITY = 4
@@ -85,6 +92,7 @@ class OnnxRuntime:
         progress: Progress,
     ) -> None:  # fmt: skip
         graph = program.graphs["prefill"]
+        self.graphs, self.folder = program.graphs, folder
         self.limits, self.source, self.path = limits, params, folder / MODEL
         self.state = {v.name: v for v in graph.state}
         (self.logits,) = graph.outputs
@@ -94,6 +102,8 @@ class OnnxRuntime:
         facts = self.session.get_modelmeta().custom_metadata_map
         self.in_place = frozenset(facts["g4ir.in_place"].split(","))
         self._counted: dict[int, torch.Tensor] = {}
+        #: opened when they are first used
+        self._towers: dict[str, onnxruntime.InferenceSession] = {}
 
     def new_state(self, batch: int) -> OnnxCaches:
         return OnnxCaches(self.state, batch, self.limits, self.in_place)
@@ -105,29 +115,36 @@ class OnnxRuntime:
         """`watch` sees the logits: nothing else of the one network shows."""
         batch, size = feeds["positions"].shape
         binding = self.session.io_binding()
-        counts = {SLOTS: self._count(state.slots(context))}
-        inputs = {k: t.contiguous() for k, t in {**feeds, **counts}.items() if k in self.names}
+        given = {
+            BLOCK_IDS: torch.full((batch, size), NO_BLOCK), **feeds,
+            SLOTS: self._count(state.slots(context)),
+        }  # fmt: skip
+        inputs = {k: t.contiguous() for k, t in given.items() if k in self.names}
         outputs = {f"{name}.next": t for name, t in state.spare.items()}
         out = self._empty_logits(batch, size) if logits or watch else None
         if out is not None:
             outputs[self.logits.name] = out
         _bind(binding.bind_input, {**inputs, **state.held})
         _bind(binding.bind_output, outputs)
-        try:
-            self.session.run_with_iobinding(binding)
-        except Exception as err:
-            raise EngineError(
-                f"{self.path}: onnxruntime {onnxruntime.__version__} failed in a {phase} chunk of "
-                f"{batch} x {size} tokens: {_first_line(err)}"
-            ) from err
+        _run(self.session, binding, self.path, f"in a {phase} chunk of {batch} x {size} tokens")
         state.swap()
         if watch and out is not None:
             watch(self.logits.name, out)
         return out if logits else None
 
     def _empty_logits(self, batch: int, size: int) -> torch.Tensor:
-        t = self.logits.type.bind({"B": batch, "S": size})
-        return torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
+        return _empty(self.logits.type.bind({"B": batch, "S": size}))
+
+    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
+        path, (soft,) = self.folder / tower_file(tower), self.graphs[tower].outputs
+        if tower not in self._towers:
+            self._towers[tower] = open_session(path, mapped=soft.type.dtype == "f32")
+        session, out = self._towers[tower], _empty(soft.type)
+        binding = session.io_binding()
+        _bind(binding.bind_input, {k: t.contiguous() for k, t in feeds.items()})
+        _bind(binding.bind_output, {soft.name: out})
+        _run(session, binding, path, f"on {', '.join(feeds)}")
+        return out
 
     def _count(self, n: int) -> torch.Tensor:
         if n not in self._counted:
@@ -143,6 +160,7 @@ class OnnxRuntime:
 
     def close(self) -> None:
         del self.session
+        self._towers.clear()
         self.source.close()
 
 
@@ -170,13 +188,26 @@ def open_session(path: Path, mapped: bool = False) -> onnxruntime.InferenceSessi
         ) from err
 
 
+def _empty(t: Type) -> torch.Tensor:
+    return torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
+
+
+def _run(session: Any, binding: Any, path: Path, where: str) -> None:
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as err:
+        raise EngineError(
+            f"{path}: onnxruntime {onnxruntime.__version__} failed {where}: {_first_line(err)}"
+        ) from err
+
+
 def _bind(bind: Any, tensors: Tensors) -> None:
     """By address: onnxruntime reads and writes torch's memory."""
     for name, t in tensors.items():
         bind(name, "cpu", 0, _element(t), list(t.shape), t.data_ptr())
 
 
-_ELEMENTS = {torch_dtype(d): element_type(d) for d in ("f32", "f16", "i64", "i32")}
+_ELEMENTS = {torch_dtype(d): element_type(d) for d in ("f32", "f16", "i64", "i32", "bool")}
 
 
 def _element(t: torch.Tensor) -> Any:

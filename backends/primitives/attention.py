@@ -9,6 +9,7 @@ import torch
 
 from g4ir.ir import Node, Value
 from g4ir.ops import OPS
+from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 from g4ir.types import FLOATS, Type, torch_dtype
@@ -49,11 +50,15 @@ def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
 
 def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
     """x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
+    return e.add(e.mul(x, cos), e.mul(rotated_half(e, x), sin))
+
+
+def rotated_half(e: Emitter, x: Operand) -> Operand:
+    """(-second half, first half) of the last dim."""
     last, d = x.rank - 1, x.shape[-1]
     assert isinstance(d, int)
     low, high = e.slice(x, last, 0, d // 2), e.slice(x, last, d // 2, d)
-    half = e.concat([e.unary("neg", high), low], last)
-    return e.add(e.mul(x, cos), e.mul(half, sin))
+    return e.concat([e.unary("neg", high), low], last)
 
 
 # --- caches -----------------------------------------------------------------------------------
@@ -108,16 +113,29 @@ def _key_positions(
     return e.concat([held, e.cast(positions, "i32")], 1) if fresh else held
 
 
-def _mask(e: Emitter, key: Operand, positions: Operand, window: int) -> Operand:
+def _mask(
+    e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
+) -> Operand:
     """[B, 1, 1, S, T] bool: keys that exist, are not in the future, and lie within the window
-    (rule 16)."""
+    (rule 16). `last` i32[B, S] are the last positions that queries see instead of their own."""
     key = e.unsqueeze(key, 1)
     query = e.unsqueeze(e.cast(positions, "i32"), 2)
-    seen = e.unary("not", e.binary("gt", key, query))
+    until = query if last is None else e.unsqueeze(last, 2)
+    seen = e.unary("not", e.binary("gt", key, until))
     seen = e.binary("and", seen, e.binary("gt", key, -1))
     if window:
         seen = e.binary("and", seen, e.binary("gt", key, e.sub(query, window)))
     return e.unsqueeze(seen, 1, 2)
+
+
+def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
+    """i32[B, S]: the position of the last token of a query's block, or its own (rule 19). The
+    largest of whole numbers is found in fp32, which holds every position."""
+    at, ids = e.cast(positions, "f32"), e.cast(block_ids, "i32")
+    same = e.binary("eq", e.unsqueeze(ids, 2), e.unsqueeze(ids, 1))
+    same = e.binary("and", same, e.binary("gt", e.unsqueeze(ids, 2), -1))
+    ends = e.reduce("max", e.where(same, e.unsqueeze(at, 1), -1), 2)
+    return e.cast(e.binary("max", at, e.reshape(ends, *at.shape)), "i32")
 
 
 def _rows(
@@ -140,8 +158,8 @@ def held_rows(
 ) -> list[Operand]:
     """The rows that an attention reads; its inputs from `first` on are `parts` caches, then, where
     given, as many tensors of the chunk."""
-    values = n.inputs[first:]
-    fresh = [*zip(values[parts:], held[parts:], strict=True)]
+    values = n.inputs[first : first + 2 * parts]
+    fresh = [*zip(values[parts:], held[parts : len(values)], strict=True)]
     return [
         _rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)
     ]
@@ -159,12 +177,25 @@ def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
     )
 
 
-def mask(net: Network, n: Node, key: Operand) -> Operand:
-    """[B, 1, 1, S, T] of an attention whose keys are at these positions."""
+def mask(net: Network, n: Node, key: Operand, first: int, parts: int) -> Operand:
+    """[B, 1, 1, S, T] of an attention whose keys are at these positions; its inputs from `first`
+    on are `parts` caches, the chunk's rows, and block ids, where given."""
     positions, window = n.inputs[1], n.whole("window")
+    _, block_ids = split_chunk(n.inputs[first + parts :], parts)
     return net.shared(
-        ("mask", id(key), positions, window),
-        lambda: _mask(net.e, key, net.operand(positions), window),
+        ("mask", id(key), positions, window, block_ids),
+        lambda: _mask(
+            net.e, key, net.operand(positions), window, _last(net, positions, block_ids)
+        ),
+    )
+
+
+def _last(net: Network, positions: Value, block_ids: Value | None) -> Operand | None:
+    if block_ids is None:
+        return None
+    return net.shared(
+        ("last seen", positions, block_ids),
+        lambda: _last_seen(net.e, net.operand(positions), net.operand(block_ids)),
     )
 
 
@@ -177,7 +208,7 @@ def attention(
 ) -> Operand:  # fmt: skip
     """Over K and V as they are cached; `form` stands for `attend` where a target has its own."""
     keys, values = held_rows(net, n, held, 3, 2)
-    seen = mask(net, n, key_positions(net, n, 3, 2))
+    seen = mask(net, n, key_positions(net, n, 3, 2), 3, 2)
     return (form or attend)(net, n, q, keys, values, seen)
 
 
@@ -191,7 +222,7 @@ def attention_latent(
     at = key_positions(net, n, 4, parts)
     rows = held_rows(net, n, held, 4, parts)
     made = _of_value(net, n, rows, w) if kept == "value" else _of_raw(net, n, rows, w, at)
-    return (form or attend)(net, n, q, *made, mask(net, n, at))
+    return (form or attend)(net, n, q, *made, mask(net, n, at, 4, parts))
 
 
 def _of_value(
@@ -227,15 +258,22 @@ def _of_raw(
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """softmax(cap(q k^T * scale) + mask) v; scores, probabilities and output rounded to q's dtype,
+    return weigh(net.e, q, keys, values, seen, n.number("scale"), n.number("softcap"))
+
+
+def weigh(
+    e: Emitter, q: Operand, keys: Operand, values: Operand, seen: Operand, scale: float,
+    cap: float = 0.0,
+) -> Operand:  # fmt: skip
+    """softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and a
+    mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
     softmax in fp32 (rule 15)."""
-    e, (b, s, heads, d), count = net.e, q.shape, keys.shape[1]
+    (b, s, heads, d), count = q.shape, keys.shape[1]
     assert isinstance(heads, int) and isinstance(count, int)
     grouped = e.reshape(q, b, s, count, heads // count, d)
     grouped = e.transpose(grouped, 0, 2, 3, 1, 4)
     scores = e.matmul(grouped, e.unsqueeze(keys, 2), transpose_b=True)
-    scores = times(e, scores, n.number("scale"))
-    cap = n.number("softcap")
+    scores = times(e, scores, scale)
     if cap:
         scores = wide(e, scores, lambda x: e.div(x, cap))
         scores = times(e, wide(e, scores, lambda x: e.unary("tanh", x)), cap)

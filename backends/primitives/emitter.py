@@ -20,7 +20,7 @@ from typing import Any
 from g4ir.ir import Value
 from g4ir.types import FLOATS, Dim, Type
 
-UNARY = ("neg", "exp", "tanh", "sqrt", "erf", "not")
+UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "max", "min", "floor_div")
 COMPARISONS = ("eq", "gt", "lt")
 LOGIC = ("and", "or")

@@ -10,15 +10,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from g4ir.errors import LowerError
 from g4ir.ir import Builder, Graph, Node, Program, Value, drop_dead, order, verify
 from g4ir.ops.latent import PARTS
 
 from .network import is_ring
 
+#: what appends tokens, the form that the network is made of first; and what makes the rows of a
+#: chunk. All other graphs are towers.
+MEDIA = "prefill_media"
+PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", MEDIA)
+
 
 def network_graph(program: Program) -> Graph:
-    """The one graph of a network: prefill, of which a decode step is a chunk of one token."""
-    g = program.graphs["prefill"]
+    """The one graph of a network: prefill, of which a decode step is a chunk of one token.
+
+    Where pictures are seen both ways it is prefill_media, which a chunk without pictures feeds
+    block ids of -1: a second network of the text model would hold its weights twice. The mask
+    that they make is one for all layers, and for a single token a few numbers.
+    """
+    g = next(program.graphs[name] for name in PREFILL if name in program.graphs)
     b = Builder()
     nodes: list[Node] = []
     ends: dict[tuple[Value, ...], Value] = {}
@@ -29,6 +40,7 @@ def network_graph(program: Program) -> Graph:
             if span not in ends:
                 ends[span] = _end(g, span, b)
             first = n.inputs.index(caches[0])
+            _check_past(g, n, first + 2 * len(caches))
             written = tuple(g.next[v.name] for v in caches)
             n = replace(n, inputs=(*n.inputs[:2], ends[span], *n.inputs[3:first], *written))
         nodes += [*b.nodes, n]
@@ -36,6 +48,11 @@ def network_graph(program: Program) -> Graph:
     out = drop_dead(order(replace(g, nodes=tuple(nodes))))
     verify(out)
     return out
+
+
+def tower_graphs(program: Program) -> dict[str, Graph]:
+    """What makes soft tokens: of pictures of one size, or of sounds of one length."""
+    return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 
 def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
@@ -46,6 +63,15 @@ def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
     caches = n.inputs[first : first + parts]
     old = all(v in g.state for v in caches) and len(n.inputs) > first + parts
     return caches if old and not is_ring(caches[0].type) else ()
+
+
+def _check_past(g: Graph, n: Node, chunk: int) -> None:
+    """A block is of the chunk, which is not seen apart here."""
+    if len(n.inputs) > chunk:
+        raise LowerError(
+            f"graph {g.name}: {n.out} sees blocks of media over a full-length cache; build with "
+            f"the pass plan_cache, which makes a ring of it"
+        )
 
 
 def _span(g: Graph, cache: Value) -> tuple[Value, ...]:

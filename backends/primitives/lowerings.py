@@ -13,14 +13,21 @@ import torch
 from g4ir.ir import Node
 from g4ir.ops import OPS
 
-from . import attention, moe
+from . import attention, audio, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
-from .pointwise import activate, reciprocal_rms, rms_norm, times, weight_like, wide
+from .pointwise import activate, layer_norm, reciprocal_rms, rms_norm, times, weight_like, wide
 
 
 def _linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
     return net.e.linear(x, w)
+
+
+def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
+    """Rounded twice where the target does not add the bias within the product."""
+    e = net.e
+    y = e.linear(x, w)
+    return e.add(y, weight_like(e, b, y))
 
 
 def _concat(net: Network, n: Node, *xs: Operand) -> Operand:
@@ -63,6 +70,26 @@ def _softcap(net: Network, n: Node, x: Operand) -> Operand:
     return times(e, x, cap)
 
 
+def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Operand:
+    e = net.e
+    low, high = (e.unsqueeze(bound, *range(x.rank)) for bound in (low, high))
+    return e.binary("min", e.binary("max", x, low), high)
+
+
+def _limit(net: Network, n: Node, x: Operand) -> Operand:
+    """Also where `most` is beyond the dtype."""
+    most = min(n.number("most"), -attention.least(x.dtype))
+    return net.e.binary("min", net.e.binary("max", x, -most), most)
+
+
+def _cast(net: Network, n: Node, x: Operand) -> Operand:
+    return net.e.cast(x, n.word("dtype"))
+
+
+def _activation(net: Network, n: Node, x: Operand) -> Operand:
+    return activate(net.e, x, n.word("act"))
+
+
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
     """The rows of all last tokens in one gather; the first row stands for those of none."""
     e = net.e
@@ -80,6 +107,12 @@ def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
 
 def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Operand:
     return rms_norm(net.e, x, w, n.number("eps"))
+
+
+def _layer_norm(
+    net: Network, n: Node, x: Operand, w: Operand, b: Operand | None = None
+) -> Operand:
+    return layer_norm(net.e, x, w, b, n.number("eps"))
 
 
 def _inverse_rms(net: Network, n: Node, x: Operand) -> Operand:
@@ -108,6 +141,14 @@ def _glu(net: Network, n: Node, gate: Operand, up: Operand) -> Operand:
     return net.e.mul(activate(net.e, gate, n.word("act")), up)
 
 
+def _mask_ids(net: Network, n: Node, tokens: Operand) -> Operand:
+    e = net.e
+    for i in n.wholes("ids"):
+        kept = e.unary("not", e.binary("eq", tokens, i))
+        tokens = e.where(kept, tokens, n.whole("pad"))
+    return tokens
+
+
 def _stack_layers(net: Network, n: Node, x: Operand) -> Operand:
     return net.e.transpose(x, 2, 0, 1, 3)
 
@@ -124,6 +165,7 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 #: op -> (network, node, *operands) -> results
 LOWERINGS: Mapping[str, Lowering] = {
     "linear": _linear,
+    "linear_bias": _linear_bias,
     "concat": _concat,
     "split": _split,
     "heads": _heads,
@@ -132,14 +174,20 @@ LOWERINGS: Mapping[str, Lowering] = {
     "mul": _mul,
     "scale": _scale,
     "softcap": _softcap,
+    "clip": _clip,
+    "limit": _limit,
+    "cast": _cast,
+    "activation": _activation,
     "last_row": _last_row,
     "row_start": _row_start,
     "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     "inverse_rms": _inverse_rms,
     "rope_table": _rope_table,
     "rope": _rope,
     "latent_row": _latent_row,
     "glu": _glu,
+    "mask_ids": _mask_ids,
     "stack_layers": _stack_layers,
     "unstack_layers": _unstack_layers,
     "cache_write": attention.cache_write,
@@ -147,10 +195,25 @@ LOWERINGS: Mapping[str, Lowering] = {
     "attention_latent": attention.attention_latent,
     "router": moe.router,
     "experts": moe.experts,
+    "centre_pixels": vision.centre_pixels,
+    "valid_patches": vision.valid_patches,
+    "axial_embedding": vision.axial_embedding,
+    "axial_rope_table": vision.axial_rope_table,
+    "axial_rope": vision.axial_rope,
+    "encoder_attention": vision.encoder_attention,
+    "pool_patches": vision.pool_patches,
+    "standardize": vision.standardize,
+    "mask_rows": audio.mask_rows,
+    "halve_mask": audio.halve_mask,
+    "conv_halve": audio.conv_halve,
+    "sigmoid_glu": audio.sigmoid_glu,
+    "causal_conv": audio.causal_conv,
+    "chunked_attention": audio.chunked_attention,
 }
 
-#: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside
-OUTSIDE = frozenset({"embedding", "greedy", "candidates"})
+#: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside,
+#: and what depends on weights alone is made at build
+OUTSIDE = frozenset({"embedding", "greedy", "candidates", "relative_keys"})
 
 
 def missing() -> set[str]:

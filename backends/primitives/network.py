@@ -8,6 +8,8 @@ by the next chunk); a ring of W slots is [B, W, n, d]. Both come in as `NAME` an
 
 Beside the graph's own inputs the caller feeds `slots` i64[C] = 0, 1, ...: C is how many slots of
 the full-length caches the step looks at, at least as many as rows hold tokens afterwards.
+
+A tower is a network of its own, without caches and with every size fixed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 #: the dim of full-length caches in the IR
 FULL = "C"
 SLOTS = "slots"
+#: i64[B,S], where the variant sees pictures both ways: equal within a picture, else NO_BLOCK
+BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: how routed experts are computed: weights of the chosen ones gathered, all of them multiplied, or
 #: gathered for single tokens only
 EXPERTS = ("auto", "gather", "all")

@@ -38,6 +38,16 @@ def rms_norm(e: Emitter, x: Operand, w: Operand | None, eps: float) -> Operand:
     return e.cast(h, x.dtype)
 
 
+def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float) -> Operand:
+    """In fp32, rounded once (rules 33, 42)."""
+    h = e.cast(x, "f32")
+    h = e.sub(h, e.reduce("mean", h, h.rank - 1))
+    h = e.mul(e.mul(h, reciprocal_rms(e, h, eps)), e.cast(weight_like(e, w, x), "f32"))
+    if b is not None:
+        h = e.add(h, e.cast(weight_like(e, b, x), "f32"))
+    return e.cast(h, x.dtype)
+
+
 def activate(e: Emitter, x: Operand, act: str) -> Operand:
     """The activation by its Hugging Face name, in fp32, rounded once."""
     return wide(e, x, lambda h: _ACTIVATIONS[act](e, h))
@@ -55,7 +65,27 @@ def _gelu(e: Emitter, h: Operand) -> Operand:
 
 
 def _silu(e: Emitter, h: Operand) -> Operand:
-    return e.div(h, e.add(e.unary("exp", e.unary("neg", h)), 1))
+    return e.div(h, _one_more(e, h))
+
+
+def sigmoid(e: Emitter, h: Operand) -> Operand:
+    """Of fp32: 1 / (1 + exp(-h))."""
+    return e.binary("pow", _one_more(e, h), -1)
+
+
+def _one_more(e: Emitter, h: Operand) -> Operand:
+    """1 + exp(-h)"""
+    return e.add(e.unary("exp", e.unary("neg", h)), 1)
+
+
+def softplus(e: Emitter, x: Operand) -> Operand:
+    """log(1 + exp(x)) in fp32, rounded once; of a large x no exponential is taken."""
+
+    def f(h: Operand) -> Operand:
+        size = e.binary("max", h, e.unary("neg", h))
+        return e.add(e.binary("max", h, 0), e.unary("log", _one_more(e, size)))
+
+    return wide(e, x, f)
 
 
 def _relu(e: Emitter, h: Operand) -> Operand:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from g4ir.ir import Node
-from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
@@ -25,14 +25,15 @@ Tensor = torch.Tensor
 
 def attention(
     m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, cache_k: Tensor,
-    cache_v: Tensor, *fresh: Tensor,
+    cache_v: Tensor, *chunk: Tensor,
 ) -> Tensor:  # fmt: skip
     """The form that measured fastest: plain products per head for a chunk over a ring in an engine
     for one row, and for its single bf16 tokens over a long cache; else the library's attention
     with the heads of a group as query rows."""
     if n.attrs["softcap"]:
-        return _reference(n, q, positions, written, cache_k, cache_v, *fresh)
-    mask = _mask(n, positions, written, cache_k, bool(fresh))
+        return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
+    fresh, block_ids = split_chunk(chunk, 2)
+    mask = _mask(n, positions, written, cache_k, bool(fresh), block_ids)
     if _is_one_token(n, fresh) and q.dtype == torch.bfloat16 and _is_long(n):
         return _one_token(n, q, cache_k, cache_v, mask)
     keys, values = _joined((cache_k, cache_v), fresh)
@@ -49,8 +50,9 @@ def attention_latent(
         return _reference(n, q, positions, written, w, *held)
     form = n.word("form")
     parts = len(PARTS[form])
-    caches, fresh = held[:parts], held[parts:]
-    mask = _mask(n, positions, written, caches[0], bool(fresh))
+    caches = held[:parts]
+    fresh, block_ids = split_chunk(held[parts:], parts)
+    mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
     one_token = _is_one_token(n, fresh)
     if form == "value":
         (rows,) = _joined(caches, fresh)
@@ -74,12 +76,16 @@ def _reference(n: Node, *operands: Tensor) -> Tensor:
     return out
 
 
-def _mask(n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: bool) -> Tensor:
+def _mask(
+    n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: bool,
+    block_ids: Tensor | None,
+) -> Tensor:  # fmt: skip
     """[B,S,T] bool, over the slots of the cache and then the tokens of the chunk."""
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
-    mask: Tensor = visible(key_pos, positions, n.whole("window"))
+    last = None if block_ids is None else last_seen(positions, block_ids)
+    mask: Tensor = visible(key_pos, positions, n.whole("window"), last)
     return mask
 
 

@@ -23,16 +23,24 @@ from .target import find_target
 if TYPE_CHECKING:
     from g4ir.engine import Prepared
 
-PHASES = ("prefill", "decode")
+#: the graphs that a step may run; an engine without pictures has no `prefill_media`
+PHASES = ("prefill", "decode", "prefill_media")
 KERNELS = "kernels.so"
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
 
+def phases(program: Program) -> list[str]:
+    """The graphs of a program that append tokens."""
+    return [p for p in PHASES if p in program.graphs]
+
+
 def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """The schedule of each phase; an engine for one row has its batch dim fixed."""
+    """The schedule of each phase and tower; an engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
-    return {p: schedule(bind(program.graphs[p], **fixed)) for p in PHASES}
+    return {
+        name: schedule(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
+    }
 
 
 #: most candidates that a device draws from; a wider choice is the host's
@@ -82,7 +90,7 @@ class TorchBackend:
         target = find_target(device, limits.max_batch)
         if device == "cuda" and not target.gpu:
             progress("this GPU is older than Hopper: the library's kernels only")
-        for phase in PHASES if target.gpu else ():
+        for phase in phases(program) if target.gpu else ():
             if note := unmeasured(program.graphs[phase], target):
                 progress(note)
         files = compiler.compile_all(texts, target, out / "programs", JOBS, progress)
@@ -97,7 +105,7 @@ class TorchBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
+    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:

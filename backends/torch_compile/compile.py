@@ -28,10 +28,10 @@ from g4ir.errors import G4Error, LowerError, MissingError
 from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
-from .target import Target
+from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
-SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py", "target.py")
+SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py", "target.py", "towers.py")
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
@@ -60,16 +60,7 @@ def machine(device: str) -> str:
         return f"cuda sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
     import platform
 
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_flags()}"
-
-
-def _cpu_flags() -> str:
-    """Vector extensions of this CPU, sorted; compiled code may use any of them."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
-    wanted = ("avx", "amx", "fma", "bmi", "sve", "asimd", "bf16", "fp16")
-    return ",".join(sorted(f for f in line.partition(":")[2].split() if f.startswith(wanted)))
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {','.join(cpu_flags())}"
 
 
 def _sources(target: Target) -> str:

@@ -17,6 +17,7 @@ from g4ir.types import Type, torch_dtype
 from . import pyops
 from .attention import attention, attention_latent
 from .target import Target
+from .towers import encoder_attention
 
 Lowering = Callable[..., Any]
 
@@ -140,6 +141,7 @@ LOWERINGS: dict[str, Lowering] = {
     "cache_write": _cache_write,
     "attention": attention,
     "attention_latent": attention_latent,
+    "encoder_attention": encoder_attention,
 }
 
 

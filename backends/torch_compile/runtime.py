@@ -124,6 +124,9 @@ class TorchRuntime:
         env = self._run_plan(self.plans[phase, logits], feeds, views, watch)
         return env["logits"] if logits else None
 
+    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
+        return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
+
     def _run_plan(
         self, plan: Sequence[Bound], feeds: Tensors, views: Tensors, watch: Watch | None = None
     ) -> dict[str, torch.Tensor]:

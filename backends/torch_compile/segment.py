@@ -16,7 +16,8 @@ from g4ir.errors import LowerError
 from g4ir.ir import Graph, Node, Value
 from g4ir.text import print_graph
 
-_LAYER = re.compile(r"(L\d+)\.")
+#: a layer of the text model or of a tower
+_LAYER = re.compile(r"((?:[a-z]+\.)?L\d+)\.")
 Key = tuple[str, int]
 
 

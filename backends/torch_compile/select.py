@@ -148,11 +148,19 @@ def has_chunk(n: Node) -> bool:
     return len(n.inputs) > ATTENTIONS[n.op] + caches(n)
 
 
+def has_blocks(n: Node) -> bool:
+    """Whether an attention reads block ids."""
+    return len(n.inputs) > ATTENTIONS[n.op] + 2 * caches(n)
+
+
 def kv_heads(n: Node) -> int:
     return _size(n.inputs[ATTENTIONS[n.op]].type, 2)
 
 
 def _attention(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
+    """Blocks of media are the library's: the kernels see the past alone."""
+    if has_blocks(n):
+        return None
     q, heads = n.inputs[0].type, kv_heads(n)
     shape = {
         "d": _size(q, -1), "kv_heads": heads, "group": _size(q, 2) // heads,

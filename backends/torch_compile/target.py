@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 #: compute capability that the kernels need
 LEAST = (9, 0)
@@ -42,3 +44,13 @@ def find_target(device: str, rows: int) -> Target:
 
     name = gpu_name(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     return Target(device, name, rows)
+
+
+@cache
+def cpu_flags() -> tuple[str, ...]:
+    """Vector extensions of this CPU, sorted; compiled code may use any of them."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
+    wanted = ("avx", "amx", "fma", "bmi", "sve", "asimd", "bf16", "fp16")
+    return tuple(sorted(f for f in line.partition(":")[2].split() if f.startswith(wanted)))

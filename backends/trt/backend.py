@@ -16,6 +16,7 @@ from g4ir.packing import ParamSource
 from g4ir.tensorfile import write_file
 
 from ..base import Limits, Progress, Setting
+from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.network import stored_bytes
 from . import probe
 
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
 
     from .runtime import TrtRuntime
 
-PLAN, TENSORS = "engine.plan", "engine.io.json"
+#: the network of the text model; those of towers are called as their graphs
+ENGINE = "engine"
+
+
+def files(name: str) -> tuple[str, str]:
+    """Of a network: its plan, and what it is fed."""
+    return f"{name}.plan", f"{name}.io.json"
+
+
+PLAN, TENSORS = files(ENGINE)
 
 
 def cache_dir() -> Path:
@@ -35,8 +45,8 @@ def cache_dir() -> Path:
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
         ("explicit", "fused", "plugin"), "explicit",
-        "products and a softmax; TensorRT's own attention layer; or kernels of this project for "
-        "decode steps",
+        "products and a softmax; TensorRT's own attention layer, in towers too; or kernels of "
+        "this project for decode steps",
     ),
     "experts": Setting(
         ("auto", "gather", "all", "plugin"), "auto",
@@ -69,7 +79,11 @@ class Host:
 
 @dataclass(frozen=True)
 class TrtBackend:
-    """Writes the network, has TensorRT's builder make a plan of it, runs the plan."""
+    """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
+
+    One plan holds the text model: prefill and decode are its profiles, and chunks with pictures
+    are prefill with block ids. Each tower is a plan with static shapes.
+    """
 
     name: str = "trt"
     devices: tuple[str, ...] = ("cuda",)
@@ -93,31 +107,43 @@ class TrtBackend:
         from .dry_run import EMULATED, check_sizes
         from .recorder import recorder
 
-        api = self.host.tensorrt()
+        api, graphs = self.host.tensorrt(), networks(program)
         progress("checking sizes")
-        check_sizes(probe.probe(recorder(EMULATED)), program, limits, settings)
+        emulated = probe.probe(recorder(EMULATED))
+        for graph in graphs.values():
+            check_sizes(emulated, graph, limits, settings)
         progress("writing the network")
-        written = build.write_network(api, program, limits, params, settings)
-        for note in written.emitter.notes:
-            progress(note)
-        weights = weight_bytes(written.graph)
-        progress(f"TensorRT's builder: {build.estimate(written, weights, settings)}")
+        written = {
+            name: build.write_network(api, g, limits, params, settings)
+            for name, g in graphs.items()
+        }
+        for w in written.values():
+            for note in w.emitter.notes:
+                progress(note)
+        progress(f"TensorRT's builder: {build.estimate([*graphs.values()], settings)}")
         memory = self.host.memory(device)
-        config = build.configure(api, written, settings, memory, weights)
         timing = build.timing_file(self.host.timings(), self.machine(device))
-        build.build_plan(api, written, config, timing, out / PLAN, progress)
-        text = json.dumps(written.interface.as_json(), indent=1) + "\n"
-        write_file(out / TENSORS, [text.encode()])
+        for name, w in written.items():
+            plan, tensors = files(name)
+            config = build.configure(api, w, settings, memory)
+            build.build_plan(api, w, config, timing, out / plan, progress)
+            text = json.dumps(w.interface.as_json(), indent=1) + "\n"
+            write_file(out / tensors, [text.encode()])
         return {
             "plan": PLAN, "tensors": TENSORS, "tensorrt": api.version, "gpu": self.host.gpu(),
-            "settings": dict(settings), "layers": written.network.num_layers,
+            "settings": dict(settings), "layers": written[ENGINE].network.num_layers,
+            "towers": {name: files(name)[0] for name in written if name != ENGINE},
         }  # fmt: skip
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def repeated_bytes(self, params: int, settings: Mapping[str, str]) -> int:
-        return 0 if settings["weights"] == "refit" else params
+    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
+        """A tower of several sizes is in several plans."""
+        from .build import weight_bytes
+
+        whole = sum(map(weight_bytes, networks(program).values()))
+        return 0 if settings["weights"] == "refit" else whole
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         from .dry_run import dry_run
@@ -128,7 +154,6 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> TrtRuntime:  # fmt: skip
-        from ..primitives.graph import network_graph
         from ..torch_compile.cuda_graph import recorded
         from . import runtime
         from .interface import interface
@@ -137,11 +162,21 @@ class TrtBackend:
         api = self.host.tensorrt()
         self._check_plan(kept, api)
         log = logger(api.trt)
-        progress("reading the plan")
-        engine = _read_plan(folder / kept["plan"], api, log)
-        runtime.give_weights(api, engine, log, params, kept["settings"]["weights"])
+        graphs, plans = networks(program), {ENGINE: kept["plan"], **kept["towers"]}
+
+        def opened(name: str) -> Any:
+            progress(f"reading {plans[name]}")
+            engine = _read_plan(folder / plans[name], api, log)
+            runtime.give_weights(api, engine, log, params, kept["settings"]["weights"])
+            return engine, interface(graphs[name], limits)
+
+        def tower(name: str) -> runtime.TrtTower:
+            engine, io = opened(name)
+            return runtime.TrtTower(api, engine, log, io, device)
+
+        engine, io = opened(ENGINE)
         return runtime.TrtRuntime(
-            api, engine, log, interface(network_graph(program), limits), limits, device, params,
+            api, engine, log, io, limits, device, params, tower,
             recorded if cuda_graph and device == "cuda" else None,
         )  # fmt: skip
 
@@ -161,9 +196,9 @@ class TrtBackend:
             )
 
 
-def weight_bytes(g: Graph) -> int:
-    """Bytes of what the network holds of the params; tables of embeddings are not among it."""
-    return sum(v.type.nbytes() for v in g.params)
+def networks(program: Program) -> dict[str, Graph]:
+    """The graph of every network of an engine directory, by name."""
+    return {ENGINE: network_graph(program), **tower_graphs(program)}
 
 
 def _read_plan(path: Path, api: probe.Api, log: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From a program to `engine.plan`: network, builder configuration, profiles, the builder's answer.
+"""From a graph to a plan: network, builder configuration, profiles, the builder's answer.
 
 Everything takes the TensorRT module as an argument (probe.Api), so that all of it runs on the
 recorder as well.
@@ -16,12 +16,11 @@ from types import FrameType
 from typing import Any
 
 from g4ir.errors import LowerError
-from g4ir.ir import Graph, Program, Value
+from g4ir.ir import Graph, Value
 from g4ir.packing import ParamSource
 from g4ir.tensorfile import write_file
 
 from ..base import Limits, Progress
-from ..primitives.graph import network_graph
 from ..primitives.network import Lowering, Network
 from .emitter import MappedWeights, TrtEmitter, without_weights
 from .interface import PROFILES, Interface, interface
@@ -82,14 +81,15 @@ class NamedWeights:
 
 
 def write_network(
-    api: Api, program: Program, limits: Limits, params: ParamSource | None,
+    api: Api, graph: Graph, limits: Limits, params: ParamSource | None,
     settings: Mapping[str, str],
 ) -> Written:  # fmt: skip
-    """The program as an INetworkDefinition. LowerError names the op and the value."""
+    """A graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
+    value."""
     log = logger(api.trt)
     builder = api.trt.Builder(log)
     network = builder.create_network(_network_flags(api, settings))
-    graph, weights = network_graph(program), NamedWeights(params)
+    weights = NamedWeights(params)
     emitter = TrtEmitter(api.trt, network, weights)
     experts = "auto" if settings["experts"] == "plugin" else settings["experts"]
     Network(emitter, graph, limits, chosen_lowerings(settings), experts).emit()
@@ -114,20 +114,20 @@ def _network_flags(api: Api, settings: Mapping[str, str]) -> int:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def configure(
-    api: Api, w: Written, settings: Mapping[str, str], memory: int, weights: int
-) -> Any:
-    """The builder's configuration. memory: bytes of the device; weights: bytes of the params."""
+def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) -> Any:
+    """The builder's configuration. memory: bytes of the device."""
     trt, config = api.trt, w.builder.create_builder_config()
+    # What the ops compute in fp32 is fp32, not products of 10 bits.
+    config.clear_flag(trt.BuilderFlag.TF32)
     for flag in WEIGHTS[settings["weights"]]:
         config.set_flag(getattr(trt.BuilderFlag, flag))
     config.set_memory_pool_limit(
-        trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weights)
+        trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weight_bytes(w.graph))
     )
     level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
     config.hardware_compatibility_level = level
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    for name in PROFILES:
+    for name in w.interface.profiles:
         _add_profile(w, config, name)
     if settings["weights"] == "refit":
         _mark_refittable(w)
@@ -185,13 +185,31 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
-def estimate(w: Written, weights: int, settings: Mapping[str, str]) -> Estimate:
-    """The plan lies in host memory beside the builder's copy of the weights; on the device lie the
-    weights and the scratch of the kernels that are timed."""
-    products = sum(1 for _ in w.graph.find("linear", "attention", "attention_latent", "experts"))
-    seconds = products * len(PROFILES) * SECONDS_PER_PRODUCT + weights / GIB * SECONDS_PER_GIB
+#: ops whose products' kernels are timed
+TIMED = (
+    "linear", "linear_bias", "linear_clipped", "attention", "attention_latent", "experts",
+    "encoder_attention", "chunked_attention", "conv_halve",
+)  # fmt: skip
+
+
+def estimate(graphs: Sequence[Graph], settings: Mapping[str, str]) -> Estimate:
+    """Of networks that are built one after the other. The plan lies in host memory beside the
+    builder's copy of the weights; on the device lie the weights and the scratch of the kernels
+    that are timed."""
     copies = 1 if settings["weights"] == "refit" else 2
-    return Estimate(seconds, copies * weights, weights + LEAST_WORKSPACE)
+    most = max(map(weight_bytes, graphs))
+    return Estimate(sum(map(_seconds, graphs)), copies * most, most + LEAST_WORKSPACE)
+
+
+def _seconds(g: Graph) -> float:
+    """A tower has one shape."""
+    products = sum(1 for _ in g.find(*TIMED)) * (len(PROFILES) if g.state else 1)
+    return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
+
+
+def weight_bytes(g: Graph) -> int:
+    """Bytes of what a network holds of the params; tables of embeddings are not among it."""
+    return sum(v.type.nbytes() for v in g.params)
 
 
 def build_plan(

@@ -29,7 +29,7 @@ DTYPES = {
 }  # fmt: skip
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
-UNARY = {"neg": "NEG", "exp": "EXP", "sqrt": "SQRT", "erf": "ERF", "not": "NOT"}
+UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "sqrt": "SQRT", "erf": "ERF", "not": "NOT"}
 ELEMENTWISE = {
     "add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "max": "MAX",
     "min": "MIN", "floor_div": "FLOOR_DIV", "eq": "EQUAL", "gt": "GREATER", "lt": "LESS",

@@ -9,6 +9,8 @@ Inputs, all in device memory and contiguous:
     lengths   i64[B]   how many of the S tokens of each row are valid; 0 leaves a row as it is
     slots     i64[C]   0, 1, 2, ...: C is how much of the full-length caches the step looks at, at
                        least as much as any row holds afterwards
+    block_ids i64[B,S] where the variant sees pictures both ways: one number for all soft tokens of
+                       a picture, which are in one chunk, and -1 for every other token
     NAME               one tensor per cache, zero at first
 
 Outputs: `logits`, of which row b belongs to its last valid token (or of every token, in an engine
@@ -19,6 +21,12 @@ A full-length cache is [B, heads, max_seq + prefill_chunk, head_dim] and is upda
 head_dim] and is not: its output needs a buffer of its own (`swapped`), which becomes the input of
 the next step while the old input becomes the output. Optimisation profile 0 is decode, whose S is
 1; profile 1 is prefill, whose S is 1 to prefill_chunk.
+
+A tower is an engine of its own (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
+shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],
+(-1, -1) for padding, or a sound's `features` f32[1,T,F] and `mask` bool[1,T], to `soft` [1,N,H].
+Soft tokens take the place of the rows of `embeds` where the picture or sound stands; those of
+padding come last and are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +60,7 @@ class Interface:
     aliased: Mapping[str, str]
     #: output -> the input with which it changes places after each step
     swapped: Mapping[str, str]
-    #: profile -> dim -> range
+    #: profile -> dim -> range; none of a tower, whose shapes are static
     profiles: Mapping[str, Mapping[str, Range]]
 
     @property
@@ -110,7 +118,7 @@ def interface(g: Graph, limits: Limits) -> Interface:
         {v.name: v.type for v in g.outputs} | {o: stored[i] for o, i in after.items()},
         {o: i for o, i in after.items() if i not in rings},
         {o: i for o, i in after.items() if i in rings},
-        {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES},
+        {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES if g.state},
     )
 
 

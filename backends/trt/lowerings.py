@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from g4ir.ir import Node
 
 from ..primitives import attention as shared
-from ..primitives import moe
+from ..primitives import moe, vision
 from ..primitives.emitter import Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
 from ..primitives.network import Lowering, Network
@@ -66,8 +68,31 @@ def attend(
     if n.number("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return shared.attend(net, n, q, keys, values, seen)
-    q = e.transpose(times(e, q, n.number("scale")), 0, 2, 1, 3)
     mask = net.shared(("mask of 4", id(seen)), lambda: _four_dims(e, seen))
+    return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
+
+
+def attend_patches(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
+) -> Operand:
+    """As `attend`, in a tower; the mask [B,1,1,1,P] is of keys alone, and IAttention wants a row
+    for each query."""
+    e, p = net.e, int(q.shape[1])
+    assert isinstance(e, TrtEmitter)
+
+    def rows() -> Operand:
+        none = e.constant(torch.zeros(1, 1, p, 1, dtype=torch.bool))
+        return e.binary("or", e.reshape(seen, *seen.shape[:3], p), none)
+
+    mask = net.shared(("mask of 4", id(seen)), rows)
+    return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
+
+
+def _fused(
+    e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand
+) -> Operand:
+    """q [B,S,heads,d] scaled; mask [B,1,S,T]"""
+    q = e.transpose(q, 0, 2, 1, 3)
     layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
     layer.mask = e.tensor(mask)
     layer.decomposable = True
@@ -91,4 +116,5 @@ def _attention(e: TrtEmitter, *tensors: Any) -> Any:
 _FUSED: Mapping[str, Lowering] = {
     "attention": partial(shared.attention, form=attend),
     "attention_latent": partial(shared.attention_latent, form=attend),
+    "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
 }

@@ -1,4 +1,5 @@
-"""Running an engine: one execution context per profile over the same caches, which torch owns."""
+"""Running engines. Of the text model: one execution context per profile over the same caches, which
+torch owns. Of towers: one static shape each."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from g4ir.sampling import Sampling
 from g4ir.types import torch_dtype
 
 from ..base import Limits, Watch
-from ..primitives.network import SLOTS
+from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
 from ..torch_compile.cuda_graph import Captured, Record, recorded
 from .interface import PROFILES, Interface
 from .probe import Api
@@ -82,97 +83,46 @@ class TrtState:
         return [*self.linear.values(), *(t for pair in self.rings.values() for t in pair)]
 
 
-class TrtRuntime:
-    """A deserialised engine of the TensorRT backend, on the device where torch allocates."""
+class Runner:
+    """A deserialised engine on the device where torch allocates: what steps and towers share.
+    EngineError where its tensors are not those of the interface."""
 
-    def __init__(
-        self, api: Api, engine: Any, log: Any, io: Interface, limits: Limits, device: str,
-        params: ParamSource, record: Record | None = recorded,
-    ) -> None:  # fmt: skip
-        self.api, self.engine, self.log, self.io = api, engine, log, io
-        self.limits, self.device, self.source = limits, device, params
-        #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = record
+    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
+        self.api, self.engine, self.log, self.io, self.device = api, engine, log, io, device
         check_engine(api, engine, io)
-        self.scratch = torch.empty(
-            max(1, engine.device_memory_size_v2), dtype=torch.uint8, device=device
-        )
-        self.slots = torch.arange(limits.max_seq, device=device)
-        (self.logits,) = io.outputs.keys() - io.caches.keys()
         # Not the default stream, on which TensorRT waits for the device at every step.
         self.side = torch.cuda.Stream() if device == "cuda" else None
-        self.contexts = {phase: self._context(phase) for phase in PROFILES}
 
-    def _context(self, phase: str) -> Any:
-        """An execution context of the phase's profile. All share their scratch memory, because no
-        two run at the same time."""
+    def _new_context(self, what: str) -> Any:
+        """An execution context whose scratch memory is given to it."""
         strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None:
-            raise self._error(f"no execution context for {phase}", "free device memory")
-        with self._stream() as stream:
-            if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
-                raise self._error(f"no profile for {phase}", "build it again")
-        context.set_device_memory(self.scratch.data_ptr(), self.scratch.numel())
+            raise self._error(f"no execution context for {what}", "free device memory")
         return context
 
-    def new_state(self, batch: int) -> TrtState:
-        return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
+    def _scratch(self) -> torch.Tensor:
+        size = max(1, self.engine.device_memory_size_v2)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def run(
-        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
-        watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
-        slots = step_slots(context, self.limits.max_seq)
-        if self.record and phase == "decode":
-            out = self._replay(feeds, state, slots)
-        else:
-            room = self._logits(state.batch, feeds["positions"].shape[1])
-            out = self._step(self.contexts[phase], feeds, state, slots, state.side, room)
-        state.side = 1 - state.side
-        if watch:
-            watch(self.logits, out)
-        return out if logits else None
-
-    def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
-        """One launch. The graph belongs to these caches, to this many slots of them, and to the
-        buffers that rings are in. A context of its own, which nothing else changes, is what
-        TensorRT asks of a context that was recorded."""
-        assert self.record
-        key, side = (slots, state.side), state.side
-        if key not in state.captured:
-            context, out = self._context("decode"), self._logits(state.batch, 1)
-            state.captured[key] = Captured(
-                lambda given: self._step(context, given, state, slots, side, out), feeds,
-                self.record,
-            )  # fmt: skip
-        logits: torch.Tensor = state.captured[key].replay(feeds)
-        return logits
-
-    def _logits(self, batch: int, count: int) -> torch.Tensor:
-        """Where a step writes them."""
-        t = self.io.outputs[self.logits]
-        shape = self.io.shape(self.logits, {"B": batch, "S": count})
+    def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
+        """Where a step writes an output, in these sizes."""
+        t = self.io.outputs[name]
+        shape = self.io.shape(name, dims)
         return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
 
-    def _step(
-        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Bind everything and run; returns the logits."""
-        inputs, outputs = state.bindings(self.io, side)
-        given = {**feeds, SLOTS: self.slots[:slots], **inputs}
-        given = {name: given[name].contiguous() for name in self.io.inputs}
+    def _execute(self, context: Any, inputs: Feeds, outputs: Feeds, fix: str) -> None:
+        """Bind everything and run."""
+        given = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self._stream() as stream:
-            self._bind(context, given, outputs | {self.logits: logits})
+            self._bind(context, given, outputs)
             if not context.execute_async_v3(stream):
-                raise self._error("a step failed", "load it with cuda_graph=False to see where")
-        return logits
+                raise self._error("a step failed", fix)
 
     @contextmanager
     def _stream(self) -> Iterator[int]:
         """The stream that TensorRT works on, in order with torch's: the current one while it is
-        recorded, else the runtime's own."""
+        recorded, else the runner's own."""
         if self.side is None:
             yield 0
             return
@@ -203,6 +153,118 @@ class TrtRuntime:
         said = " | ".join(self.log.errors[-3:]) or "TensorRT gave no reason"
         return EngineError(f"TensorRT engine: {what}: {said}; {fix}")
 
+
+class TrtTower(Runner):
+    """The engine of a tower: static shapes, no caches."""
+
+    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
+        super().__init__(api, engine, log, io, device)
+        self.context = self._new_context("a tower")
+
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Its one output. Scratch memory is torch's again afterwards, for the steps that follow."""
+        scratch = self._scratch()
+        self.context.set_device_memory(scratch.data_ptr(), scratch.numel())
+        (name,) = self.io.outputs
+        out = self._output(name, {})
+        self._execute(self.context, dict(feeds), {name: out}, "build it again")
+        return out
+
+
+class TrtRuntime(Runner):
+    """A loaded engine of the TensorRT backend. `open_tower` loads the engine of a tower, which is
+    done when it is first asked for."""
+
+    def __init__(
+        self, api: Api, engine: Any, log: Any, io: Interface, limits: Limits, device: str,
+        params: ParamSource, open_tower: Callable[[str], TrtTower],
+        record: Record | None = recorded,
+    ) -> None:  # fmt: skip
+        super().__init__(api, engine, log, io, device)
+        self.limits, self.source, self.open_tower = limits, params, open_tower
+        #: makes of a decode step what replays it; None: steps run launch by launch
+        self.record = record
+        self.scratch = self._scratch()
+        self.slots = torch.arange(limits.max_seq, device=device)
+        #: of single tokens; it lives as long as what is recorded
+        self.no_blocks = self._no_blocks(limits.max_batch, 1)
+        (self.logits,) = io.outputs.keys() - io.caches.keys()
+        self.contexts = {phase: self._context(phase) for phase in PROFILES}
+        self.towers: dict[str, TrtTower] = {}
+
+    def _context(self, phase: str) -> Any:
+        """An execution context of the phase's profile. All share their scratch memory, because no
+        two run at the same time."""
+        context = self._new_context(phase)
+        with self._stream() as stream:
+            if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
+                raise self._error(f"no profile for {phase}", "build it again")
+        context.set_device_memory(self.scratch.data_ptr(), self.scratch.numel())
+        return context
+
+    def new_state(self, batch: int) -> TrtState:
+        return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
+
+    def run(
+        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        slots = step_slots(context, self.limits.max_seq)
+        if self.record and phase == "decode":
+            out = self._replay(feeds, state, slots)
+        else:
+            room = self._logits(state.batch, feeds["positions"].shape[1])
+            profile = "decode" if phase == "decode" else "prefill"
+            out = self._step(self.contexts[profile], feeds, state, slots, state.side, room)
+        state.side = 1 - state.side
+        if watch:
+            watch(self.logits, out)
+        return out if logits else None
+
+    def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
+        """One launch. The graph belongs to these caches, to this many slots of them, and to the
+        buffers that rings are in. A context of its own, which nothing else changes, is what
+        TensorRT asks of a context that was recorded."""
+        assert self.record
+        key, side = (slots, state.side), state.side
+        if key not in state.captured:
+            context, out = self._context("decode"), self._logits(state.batch, 1)
+            state.captured[key] = Captured(
+                lambda given: self._step(context, given, state, slots, side, out), feeds,
+                self.record,
+            )  # fmt: skip
+        logits: torch.Tensor = state.captured[key].replay(feeds)
+        return logits
+
+    def _logits(self, batch: int, count: int) -> torch.Tensor:
+        """Where a step writes them."""
+        return self._output(self.logits, {"B": batch, "S": count})
+
+    def _step(
+        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Bind everything and run; returns the logits."""
+        inputs, outputs = state.bindings(self.io, side)
+        batch, size = feeds["positions"].shape
+        given = {**feeds, SLOTS: self.slots[:slots], **inputs}
+        if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
+            single = self.no_blocks[:batch]
+            given[BLOCK_IDS] = single if size == 1 else self._no_blocks(batch, size)
+        self._execute(
+            context, given, outputs | {self.logits: logits},
+            "load it with cuda_graph=False to see where",
+        )  # fmt: skip
+        return logits
+
+    def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
+        return torch.full((batch, size), NO_BLOCK, device=self.device)
+
+    def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if tower not in self.towers:
+            self.towers[tower] = self.open_tower(tower)
+        return self.towers[tower].run(feeds)
+
     def token_loop(
         self, embed: Callable[[torch.Tensor], Feeds], state: TrtState, batch: int,
         sampling: Sampling, stops: Sequence[int],
@@ -214,6 +276,7 @@ class TrtRuntime:
 
     def close(self) -> None:
         self.contexts.clear()
+        self.towers.clear()
         self.engine = None
         self.source.close()
 

@@ -107,7 +107,7 @@ class Watched:
     def __init__(self, runtime: Runtime, watch: Watch) -> None:
         self.runtime, self.watch, self.source = runtime, watch, runtime.source
         self.new_state, self.resident = runtime.new_state, runtime.resident
-        self.close = runtime.close
+        self.encode, self.close = runtime.encode, runtime.close
 
     def token_loop(self, *_: object) -> None:
         """Values are shown to the host, which chooses too."""

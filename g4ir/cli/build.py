@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
 
-from .common import add_layout, add_source, add_verb, emit, given_spec
+from .common import add_layout, add_media, add_source, add_verb, emit, given_spec, media_options
 from .run import verified
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def add_build(verbs: Any) -> None:
     p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
     add_layout(p)
+    add_media(p)
     p.add_argument("--set", metavar="NAME=VALUE", action="append", default=[],
                    help="a choice of the backend's (repeat)")  # fmt: skip
     p.add_argument("--memory", metavar="GPU|BYTES",
@@ -67,7 +68,7 @@ def _build(args: argparse.Namespace) -> int:
             skip=args.skip, link_weights=args.link_weights, latent_kv=args.latent_kv,
             ple_placement=args.ple_placement,
             memory=find_gpu(args.memory).memory_bytes if args.memory else None,
-            settings=_settings(args.set), dry=args.dry_run,
+            settings=_settings(args.set), **media_options(args), dry=args.dry_run,
             dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
         )  # fmt: skip
         out = _out(args, prepared.spec)
@@ -158,7 +159,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
         **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
-        "settings": dict(p.settings),
+        "settings": dict(p.settings), "media": list(p.media.kinds),
         "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},

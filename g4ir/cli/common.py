@@ -81,6 +81,46 @@ def add_layout(parser: Parser) -> None:
     )  # fmt: skip
 
 
+def add_media(parser: Parser) -> None:
+    """What the engine takes beside text."""
+    parser.add_argument(
+        "--media", metavar="KINDS", default="all",
+        help="all that the variant takes (default), none, or some of image,video,audio",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-budget", metavar="N,..",
+        help="soft tokens of an image at most: 70, 140, 280, 560 or 1120; the first is\n"
+        "what images get unless asked otherwise (default: the variant's own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--audio-seconds", metavar="N,..",
+        help="lengths of sound to compile for; the next longer one is used\n"
+        "(default 5,10,20,30)",
+    )  # fmt: skip
+
+
+def media_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `prepare` that these flags are."""
+    return {
+        "media": args.media,
+        "image_budgets": _numbers(args.image_budget, "--image-budget", int),
+        "audio_seconds": _numbers(args.audio_seconds, "--audio-seconds", float),
+    }
+
+
+def _numbers(text: str | None, flag: str, kind: Callable[[str], Any]) -> list[Any] | None:
+    """`70,280` -> [70, 280]"""
+    if text is None:
+        return None
+    words = text.split(",")
+    for word in words:
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", word.strip()) or (
+            kind is int and "." in word
+        ):
+            raise InputError(f"{flag} {word[:40]!r}: expected numbers above 0, such as 70,280")
+    return [kind(word) for word in words]
+
+
 def add_load(parser: Parser) -> None:
     """How an engine is loaded."""
     parser.add_argument(

@@ -34,6 +34,8 @@ def add_plan(verbs: Any) -> None:
     p.add_argument("--prefill-chunk", metavar="N", default="1024",
                    help="tokens of a prompt at a time (default 1024)")  # fmt: skip
     add_layout(p)
+    p.add_argument("--media", metavar="KINDS", default="none",
+                   help="count in the towers: all, or some of image,video,audio")  # fmt: skip
     p.add_argument("--nominal", action="store_true",
                    help="show the usual estimate too: bytes x the quoted count")  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
@@ -112,6 +114,7 @@ def _gpus(text: str | None) -> list[Gpu]:
 
 def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
     """Of several variants, each takes the contexts and options that it has a use for."""
+    from g4ir.media.choice import offered
     from g4ir.plan import make_plan
 
     longest = spec.text.max_position_embeddings
@@ -124,6 +127,7 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         device=args.device, ple_placement=placement, latent=args.latent_kv,
         prefill_chunk=parse_count(args.prefill_chunk, "--prefill-chunk"),
         all_logits=args.all_logits, skip=args.skip,
+        media="none" if several and not offered(spec) else args.media,
     )  # fmt: skip
 
 

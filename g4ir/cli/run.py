@@ -18,6 +18,13 @@ from .common import add_load, add_verb, emit, load, token_ids
 if TYPE_CHECKING:
     from g4ir.requests import Desk, Request, Result
 
+    from .common import Parser
+
+KINDS = ("image", "video", "audio")
+#: setting of media -> the kind that it is for
+SETTING_KINDS = {"image_budget": "image", "frames": "video", "audio_too_long": "audio"}
+FLAGS = ("max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
+
 
 def add_run(verbs: Any) -> None:
     p = add_verb(verbs, "run", _run, "generate, streaming")
@@ -28,8 +35,10 @@ def add_run(verbs: Any) -> None:
     given.add_argument(
         "--input-jsonl", metavar="FILE",
         help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
-        "max_new_tokens, temperature, top_k, top_p, seed, stop; answered in order",
+        "max_new_tokens, temperature, top_k, top_p, seed, stop, images, videos, audio (lists\n"
+        "of paths), image_budget, frames, audio_too_long; answered in order",
     )  # fmt: skip
+    _add_media(p)
     p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
     p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
     p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
@@ -37,6 +46,25 @@ def add_run(verbs: Any) -> None:
     p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
     p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
     add_load(p)
+
+
+def _add_media(p: Parser) -> None:
+    """Flags of media; their order is kept across kinds."""
+    for kind in KINDS:
+        p.add_argument(
+            f"--{kind}", metavar="FILE", dest="media", action="append", default=[],
+            type=partial(_medium, kind),
+            help=f"in the place of <{kind}> in the prompt, or before it (repeat)",
+        )  # fmt: skip
+    p.add_argument("--image-budget", metavar="N", type=int,
+                   help="soft tokens of an image: one that the engine was built for")  # fmt: skip
+    p.add_argument("--frames", metavar="N", type=int, help="of a video (default 32, or all)")
+    p.add_argument("--audio-too-long", choices=("cut", "refuse"),
+                   help="what to do with the rest of a sound (default: cut it)")  # fmt: skip
+
+
+def _medium(kind: str, path: str) -> tuple[str, str]:
+    return kind, path
 
 
 def add_verify(verbs: Any) -> None:
@@ -58,13 +86,14 @@ def add_verify(verbs: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from g4ir.requests import Desk
 
+    _check_media(args)
     lines = _read_lines(args.input_jsonl) if args.input_jsonl else _one_request(args)
-    flags = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     with console.Progress() as progress:
         engine = load(args.engine, progress, args.cuda_graph)
         desk = Desk(engine, flags)
-        requests = [desk.request(fields, where) for where, fields in lines]
+        requests = [desk.request(fields, where, args.media) for where, fields in lines]
         if args.input_jsonl or args.json:
             progress.stop()
             for request in requests:
@@ -74,6 +103,17 @@ def _run(args: argparse.Namespace) -> int:
             _tell_summary(_stream(desk, requests[0], progress))
         engine.close()
     return 0
+
+
+def _check_media(args: argparse.Namespace) -> None:
+    """InputError for flags of media that would do nothing."""
+    kinds = {kind for kind, _ in args.media}
+    if args.input_jsonl and kinds:
+        raise InputError(f"--{min(kinds)}: with --input-jsonl each request names its own files, "
+                         f'such as {{"prompt": "...", "images": ["a.png"]}}')  # fmt: skip
+    for setting, kind in SETTING_KINDS.items():
+        if getattr(args, setting) is not None and not args.input_jsonl and kind not in kinds:
+            raise InputError(f"--{setting.replace('_', '-')} is for --{kind}, which is not given")
 
 
 def _read_lines(source: str) -> list[tuple[str, dict[str, Any]]]:
@@ -111,6 +151,8 @@ def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:
 
     result = desk.answer(request, told)
     print(text.rest() if text else "", flush=True)
+    for note in result.notes:
+        console.say(f"note: {note}")
     return result
 
 

@@ -16,7 +16,8 @@ from .common import Parser, add_source, add_verb, emit, given_spec
 if TYPE_CHECKING:
     from g4ir.ir import Graph, Program
 
-PHASES = ("prefill", "decode", "embed")
+#: the text model's graphs, and the towers by their part
+PHASES = ("prefill", "decode", "embed", "prefill_media", "vision", "audio")
 #: options that only `--cost` has
 COST_OPTIONS = (
     "batch", "chunk", "context", "gpu", "bandwidth", "flop_rate", "weights", "nodes",
@@ -24,7 +25,10 @@ COST_OPTIONS = (
 #: and those that `--kernels` has too
 KERNEL_OPTIONS = ("batch", "gpu")
 #: phase -> options that say nothing about it
-MEANINGLESS = {"prefill": (), "decode": ("chunk",), "embed": ("context",)}
+MEANINGLESS: dict[str, tuple[str, ...]] = {
+    "prefill": (), "prefill_media": (), "decode": ("chunk",), "embed": ("context",),
+    "vision": ("chunk", "context", "batch"), "audio": ("chunk", "context", "batch"),
+}  # fmt: skip
 
 
 def add_show(verbs: Any) -> None:
@@ -119,7 +123,7 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
     if args.after is None and args.engine is not None:
         if args.skip:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
-        return _stored(args.engine)[1].graphs[args.phase]
+        return _found(_stored(args.engine)[1], args.phase)
     graph, skip = _plain_graph(args)
     if args.after == "none":
         return graph
@@ -155,15 +159,31 @@ def _show_why(args: argparse.Namespace) -> int:
     return 0
 
 
+def _found(program: Program, phase: str) -> Graph:
+    """A graph of an engine; of several sizes of a tower the largest."""
+    found = [g for name, g in program.graphs.items() if phase in (name, name.rpartition("_")[0])]
+    if not found:
+        known = ", ".join(program.graphs)
+        raise InputError(f"--phase {phase}: this engine has {known}; build it with --media all")
+    return found[-1]
+
+
+def _plain(spec: Spec, phase: str, all_logits: bool, dtype: str | None = None) -> Graph:
+    from g4ir.model import build_graph
+    from g4ir.towers import PARTS, default_tower
+
+    if phase in PARTS:
+        return default_tower(spec, phase, dtype)
+    return build_graph(spec, phase, all_logits, dtype)
+
+
 def _plain_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """The graph before all passes, and the passes to leave out."""
-    from g4ir.model import build_graph
-
     spec = _spec(args)
     if args.engine is None:
-        return build_graph(spec, args.phase, args.all_logits), set(args.skip)
+        return _plain(spec, args.phase, args.all_logits), set(args.skip)
     manifest, _ = _stored(args.engine)
-    graph = build_graph(spec, args.phase, manifest["all_logits"], manifest["dtype"])
+    graph = _plain(spec, args.phase, manifest["all_logits"], manifest["dtype"])
     return graph, {*manifest["skipped_passes"], *args.skip}
 
 
@@ -199,8 +219,8 @@ def _layer_text(graph: Graph, layer: int) -> str:
     """The lines of one layer: its nodes and the sources that they read."""
     from g4ir.text import print_node
 
-    mark = f"L{layer}."
-    nodes = [n for n in graph.nodes if any(v.name.startswith(mark) for v in n.outputs)]
+    marks = tuple(f"{part}L{layer}." for part in ("", "vision.", "audio."))
+    nodes = [n for n in graph.nodes if any(v.name.startswith(marks) for v in n.outputs)]
     if not nodes:
         raise InputError(f"--layer {layer}: graph {graph.name} has no such layer")
     read = {v.name for n in nodes for v in n.inputs}

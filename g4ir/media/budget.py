@@ -21,6 +21,8 @@ from g4ir.spec import Spec, UnifiedVision, Vision
 
 #: soft tokens of an image or frame; the reference's processors refuse every other number
 BUDGETS = (70, 140, 280, 560, 1120)
+#: soft tokens of a video's frame: the reference's default
+FRAME_BUDGET = 70
 CHANNELS = 3
 _SIZE = re.compile(r"([0-9]{1,7})[xX×]([0-9]{1,7})")
 

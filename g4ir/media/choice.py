@@ -11,18 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.spec import Spec
 
-from .audio import AudioSettings, audio_settings
-from .budget import BUDGETS, image_settings
-from .videos import FRAME_BUDGET
+from .budget import BUDGETS, FRAME_BUDGET, image_settings
+
+if TYPE_CHECKING:
+    from .audio import AudioSettings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 #: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
-SECONDS = (2.5, 5.0, 10.0, 20.0, 30.0)
+SECONDS = (5.0, 10.0, 20.0, 30.0)
+#: where frames stand alone, so that a longer sound goes through in parts
+PART_SECONDS = (10.0,)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,10 @@ class Media:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Media:
         """What `to_dict` wrote, also through JSON."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+        }
+        return cls(**plain)
 
 
 def offered(spec: Spec) -> tuple[str, ...]:
@@ -81,8 +87,15 @@ def find_media(
         budgets=tuple(sorted(set(asked))),
         default=asked[0] if asked else None,
         frame=FRAME_BUDGET if VIDEO in chosen else None,
-        lengths=_lengths(audio_settings(spec), seconds) if AUDIO in chosen else (),
+        lengths=_lengths(_sound(spec), seconds) if AUDIO in chosen else (),
     )
+
+
+def _sound(spec: Spec) -> AudioSettings:
+    # Imported late: it needs numpy, and whoever plans a variant without sound does without.
+    from .audio import audio_settings
+
+    return audio_settings(spec)
 
 
 def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
@@ -110,7 +123,7 @@ def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[
     """Soft tokens of the lengths asked for, none longer than the longest clip."""
     longest = settings.max_samples
     out = set()
-    for s in SECONDS if seconds is None else seconds:
+    for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:
         if not (math.isfinite(s) and s > 0):
             raise InputError(f"--audio-seconds {s}: expected seconds above 0")
         samples = round(s * settings.sampling_rate)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from g4ir.errors import InputError, MissingError
 from g4ir.spec import Spec
 
-from .budget import ImageSettings, fit_image, image_settings
+from .budget import FRAME_BUDGET, ImageSettings, fit_image, image_settings
 from .images import (
     F32,
     I64,
@@ -36,8 +36,7 @@ from .images import (
     resize,
 )
 
-FRAMES = 32  # sampled of a video; the reference's default, as are the next two
-FRAME_BUDGET = 70  # soft tokens of a frame
+FRAMES = 32  # sampled of a video; the reference's default, as is the next
 ASSUMED_RATE = 24.0  # frames per second where nothing says
 
 

@@ -8,6 +8,7 @@ the number of tokens written, so no mask is stored and the order of slots is fre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..types import Type
@@ -22,13 +23,31 @@ def slot_positions(written: Any, slots: int) -> Any:
     return written - 1 - torch.remainder(written - 1 - j, slots)
 
 
-def visible(key_pos: Any, query_pos: Any, window: int) -> Any:
+def last_seen(positions: Any, block_ids: Any) -> Any:
+    """i64[B, S]: the last position that each query sees: that of the last token of its block, or
+    its own where it is in none (rule 19). block_ids i64[B, S] are equal within a block, -1 outside.
+    """
+    import torch
+
+    same = (block_ids[:, :, None] == block_ids[:, None]) & (block_ids >= 0)[:, :, None]
+    ends = torch.where(same, positions[:, None], -1).amax(-1)
+    return torch.maximum(positions, ends)
+
+
+def visible(key_pos: Any, query_pos: Any, window: int, last: Any = None) -> Any:
     """[B, S, T] bool: keys that exist, are not in the future and lie within the window of
-    `window` keys that ends at the query (rule 16); window 0 sees all the past."""
+    `window` keys that ends at the query (rule 16); window 0 sees all the past. `last` i64[B, S]
+    are the last positions that queries see instead of their own."""
     key = key_pos.t()[:, None, :]
     query = query_pos[:, :, None]
-    mask = (key >= 0) & (key <= query)
+    mask = (key >= 0) & (key <= (query if last is None else last[:, :, None]))
     return mask & (key > query - window) if window else mask
+
+
+def split_chunk(given: Sequence[Any], parts: int) -> tuple[tuple[Any, ...], Any]:
+    """What an attention is given behind its `parts` caches: as many tensors of the chunk, or none,
+    and its block ids, or None."""
+    return tuple(given[:parts]), given[parts] if len(given) > parts else None
 
 
 def visible_pairs(queries: int, keys: int, window: int) -> int:
@@ -52,13 +71,17 @@ class attention:
     holds; cache_k, cache_v [C,B,n,d]; k, v [B,S,n,d] the chunk, not yet in the cache. Scores,
     probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
     comes from positions. A query without a visible key yields a finite value nobody reads.
+
+    With a chunk there may be block_ids i64[B,S]: adjacent tokens with the same number are a block,
+    those with -1 are in none. A query also sees what follows it in its block; the window cuts off
+    the past of a block as of anything else (rule 19). A block lies within one chunk.
     """
 
     rows = (0, 1)
 
     @staticmethod
     def infer(
-        q: Type, positions: Type, written: Type, cache_k: Type, cache_v: Type, *fresh: Type,
+        q: Type, positions: Type, written: Type, cache_k: Type, cache_v: Type, *chunk: Type,
         window: int, scale: float, softcap: float,
     ) -> Type:  # fmt: skip
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
@@ -72,19 +95,24 @@ class attention:
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
         fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
         require(fits, f"attention: {heads} query heads do not divide into {n} groups")
-        require(len(fresh) in (0, 2), "attention: fresh keys and values come together")
+        fits = len(chunk) in (0, 2, 3)
+        require(fits, "attention: fresh keys and values come together, block ids after them")
+        fresh, block_ids = split_chunk(chunk, 2)
         for x in fresh:
             fits = x == Type(q.dtype, (b, s, n, d))
             require(fits, f"attention: fresh {x} does not fit q {q} and cache {cache_k}")
+        fits = block_ids in (None, positions)
+        require(fits, f"attention: block ids {block_ids}, positions {positions}")
         return q
 
     @staticmethod
     def reference(
-        q: Any, positions: Any, written: Any, cache_k: Any, cache_v: Any, *fresh: Any,
+        q: Any, positions: Any, written: Any, cache_k: Any, cache_v: Any, *chunk: Any,
         window: int, scale: float, softcap: float,
     ) -> Any:  # fmt: skip
         import torch
 
+        fresh, block_ids = split_chunk(chunk, 2)
         key_pos = slot_positions(written, cache_k.shape[0])
         keys, values = cache_k, cache_v
         if fresh:
@@ -93,7 +121,8 @@ class attention:
                 for old, new in zip((keys, values), fresh, strict=True)
             )
             key_pos = torch.cat((key_pos, positions.t()))
-        mask = visible(key_pos, positions, window)
+        last = None if block_ids is None else last_seen(positions, block_ids)
+        mask = visible(key_pos, positions, window, last)
         b, s, heads, d = q.shape
         n = keys.shape[2]
         grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
@@ -107,7 +136,8 @@ class attention:
 
     @staticmethod
     def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, window: int, **_: Any) -> int:
-        """Two products over the keys that each query sees."""
+        """Two products over the keys that each query sees, without those ahead of it in a block:
+        how long blocks are is not known here."""
         b, s, heads, d = (int(n) for n in ins[0].shape)
         keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
         return 4 * b * heads * d * visible_pairs(s, keys, window)
@@ -116,6 +146,10 @@ class attention:
         Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
                 "f32[2,5,2,8]", "f32[2,5,2,8]"),
                {"window": 4, "scale": 1.0, "softcap": 0.0}, {1: (9, 14), 2: (9, 10)}),
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
+                "f32[2,5,2,8]", "f32[2,5,2,8]", "i64[2,5]"),
+               {"window": 4, "scale": 1.0, "softcap": 0.0},
+               {1: (9, 14), 2: (9, 10), 7: (-1, 2)}),
         Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[16,2,1,8]", "f32[16,2,1,8]"),
                {"window": 0, "scale": 1.0, "softcap": 20.0}, {1: (6, 7), 2: (7, 8)}),
         Sample(("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8,1,2,8]", "f32[8,1,2,8]"),

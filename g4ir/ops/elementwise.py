@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
+from ..types import FLOATS, Type, torch_dtype
 from .base import Sample, Traffic, op, require
 
 
@@ -80,6 +80,64 @@ class softcap:
         return torch.tanh(x / cap) * cap
 
     samples = [Sample(("f32[2,3,8]",), {"cap": 30.0})]
+
+
+@op
+class clip:
+    """clamp(x, low, high); bounds are tensors of no dim in x's dtype (rule 27)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, low: Type, high: Type) -> Type:
+        require(low == high == x.with_shape(), f"clip: bounds {low}, {high} of {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, low: Any, high: Any) -> Any:
+        return x.clamp(low, high)
+
+    samples = [Sample(("f32[2,3,8]", "f32[]", "f32[]"))]
+
+
+@op
+class limit:
+    """clamp(x, -most, most), where most is at most the largest number of x's dtype (rule 34)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, most: float) -> Type:
+        require(x.dtype in FLOATS and most > 0, f"limit: {x} to {most}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, *, most: float) -> Any:
+        import torch
+
+        bound = min(most, torch.finfo(x.dtype).max)
+        return x.clamp(-bound, bound)
+
+    samples = [Sample(("f32[2,3,8]",), {"most": 0.5})]
+
+
+@op
+class cast:
+    """x in another dtype"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, dtype: str) -> Type:
+        require(x.dtype in FLOATS and dtype in FLOATS, f"cast: {x} to {dtype}")
+        return Type(dtype, x.shape)
+
+    @staticmethod
+    def reference(x: Any, *, dtype: str) -> Any:
+        return x.to(torch_dtype(dtype))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,3,8]",), {"dtype": "f64"})]
 
 
 @op

@@ -36,6 +36,30 @@ class embedding:
 
 
 @op
+class mask_ids:
+    """Token ids with `pad` in the place of those in `ids`: what both tables look up where media
+    stand (rules 2, 38)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(tokens: Type, *, ids: tuple[int, ...], pad: int) -> Type:
+        require(tokens.dtype == "i64", f"mask_ids: {tokens} are no token ids")
+        return tokens
+
+    @staticmethod
+    def reference(tokens: Any, *, ids: tuple[int, ...], pad: int) -> Any:
+        for i in ids:  # not `isin`, whose table a recorded step may not copy from the host
+            tokens = tokens.masked_fill(tokens == i, pad)
+        return tokens
+
+    samples = [
+        Sample(("i64[2,7]",), {"ids": (3, 5), "pad": 0}, {0: (0, 7)}),
+        Sample(("i64[2,3]",), {"ids": (), "pad": 0}, {0: (0, 7)}),
+    ]
+
+
+@op
 class unstack_layers:
     """[layers, B, S, P] -> one [B, S, P] per layer"""
 

@@ -12,10 +12,11 @@ tensor says both. A row of such a cache comes in one of two forms:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..types import FLOATS, Type
-from .attention import attention, slot_positions
+from .attention import attention, slot_positions, split_chunk
 from .base import Sample, op, require, wide
 from .norm import reciprocal_rms
 from .rope import rope, rope_table, rotated_pairs
@@ -120,7 +121,7 @@ def keys_values(
 
 
 def _as_keys(
-    form: str, held: tuple[Type, ...], d: int, kind: str, fraction: float
+    form: str, held: Sequence[Type], d: int, kind: str, fraction: float
 ) -> list[Type]:
     """The types of the keys in the cache and, where given, in the chunk."""
     pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
@@ -135,6 +136,13 @@ def _as_keys(
     return [t.with_shape(*t.shape[:3], d) for t in held[::parts]]
 
 
+def _split(form: str, held: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The caches with the chunk's rows, and the block ids where there are any."""
+    parts = len(PARTS[form])
+    rows, block_ids = split_chunk(held[parts:], parts)
+    return (*held[:parts], *rows), () if block_ids is None else (block_ids,)
+
+
 @op
 class attention_latent:
     """`attention` over K and V that are made again from rows in one of two forms
@@ -143,8 +151,8 @@ class attention_latent:
     of K's norm; kind, theta, fraction, factor, dtype as in the `rope_table` that rotated K.
     Then the caches and, for a chunk that is not yet in them, its rows [B,S,...]: `value` one
     tensor [C,B,n,d + 2p], p = rotated_pairs(kind, d, fraction); `raw` two, [C,B,n,d] and
-    [C,B,n,1], the result of `inverse_rms`. Roundings as in `attention`; those of K and V are
-    stated above, at the forms.
+    [C,B,n,1], the result of `inverse_rms`. With a chunk there may be block_ids, as in `attention`.
+    Roundings as in `attention`; those of K and V are stated above, at the forms.
     """
 
     rows = (0, 1)
@@ -162,8 +170,11 @@ class attention_latent:
         rope_table.infer(
             positions, kind=kind, theta=theta, dim=d, fraction=fraction, factor=factor, dtype=dtype
         )
-        rows = [t for t in _as_keys(form, held, d, kind, fraction) for _ in "kv"]
-        attention.infer(q, positions, written, *rows, window=window, scale=scale, softcap=softcap)
+        rows, block_ids = _split(form, held)
+        keys = [t for t in _as_keys(form, rows, d, kind, fraction) for _ in "kv"]
+        attention.infer(
+            q, positions, written, *keys, *block_ids, window=window, scale=scale, softcap=softcap
+        )
         return q
 
     @staticmethod
@@ -172,12 +183,13 @@ class attention_latent:
         form: str, window: int, scale: float, softcap: float, **rotation: Any,
     ) -> Any:  # fmt: skip
         parts = len(PARTS[form])
+        rows, block_ids = _split(form, held)
         key_pos = slot_positions(written, held[0].shape[0])
-        rows = [*keys_values(form, held[:parts], w, key_pos, **rotation)]
-        if len(held) > parts:
-            rows += keys_values(form, held[parts:], w, positions, **rotation)
+        both = [*keys_values(form, rows[:parts], w, key_pos, **rotation)]
+        if len(rows) > parts:
+            both += keys_values(form, rows[parts:], w, positions, **rotation)
         return attention.reference(
-            q, positions, written, *rows, window=window, scale=scale, softcap=softcap
+            q, positions, written, *both, *block_ids, window=window, scale=scale, softcap=softcap
         )
 
     @staticmethod
@@ -187,7 +199,8 @@ class attention_latent:
     ) -> int:  # fmt: skip
         """Of `attention`; a key of the `value` form is d + 2p long. `raw`: also 5 for each element
         of K and V that is made again."""
-        q, held, parts = ins[0], ins[4:], len(PARTS[form])
+        q, parts = ins[0], len(PARTS[form])
+        held = _split(form, ins[4:])[0]
         d = int(q.shape[-1])
         rows = [x.with_shape(*x.shape[:-1], d) for x in held[::parts] for _ in "kv"]
         count = attention.flops(
@@ -207,6 +220,16 @@ class attention_latent:
                {"form": "raw", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "default",
                 "theta": 1e4, "fraction": 1.0, "factor": 2.0, "dtype": "f32"},
                {1: (9, 14), 2: (9, 10)}),
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]",
+                "i64[2,5]"),
+               {"form": "value", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
+                "theta": 1e4, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
+               {1: (9, 14), 2: (9, 10), 6: (-1, 2)}),
+        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,8]", "f32[7,2,2,1]",
+                "f32[2,5,2,8]", "f32[2,5,2,1]", "i64[2,5]"),
+               {"form": "raw", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "default",
+                "theta": 1e4, "fraction": 1.0, "factor": 2.0, "dtype": "f32"},
+               {1: (9, 14), 2: (9, 10), 8: (-1, 2)}),
         Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
                {"form": "value", "window": 0, "scale": 1.0, "softcap": 20.0,
                 "kind": "proportional", "theta": 1e6, "fraction": 0.25, "factor": 1.0,

@@ -34,6 +34,56 @@ class linear:
 
 
 @op
+class linear_bias:
+    """y[..., o] = sum_i x[..., i] * w[o, i] + b[o], rounded once"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type, b: Type) -> Type:
+        out: Type = linear.infer(x, w)
+        require(b == w.with_shape(w.shape[0]), f"linear_bias: bias {b} does not fit w {w}")
+        return out
+
+    @staticmethod
+    def reference(x: Any, w: Any, b: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.linear(x, w, b)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return outs[0].numel() * (2 * int(ins[1].shape[1]) + 1)
+
+    samples = [Sample(("f32[2,3,16]", "f32[24,16]", "f32[24]"))]
+
+
+@op
+class linear_clipped:
+    """clamp(linear(clamp(x, in_min, in_max), w), out_min, out_max); bounds are tensors of no dim
+    in x's dtype (rule 27)
+
+    Siblings are never packed: each clamps its input to bounds of its own, known only at load.
+    """
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type, *bounds: Type) -> Type:
+        fits = len(bounds) == 4 and all(t == x.with_shape() for t in bounds)
+        require(fits, f"linear_clipped: bounds {', '.join(map(str, bounds))} of {x}")
+        out: Type = linear.infer(x, w)
+        return out
+
+    @staticmethod
+    def expand(b: Any, x: Any, w: Any, in_min: Any, in_max: Any, out_min: Any, out_max: Any) -> Any:
+        y = b.emit("linear", b.emit("clip", x, in_min, in_max), w)
+        return b.emit("clip", y, out_min, out_max)
+
+    samples = [Sample(("f32[2,3,16]", "f32[24,16]", *("f32[]",) * 4))]
+
+
+@op
 class concat:
     """The inputs one after the other along `axis`."""
 

@@ -23,6 +23,28 @@ def activate(x: Any, act: str) -> Any:
 
 
 @op
+class activation:
+    """act(x) (rules 33, 34)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, act: str) -> Type:
+        require(act in ACTIVATIONS, f"activation: unknown activation {act!r}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, *, act: str) -> Any:
+        return activate(x, act)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 8 * outs[0].numel()
+
+    samples = [Sample(("f32[2,3,16]",), {"act": a}) for a in ACTIVATIONS]
+
+
+@op
 class glu:
     """act(gate) * up, two roundings (rule 11; also rule 8 with the per-layer row as up)"""
 

@@ -143,3 +143,31 @@ class dual_norm_residual:
         Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]"),
                {"eps": 1e-6, "scaled": False, "weighted": ()}),
     ]  # fmt: skip
+
+
+@op
+class layer_norm:
+    """(x - mean) / sqrt(var + eps) * w (+ b) over the last dim, rounded once (rules 33, 42)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, w: Type, b: Type | None = None, *, eps: float) -> Type:
+        fits = w == x.with_shape(x.shape[-1]) and b in (None, w)
+        require(fits, f"layer_norm: weight {w}, bias {b} of {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, w: Any, b: Any = None, *, eps: float) -> Any:
+        import torch
+
+        return torch.nn.functional.layer_norm(x, w.shape, w, b, eps)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 8 * outs[0].numel()
+
+    samples = [
+        Sample(("f32[2,3,8]", "f32[8]"), {"eps": 1e-6}),
+        Sample(("f32[2,3,8]", "f32[8]", "f32[8]"), {"eps": 1e-5}),
+    ]

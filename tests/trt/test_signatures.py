@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from g4ir.backends.base import Limits, checked_settings
+from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import log
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import one_thread
@@ -70,7 +71,7 @@ def written(version: str, name: str, settings: dict[str, str]) -> list[Call]:
     program = built_program(spec_called(name), dtype="bf16")
     main = program.map(lambda g: split_prologue(g)[1])
     chosen = checked_settings(backend, settings)
-    write_network(api, main, LIMITS, None, chosen)
+    write_network(api, network_graph(main), LIMITS, None, chosen)
     return distinct(api.trt.calls)
 
 

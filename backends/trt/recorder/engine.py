@@ -58,11 +58,11 @@ TensorIOMode = _enum("TensorIOMode", "NONE INPUT OUTPUT")
 #: of those that are used: version -> values
 _FLAGS: Mapping[str, Mapping[str, int]] = {
     "10.16.1": {
-        "FP16": 0, "REFIT": 4, "STRIP_PLAN": 19, "REFIT_IDENTICAL": 20, "WEIGHT_STREAMING": 21,
-        "REFIT_INDIVIDUAL": 23,
+        "FP16": 0, "REFIT": 4, "TF32": 6, "STRIP_PLAN": 19, "REFIT_IDENTICAL": 20,
+        "WEIGHT_STREAMING": 21, "REFIT_INDIVIDUAL": 23,
     },
     "11.4.0": {
-        "REFIT": 4, "STRIP_PLAN": 18, "REFIT_IDENTICAL": 19, "WEIGHT_STREAMING": 20,
+        "REFIT": 4, "TF32": 6, "STRIP_PLAN": 18, "REFIT_IDENTICAL": 19, "WEIGHT_STREAMING": 20,
         "REFIT_INDIVIDUAL": 22,
     },
 }  # fmt: skip
@@ -140,7 +140,7 @@ class IBuilderConfig(Recorded):
     """Made by `Builder.create_builder_config`."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._set = module, set[Any]()
+        self._module, self._set = module, {module.BuilderFlag.TF32}
         self._profiles: list[IOptimizationProfile] = []
         self._pools: dict[Any, int] = {}
         self._timing: ITimingCache | None = None
@@ -500,7 +500,9 @@ class IExecutionContext(Recorded):
         if tensor is None or tensor._layer is not None:
             return self._refuse(f"no input is called {name}")
         given = tuple(int(d) for d in shape)
-        ranges = self._engine._built.profiles[self._profile]
+        # An engine of static shapes needs no profile.
+        profiles = self._engine._built.profiles
+        ranges = profiles[self._profile] if profiles else {}
         low, _, high = ranges.get(name, (tensor._dims,) * 3)
         fits = len(given) == len(low) and all(a <= d <= b for a, d, b in zip(low, given, high))
         if not fits:

@@ -1,0 +1,145 @@
+"""The vision towers' ops in tensor primitives (rules 26 to 29, 42)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from g4ir.ir import Node, Value
+from g4ir.ops import OPS
+
+from .attention import rotated_half, weigh
+from .emitter import Emitter, Operand
+from .network import Network
+from .pointwise import weight_like
+
+#: most scores of a tower's attention that exist at a time: queries are taken in parts, so that
+#: 10080 patches (16 heads, 1.6 * 10^9 scores) need no more memory than 2520
+SCORES = 1 << 26
+
+
+def centre_pixels(net: Network, n: Node, x: Operand) -> Operand:
+    e = net.e
+    return e.cast(e.mul(e.sub(e.cast(x, "f32"), 0.5), 2), n.word("dtype"))
+
+
+# --- places -----------------------------------------------------------------------------------
+
+
+def _place(e: Emitter, positions: Operand, axis: int) -> Operand:
+    """i64[B,P] of i64[B,P,2]: columns, or rows."""
+    return e.reshape(e.slice(positions, 2, axis, axis + 1), *positions.shape[:2])
+
+
+def _padding(net: Network, positions: Value) -> Operand:
+    """bool[B,P]: patches at (-1, -1)."""
+    e, at = net.e, net.operand(positions)
+
+    def make() -> Operand:
+        return e.binary("and", *(e.binary("eq", _place(e, at, i), -1) for i in (0, 1)))
+
+    return net.shared(("padding", positions), make)
+
+
+def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
+    return net.e.unary("not", _padding(net, n.inputs[0]))
+
+
+def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
+    """Both tables as one, so that none is copied: entry x of table i is row i * N + x, or
+    2 * x + i where they alternate."""
+    e, axis = net.e, n.whole("axis")
+    count = int(table.shape[1 - axis])
+    rows = e.reshape(table, 2 * count, int(table.shape[2]))
+    step, second = (1, count) if axis == 0 else (2, 1)
+
+    def entry(i: int) -> Operand:
+        at = e.mul(e.binary("max", _place(e, positions, i), 0), step)
+        return e.gather(rows, e.add(at, i * second), 0)
+
+    kept = e.unsqueeze(e.unary("not", _padding(net, n.inputs[1])), 2)
+    return e.where(kept, e.add(entry(0), entry(1)), 0.0)
+
+
+def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
+    """Rows of tables of every place: a picture of P patches is at most P wide or high. Their first
+    row is that of padding, -1."""
+    e, quarter = net.e, n.whole("dim") // 4
+    places = torch.arange(-1, int(positions.shape[1]))
+    reference = OPS["axial_rope_table"].reference
+    assert reference
+    tables = reference(places[None, :, None].expand(-1, -1, 2), **n.attrs)
+    at = [e.add(_place(e, positions, i), 1) for i in (0, 1)]
+
+    def rows(table: torch.Tensor) -> Operand:
+        held = e.constant(table[0, :, :quarter].contiguous())
+        x, y = (e.gather(held, i, 0) for i in at)
+        return e.concat([x, x, y, y], 2)
+
+    return tuple(map(rows, tables))
+
+
+def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
+    """Three roundings; both halves of the head alike."""
+    e, half = net.e, int(x.shape[3]) // 2
+    turned = [rotated_half(e, e.slice(x, 3, i * half, (i + 1) * half)) for i in (0, 1)]
+    cos, sin = (e.unsqueeze(t, 2) for t in (cos, sin))
+    return e.add(e.mul(x, cos), e.mul(e.concat(turned, 3), sin))
+
+
+# --- attention --------------------------------------------------------------------------------
+
+#: (network, node, q [B,P,nq,d], keys and values [B,n,P,d], valid [B,1,1,1,P]) -> as q
+Form = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
+
+
+def encoder_attention(
+    net: Network, n: Node, q: Operand, k: Operand, v: Operand, valid: Operand,
+    form: Form | None = None,
+) -> Operand:  # fmt: skip
+    """`form` stands for products and a softmax where a target has its own."""
+    e = net.e
+    keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
+    seen = net.shared(("valid keys", n.inputs[3]), lambda: e.unsqueeze(valid, 1, 2, 3))
+    return (form or _in_parts)(net, n, q, keys, values, seen)
+
+
+def _in_parts(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
+) -> Operand:
+    """Queries in parts of one size, but the last."""
+    e, (b, p, heads, _) = net.e, map(int, q.shape)
+    parts = math.ceil(b * heads * p * p / SCORES)
+    size = math.ceil(p / parts)
+    cuts = [e.slice(q, 1, i, min(i + size, p)) for i in range(0, p, size)]
+    made = [weigh(e, part, keys, values, seen, n.number("scale")) for part in cuts]
+    return made[0] if len(made) == 1 else e.concat(made, 1)
+
+
+# --- behind the layers ------------------------------------------------------------------------
+
+
+def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:
+    """A product with each square's share of its patches, in fp32."""
+    e, k = net.e, n.whole("k")
+    count = int(n.out.type.shape[1])
+    column, row = (e.binary("max", _place(e, positions, i), 0) for i in (0, 1))
+    # Maxima of whole numbers are not among what TensorRT's parser takes.
+    widest = e.cast(e.reduce("max", e.cast(column, "f32"), 1), "i64")
+    across = e.binary("floor_div", e.add(widest, 1), k)
+    square = e.add(
+        e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k))
+    )
+    squares = e.constant(torch.arange(count)[None, :, None])
+    share = e.constant(torch.full((1, 1, 1), 1 / k**2))
+    weights = e.where(e.binary("eq", e.unsqueeze(square, 1), squares), share, 0.0)
+    mean = e.cast(e.matmul(weights, e.cast(x, "f32")), x.dtype)
+    return e.mul(e.cast(mean, "f32"), n.number("root"))
+
+
+def standardize(net: Network, n: Node, x: Operand, bias: Operand, scale: Operand) -> Operand:
+    e = net.e
+    bias, scale = (e.cast(weight_like(e, w, x), "f32") for w in (bias, scale))
+    return e.mul(e.sub(e.cast(x, "f32"), bias), scale)

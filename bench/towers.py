@@ -1,0 +1,177 @@
+"""The towers of a variant, before the prompt: beside transformers eager and compiled, in one run.
+
+    python bench/towers.py [--variant e2b] [--budget 280] [--seconds 10] [--dtypes bf16,f32]
+                           [--rounds 7] [--save]
+
+The towers have their full size; the text model behind them is small, since none of it runs. One
+image that fills its budget, and a sound that fills its tower. Built into build/bench/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import save, seconds
+
+import g4ir
+from g4ir.bench.measure import interleave
+from g4ir.bench.stats import around, median
+from g4ir.bench.system import environment
+from g4ir.checkpoint import write_checkpoint
+from g4ir.media.audio import Sound, audio_settings, prepare_sound
+from g4ir.media.budget import image_settings
+from g4ir.media.images import prepare_image
+from g4ir.random_weights import KINDS, RandomCheckpoint
+from g4ir.spec import FULL, SLIDING, Spec, load_spec
+from g4ir.types import TORCH_NAMES, torch_dtype
+
+BUILD = Path("build/bench/towers")
+PEERS = ("eager", "compiled")
+MODES = ("g4ir", *PEERS)
+
+
+def with_small_text(spec: Spec) -> Spec:
+    """The same towers before two narrow layers and a small vocabulary."""
+    text = replace(
+        spec.text, vocab_size=512, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=1, pattern=(SLIDING, FULL), num_kv_shared_layers=0,
+        sliding=replace(spec.text.sliding, head_dim=16, num_key_value_heads=1),
+        full=replace(spec.text.full, head_dim=16, num_key_value_heads=1), ple=None, moe=None,
+    )  # fmt: skip
+    ids = {"image": 500, "video": 501, "audio": 502, "boi": 503, "eoi": 504, "boa": 505, "eoa": 506}
+    tokens = replace(spec.tokens, bos=2, eos=(1,), pad=0, **ids)
+    return replace(spec, name=f"{spec.name}-towers", hub=None, text=text, tokens=tokens)
+
+
+def build(spec: Spec, dtype: str, budget: int, seconds: float) -> tuple[Any, Any]:
+    """The engine and the reference model, from one checkpoint."""
+    from transformers import AutoModelForMultimodalLM
+
+    folder = BUILD / f"{spec.name}-{dtype}"
+    shutil.rmtree(folder, ignore_errors=True)
+    source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+    checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
+    engine = g4ir.build(
+        spec, folder / "engine", checkpoint=checkpoint, dtype=TORCH_NAMES[dtype], max_seq=64,
+        prefill_chunk=16, media=("image", "audio"), image_budgets=[budget],
+        audio_seconds=[seconds],
+    )  # fmt: skip
+    model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch_dtype(dtype))
+    shutil.rmtree(folder / "checkpoint")
+    return engine, model.model.eval()
+
+
+def picture(spec: Spec, budget: int) -> Any:
+    """The image that fills the most of its budget."""
+    settings = image_settings(spec, budget)
+    rng = np.random.default_rng(0)
+    sizes = [(settings.side * n, settings.side * (budget // n)) for n in range(8, 28)]
+    width, height = max(sizes, key=lambda s: s[0] * s[1])
+    return prepare_image(rng.integers(0, 256, (height, width, 3), dtype=np.uint8), settings)
+
+
+def clip(spec: Spec, seconds: float) -> Any:
+    settings = audio_settings(spec)
+    count = round(seconds * settings.sampling_rate)
+    wave = 0.2 * np.random.default_rng(0).standard_normal(count)
+    return prepare_sound(Sound(wave.astype(np.float32), settings.sampling_rate), settings)
+
+
+def tensors(*arrays: Any) -> list[torch.Tensor]:
+    return [torch.from_numpy(a)[None] for a in arrays]
+
+
+def peers(features: Callable[..., Any], given: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """The reference's own two modes."""
+    compiled = torch.compile(features)
+
+    def run(f: Callable[..., Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with torch.no_grad():
+                return f(*given)
+
+        return call
+
+    return {"eager": run(features), "compiled": run(compiled)}
+
+
+def measure(
+    kind: str, engine: Any, item: Any, theirs: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, Any]:
+    """Milliseconds of each, interleaved, and how far the results lie apart."""
+    runs = {"g4ir": lambda: engine.encode(kind, item), **theirs}
+    (soft,) = runs["g4ir"]().pieces
+    rows = theirs["eager"]().pooler_output[0][: len(soft)].float()
+    for run in runs.values():  # compile, then once more warm
+        run(), run()
+    _, times = interleave(rounds, lambda: None, {k: partial(seconds, f) for k, f in runs.items()})
+    found = {k: around(median(many) * 1e3, [t * 1e3 for t in many]) for k, many in times.items()}
+    best = min(found[p].value for p in PEERS)
+    return {
+        "tower": kind, "dtype": engine.dtype, "soft_tokens": len(soft),
+        "ms": {k: s.to_dict() for k, s in found.items()},
+        "times_faster_than_the_faster_peer": best / found["g4ir"].value,
+        "difference_of_rms": float(relative(soft.float(), rows).max()),
+    }  # fmt: skip
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The largest difference of each row, relative to its rms."""
+    return (got - wanted).abs().amax(-1) / wanted.pow(2).mean(-1).sqrt()
+
+
+def rows_of(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
+    spec = with_small_text(load_spec(args.variant))
+    engine, model = build(spec, dtype, args.budget, args.seconds)
+    image, sound = picture(spec, args.budget), clip(spec, args.seconds)
+    kind = torch_dtype(dtype)
+    seen = tensors(image.patches, image.positions)
+    heard = tensors(sound.features, sound.mask)
+    heard[0] = heard[0].to(kind)
+    return [
+        measure("image", engine, image, peers(model.get_image_features, seen), args.rounds),
+        measure("audio", engine, sound, peers(model.get_audio_features, heard), args.rounds),
+    ]
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'tower':8} {'dtype':6} {'tokens':>6} " + "".join(f"{k + ' ms':>18}" for k in MODES)
+             + f"{'speed-up':>10}{'difference':>12}"]  # fmt: skip
+    for r in rows:
+        times = "".join(f"{r['ms'][k]['value']:10.1f} ± {r['ms'][k]['spread']:5.1f}" for k in MODES)
+        lines.append(f"{r['tower']:8} {r['dtype']:6} {r['soft_tokens']:6} {times}"
+                     f"{r['times_faster_than_the_faster_peer']:9.2f}x"
+                     f"{r['difference_of_rms']:12.1e}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", default="e2b")
+    parser.add_argument("--budget", type=int, default=280)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--dtypes", default="bf16,f32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="write bench/results/towers.json")
+    args = parser.parse_args()
+    rows = [row for dtype in args.dtypes.split(",") for row in rows_of(args, dtype)]
+    print(text(rows))
+    if args.save:
+        save("towers", {
+            "environment": environment(), "command": f"python bench/towers.py --variant "
+            f"{args.variant} --budget {args.budget} --seconds {args.seconds:g} --dtypes "
+            f"{args.dtypes} --rounds {args.rounds} --save",
+            "peers": "transformers: sdpa eager, and torch.compile of the same", "rows": rows,
+        })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Soft tokens in the place of their placeholders, and chunks that cut no picture.
+
+    prompt = merged(tokens, lengths, softs, ids, blocks=True)
+    for piece in prompt.pieces(chunk):
+        part = prompt.take(piece)          # tokens, block ids
+        prompt.put_soft(embeds, piece)
+
+A block is a run of adjacent placeholders of pictures, in images or videos: where a model sees
+pictures both ways its tokens see each other (rule 19), so that all of them must be in one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from g4ir.errors import InputError
+from g4ir.model import PICTURES
+
+from .soft import Soft, counts
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step takes of each row: tokens start[b] to start[b] + count[b], i64[B] both; `at` is
+    the start of every row, where that is one."""
+
+    start: Tensor
+    count: Tensor
+    at: int | None = None
+
+    @cached_property
+    def width(self) -> int:
+        return int(self.count.max())
+
+    def take(self, t: Tensor, fill: int) -> Tensor:
+        """[B, width] of t [B, S], which has `fill` behind a row's last token, as the result has."""
+        if self.at is not None:
+            return t[:, self.at : self.at + self.width]
+        column = torch.arange(self.width)
+        index = (self.start[:, None] + column).clamp(max=t.shape[1] - 1)
+        return t.gather(1, index).where(column < self.count[:, None], fill)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens i64[B,S], of which row b's first lengths[b] are valid; where a token's row is in the
+    table of soft tokens, -1 for the rows of the embedding; and its block, -1 in none."""
+
+    tokens: Tensor
+    lengths: Tensor
+    soft_rows: Tensor | None = None
+    table: Tensor | None = None
+    block_ids: Tensor | None = None
+
+    def pieces(self, chunk: int) -> list[Piece]:
+        """The steps, each of at most `chunk` tokens a row."""
+        return cut(self.lengths, chunk, self.block_ids)
+
+    def blocks(self, piece: Piece) -> Tensor | None:
+        """i64[B, width], or None where the piece has no block."""
+        if self.block_ids is None:
+            return None
+        ids = piece.take(self.block_ids, -1)
+        return ids if bool((ids >= 0).any()) else None
+
+    def put_soft(self, embeds: Tensor, piece: Piece) -> None:
+        """Overwrite the rows of placeholders in a piece's embeds [B, width, hidden]."""
+        if self.soft_rows is None or self.table is None:
+            return
+        rows = piece.take(self.soft_rows, -1)
+        batch, column = (rows >= 0).nonzero(as_tuple=True)
+        soft = self.table[rows[batch, column].to(self.table.device)].to(embeds)
+        embeds[batch.to(embeds.device), column.to(embeds.device)] = soft
+
+
+# --- what a prompt holds ----------------------------------------------------------------------
+
+
+def merged(
+    tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int],
+    hidden: int, blocks: bool,
+) -> Prompt:  # fmt: skip
+    """The prompt of tokens and what stands for its placeholders, whose ids are given by kind.
+
+    InputError where soft tokens are not [n, hidden] and finite, or as many as placeholders.
+    """
+    if not ids and not softs:
+        return Prompt(tokens, lengths)
+    places = find_places(tokens, lengths, ids)
+    check_softs(softs, ids, hidden)
+    check_counts(places, softs)
+    found = block_ids(union(tokens, (places[k] for k in PICTURES if k in places)))
+    given = bool((found >= 0).any())
+    rows, table = soft_rows(tokens, places, softs)
+    return Prompt(tokens, lengths, rows, table, found if blocks and given else None)
+
+
+def find_places(tokens: Tensor, lengths: Tensor, ids: Mapping[str, int]) -> dict[str, Tensor]:
+    """kind -> bool[B,S], where its placeholders stand."""
+    valid = torch.arange(tokens.shape[1]) < lengths[:, None]
+    return {kind: (tokens == i) & valid for kind, i in ids.items()}
+
+
+def union(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor:
+    """bool[B,S]"""
+    out = torch.zeros_like(tokens, dtype=torch.bool)
+    for mask in masks:
+        out = out | mask
+    return out
+
+
+def check_softs(softs: Sequence[Soft], ids: Mapping[str, int], hidden: int) -> None:
+    for i, soft in enumerate(softs):
+        what = f"{soft.kind} {i} of the soft tokens"
+        if soft.kind not in ids:
+            raise InputError(
+                f"{what}: this engine takes {', '.join(ids) or 'text alone'}; build it with "
+                f"--media {soft.kind}"
+            )
+        for piece in soft.pieces:
+            if piece.dim() != 2 or piece.shape[1] != hidden or not piece.is_floating_point():
+                raise InputError(
+                    f"{what}: expected floats [n, {hidden}], found {_shown(piece)}"
+                )
+            if not bool(torch.isfinite(piece).all()):
+                raise InputError(f"{what} are not finite: NaN or infinity in {_shown(piece)}")
+
+
+def _shown(t: Any) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
+
+def check_counts(places: Mapping[str, Tensor], softs: Sequence[Soft]) -> None:
+    """As many placeholders of a kind as soft tokens."""
+    given = counts(softs)
+    for kind, mask in places.items():
+        found = int(mask.sum())
+        if found != given.get(kind, 0):
+            raise InputError(
+                f"the prompt has {found} {kind} placeholders and {given.get(kind, 0)} soft tokens "
+                f"of kind {kind} were given; they must be as many"
+            )
+
+
+def soft_rows(
+    tokens: Tensor, places: Mapping[str, Tensor], softs: Sequence[Soft]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(i64[B,S] row of the table for each placeholder, -1 elsewhere; the table [N, hidden]).
+
+    Placeholders of a kind take that kind's soft tokens in row-major order.
+    """
+    if not softs:
+        return None, None
+    rows, pieces, at = torch.full_like(tokens, -1), list[Tensor](), 0
+    for kind, mask in places.items():
+        pieces += [p for s in softs if s.kind == kind for p in s.pieces]
+        count = int(mask.sum())
+        rows[mask] = torch.arange(at, at + count)
+        at += count
+    return rows, torch.cat([p.to(pieces[0]) for p in pieces]) if pieces else None
+
+
+def block_ids(pictures: Tensor) -> Tensor:
+    """i64[B,S] of bool[B,S]: the index of the first token of a run, -1 outside of runs."""
+    before = torch.nn.functional.pad(pictures, (1, 0))[:, :-1]
+    index = torch.arange(pictures.shape[1]).expand(pictures.shape)
+    first = index.where(pictures & ~before, 0)
+    return first.cummax(1).values.where(pictures, -1)
+
+
+# --- chunks -----------------------------------------------------------------------------------
+
+
+def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
+    """Pieces of at most `chunk` tokens a row, as long as they can be. A row that would be cut in
+    a block is cut before it; from there on it is apart from the others.
+
+    InputError where a block is longer than a chunk.
+    """
+    if block_ids is None:
+        starts = range(0, int(lengths.max()), chunk)
+        return [
+            Piece(torch.full_like(lengths, at), (lengths - at).clamp(0, chunk), at)
+            for at in starts
+        ]
+    _check_blocks(block_ids, chunk)
+    start, pieces = torch.zeros_like(lengths), list[Piece]()
+    while bool((start < lengths).any()):
+        end = _before_block((start + chunk).clamp(max=lengths), lengths, block_ids)
+        pieces.append(Piece(start, end - start))
+        start = end
+    return pieces
+
+
+def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
+    """The end, or the start of the block that it would cut."""
+    last = (end - 1).clamp(min=0)[:, None]
+    after = end.clamp(max=block_ids.shape[1] - 1)[:, None]
+    here, there = (block_ids.gather(1, i)[:, 0] for i in (last, after))
+    return there.where((end < lengths) & (there >= 0) & (here == there), end)
+
+
+def _check_blocks(block_ids: Tensor, chunk: int) -> None:
+    """InputError on the longest block, where it is longer than a chunk."""
+    rows, _ = (block_ids >= 0).nonzero(as_tuple=True)
+    if not rows.numel():
+        return
+    pairs = torch.stack((rows, block_ids[block_ids >= 0]), 1)
+    found, sizes = pairs.unique(dim=0, return_counts=True)
+    longest = int(sizes.max())
+    if longest > chunk:
+        row, at = found[sizes.argmax()].tolist()
+        raise InputError(
+            f"row {row}: the {longest} soft tokens of the picture at index {at} see each other "
+            f"and must be in one chunk, of at most {chunk}; build with --prefill-chunk {longest} "
+            f"or more, or give the picture fewer soft tokens"
+        )

@@ -1,0 +1,216 @@
+"""Prompts with media: where the soft tokens go.
+
+    text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
+    text = expand_text(text, softs, tokens, spell)      # exactly the reference's text
+    ids = place(tokenizer.encode(text).ids, softs, tokens, encode)
+
+A medium stands in a prompt as one placeholder, or as one placeholder for each of its soft tokens.
+The former becomes the latter between marks of begin and end; each frame of a video has its own
+marks, with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
+
+Text is expanded before it is tokenised, as in the reference: a frame's time may share a token with
+the text before it. Prompts of ids are expanded as ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+
+from g4ir.errors import InputError
+from g4ir.spec import Spec, Tokens
+
+from .choice import AUDIO, IMAGE, VIDEO, Media, offered
+from .soft import Soft, counts
+
+Encode = Callable[[str], list[int]]  # text -> ids, without bos
+Spell = Callable[[int], str]  # a special id -> its own string
+_MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
+
+
+def placeholders(tokens: Tokens) -> dict[str, int]:
+    """The id that stands for a soft token, of each kind that has one."""
+    ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
+    return {kind: i for kind, i in ids.items() if i is not None}
+
+
+def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
+    """The ids before and after the placeholders of an image, a frame or a sound."""
+    return (tokens.boa, tokens.eoa) if kind == AUDIO else (tokens.boi, tokens.eoi)
+
+
+def check_taken(kind: str, media: Media, spec: Spec) -> None:
+    """InputError where an engine does not take a kind of media; says how to build one that does."""
+    if kind in media.kinds:
+        return
+    takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
+    can = offered(spec)
+    if kind not in can:
+        raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
+    more = ",".join(k for k in can if k in (*media.kinds, kind))
+    raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
+
+
+def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
+    """What a medium's single placeholder stands for: ids, and the text before each frame."""
+    begin, end = marks(soft.kind, tokens)
+    holder = placeholders(tokens)[soft.kind]
+    for i, piece in enumerate(soft.pieces):
+        if soft.times:
+            yield f"{' ' if i else ''}{soft.times[i]} "
+        ids = (begin, *[holder] * len(piece), end)
+        yield from (t for t in ids if t is not None)
+
+
+def _count_error(kind: str, holder: object, found: int, media: int, soft: int) -> InputError:
+    return InputError(
+        f"{kind}: the prompt has {found} placeholders (id {holder}) for {media} media with {soft} "
+        f"soft tokens; put one for each medium, or one for each soft token"
+    )
+
+
+# --- ids --------------------------------------------------------------------------------------
+
+
+def place(
+    ids: Sequence[int], softs: Sequence[Soft], tokens: Tokens, encode: Encode | None = None
+) -> list[int]:
+    """The ids of a prompt with every placeholder of `softs`.
+
+    Of each kind, as many placeholders as soft tokens are taken as they are, and as many as media
+    are expanded in order; marks around a placeholder are not doubled. `encode` None leaves out the
+    times of frames. InputError names the kind and the numbers where they are neither.
+    """
+    return place_rows([ids], softs, tokens, encode)[0]
+
+
+def place_rows(
+    rows: Sequence[Sequence[int]], softs: Sequence[Soft], tokens: Tokens,
+    encode: Encode | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """`place` for a batch: the media belong to its placeholders row by row."""
+    single = _singles(rows, softs, tokens)
+    left = {single[s.kind]: iter([m for m in softs if m.kind == s.kind])
+            for s in softs if s.kind in single}  # fmt: skip
+    return [_placed(row, left, tokens, encode) for row in rows]
+
+
+def _singles(
+    rows: Sequence[Sequence[int]], softs: Sequence[Soft], tokens: Tokens
+) -> dict[str, int]:
+    """Kind -> id of the placeholders that stand for a whole medium."""
+    out, soft = {}, counts(softs)
+    holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **placeholders(tokens)}
+    for kind, holder in holders.items():
+        found = sum(t == holder for row in rows for t in row)
+        media = sum(s.kind == kind for s in softs)
+        if found == soft.get(kind, 0):
+            continue
+        if holder is None or found != media:
+            raise _count_error(kind, holder, found, media, soft.get(kind, 0))
+        out[kind] = holder
+    return out
+
+
+def _placed(
+    ids: Sequence[int], left: Mapping[int, Iterator[Soft]], tokens: Tokens, encode: Encode | None
+) -> list[int]:
+    out: list[int] = []
+    given = iter(range(len(ids)))
+    for i in given:
+        if ids[i] not in left:
+            out.append(ids[i])
+            continue
+        soft = next(left[ids[i]])
+        begin, end = marks(soft.kind, tokens)
+        if begin is not None and out[-1:] == [begin]:
+            out.pop()
+        if end is not None and [*ids[i + 1 : i + 2]] == [end]:
+            next(given)
+        for part in expansion(soft, tokens):
+            if isinstance(part, int):
+                out.append(part)
+            elif encode:
+                out += encode(part)
+    return out
+
+
+def times_left_out(
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], tokens: Tokens
+) -> bool:
+    """Whether `place_rows` without `encode` expanded a video, which then has no times."""
+    video = (sum(t == tokens.video for row in rows for t in row) for rows in (before, after))
+    return len({*video}) > 1
+
+
+NO_TIMES = "no tokenizer: the frames of videos come without their times"
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def mark(
+    text: str, given: Sequence[str], taken: Collection[str], tokens: Tokens, spell: Spell,
+    bos: str | None = None,
+) -> tuple[str, str | None]:  # fmt: skip
+    """The text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`, and a
+    note where there is something to tell.
+
+    `given` are the kinds of the media in order, `taken` those that the engine takes: of other
+    kinds the markers are mere text, as is one behind a backslash. Media of a kind that the text
+    has no placeholder of come first (after a `bos` that is spelled out). InputError for a marker
+    without media.
+    """
+    holders = {k: i for k, i in placeholders(tokens).items() if k in taken}
+
+    def swapped(found: re.Match[str]) -> str:
+        escaped, kind = found.groups()
+        if kind not in holders:
+            return found[0]
+        if escaped:
+            return found[0][1:]
+        if kind not in given:
+            raise InputError(
+                f"{len(_markers(text, kind))} <{kind}> for 0 media: give as many with --{kind} (in "
+                f"JSON lines: see their fields), or write \\<{kind}> for the characters themselves"
+            )
+        return spell(holders[kind])
+
+    text = _MARKER.sub(swapped, text)
+    strings = {k: spell(holders[k]) for k in given if k in holders}
+    first = [k for k in given if k in strings and strings[k] not in text]
+    if not first:
+        return text, None
+    at = len(bos) if bos and text.startswith(bos) else 0
+    text = text[:at] + "".join(strings[k] for k in first) + text[at:]
+    names = " and ".join(f"<{k}>" for k in dict.fromkeys(first))
+    return text, f"the prompt has no {names}: put before the text"
+
+
+def _markers(text: str, kind: str) -> list[str]:
+    return [m[0] for m in _MARKER.finditer(text) if m[2] == kind and not m[1]]
+
+
+def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
+    """The text with the expansion of every placeholder that stands for a whole medium, for the
+    kinds of which there are as many as media; `place` judges the others."""
+    patterns, left, spell = [], {}, cache(spell)
+    for kind in dict.fromkeys(s.kind for s in softs):
+        media = [s for s in softs if s.kind == kind]
+        holder = spell(placeholders(tokens)[kind])
+        if text.count(holder) == len(media):
+            patterns.append(f"(?P<{kind}>{_with_marks(holder, kind, tokens, spell)})")
+            left[kind] = iter(media)
+
+    def expanded(found: re.Match[str]) -> str:
+        parts = expansion(next(left[found.lastgroup or ""]), tokens)
+        return "".join(p if isinstance(p, str) else spell(p) for p in parts)
+
+    return re.sub("|".join(patterns), expanded, text) if patterns else text
+
+
+def _with_marks(holder: str, kind: str, tokens: Tokens, spell: Spell) -> str:
+    """A pattern of a placeholder and the marks around it."""
+    begin, end = ("" if m is None else f"(?:{re.escape(spell(m))})?" for m in marks(kind, tokens))
+    return f"{begin}{re.escape(holder)}{end}"

@@ -1,0 +1,273 @@
+"""The audio tower's own ops: strided and causal convolution, attention in chunks (rules 33 to 36).
+
+Frames are rows [B,T,D] with a mask bool[B,T], true where there is sound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..types import Dim, Type
+from .base import Sample, op, require, wide
+
+
+def _half(size: Dim) -> int:
+    require(isinstance(size, int), f"halved dim {size} must be an int")
+    return (int(size) + 1) // 2
+
+
+@op
+class mask_rows:
+    """x with zeros in the rows that are masked out; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
+
+    rows = (0, 1)
+
+    @staticmethod
+    def infer(x: Type, mask: Type) -> Type:
+        fits = mask == Type("bool", x.shape[:2])
+        require(fits, f"mask_rows: {mask} does not fit {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, mask: Any) -> Any:
+        return x.masked_fill(~mask.view(*mask.shape, *(1,) * (x.dim() - 2)), 0)
+
+    samples = [Sample(("f32[2,5,8]", "bool[2,5]")), Sample(("f32[2,5,3,4]", "bool[2,5]"))]
+
+
+@op
+class conv_halve:
+    """3 x 3 convolution over time and frequency with stride 2 and a border of zeros
+
+    x [B,T,F,C], w [O,C,3,3] -> [B, ceil(T/2), ceil(F/2), O] (rule 33)
+    """
+
+    @staticmethod
+    def infer(x: Type, w: Type) -> Type:
+        fits = x.rank == 4 and w.rank == 4 and w.shape[1:] == (x.shape[3], 3, 3)
+        require(fits and w.dtype == x.dtype, f"conv_halve: w {w} does not fit x {x}")
+        b, t, f, _ = x.shape
+        return x.with_shape(b, _half(t), _half(f), w.shape[0])
+
+    @staticmethod
+    def reference(x: Any, w: Any) -> Any:
+        import torch
+
+        y = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w, stride=2, padding=1)
+        return y.permute(0, 2, 3, 1).contiguous()
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return 2 * outs[0].numel() * 9 * int(ins[1].shape[1])
+
+    samples = [Sample(("f32[1,7,6,2]", "f32[4,2,3,3]")), Sample(("f32[2,4,5,3]", "f32[2,3,3,3]"))]
+
+
+@op
+class halve_mask:
+    """Every second entry of a mask [B,T], as `conv_halve` halves the frames (rule 33)"""
+
+    @staticmethod
+    def infer(mask: Type) -> Type:
+        require(mask.dtype == "bool" and mask.rank == 2, f"halve_mask: {mask} is not bool[B,T]")
+        return mask.with_shape(mask.shape[0], _half(mask.shape[1]))
+
+    @staticmethod
+    def reference(mask: Any) -> Any:
+        return mask[:, ::2].contiguous()
+
+    samples = [Sample(("bool[2,7]",)), Sample(("bool[1,4]",))]
+
+
+@op
+class sigmoid_glu:
+    """first half of x * sigmoid(second half), along the last dim (rule 34)"""
+
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type) -> Type:
+        size = x.shape[-1]
+        require(isinstance(size, int) and size % 2 == 0, f"sigmoid_glu: {x} has no two halves")
+        return x.with_shape(*x.shape[:-1], int(size) // 2)
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.glu(x, -1)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return 4 * outs[0].numel()
+
+    samples = [Sample(("f32[2,5,8]",))]
+
+
+@op
+class causal_conv:
+    """y[t, c] = sum_k x[t - K + 1 + k, c] * w[c, k]: depthwise, zeros before the first frame
+
+    x [B,T,C], w [C,1,K] (rule 34)
+    """
+
+    @staticmethod
+    def infer(x: Type, w: Type) -> Type:
+        fits = w.rank == 3 and w.shape[:2] == (x.shape[-1], 1) and w.dtype == x.dtype
+        require(fits and x.rank == 3, f"causal_conv: w {w} does not fit x {x}")
+        return x
+
+    @staticmethod
+    def reference(x: Any, w: Any) -> Any:
+        import torch
+
+        padded = torch.nn.functional.pad(x.transpose(1, 2), (w.shape[-1] - 1, 0))
+        return torch.nn.functional.conv1d(padded, w, groups=w.shape[0]).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+        return 2 * outs[0].numel() * int(ins[1].shape[2])
+
+    samples = [Sample(("f32[2,7,6]", "f32[6,1,5]")), Sample(("f32[1,2,6]", "f32[6,1,5]"))]
+
+
+@op
+class relative_keys:
+    """Keys of the distances count - 1 .. 0: sinusoids [count, hidden] times w^T (rule 35)
+
+    The sinusoids have hidden / 2 timescales from 1 to 10000, sines before cosines; they are made
+    in fp32 and rounded to w's dtype. Depends on a weight alone: worked out once, at build.
+    """
+
+    @staticmethod
+    def infer(w: Type, *, count: int) -> Type:
+        require(w.rank == 2 and count > 0, f"relative_keys: {w}, {count} distances")
+        size = w.shape[1]
+        require(isinstance(size, int) and size % 2 == 0, f"relative_keys: {w} has no two halves")
+        return w.with_shape(count, w.shape[0])
+
+    @staticmethod
+    def reference(w: Any, *, count: int) -> Any:
+        import torch
+
+        scales = w.shape[1] // 2
+        step = math.log(10000.0) / max(scales - 1, 1)
+        inverse = torch.exp(torch.arange(scales, device=w.device) * -step)
+        time = torch.arange(count - 1, -1, -1, device=w.device)[:, None] * inverse
+        table = torch.cat((time.sin(), time.cos()), -1).to(w.dtype)
+        return torch.nn.functional.linear(table, w)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 2 * outs[0].numel() * int(ins[0].shape[1])
+
+    samples = [Sample(("f32[8,16]",), {"count": 5})]
+
+
+def blocks_of(x: Any, chunk: int) -> Any:
+    """[B,T,n,d] -> [B, blocks, chunk, n, d], zeros behind the last frame."""
+    import torch
+
+    b, t, n, d = x.shape
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -t % chunk))
+    return padded.view(b, -1, chunk, n, d)
+
+
+def contexts_of(x: Any, chunk: int, past: int, future: int) -> Any:
+    """[B,T,...] -> [B, blocks, past + chunk + future, ...]: what the queries of a block may see,
+    zeros (False) where there is no frame."""
+    import torch
+
+    t = x.shape[1]
+    blocks, width = -(-t // chunk), past + chunk + future
+    # Padding of whole frames, whatever follows them.
+    room = [0, 0] * (x.dim() - 2) + [past, blocks * chunk - t + future]
+    padded = torch.nn.functional.pad(x, room)
+    at = torch.arange(blocks, device=x.device)[:, None] * chunk
+    return padded[:, at + torch.arange(width, device=x.device)]
+
+
+def shifted(scores: Any, width: int) -> Any:
+    """[..., chunk, R] -> [..., chunk, width]: entry r of row i goes to column i + r."""
+    import torch
+
+    chunk, r = scores.shape[-2:]
+    padded = torch.nn.functional.pad(scores, (0, width + 1 - r))
+    return padded.flatten(-2)[..., : chunk * width].unflatten(-1, (chunk, width))
+
+
+@op
+class chunked_attention:
+    """Local attention with relative positions, all in fp32 (rules 35, 36)
+
+    q, k, v [B,T,n,d]; relative [R, n * d], keys of the distances R - 1 .. 0; dim_scale [d]; mask
+    bool[B,T] of the keys. Frames are cut into blocks of `chunk`, whose queries see `left` - 1
+    frames before the block and `right` after it; of these a query sees those at a distance of 0
+    to left - 2 before it and up to right - 1 after. Scores are capped before the mask, and what
+    is masked gets `invalid`. The result is rounded to q's dtype.
+    """
+
+    @staticmethod
+    def infer(
+        q: Type, k: Type, v: Type, relative: Type, dim_scale: Type, mask: Type,
+        *, chunk: int, left: int, right: int, cap: float, invalid: float,
+    ) -> Type:  # fmt: skip
+        require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} differ")
+        b, t, n, d = q.shape
+        fits = isinstance(n, int) and isinstance(d, int)
+        fits = fits and relative.shape[1:] == (int(n) * int(d),) and dim_scale.shape == (d,)
+        require(fits, f"chunked_attention: {relative}, {dim_scale} do not fit q {q}")
+        require(mask == Type("bool", (b, t)), f"chunked_attention: mask {mask}, q {q}")
+        fits = chunk > 0 and left > 1 and right >= 0 and cap > 0
+        require(fits, f"chunked_attention: chunk {chunk}, left {left}, right {right}, cap {cap}")
+        return q
+
+    @staticmethod
+    def reference(
+        q: Any, k: Any, v: Any, relative: Any, dim_scale: Any, mask: Any,
+        *, chunk: int, left: int, right: int, cap: float, invalid: float,
+    ) -> Any:  # fmt: skip
+        import torch
+
+        b, t, n, d = q.shape
+        past = left - 1
+        soft = torch.nn.functional.softplus(dim_scale)
+        queries = wide(q) * (d**-0.5 / math.log(2)) * soft
+        keys = wide(k) * (math.log(1 + math.e) / math.log(2))
+        queries = blocks_of(queries, chunk).permute(0, 3, 1, 2, 4)
+        keys, values = (contexts_of(x, chunk, past, right) for x in (keys, wide(v)))
+        distances = wide(relative).view(-1, n, d).permute(1, 2, 0)
+        scores = queries @ keys.permute(0, 3, 1, 4, 2)
+        scores = scores + shifted(queries @ distances[:, None], scores.shape[-1])
+        scores = torch.tanh(scores / cap) * cap
+        seen = contexts_of(mask, chunk, past, right)[:, None, :, None]
+        seen = seen & _near(chunk, past, right, q.device)
+        weights = scores.masked_fill(~seen, invalid).softmax(-1)
+        out = weights @ values.permute(0, 3, 1, 2, 4)
+        return out.permute(0, 2, 3, 1, 4).reshape(b, -1, n, d)[:, :t].to(q.dtype).contiguous()
+
+    @staticmethod
+    def flops(
+        ins: tuple[Type, ...], outs: tuple[Type, ...], *, chunk: int, left: int, right: int,
+        **_: Any,
+    ) -> int:  # fmt: skip
+        """Keys of the context twice, and of the distances once."""
+        seen = left - 1 + chunk + right
+        return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
+
+    samples = [
+        Sample(("f32[1,11,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[1,11]"),
+               {"chunk": 4, "left": 5, "right": 0, "cap": 50.0, "invalid": -1e9}),
+        Sample(("f32[2,3,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[2,3]"),
+               {"chunk": 4, "left": 3, "right": 2, "cap": 5.0, "invalid": -1e9}),
+    ]  # fmt: skip
+
+
+def _near(chunk: int, past: int, future: int, device: Any) -> Any:
+    """[chunk, past + chunk + future] bool: keys within the window of each query of a block."""
+    import torch
+
+    query = torch.arange(chunk, device=device)[:, None] + past
+    distance = query - torch.arange(past + chunk + future, device=device)
+    return ((distance >= 0) & (distance < past)) | ((distance < 0) & (-distance < future))

@@ -1,0 +1,341 @@
+"""Blocks of media in attention: the op against a mask made key by key, and every lowering of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.base import Limits
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.primitives.lowerings import LOWERINGS
+from g4ir.backends.primitives.network import SLOTS, Network, stored_type
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.select import choose, has_blocks
+from g4ir.backends.torch_compile.target import Target
+from g4ir.errors import InputError, LowerError
+from g4ir.interpret import empty_state, interpret, run_node
+from g4ir.ir import Builder, Graph, Program
+from g4ir.media.choice import Media
+from g4ir.model import BLOCKS, PHASES, build_graph, placeholders
+from g4ir.ops import OPS
+from g4ir.ops.attention import last_seen, slot_positions, visible
+from g4ir.pipeline import PASSES, run_passes, run_program
+from g4ir.spec import SLIDING, Spec, check_spec, load_spec
+from g4ir.types import Type
+from tests.configs import spec_called
+from tests.eager_emitter import EagerEmitter
+from tests.test_ops import node, tensors
+
+#: positions of the chunk's tokens, and their blocks; the second row is padded
+CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
+BLOCK_IDS = ([-1, 1, 1, 1, 1, 1, -1, 7], [0, 0, 0, -1, 4, -1, -1, -1])
+VALID = (8, 5)
+SLOTS_HELD = 4
+
+
+def brute_force(window: int) -> torch.Tensor:
+    """bool[2,8,12]: over the slots of a ring of 4 and the chunk, by rule 19."""
+    mask = torch.zeros(2, 8, SLOTS_HELD + 8, dtype=torch.bool)
+    for b, (positions, ids) in enumerate(zip(CHUNK, BLOCK_IDS, strict=True)):
+        written = positions[0]
+        held = {p % SLOTS_HELD: p for p in range(written)}
+        for s, query in enumerate(positions):
+            for t in range(mask.shape[2]):
+                fresh = t - SLOTS_HELD
+                key = held.get(t, -1) if fresh < 0 else positions[fresh]
+                same = fresh >= 0 and ids[fresh] == ids[s] >= 0
+                near = not window or key > query - window
+                mask[b, s, t] = key >= 0 and (key <= query or same) and near
+    return mask
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 20])
+def test_the_mask_of_a_block(window: int) -> None:
+    positions, ids = torch.tensor(CHUNK), torch.tensor(BLOCK_IDS)
+    keys = torch.cat((slot_positions(positions[:, 0], SLOTS_HELD), positions.t()))
+    got = visible(keys, positions, window, last_seen(positions, ids))
+    want = brute_force(window)
+    for row, n in enumerate(VALID):
+        assert torch.equal(got[row, :n], want[row, :n])
+        assert not got[row, :n, SLOTS_HELD + n :].any(), "padding is seen"
+    assert (got & ~visible(keys, positions, window)).any()
+
+
+def attend(**changes: Any) -> torch.Tensor:
+    """The op on the chunk; `changes` replace block ids, keys or values."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 8, n, 8, generator=g) for n in (4, 2, 2))
+    caches = [torch.randn(SLOTS_HELD, 2, 2, 8, generator=g) for _ in "kv"]
+    positions = torch.tensor(CHUNK)
+    given = {"k": k, "v": v, "ids": torch.tensor(BLOCK_IDS)} | changes
+    chunk = [x for x in (given["k"], given["v"], given["ids"]) if x is not None]
+    reference = OPS["attention"].reference
+    assert reference
+    out: torch.Tensor = reference(
+        q, positions, positions[:, 0], *caches, *chunk, window=4, scale=1.0, softcap=0.0
+    )
+    return out
+
+
+def test_attention_weighs_by_the_mask() -> None:
+    """A key outside of the mask changes nothing, one inside does."""
+    g = torch.Generator().manual_seed(3)
+    k = torch.randn(2, 8, 2, 8, generator=torch.Generator().manual_seed(4))
+    v = torch.randn(2, 8, 2, 8, generator=g)
+    mask, plain = brute_force(4), attend(k=k, v=v)
+    for t in range(8):
+        other = v.clone()
+        other[:, t] += 1
+        changed = (attend(k=k, v=other) != plain).any(-1).any(-1)
+        for row, n in enumerate(VALID):
+            assert torch.equal(changed[row, :n], mask[row, :n, SLOTS_HELD + t])
+
+
+def test_no_block_is_causal() -> None:
+    assert torch.equal(attend(ids=torch.full((2, 8), -1)), attend(ids=None))
+    assert not torch.equal(attend(), attend(ids=None))
+
+
+# --- lowerings --------------------------------------------------------------------------------
+
+#: samples with block ids
+SAMPLES = [
+    (op, i) for op in ("attention", "attention_latent") for i, s in enumerate(OPS[op].samples)
+    if s.inputs[-1].startswith("i64[") and s.inputs[-1].count(",") and len(s.inputs) > 5
+]  # fmt: skip
+
+
+def test_samples_have_blocks() -> None:
+    """Of every form."""
+    forms = {OPS[op].samples[i].attrs.get("form") for op, i in SAMPLES}
+    assert forms == {None, "value", "raw"}
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", SAMPLES)
+def test_torch_lowerings(case: tuple[str, int], rows: int, softcap: float) -> None:
+    """Per head (one row behind a window), grouped, and with a softcap."""
+    s = OPS[case[0]].samples[case[1]]
+    types = tuple(one_row(t) if rows == 1 else t for t in s.types())
+    n = node(case[0], types, {**s.attrs, "softcap": softcap})
+    g = Graph("segment", n.inputs, (), (), (n,), n.outputs, {})
+    given = tensors(types, s)
+    (got,) = SegmentModule(g, Target("cpu"))(*given)
+    torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
+
+
+def one_row(t: Type) -> Type:
+    """A batch of one; the batch is the first dim of 2 but in a weight."""
+    return t.with_shape(*(1 if d == 2 and i == t.shape.index(2) else d
+                          for i, d in enumerate(t.shape)))  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_primitives(case: tuple[str, int]) -> None:
+    s = OPS[case[0]].samples[case[1]]
+    n, given = node(case[0], s.types(), s.attrs), tensors(s.types(), s)
+    first, parts = (3, 2) if case[0] == "attention" else (4, 1 + (s.attrs["form"] == "raw"))
+    held = {v.name: t.transpose(0, 1).contiguous() if first <= i < first + parts else t
+            for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))}  # fmt: skip
+    e = EagerEmitter(held, held.__getitem__)
+    net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
+    for i, v in enumerate(n.inputs):
+        ring = first <= i < first + parts
+        kind = stored_type(v.type, net.limits) if ring else v.type
+        net.env[v.name] = e.input(v.name, kind)
+    net.node(n)
+    got = net.env[n.out.name].handle
+    torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_mask_ids_in_primitives() -> None:
+    n = node("mask_ids", (Type("i64", (2, 4)),), {"ids": (5, 7), "pad": 3})
+    tokens = torch.tensor([[5, 1, 7, 3], [0, 5, 5, 2]])
+    e = EagerEmitter({"x0": tokens}, {}.__getitem__)
+    net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
+    net.env["x0"] = e.input("x0", n.inputs[0].type)
+    net.node(n)
+    want = [[3, 1, 3, 3], [0, 3, 3, 2]]
+    assert net.env[n.out.name].handle.tolist() == want
+    assert run_node(n, [tokens])[0].tolist() == want
+
+
+def test_kernels_are_not_chosen() -> None:
+    """They know no blocks; what has none keeps its kernel."""
+    spec, target = load_spec("26b-a4b"), Target("cuda", "h200", 1)
+    for phase in ("prefill", BLOCKS):
+        g = run_passes(build_graph(spec, phase, dtype="bf16"))
+        nodes = [n for n in g.find("attention") if n.out.type.shape[1] == "S"]
+        assert len(nodes) > 20
+        for n in nodes:
+            assert has_blocks(n) == (phase == BLOCKS and bool(n.attrs["window"]))
+            assert (choose(g, n, target) is None) == has_blocks(n)
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+def odd(name: str, **text: Any) -> Spec:
+    spec = spec_called(name)
+    text = {"use_bidirectional_attention": "vision"} | text
+    tokens = replace(spec.tokens, pad=3, image=100, video=101, audio=102)
+    return check_spec(replace(spec, tokens=tokens, text=replace(spec.text, **text)))
+
+
+def tied() -> Spec:
+    base = odd("combined")
+    return odd("combined", sliding=replace(base.text.sliding, k_eq_v=True))
+
+
+SPECS = {
+    **{n: lambda n=n: odd(f"{n}-small") for n in ("12b", "26b-a4b", "31b", "e2b")},  # type: ignore[misc]
+    "tied": tied,
+    **{n: lambda n=n: odd(n) for n in ("random-2", "random-5", "random-11")},  # type: ignore[misc]
+}
+#: pipelines that change what a block reads
+SKIPS = ((), ("plan_cache",), ("last_token_only",), PASSES)
+FORMS = ("off", "value", "raw")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors here are small: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def program(spec: Spec, all_logits: bool = False) -> Program:
+    media = Media(("image", "video"))
+    return Program({p: build_graph(spec, p, all_logits, media=media) for p in (*PHASES, BLOCKS)})
+
+
+CASES = [*((n, "off", False) for n in SPECS), *(("tied", f, a) for f in FORMS for a in (0, 1)),
+         ("26b-a4b", "raw", True), ("12b", "value", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "all_logits"), CASES)
+def test_passes_agree_on_the_state(name: str, form: str, all_logits: bool) -> None:
+    """The graphs share caches and params; every layer that reads blocks has a window."""
+    spec = SPECS[name]()
+    p = run_program(program(spec, all_logits), options={"latent_kv": {"form": form}})
+    plain, blocks = p.graphs["prefill"], p.graphs[BLOCKS]
+    assert [n.op for n in plain.nodes] == [n.op for n in blocks.nodes]
+    assert plain.state == blocks.state and plain.params == blocks.params
+    narrow = 0
+    for n in blocks.find("attention", "attention_latent"):
+        chunk = n.out.type.shape[1] == "S"
+        narrow += not chunk
+        assert has_blocks(n) == (chunk and bool(n.attrs["window"]))
+    assert bool(narrow) != all_logits
+
+
+RESULTS = [
+    *(("tied", "raw", s) for s in SKIPS), ("tied", "value", ()), ("tied", "off", ()),
+    ("random-2", "off", ()), ("random-5", "value", ()), ("random-11", "raw", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "skip"), RESULTS)
+def test_passes_keep_the_result(name: str, form: str, skip: tuple[str, ...]) -> None:
+    """Two chunks with blocks, in fp64, from empty caches: as the graph before the passes."""
+    g = build_graph(SPECS[name](), BLOCKS)
+    out = run_passes(g, skip=skip, options={"latent_kv": {"form": form}})
+    want, causal = two_chunks(g), two_chunks(g, blocks=False)
+    for ours, plain in zip(two_chunks(out), want, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(want[0], causal[0], rtol=1e-3)
+
+
+def two_chunks(g: Graph, blocks: bool = True) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(5)
+    params = {v.name: draw(v.type, random, v.name) for v in sorted(g.params, key=lambda v: v.name)}
+    state, outs = empty_state(g, {"B": 2, "C": 32}, torch.float64), []
+    for start, lengths in ((0, (11, 6)), (11, (5, 11))):
+        feeds = {v.name: draw(v.type.bind({"B": 2, "S": 11}), random, v.name) for v in g.inputs
+                 if v.type.dtype != "i64"}  # fmt: skip
+        first = torch.tensor([0, 0] if not start else [11, 6])
+        ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2, 2, 2, -1, -1, 3] + [-1] * 5])
+        if start:
+            ids[0, 5:] = -1
+        feeds |= {"positions": first[:, None] + torch.arange(11), "lengths": torch.tensor(lengths),
+                  "block_ids": ids if blocks else torch.full_like(ids, -1)}  # fmt: skip
+        made, state = interpret(g, feeds, params, state)
+        outs.append(made["logits"])
+    return outs
+
+
+def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
+    """Weights that keep activations about one."""
+    shape = [int(d) for d in t.shape]
+    seeded = torch.Generator().manual_seed(sum(name.encode()) + 7 * len(name))
+    g = random if name in ("embeds", "ple_rows") else seeded
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    return x * shape[-1] ** -0.5 if len(shape) > 1 and "embeds" not in name else 1 + 0.1 * x
+
+
+def test_network_over_full_length_caches_is_refused() -> None:
+    """It reads the cache after the chunk was written, where blocks are not seen apart."""
+    g = run_passes(build_graph(SPECS["31b"](), BLOCKS), skip=("plan_cache",))
+    with pytest.raises(LowerError, match="full-length cache; build with the pass plan_cache"):
+        network_graph(Program({"prefill": g}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_network_with_blocks(form: str) -> None:
+    """The graph of a chunk, primitive by primitive."""
+    g = run_passes(build_graph(SPECS["tied"](), BLOCKS), options={"latent_kv": {"form": form}})
+    net_graph, limits = network_graph(Program({"prefill": g})), Limits(2, 32, 11)
+    random = torch.Generator().manual_seed(5)
+    params = {v.name: draw(v.type, random, v.name).float() for v in g.params}
+    ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 10 + [-1]])
+    feeds = {
+        **{v.name: torch.randn([int(d) for d in v.type.bind({"B": 2, "S": 11}).shape]) for v in
+           g.inputs if v.type.dtype != "i64"},
+        "positions": torch.arange(11).repeat(2, 1), "lengths": torch.tensor([11, 10]),
+        "block_ids": ids,
+    }  # fmt: skip
+    want, _ = interpret(g, feeds, params, empty_state(g, {"B": 2, "C": 32}))
+    held = {v.name: torch.zeros([int(d) for d in stored_type(v.type, limits).bind({"B": 2}).shape])
+            for v in g.state}  # fmt: skip
+    e = EagerEmitter({**feeds, **held, SLOTS: torch.arange(16)}, params.__getitem__)
+    Network(e, net_graph, limits, LOWERINGS).emit()
+    torch.testing.assert_close(e.outputs["logits"], want["logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_with_media() -> None:
+    spec = SPECS["31b"]()
+    assert [v.name for v in build_graph(spec, BLOCKS).inputs] == [
+        "embeds", "positions", "lengths", "block_ids"
+    ]  # fmt: skip
+    assert build_graph(spec, "embed") == build_graph(spec, "embed", media=Media())
+    (n,) = build_graph(spec, "embed", media=Media(("video", "audio"))).find("mask_ids")
+    assert n.attrs == {"ids": (101, 102), "pad": 3}
+    assert placeholders(spec.tokens, Media(("video",))) == {"video": 101}
+
+
+def test_no_blocks_without_pictures_or_windows() -> None:
+    plain = spec_called("e2b-small")
+    with pytest.raises(InputError, match="e2b-small has no prefill_media"):
+        build_graph(plain, BLOCKS)
+    full = odd("31b-small", pattern=("full",))
+    assert SLIDING not in full.text.layer_types
+    with pytest.raises(InputError, match="no prefill_media"):
+        build_graph(full, BLOCKS)
+
+
+def test_block_ids_are_checked() -> None:
+    b = Builder()
+    x, ids = b.input("x", Type("f32", ("B", "S", 1, 8))), b.input("i", Type("i64", ("B", "S")))
+    start, cache = b.input("n", Type("i64", ("B",))), b.cache("c", Type("f32", (4, "B", 1, 8)))
+    attrs = {"window": 4, "scale": 1.0, "softcap": 0.0}
+    b.emit("attention", x, ids, start, cache, cache, x, x, ids, **attrs)
+    for chunk in ((ids,), (x, x, start), (x, x, ids, ids), (x, ids)):
+        with pytest.raises(Exception, match="attention"):
+            b.emit("attention", x, ids, start, cache, cache, *chunk, **attrs)

@@ -1,0 +1,204 @@
+"""Whole models with media against transformers: all variants in small, every tensor random.
+
+Pixels, positions and features are made once and go through both: towers, placeholders, the merge,
+masks, chunks that would cut pictures, and decoding past three windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import g4ir
+from g4ir.checkpoint import write_checkpoint
+from g4ir.errors import InputError
+from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound, stack_clips
+from g4ir.media.budget import image_settings
+from g4ir.media.choice import offered
+from g4ir.media.images import Picture, prepare_image, stack_pictures
+from g4ir.media.videos import Footage, Video, prepare_video, video_settings
+from g4ir.random_weights import KINDS, RandomCheckpoint
+from g4ir.shrink import WINDOW, shrink
+from g4ir.spec import Spec, UnifiedAudio, load_spec
+from tests.configs import VARIANTS
+from tests.oracle import relative
+
+MAX_SEQ = 512
+STEPS = 3 * WINDOW + 2
+BUDGET = 1e-4  # of a row's rms
+#: token types of the reference
+TYPES = {"image": 1, "video": 2, "audio": 3}
+
+
+@cache
+def small(variant: str) -> Spec:
+    return shrink(load_spec(variant), media=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`pairs(variant)`: an engine of the reference backend and the transformers model."""
+    from transformers import AutoModelForMultimodalLM
+
+    @cache
+    def pair(variant: str) -> tuple[Any, Any]:
+        spec, folder = small(variant), tmp_path_factory.mktemp(variant)
+        source = RandomCheckpoint(spec, 5, torch.float32)
+        checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
+        engine = g4ir.build(
+            spec, folder / "engine", checkpoint=checkpoint, backend="reference", max_batch=2,
+            max_seq=MAX_SEQ, all_logits=True,
+        )  # fmt: skip
+        model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        return engine, model.eval()
+
+    return pair
+
+
+# --- what is sent -----------------------------------------------------------------------------
+
+
+def image(spec: Spec, width: int, height: int, seed: int) -> Picture:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return prepare_image(pixels, image_settings(spec))
+
+
+def video(spec: Spec, frames: int, seed: int) -> Footage:
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (frames, 40, 60, 3), dtype=np.uint8)
+    return prepare_video(Video(pixels), video_settings(spec))
+
+
+def sound(spec: Spec, samples: int, seed: int) -> Clip:
+    """Where soft tokens are raw frames, which are short here, less of it."""
+    samples = samples // 20 if isinstance(spec.audio, UnifiedAudio) else samples
+    wave = 0.3 * np.random.default_rng(seed).standard_normal(samples)
+    return prepare_sound(Sound(wave.astype(np.float32), 16_000), audio_settings(spec))
+
+
+class Message:
+    """A prompt in the making: token ids with their types, and the media in order."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.rng = spec, np.random.default_rng(1)
+        self.tokens, self.types = [spec.tokens.bos or 0], [0]
+        self.media: dict[str, list[Any]] = {kind: [] for kind in TYPES}
+
+    def text(self, count: int) -> Message:
+        self.tokens += self.rng.integers(4, 200, count).tolist()
+        self.types += [0] * count
+        return self
+
+    def soft(self, kind: str, count: int) -> None:
+        self.tokens += [getattr(self.spec.tokens, kind)] * count
+        self.types += [TYPES[kind]] * count
+
+    def image(self, width: int, height: int) -> Message:
+        self.media["image"].append(image(self.spec, width, height, len(self.tokens)))
+        self.soft("image", self.media["image"][-1].soft_tokens)
+        return self
+
+    def video(self, frames: int) -> Message:
+        self.media["video"].append(video(self.spec, frames, len(self.tokens)))
+        for _ in range(frames):
+            self.text(3).soft("video", self.media["video"][-1].soft_tokens)
+        return self
+
+    def sound(self, samples: int) -> Message:
+        if "audio" in offered(self.spec):
+            self.media["audio"].append(sound(self.spec, samples, len(self.tokens)))
+            self.soft("audio", self.media["audio"][-1].soft_tokens)
+        return self
+
+
+def messages(spec: Spec) -> dict[str, Message]:
+    def new() -> Message:
+        return Message(spec)
+
+    return {
+        "image": new().text(5).image(60, 36).text(4),
+        "images": new().image(36, 60).text(1).image(90, 20).text(9).image(30, 30),
+        "video": new().text(2).video(3).text(5),
+        "audio": new().text(3).sound(9_000).text(2).sound(21_001).text(4),
+        "all": new().text(2).sound(7_001).image(50, 70).text(11).video(2).text(2).image(70, 50).text(3),
+    }
+
+
+CASES = ("image", "images", "video", "audio", "all")
+
+
+# --- what the reference says ------------------------------------------------------------------
+
+
+def inputs_of(media: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+    """The reference's arguments."""
+    out: dict[str, Any] = {}
+    if media["image"]:
+        out["pixel_values"], out["image_position_ids"] = stack_pictures(media["image"])
+    if media["video"]:
+        out["pixel_values_videos"] = np.stack([v.patches for v in media["video"]])
+        out["video_position_ids"] = np.stack([v.positions for v in media["video"]])
+    if media["audio"]:
+        out["input_features"], out["input_features_mask"] = stack_clips(media["audio"])
+    return {k: torch.from_numpy(v) for k, v in out.items()}
+
+
+def expected(
+    model: Any, tokens: Sequence[int], types: Sequence[int], media: dict[str, list[Any]]
+) -> torch.Tensor:
+    """Logits of every token, [S, vocab], in one call without a cache, with `generate`'s masks."""
+    ids, kinds = torch.tensor([tokens]), torch.tensor([types])
+    mask = model.create_masks_for_generate(
+        model.config, model.get_input_embeddings()(ids.clamp(max=99)), torch.ones_like(ids), None,
+        torch.arange(len(tokens))[None], mm_token_type_ids=kinds,
+    )  # fmt: skip
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, use_cache=False, **inputs_of(media))
+    logits: torch.Tensor = out.logits[0]
+    return logits
+
+
+def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape
+    assert float(relative(got, wanted).max()) < BUDGET
+
+
+# --- tests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model(pairs: Any, variant: str, case: str) -> None:
+    """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
+    engine, model = pairs(variant)
+    m = messages(engine.spec)[case]
+    if not any(m.media.values()):
+        assert "audio" not in engine.media.kinds
+        return
+    after = m.rng.integers(4, 200, STEPS).tolist()
+    wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
+    session = engine.session(1)
+    for chunk in (70, 83, MAX_SEQ):
+        session.reset()
+        engine.limits = type(engine.limits)(2, MAX_SEQ, chunk)
+        got = session.prefill(
+            torch.tensor([m.tokens]), all_logits=True, images=m.media["image"],
+            videos=m.media["video"], audio=m.media["audio"],
+        )  # fmt: skip
+        check(got[0], wanted[: len(m.tokens)])
+    for i, token in enumerate(after):
+        check(session.decode(torch.tensor([token])), wanted[None, len(m.tokens) + i])

@@ -1,0 +1,419 @@
+"""Media through the ONNX and TensorRT backends: towers, and prompts with their soft tokens.
+
+The reference backend, which is compared with transformers (test_towers.py, test_media_models.py),
+says what should come out on the same weights. TensorRT is the recorder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.base import Limits
+from g4ir.backends.onnx_graph import export
+from g4ir.backends.primitives import attention, vision
+from g4ir.backends.primitives.emitter import Operand
+from g4ir.backends.primitives.graph import MEDIA, network_graph, tower_graphs
+from g4ir.backends.primitives.lowerings import LOWERINGS
+from g4ir.backends.primitives.network import Network
+from g4ir.backends.trt import build as builder
+from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt.backend import networks
+from g4ir.backends.trt.dry_run import one_thread
+from g4ir.backends.trt.probe import probe
+from g4ir.backends.trt.recorder import recorder
+from g4ir.engine import Engine, prepare
+from g4ir.errors import CheckError, EngineError
+from g4ir.interpret import run_node
+from g4ir.media.audio import Sound
+from g4ir.ops import Sample
+from g4ir.shrink import shrink
+from g4ir.spec import Spec, load_spec
+from g4ir.tensorfile import read_header
+from g4ir.types import Type, parse_type
+from tests.eager_emitter import EagerEmitter
+from tests.engines import BUDGET, agrees
+from tests.media_tools import noise
+from tests.oracle import cosine
+from tests.test_media_models import Message
+from tests.test_ops import node, tensors
+from tests.trt.emulated import emulated, emulated_api, use
+from tests.trt.test_signatures import distinct, fits_bindings
+
+#: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
+#: both ways, with experts
+NAMES = ("tiny-media", "tiny-unified", "26b-a4b")
+MAX_SEQ, CHUNK, STEPS = 512, 90, 12
+#: a picture's tokens see each other in these
+BOTH_WAYS = ("tiny-unified", "26b-a4b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@cache
+def spec_of(name: str) -> Spec:
+    return load_spec(name) if name.startswith("tiny") else shrink(load_spec(name), media=True)
+
+
+def options(name: str, **given: Any) -> dict[str, Any]:
+    """Random weights of one seed; sounds of two lengths."""
+    sound = {} if spec_of(name).audio is None else {"audio_seconds": (0.5, 1.5)}
+    return {
+        "random_weights": 0, "dtype": "float32", "max_batch": 2, "max_seq": MAX_SEQ,
+        "prefill_chunk": CHUNK, "all_logits": True, **sound, **given,
+    }  # fmt: skip
+
+
+def built(out: Path, backend: str, name: str, **given: Any) -> Engine:
+    return g4ir.build(spec_of(name), out, backend=backend, **options(name, **given))
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """`made(backend, name, **options)`, each built once."""
+    engines: dict[Any, Engine] = {}
+
+    def engine(backend: str, name: str, version: str = "11.4.0", **given: Any) -> Engine:
+        key = (backend, name, version, json.dumps(given, sort_keys=True))
+        if key not in engines:
+            folder = tmp_path_factory.mktemp(backend)
+            with pytest.MonkeyPatch.context() as patch:
+                use(patch, emulated(folder, version))
+                engines[key] = built(folder / "engine", backend, name, **given)
+        return engines[key]
+
+    yield engine
+    for e in engines.values():
+        e.close()
+
+
+# --- what is compared -------------------------------------------------------------------------
+
+
+def items(engine: Engine) -> list[tuple[str, Any]]:
+    """Wide and tall pictures, frames; sounds of one frame, of the first tower, of the second."""
+    out: list[tuple[str, Any]] = [("image", noise(60, 90, 3)), ("image", noise(90, 20, 3, seed=1))]
+    out += [("video", noise(2, 40, 60, 3))]
+    sounds = [noise(n).astype("float32") / 128 - 1 for n in (200, 7_001, 23_000)]
+    kinds = engine.media.kinds
+    return [i for i in out if i[0] in kinds] + [
+        ("audio", Sound(s, 16_000)) for s in sounds if "audio" in kinds
+    ]
+
+
+def same_soft_tokens(got: Engine, want: Engine, budget: float = BUDGET) -> None:
+    for kind, item in items(want):
+        pairs = zip(got.encode(kind, item).pieces, want.encode(kind, item).pieces, strict=True)
+        for ours, theirs in pairs:
+            agrees(ours.float(), theirs.float(), budget)
+
+
+def message(engine: Engine) -> Message:
+    """Pictures near each other, frames, and two sounds where they are heard."""
+    m = Message(engine.spec).text(2).image(50, 70).text(1).image(90, 20).text(7).sound(5_001)
+    return m.video(2).text(2).sound(7_001).text(3)
+
+
+def logits(engine: Engine, m: Message, chunk: int) -> list[torch.Tensor]:
+    """Of the prompt in chunks, of a ragged turn of text, and of a few steps."""
+    session, limits = engine.session(2), engine.limits
+    tokens, lengths = torch.tensor([m.tokens] * 2), [len(m.tokens), 0]
+    media = {"images": m.media["image"], "videos": m.media["video"], "audio": m.media["audio"]}
+    engine.limits = replace(limits, prefill_chunk=chunk)
+    try:
+        out = [session.prefill(tokens, lengths, all_logits=True, **media)[0]]
+        out.append(session.prefill(torch.arange(20, 40).view(2, 10), [10, 7]))
+        return out + [session.decode(torch.tensor([i, 2 * i])) for i in (30, 31, 32)]
+    finally:
+        engine.limits = limits
+
+
+def same_logits(got: Engine, want: Engine, chunk: int, budget: float = BUDGET) -> None:
+    pairs = zip(logits(got, message(got), chunk), logits(want, message(want), chunk), strict=True)
+    for ours, theirs in pairs:
+        agrees(ours, theirs, budget)
+
+
+def continued(engine: Engine) -> list[int]:
+    m = message(engine)
+    return engine.generate(
+        m.tokens, STEPS, stop_ids=(), images=m.media["image"], videos=m.media["video"],
+        audio=m.media["audio"],
+    )  # fmt: skip
+
+
+# --- ONNX -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_towers(made: Make, name: str) -> None:
+    same_soft_tokens(made("onnx", name), made("reference", name))
+
+
+@pytest.mark.parametrize("chunk", [71, CHUNK])
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_prompts(made: Make, name: str, chunk: int) -> None:
+    """In chunks that would cut pictures."""
+    same_logits(made("onnx", name), made("reference", name), chunk)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_greedy_tokens(made: Make, name: str) -> None:
+    assert continued(made("onnx", name)) == continued(made("reference", name))
+
+
+@pytest.mark.parametrize("name", ["tiny-media", pytest.param("26b-a4b", marks=pytest.mark.full)])
+def test_onnx_in_f16(made: Make, name: str) -> None:
+    """Bounds of clamps and masks fit the dtype."""
+    got, want = (made(b, name, dtype="float16") for b in ("onnx", "reference"))
+    for kind, item in items(want):
+        pairs = zip(got.encode(kind, item).pieces, want.encode(kind, item).pieces, strict=True)
+        for ours, theirs in pairs:
+            assert ours.dtype == torch.float16 and ours.isfinite().all()
+            assert cosine(ours, theirs).min() > 0.999
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_files(made: Make, name: str) -> None:
+    """A model per tower; weights lie in the safetensors alone, and each is read by some model."""
+    engine = made("onnx", name)
+    towers = {f"{t}.onnx" for t in tower_graphs(engine.program)}
+    files = {p.name for p in engine.path.glob("*.onnx")}
+    assert files == {export.MODEL, export.EMBED, *towers} and towers
+    weights = {k: h.path.name for h in map(read_header, engine.path.glob("*.safetensors"))
+               for k in h.entries}  # fmt: skip
+    used = set()
+    for file in files:
+        model = onnx.load(str(engine.path / file), load_external_data=False)
+        assert model.ByteSize() < 1 << 20 and model.doc_string
+        for t in model.graph.initializer:
+            place = {e.key: e.value for e in t.external_data}
+            if place and place["location"] != export.CONSTANTS:
+                assert weights[t.name.split("[")[0]] == place["location"]
+                used.add(t.name.split("[")[0])
+    assert used == set(weights)
+    model = onnx.load(str(engine.path / export.MODEL), load_external_data=False)
+    assert ("block_ids" in {i.name for i in model.graph.input}) == (name in BOTH_WAYS)
+
+
+def test_onnx_rows_of_placeholders(made: Make) -> None:
+    """embed.onnx gives them the rows of padding."""
+    engine = made("onnx", "tiny-media")
+    net = onnxruntime.InferenceSession(engine.path / export.EMBED)
+    known = engine.spec.tokens
+    tokens = torch.tensor([[5, known.image, 7, known.audio, known.video]])
+    rows = net.run(None, {"tokens": tokens.numpy()})
+    found = dict(zip([o.name for o in net.get_outputs()], rows))
+    for key, want in engine.embed(tokens).items():
+        torch.testing.assert_close(torch.from_numpy(found[key]), want)
+    pads = engine.embed(torch.full((1, 1), known.pad or 0))["embeds"][0, 0]
+    assert torch.equal(torch.from_numpy(found["embeds"])[0, 1], pads)
+
+
+def test_onnx_without_media(tmp_path: Path, made: Make) -> None:
+    """Text alone on request: the network of prefill, and no tower."""
+    engine = built(tmp_path / "engine", "onnx", "26b-a4b", media="none")
+    assert {p.name for p in engine.path.glob("*.onnx")} == {export.MODEL, export.EMBED}
+    assert MEDIA not in engine.program.graphs and engine.media.kinds == ()
+    t = torch.arange(5, 35)[None]
+    agrees(engine.session(1).prefill(t), made("reference", "26b-a4b").session(1).prefill(t))
+
+
+def test_onnx_refuses_other_sizes(made: Make) -> None:
+    """What a tower is not made for, with its name."""
+    feeds = {"patches": torch.zeros(1, 9, 48), "positions": torch.zeros(1, 9, 2, dtype=torch.int64)}
+    with pytest.raises(EngineError, match=r"vision_70\.onnx: onnxruntime .* failed on patches"):
+        made("onnx", "tiny-media").runtime.encode("vision_70", feeds)
+
+
+# --- primitives -------------------------------------------------------------------------------
+
+
+class Counting(EagerEmitter):
+    """Counts softmaxes."""
+
+    softmaxes = 0
+
+    def _softmax(self, x: Operand, t: Type) -> Operand:
+        self.softmaxes += 1
+        return super()._softmax(x, t)
+
+
+@pytest.mark.parametrize("scores, parts", [(1 << 20, 1), (4 * 11 * 4, 3), (1, 11)])
+def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: int) -> None:
+    """As many parts as the scores need, the last one shorter."""
+    monkeypatch.setattr(vision, "SCORES", scores)
+    kinds = ("f32[1,11,4,8]", "f32[1,11,2,8]", "f32[1,11,2,8]", "bool[1,11]")
+    types = tuple(map(parse_type, kinds))
+    n = node("encoder_attention", types, {"scale": 1.0})
+    given = tensors(types, Sample(kinds))
+    feeds = {v.name: t for v, t in zip(n.inputs, given, strict=True)}
+    e = Counting(feeds, feeds.__getitem__)
+    net = Network(e, None, Limits(1, 64, 8), LOWERINGS)  # type: ignore[arg-type]
+    net.env.update({v.name: e.input(v.name, v.type) for v in n.inputs})
+    net.node(n)
+    torch.testing.assert_close(net.env[n.out.name].handle, run_node(n, given)[0])
+    assert e.softmaxes == parts
+
+
+# --- TensorRT ---------------------------------------------------------------------------------
+
+#: name -> version, settings
+TRT: dict[str, tuple[str, dict[str, str]]] = {
+    "tiny-media": ("11.4.0", {"weights": "refit"}),
+    "tiny-unified": ("10.16.1", {"attention": "fused"}),
+    "26b-a4b": ("11.4.0", {"weights": "streamed", "attention": "fused"}),
+}
+
+
+def trt(made: Make, name: str) -> Engine:
+    version, settings = TRT[name]
+    return made("trt", name, version, settings=settings)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trt_towers(made: Make, name: str) -> None:
+    same_soft_tokens(trt(made, name), made("reference", name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trt_prompts(made: Make, name: str) -> None:
+    same_logits(trt(made, name), made("reference", name), 71)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("attention", ["explicit", "fused"])
+@pytest.mark.parametrize("version", ["11.4.0", "10.16.1"])
+def test_trt_in_every_form(made: Make, name: str, attention: str, version: str) -> None:
+    engine = made("trt", name, version, settings={"attention": attention})
+    same_soft_tokens(engine, made("reference", name))
+    same_logits(engine, made("reference", name), CHUNK)
+    assert continued(engine) == continued(made("reference", name))
+
+
+def test_trt_in_bf16(made: Make) -> None:
+    """Units in the last place, layers deep."""
+    got, want = (made(b, "tiny-unified", dtype="bfloat16") for b in ("trt", "reference"))
+    same_soft_tokens(got, want, 0.1)
+    same_logits(got, want, CHUNK, 0.15)
+
+
+def test_trt_towers_in_bf16(made: Make) -> None:
+    got, want = (made(b, "tiny-media", dtype="bfloat16") for b in ("trt", "reference"))
+    same_soft_tokens(got, want, 0.1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trt_plans(made: Make, name: str) -> None:
+    """One of the text model, one of each tower, each with what it is fed; none is read before it is
+    needed."""
+    engine = trt(made, name)
+    kept = engine.manifest["compiled"]
+    towers = tower_graphs(engine.program)
+    assert kept["towers"] == {t: f"{t}.plan" for t in towers} and towers
+    for tower, graph in towers.items():
+        described = json.loads((engine.path / f"{tower}.io.json").read_text())
+        assert [x["name"] for x in described["inputs"]] == [v.name for v in graph.inputs]
+        assert [x["name"] for x in described["outputs"]] == ["soft"] and not described["profiles"]
+        assert f"{tower}.plan" in engine.manifest["files"]
+    fed = {x["name"] for x in json.loads((engine.path / "engine.io.json").read_text())["inputs"]}
+    assert ("block_ids" in fed) == (name in BOTH_WAYS)
+
+
+def test_trt_opens_towers_when_they_are_used(made: Make) -> None:
+    engine = made("trt", "tiny-media", settings={"hardware": "same-capability"})
+    runtime: Any = engine.runtime
+    assert not runtime.towers
+    first = engine.encode("image", noise(40, 40, 3)).pieces[0]
+    (kept,) = runtime.towers.values()
+    assert torch.equal(engine.encode("image", noise(40, 40, 3)).pieces[0], first)
+    assert runtime.towers == {"vision_70": kept}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "settings"),
+    [
+        ("tiny-unified", "10.16.1", {}), ("tiny-media", "11.4.0", {"attention": "fused"}),
+        *(pytest.param(n, v, {"attention": a}, marks=pytest.mark.full)
+          for n in NAMES for v in ("11.4.0", "10.16.1") for a in ("explicit", "fused")),
+    ],
+)  # fmt: skip
+def test_trt_calls(
+    name: str, version: str, settings: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What building and running towers and prompts asks, against the real bindings."""
+    api = probe(recorder(version))
+    use(monkeypatch, emulated(tmp_path, version, api=lambda: api))
+    engine = built(tmp_path / "engine", "trt", name, settings=settings)
+    same_soft_tokens(engine, engine)
+    logits(engine, message(engine), CHUNK)
+    engine.close()
+    calls = distinct(api.trt.calls)
+    flags = {c.args[0].name for c in calls if c.member == "clear_flag"}
+    assert flags == {"TF32"}, "what is fp32 in the ops is fp32"
+    fits_bindings(calls, version)
+
+
+def test_trt_bytes_on_disk(tmp_path: Path) -> None:
+    """A tower of two sizes is in two plans."""
+    p = prepare(spec_of("tiny-media"), backend="trt", dry=True, audio_seconds=(0.5, 1.5))
+    program, settings = p.packing.program, dict(p.settings)
+    every = networks(program)
+    audio = [builder.weight_bytes(g) for name, g in every.items() if name.startswith("audio")]
+    assert len(audio) == 2 and audio[0] == audio[1] > 0
+    whole = sum(map(builder.weight_bytes, every.values()))
+    assert p.backend.repeated_bytes(program, settings) == whole
+    assert p.backend.repeated_bytes(program, {**settings, "weights": "refit"}) == 0
+
+
+def test_network_of_text_alone() -> None:
+    """Where no picture is seen both ways, nothing is fed for it."""
+    for name in NAMES:
+        p = prepare(spec_of(name), backend="trt", dry=True)
+        fed = {v.name for v in network_graph(p.packing.program).inputs}
+        assert ("block_ids" in fed) == (name in BOTH_WAYS)
+
+
+@pytest.mark.parametrize(
+    "op", ["chunked_attention", pytest.param("pool_patches", marks=pytest.mark.full)]
+)
+def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    p = prepare(load_spec("e2b"), backend="trt", dry=True)
+    right = builder.chosen_lowerings
+
+    def wrong(settings: Any) -> Any:
+        found = right(settings)
+        return {**found, op: lambda net, n, *xs: net.e.add(found[op](net, n, *xs), 0.01)}
+
+    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
+    with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
+        dry.check_small(emulated_api(), p, "f32")
+
+
+def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are looked at."""
+    p = prepare(load_spec("12b"), backend="trt", dry=True)
+    monkeypatch.setattr(
+        attention, "_last_seen", lambda e, positions, ids: e.cast(positions, "i32")
+    )
+    with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
+        dry.check_small(emulated_api(), p, "f32")

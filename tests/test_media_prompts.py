@@ -1,0 +1,624 @@
+"""Prompts with media: expansion equal to the reference's processors, and `g4ir run` with files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import g4ir
+from g4ir.cli import run
+from g4ir.engine import Engine, load_engine
+from g4ir.errors import InputError
+from g4ir.media.audio import Sound, audio_settings, prepare_sound
+from g4ir.media.budget import image_settings
+from g4ir.media.images import prepare_image, read_image
+from g4ir.media.prompt import expand_text, mark, place, place_rows, times_left_out
+from g4ir.media.soft import Soft, counts
+from g4ir.media.videos import Video, prepare_video, read_video, video_settings
+from g4ir.requests import FIELDS, MEDIA, MEDIA_SETTINGS, Desk
+from g4ir.spec import Tokens, load_spec
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import one_thread, refused  # noqa: F401
+from tests.cli_tools import tokenizer as plain_tokenizer
+from tests.media_tools import RATE, SPECIAL, media_tokenizer, mp4, noise, png, wav
+from tests.torchvision_half import find_torchvision
+
+IDS = Tokens(bos=2, eos=(1,), pad=0, image=10, video=11, audio=12, boi=20, eoi=21, boa=22, eoa=23)
+KINDS = ("image", "video", "audio")
+
+
+def soft(kind: str, *sizes: int, times: tuple[str, ...] = ()) -> Soft:
+    return Soft(kind, tuple(torch.zeros(n, 4) for n in sizes), times)
+
+
+def spelled(text: str) -> list[int]:
+    """A stand-in for a tokenizer: a character is its code above 1000."""
+    return [1000 + ord(c) for c in text]
+
+
+# --- ids --------------------------------------------------------------------------------------
+
+CLIP = soft("video", 2, 2, times=("00:00", "01:05"))
+FIRST, SECOND = spelled("00:00 "), spelled(" 01:05 ")
+PLACED: dict[str, tuple[list[int], list[Soft], list[int]]] = {
+    "text alone": ([2, 5, 7], [], [2, 5, 7]),
+    "one for an image": ([2, 10, 7], [soft("image", 3)], [2, 20, 10, 10, 10, 21, 7]),
+    "one for each soft token": ([2, 10, 10, 10, 7], [soft("image", 3)], [2, 10, 10, 10, 7]),
+    "marks are not doubled": ([20, 10, 21], [soft("image", 2)], [20, 10, 10, 21]),
+    "nor the first": ([20, 10, 7], [soft("image", 2)], [20, 10, 10, 21, 7]),
+    "nor the last": ([7, 10, 21], [soft("image", 2)], [7, 20, 10, 10, 21]),
+    "marks of another kind stay": (
+        [22, 10, 23], [soft("image", 2)], [22, 20, 10, 10, 21, 23]
+    ),
+    "in order": (
+        [10, 5, 10], [soft("image", 1), soft("image", 2)], [20, 10, 21, 5, 20, 10, 10, 21]
+    ),
+    "side by side": (
+        [20, 10, 10, 21], [soft("image", 1), soft("image", 2)], [20, 10, 21, 20, 10, 10, 21]
+    ),
+    "a sound": ([12, 5], [soft("audio", 2)], [22, 12, 12, 23, 5]),
+    "each kind by itself": (
+        [12, 12, 10, 5], [soft("image", 2), soft("audio", 2)], [12, 12, 20, 10, 10, 21, 5]
+    ),
+    "kinds in any order": (
+        [12, 10], [soft("image", 2), soft("audio", 3)], [22, 12, 12, 12, 23, 20, 10, 10, 21]
+    ),
+    "frames": (
+        [2, 11, 7], [CLIP], [2, *FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21, 7]
+    ),
+    "frames that are placed": ([11] * 4, [CLIP], [11] * 4),
+    "frames between marks": (
+        [20, 11, 21], [CLIP], [*FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21]
+    ),
+    "one soft token": ([10], [soft("image", 1)], [10]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_place(case: str) -> None:
+    given, softs, want = PLACED[case]
+    assert place(given, softs, IDS, spelled) == want
+    assert place(want, softs, IDS, spelled) == want
+
+
+def test_without_a_tokenizer_frames_have_no_times() -> None:
+    placed = place([2, 11], [CLIP], IDS)
+    assert placed == [2, 20, 11, 11, 21, 20, 11, 11, 21]
+    assert times_left_out([[2, 11]], [placed], IDS)
+    assert not times_left_out([[10]], [place([10], [soft("image", 3)], IDS)], IDS)
+
+
+def test_marks_that_a_variant_lacks_are_left_out() -> None:
+    tokens = replace(IDS, boi=None, eoa=None)
+    softs = [soft("image", 2), soft("audio", 2)]
+    assert place([10, 5, 12], softs, tokens) == [10, 10, 21, 5, 22, 12, 12]
+
+
+def test_media_of_a_batch_go_row_by_row() -> None:
+    softs = [soft("image", n) for n in (1, 2, 3)]
+    rows = place_rows([[10, 5], [6], [10, 10]], softs, IDS)
+    assert rows == [[20, 10, 21, 5], [6], [20, 10, 10, 21, 20, 10, 10, 10, 21]]
+    assert place_rows([[10] * 2, [10] * 4], softs, IDS) == [[10] * 2, [10] * 4]
+
+
+COUNTS: dict[str, tuple[list[int], list[Soft], str]] = {
+    "no placeholder": ([5], [soft("image", 3)], "image: .* 0 .*id 10.* 1 media with 3 soft"),
+    "one too many": (
+        [10] * 3, [soft("image", 4), soft("image", 4)], "image: .* 3 .* 2 media with 8 soft"
+    ),
+    "one too few": ([10] * 7, [soft("image", 8)], "image: .* 7 .* 1 media with 8 soft"),
+    "no medium": ([11, 5], [], "video: .* 1 .*id 11.* 0 media with 0 soft"),
+    "another kind": ([10], [soft("audio", 2)], "(image|audio): "),
+    "one of two kinds": ([10, 12, 12], [soft("image", 2), soft("audio", 3)], "audio: .* 2 .* 1 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_numbers_that_do_not_fit(case: str) -> None:
+    given, softs, words = COUNTS[case]
+    with pytest.raises(InputError, match=words):
+        place(given, softs, IDS, spelled)
+
+
+def test_a_kind_without_a_placeholder() -> None:
+    with pytest.raises(InputError, match=r"video: .* 0 placeholders \(id None\) for 1 media"):
+        place([5], [CLIP], replace(IDS, video=None))
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def spell(token: int) -> str:
+    return SPECIAL[next(k for k in SPECIAL if getattr(IDS, k) == token)]
+
+
+MARKED: dict[str, tuple[str, list[str], str, str | None]] = {
+    "markers": ("a <image> b <audio>", ["image", "audio"], "a <|image|> b <|audio|>", None),
+    "the checkpoint's own": ("a <|image|>b", ["image"], "a <|image|>b", None),
+    "none": ("a b", ["image", "audio", "image"], "<|image|><|audio|><|image|>a b",
+             "no <image> and <audio>: put before"),
+    "of one kind": ("a <video>", ["video", "image"], "<|image|>a <|video|>", "no <image>: "),
+    "after a bos": ("<bos>a", ["image"], "<bos><|image|>a", "no <image>: "),
+    "behind a backslash": (r"the \<video> tag", [], "the <video> tag", None),
+    "both": (r"\<image> <image>", ["image"], "<image> <|image|>", None),
+    "other brackets": ("<img> <imagex>", [], "<img> <imagex>", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_mark(case: str) -> None:
+    text, given, want, told = MARKED[case]
+    found, note = mark(text, given, KINDS, IDS, spell, "<bos>")
+    assert found == want
+    assert (note is None) == (told is None) and (told or "") in (note or "")
+
+
+def test_markers_of_kinds_that_are_not_taken_are_text() -> None:
+    text = r"the <video> tag, \<video>, <image>"
+    want = r"the <video> tag, \<video>, <|image|>"
+    assert mark(text, ["image"], ("image",), IDS, spell) == (want, None)
+    assert mark(text, [], (), IDS, spell) == (text, None)
+
+
+def test_a_marker_without_media() -> None:
+    with pytest.raises(InputError, match=r"2 <video> for 0 media: .* write \\<video> for"):
+        mark(r"a <video> \<video> <video>", ["image"], KINDS, IDS, spell)
+
+
+def test_text_is_expanded_where_the_numbers_fit() -> None:
+    softs = [soft("image", 2), CLIP]
+    text = "a <|image|> <|image><|image|><image|><|video|>"
+    clip = "00:00 <|image><|video|><|video|><image|> 01:05 <|image><|video|><|video|><image|>"
+    assert expand_text(text, softs, IDS, spell) == text.replace("<|video|>", clip)
+    text = "a <|image><|image|> b"
+    assert expand_text(text, softs[:1], IDS, spell) == "a <|image><|image|><|image|><image|> b"
+    assert expand_text(text, [], IDS, spell) == text
+
+
+# --- the reference's processors ---------------------------------------------------------------
+
+MODULES = {"e2b": "gemma4", "12b": "gemma4_unified"}
+RATES = 0.7  # frames per second of the videos
+
+
+@cache
+def reference(variant: str) -> tuple[Any, Any, Tokens]:
+    """The processor with a small tokenizer, the tokenizer, and its special tokens."""
+    if not find_torchvision():
+        pytest.skip("the reference's processors need torchvision")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, tokens = media_tokenizer(Tokens(), 96)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+        extra_special_tokens={f"{k}_token": v for k, v in SPECIAL.items() if k != "video"},
+    )  # fmt: skip
+    name = MODULES[variant]
+    prefix = "".join(part.title() for part in name.split("_"))
+    parts = {"feature_extraction": "AudioFeatureExtractor", "image_processing": "ImageProcessor",
+             "video_processing": "VideoProcessor", "processing": "Processor"}  # fmt: skip
+    classes = {
+        part: getattr(importlib.import_module(f"transformers.models.{name}.{part}_{name}"),
+                      f"{prefix}{ending}")
+        for part, ending in parts.items()
+    }  # fmt: skip
+    extractor, image, video = (classes[p]() for p in list(parts)[:3])
+    return classes["processing"](extractor, image, fast, video), tokenizer, tokens
+
+
+PICTURES = [noise(60, 200, 3), noise(96, 48, 3, seed=1)]
+FRAMES = noise(40, 48, 64, 3)
+SOUNDS = [np.sin(np.arange(n, dtype=np.float32)) for n in (5_000, 20_001)]
+PROMPTS: dict[str, tuple[str, str]] = {
+    "image": ("i", "<bos>what is <|image|>?"),
+    "two images": ("ii", "<|image|>and <|image|>\nof a"),
+    "video": ("v", "<bos>see <|video|> 00:0"),
+    "video first": ("v", "<|video|>"),
+    "two videos": ("vv", "a <|video|> 0<|video|>b"),
+    "audio": ("a", "hear <|audio|>."),
+    "all": ("aviai", "<bos>a <|audio|> 00 <|video|>b<|image|><|audio|>\n<|image|> c"),
+}
+
+
+def ours(variant: str, kinds: str) -> dict[str, list[Soft]]:
+    """As many soft tokens as our preprocessors say."""
+    spec = load_spec(variant)
+    pictures = [prepare_image(p, image_settings(spec)).soft_tokens for p in PICTURES]
+    clip = prepare_video(Video(FRAMES, RATES), video_settings(spec))
+    sounds = [prepare_sound(Sound(s, RATE), audio_settings(spec)).soft_tokens for s in SOUNDS]
+    film = soft("video", *[clip.soft_tokens] * len(clip.times), times=clip.times)
+    return {
+        "i": [soft("image", n) for n in pictures[: kinds.count("i")]],
+        "v": [film] * kinds.count("v"),
+        "a": [soft("audio", n) for n in sounds[: kinds.count("a")]],
+    }
+
+
+def theirs(variant: str, kinds: str, text: str) -> list[int]:
+    processor, _, _ = reference(variant)
+    given: dict[str, Any] = {"text": [text]}
+    if "i" in kinds:
+        given["images"] = [PICTURES[: kinds.count("i")]]
+    if "v" in kinds:
+        count = kinds.count("v")
+        given["videos"] = [FRAMES] * count
+        given["video_metadata"] = [{"total_num_frames": len(FRAMES), "fps": RATES}] * count
+    if "a" in kinds:
+        given["audio"] = SOUNDS[: kinds.count("a")]
+    (ids,) = processor(**given)["input_ids"]
+    return list(ids)
+
+
+@pytest.mark.parametrize("variant", MODULES)
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts_are_the_processors(variant: str, case: str) -> None:
+    """Text, and ids where no word reaches into a frame's time."""
+    kinds, text = PROMPTS[case]
+    want = theirs(variant, kinds, text)
+    _, tokenizer, tokens = reference(variant)
+    softs = [s for group in ours(variant, kinds).values() for s in group]
+
+    def plain(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    expanded = expand_text(text, softs, tokens, tokenizer.id_to_token)
+    assert place(plain(expanded), softs, tokens, plain) == want
+    if "v" not in kinds or case == "video first":
+        assert place(plain(text), softs, tokens, plain) == want
+
+
+# --- g4ir run ---------------------------------------------------------------------------------
+
+
+def made(folder: Path, variant: str, **options: Any) -> Path:
+    """An engine directory by the reference backend."""
+    limits = {"max_seq": 640, "prefill_chunk": 128, "backend": "reference", "random_weights": 0}
+    g4ir.build(variant, folder, **{**limits, **options}).close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes every kind; it gets the tokenizer that a checkpoint would have brought."""
+    folder = tmp_path_factory.mktemp("engines") / "media"
+    made(folder, "tiny-media", max_batch=2, image_budgets=[70, 140])
+    spec = load_spec("tiny-media")
+    tokenizer, _ = media_tokenizer(spec.tokens, spec.text.vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The other kind of model, without a tokenizer."""
+    return made(tmp_path_factory.mktemp("bare") / "e", "tiny-unified")
+
+
+@pytest.fixture(scope="module")
+def deaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes images alone."""
+    return made(tmp_path_factory.mktemp("deaf") / "e", "tiny-media", media="image")
+
+
+@pytest.fixture(scope="module")
+def loaded(engine: Path) -> Engine:
+    return load_engine(engine)
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands on `engine` take the one that is loaded, which saves seconds."""
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("loaded")
+        monkeypatch.setattr("g4ir.engine.load_engine", lambda *words, **options: engine)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a.png, b.jpg, c.mp4, d.wav."""
+    folder = tmp_path_factory.mktemp("files")
+    png(folder / "a.png")
+    png(folder / "b.jpg", 48, 96, seed=1)
+    mp4(folder / "c.mp4")
+    wav(folder / "d.wav")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def beside_the_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are relative to the current directory."""
+    if "files" in request.fixturenames:
+        monkeypatch.chdir(request.getfixturevalue("files"))
+
+
+def answered(*words: str | Path) -> tuple[list[int], dict[str, Any]]:
+    """The new tokens of a run, and what its log says."""
+    outcome = command("run", *words, "--max-new-tokens", "6", "--json")
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)["tokens"], json.loads(outcome.err.splitlines()[-1])
+
+
+def generated(engine: Engine, ids: list[int], **media: Any) -> list[int]:
+    out: list[int] = engine.generate(ids, 6, **media)
+    return out
+
+
+def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:
+    image = loaded.spec.tokens.image
+    got, log = answered(engine, "--tokens", f"2,5,{image},7", "--image", "a.png")
+    assert got == generated(loaded, [2, 5, image, 7], images=["a.png"])
+    assert got == generated(loaded, [2, 5, image, 7], images=[read_image("a.png")])
+    soft = loaded.encode("image", "a.png")
+    assert got == generated(loaded, place([2, 5, image, 7], [soft], loaded.spec.tokens),
+                            images=[files / "a.png"])  # fmt: skip
+    assert got != generated(loaded, [2, 5, image, 7], images=["b.jpg"])
+    assert log["soft_tokens"] == {"image": soft.count} and log["prompt_tokens"] == soft.count + 5
+    assert 0 < log["encode_s"] < log["time_to_first_token_s"]
+
+
+def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> None:
+    """In the text's own order, and equal to what is made of its ids."""
+    text = "<bos>see <audio> 00 <video>, <image> or <image>?"
+    media = ("--image", "a.png", "--audio", "d.wav", "--video", "c.mp4", "--image", "b.jpg")
+    got, log = answered(engine, "--prompt", text, *media, "--frames", "2")
+    softs = [
+        loaded.encode("image", "a.png"), loaded.encode("audio", "d.wav"),
+        loaded.encode("video", "c.mp4", frames=2), loaded.encode("image", "b.jpg"),
+    ]  # fmt: skip
+    assert softs[2].times == ("00:00", "00:01") and log["soft_tokens"] == counts(softs)
+    tokenizer = loaded.tokenizer()
+    for kind, string in SPECIAL.items():
+        text = text.replace(f"<{kind}>", string) if kind in KINDS else text
+    ids = tokenizer.encode(
+        expand_text(text, softs, loaded.spec.tokens, tokenizer.id_to_token)
+    ).ids
+    assert log["prompt_tokens"] == len(ids) and "notes" not in log
+    clip = prepare_video(read_video("c.mp4", 2), video_settings(loaded.spec))
+    assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
+
+
+def test_media_without_a_marker_come_first(engine: Path, files: Path) -> None:
+    media = ("--audio", "d.wav", "--image", "a.png", "--image", "b.jpg")
+    want, log = answered(engine, "--prompt", "<audio><image><image>what?", *media)
+    assert "notes" not in log
+    got, log = answered(engine, "--prompt", "what?", *media)
+    note = "the prompt has no <audio> and <image>: put before the text"
+    assert got == want and log["notes"] == [note]
+    outcome = command("run", engine, "--prompt", "what?", *media, "--max-new-tokens", "6")
+    assert outcome.code == 0 and f"g4ir: note: {note}\n" in outcome.err
+
+
+def test_an_image_budget(engine: Path, loaded: Engine, files: Path) -> None:
+    words = (engine, "--prompt", "<image>", "--image", "a.png")
+    counted = [answered(*words, "--image-budget", n)[1]["soft_tokens"] for n in ("70", "140")]
+    assert counted[0] == answered(*words)[1]["soft_tokens"]
+    assert counted[0]["image"] <= 70 < counted[1]["image"] <= 140
+
+
+def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
+    tokens = load_spec("tiny-unified").tokens
+    words = ("--tokens", f"2,{tokens.video},5", "--video", "c.mp4", "--frames", "2")
+    got, log = answered(bare, *words)
+    assert log["notes"] == ["no tokenizer: the frames of videos come without their times"]
+    engine = load_engine(bare)
+    clip = prepare_video(read_video("c.mp4", 2), video_settings(engine.spec))
+    assert got == generated(engine, [2, tokens.video, 5], videos=[clip])
+    assert log["prompt_tokens"] == log["soft_tokens"]["video"] + 6
+
+
+def test_generate_a_batch(loaded: Engine, files: Path) -> None:
+    image, audio = loaded.spec.tokens.image, loaded.spec.tokens.audio
+    rows = [[2, image, 5, audio], [2, 5, 7, image]]
+    got = loaded.generate(rows, 6, images=["a.png", "b.jpg"], audio=["d.wav"])
+    assert got == [
+        generated(loaded, rows[0], images=["a.png"], audio=["d.wav"]),
+        generated(loaded, rows[1], images=["b.jpg"]),
+    ]
+
+
+@pytest.mark.parametrize(("media", "words"), [
+    ({"images": "a.png"}, "image: expected a list, found str"),
+    ({"images": ["a.png"]}, "image: the prompt has 0 placeholders .* 1 media"),
+    ({"audio": ["none.wav"]}, "none.wav: no such sound file"),
+])  # fmt: skip
+def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        loaded.generate([2, 5], 6, **media)
+    with pytest.raises(InputError, match=r"video: the prompt has 1 placeholders .* 0 media"):
+        loaded.generate([2, loaded.spec.tokens.video], 6)
+
+
+# --- JSON lines -------------------------------------------------------------------------------
+
+
+def lines_of(engine: Path, lines: list[dict[str, Any]], folder: Path) -> list[tuple[Any, Any]]:
+    """(answer, log) of each line."""
+    file = folder / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
+    assert outcome.code == 0, outcome.err
+    pairs = zip(outcome.out.splitlines(), outcome.err.splitlines(), strict=True)
+    return [(json.loads(answer), json.loads(log)) for answer, log in pairs]
+
+
+def test_json_lines_with_media(engine: Path, files: Path, tmp_path: Path) -> None:
+    lines = [
+        {"id": "p", "prompt": "<image>see", "images": ["a.png"], "image_budget": 140},
+        {"id": "v", "prompt": "<video>see", "videos": ["c.mp4"], "frames": 2},
+        {"id": "s", "prompt": "hear", "audio": ["d.wav"], "audio_too_long": "refuse"},
+        {"id": "t", "prompt": "text", "images": []},
+    ]
+    found = lines_of(engine, lines, tmp_path)
+    assert [log.get("soft_tokens", {}).keys() for _, log in found] == [
+        {"image"}, {"video"}, {"audio"}, set()
+    ]  # fmt: skip
+    flags: list[tuple[str, ...]] = [
+        ("--image", "a.png", "--image-budget", "140"), ("--video", "c.mp4", "--frames", "2"),
+        ("--audio", "d.wav"), (),
+    ]  # fmt: skip
+    for (answer, log), line, words in zip(found, lines, flags, strict=True):
+        got, alone = answered(engine, "--prompt", str(line["prompt"]), *words)
+        assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
+
+
+def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
+    """Equal ids of other media; what is before the first of them is."""
+    image = loaded.spec.tokens.image
+    png(files / "e.png", seed=5)  # as many soft tokens as a.png
+    desk = Desk(loaded, {"max_new_tokens": 1})
+    asked: list[tuple[list[int], list[str], int]] = [
+        ([2, 5, 6], [], 0), ([2, 5, 6, image, 7], ["a.png"], 3),
+        *(([2, 5, 6, image, 7], [name], 0) for name in ("e.png", "e.png", "a.png")),
+    ]  # fmt: skip
+    for ids, images, cached in asked:
+        got = desk.answer(desk.request({"tokens": ids, "images": images}, "x"))
+        assert list(got.tokens) == loaded.generate(ids, 1, images=images)
+        assert got.cached_tokens == cached
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+TEXT = ("--prompt", "<image>")
+REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no file": ((*TEXT, "--image", "none.png"), ("none.png: no such image file",)),
+    "a folder": ((*TEXT, "--image", "."), (".: no such image file",)),
+    "empty": ((*TEXT, "--image", "empty"), ("empty: the file is empty",)),
+    "truncated": ((*TEXT, "--image", "cut.png"), ("cut.png: corrupt or truncated",)),
+    "no image": ((*TEXT, "--image", "d.wav"), ("d.wav: no image; send PNG",)),
+    "no sound": (("--prompt", "<audio>", "--audio", "a.png"), ("a.png: no sound file",)),
+    "sound cut off": (("--prompt", "<audio>", "--audio", "cut.wav"), ("cut.wav: truncated",)),
+    "no video": (("--prompt", "<video>", "--video", "a.wav.mp4"), ("a.wav.mp4: ",)),
+    "video cut off": (("--prompt", "<video>", "--video", "cut.mp4"), ("cut.mp4: ",)),
+    "too many frames": (
+        ("--prompt", "<video>", "--video", "c.mp4", "--frames", "6"),
+        ("6 frames asked for, the video has 5",),
+    ),
+    "no frames": (
+        ("--prompt", "<video>", "--video", "c.mp4", "--frames", "0"), ("0 frames asked for",)
+    ),
+    "sound too long": (
+        ("--prompt", "<audio>", "--audio", "long.wav", "--audio-too-long", "refuse"),
+        ("long.wav: 31.00 s is longer",),
+    ),
+    "other too long": (
+        ("--prompt", "<audio>", "--audio", "d.wav", "--audio-too-long", "x"), ("cut", "refuse")
+    ),
+    "unknown budget": (
+        (*TEXT, "--image", "a.png", "--image-budget", "280"),
+        ("image budget 280", "70, 140", "--image-budget 280"),
+    ),
+    "budget without image": (("--prompt", "a", "--image-budget", "70"), ("--image",)),
+    "frames without video": (
+        (*TEXT, "--image", "a.png", "--frames", "2"), ("--frames is for --video",)
+    ),
+    "marker without image": ((*TEXT,), ("1 <image> for 0 media", "--image")),
+    "special without image": (
+        ("--prompt", "<|image|> a"), ("image: the prompt has 1 placeholders", "0 media")
+    ),
+    "more markers": (
+        ("--prompt", "<image> <image> <image>", "--image", "a.png", "--image", "b.jpg"),
+        ("image: the prompt has 3 placeholders", "2 media with "),
+    ),
+    "fewer markers": (
+        (*TEXT, "--image", "a.png", "--image", "b.jpg"), ("1 placeholders", "2 media")
+    ),
+    "ids without placeholder": (
+        ("--tokens", "2,5", "--image", "a.png"), ("0 placeholders (id ", "1 media")
+    ),
+    "too long a prompt": (
+        ("--prompt", "<image>" * 12, *("--image", "a.png") * 12), ("tokens and ", "--max-seq 640")
+    ),
+    "no new tokens": ((*TEXT, "--image", "a.png", "--max-new-tokens", "0"), ("max_new_tokens 0",)),
+    "with JSON lines": (
+        ("--input-jsonl", "x.jsonl", "--image", "a.png"), ("--image", '"images": ["a.png"]')
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broken(files: Path) -> None:
+    """More files beside the good ones."""
+    (files / "empty").touch()
+    for name in ("a.png", "d.wav", "c.mp4"):
+        data = (files / name).read_bytes()
+        (files / f"cut{Path(name).suffix}").write_bytes(data[: len(data) // 2])
+    (files / "a.wav.mp4").write_bytes((files / "d.wav").read_bytes())
+    wav(files / "long.wav", 31 * RATE)
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_request_with_media(case: str, engine: Path, files: Path) -> None:
+    words, parts = REFUSED[case]
+    message = refused("run", engine, *words)
+    assert all(part in message for part in parts), message
+
+
+BAD_LINES: dict[str, tuple[dict[str, Any], str]] = {
+    "no list": ({"images": "a.png"}, "images: expected a list of paths"),
+    "no paths": ({"audio": [1]}, "audio: expected a list of paths"),
+    "too long": ({"audio_too_long": "x"}, "audio_too_long: expected cut or refuse"),
+    "frames": ({"frames": 1.5}, "frames: expected a whole number"),
+    "no file": ({"images": ["none.png"]}, ":2: images: none.png: no such image file"),
+    "no image": ({"images": ["d.wav"]}, ":2: images: d.wav: no image"),
+    "no placeholder": (
+        {"tokens": [2], "prompt": None, "images": ["a.png"]}, ":2: image: the prompt has 0 "
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_with_media(case: str, engine: Path, files: Path, tmp_path: Path) -> None:
+    line, words = BAD_LINES[case]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n" + json.dumps({"prompt": "a", **line}))
+    assert words in refused("run", engine, "--input-jsonl", file)
+
+
+def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None:
+    message = refused("run", deaf, "--tokens", "2,5", "--audio", "d.wav")
+    assert "--audio: this engine takes text, image, no audio" in message
+    assert "`g4ir build --media image,audio`" in message
+    with pytest.raises(InputError, match=r"^this engine takes text, image, no audio"):
+        load_engine(deaf).generate([2, 5], 6, audio=["d.wav"])
+    text = made(tmp_path / "e", "tiny-dense")
+    message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
+    assert "takes text, no image, and tiny-dense takes text alone" in message
+
+
+def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:
+    shutil.copytree(bare, tmp_path / "e")
+    plain_tokenizer().save(str(tmp_path / "e" / "tokenizer.json"))
+    message = refused("run", tmp_path / "e", "--prompt", "<image>", "--image", "a.png")
+    assert f"no special token {load_spec('tiny-unified').tokens.image}," in message
+    message = refused("run", bare, "--prompt", "<image>", "--image", "a.png")
+    assert "tokenizer.json" in message and "token ids" in message
+
+
+@pytest.mark.parametrize(("module", "words", "named"), [
+    ("av", ("--video", "c.mp4"), "videos need av"), ("PIL", ("--image", "a.png"), "Pillow"),
+])  # fmt: skip
+def test_a_missing_library(
+    engine: Path, files: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: tuple[str, ...],
+    named: str,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, module, None)
+    message = refused("run", engine, "--prompt", "what?", *words, code=3)
+    assert named in message and "g4ir[mm]" in message
+
+
+def test_flags_and_requests_have_the_same_settings() -> None:
+    assert {name: kind for kind, (name, _) in MEDIA_SETTINGS.items()} == run.SETTING_KINDS
+    assert {*run.SETTING_KINDS, *MEDIA} <= {*FIELDS}
+    assert run.KINDS == tuple(MEDIA_SETTINGS) == KINDS
