@@ -16,7 +16,6 @@ import torch
 
 import g4ir
 from g4ir.checkpoint import write_checkpoint
-from g4ir.errors import InputError
 from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound, stack_clips
 from g4ir.media.budget import image_settings
 from g4ir.media.choice import offered
