@@ -6,8 +6,9 @@ BIN         = $(VENV)/bin
 READY       = $(VENV)/.ready
 PIP         = $(BIN)/python -m pip --disable-pip-version-check
 DEMO        = build/demo
-# By file, so that engines built once for a file stay with its tests.
-PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+# By file, so that engines built once for a file stay with its tests, in the order of tests/conftest.py.
+PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
+              --no-loadscope-reorder
 FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/media g4ir/ops passes backends backends/primitives \
               backends/onnx_graph backends/torch_compile backends/trt specs tests tests/passes bench
 

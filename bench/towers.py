@@ -28,8 +28,9 @@ from g4ir.bench.system import environment
 from g4ir.checkpoint import write_checkpoint
 from g4ir.media.audio import Sound, audio_settings, prepare_sound
 from g4ir.media.budget import image_settings
+from g4ir.media.choice import KINDS
 from g4ir.media.images import prepare_image
-from g4ir.random_weights import KINDS, RandomCheckpoint
+from g4ir.random_weights import RandomCheckpoint
 from g4ir.spec import FULL, SLIDING, Spec, load_spec
 from g4ir.types import TORCH_NAMES, torch_dtype
 

@@ -8,6 +8,8 @@ are made, and the first that differs is named.
 
 The outputs of the layers at the end of each chunk are compared too: the curve shows where two
 models part. Logits near the softcap are alike whatever made them, so their number is watched.
+Of an engine that takes media, towers and a prompt with a picture are compared with the
+interpreter's, whomever the rest is compared with (see compare_media.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,13 +30,19 @@ from .backends.reference import ReferenceRuntime
 from .checkpoint import hub_snapshot, write_checkpoint
 from .engine import Engine, Progress, agreed_spec, silent
 from .errors import InputError, MissingError
+from .ir import Program
+from .media.choice import placeholders
 from .params import text_tensors
 from .random_weights import RandomCheckpoint
 from .sampling import checked_ids
+from .towers import is_tower
 from .types import ITEMSIZE, torch_dtype
 
 if TYPE_CHECKING:
     import torch
+
+    from .compare_media import MediaReport
+    from .session import Session
 
 AGAINST = ("reference", "hf")
 #: single steps at the end of the given tokens
@@ -186,17 +194,26 @@ class Report:
     first_difference: str | None
     layers: tuple[LayerError, ...]
     saturation: Saturation | None
+    #: None for an engine that takes text alone
+    media: MediaReport | None = None
+
+    @property
+    def text_ok(self) -> bool:
+        """Every position within the budget, and the greedy tokens the same."""
+        return all(p.ok for p in self.positions) and self.greedy.differs is None
 
     @property
     def ok(self) -> bool:
-        """Every position within the budget, and the greedy tokens the same."""
-        return all(p.ok for p in self.positions) and self.greedy.differs is None
+        """The text, and what was checked of media."""
+        return self.text_ok and (self.media is None or self.media.ok)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         out = {**asdict(self), "ok": self.ok}
         if self.saturation:
             out["saturation"]["alarm"] = self.saturation.alarm
+        if self.media:
+            out["media"] = self.media.to_dict()
         return out
 
     def text(self) -> str:
@@ -214,6 +231,7 @@ class Report:
             lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
         if self.layers:
             lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
+        lines += self.media.lines() if self.media else []
         if self.saturation and self.saturation.alarm:
             lines.append(self.saturation.text())
         if self.first_difference:
@@ -300,9 +318,10 @@ def verify_engine(
     `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
     else the local hub cache; random weights are written to a temporary one).
 
-    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for several
-    chunks and, as far as max_seq goes, more than a window. Raises InputError for a wrong
-    request and MissingError where transformers is missing; a failed comparison is in the report.
+    tokens: ids to compare on, at least 2, none of them a placeholder of media; default: drawn from
+    a fixed seed, enough for several chunks and, as far as max_seq goes, more than a window. Raises
+    InputError for a wrong request and MissingError where transformers is missing; a failed
+    comparison is in the report.
     """
     if against not in AGAINST:
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
@@ -313,10 +332,17 @@ def verify_engine(
     every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
     with _peer(engine, against, checkpoint, progress) as peer:
         report = _compare(engine, peer, ids, turns, every, against, progress)
-        if report.ok:
-            return report
-        progress("looking for the first difference")
-        return replace(report, first_difference=_first(engine, peer, ids, turns, report.budget))
+        if not report.ok:
+            progress("looking for the first difference")
+            found = _first(engine, peer, ids, turns, report.budget)
+            report = replace(report, first_difference=found)
+        reference = peer.engine if isinstance(peer, EnginePeer) else None
+    if not engine.media.kinds:
+        return report
+    # Imported late: it compares with what is defined here.
+    from .compare_media import check_media
+
+    return replace(report, media=check_media(engine, reference, progress))
 
 
 def _compare(
@@ -336,7 +362,7 @@ def _compare(
     budget = BUDGETS[engine.dtype, against]
     if budget.relative is not None and not bool(budget.holds(errors).all()):
         progress(f"{len(ids)} tokens through the reference in float64")
-        budget = _widened(budget, rounding_error(engine, ids, turns, every))
+        budget = widened(budget, rounding_error(engine, ids, turns, every))
     parts = (errors.absolute, errors.relative, errors.cosine, budget.holds(errors))
     rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
     progress("greedy tokens")
@@ -375,7 +401,8 @@ def _saturation(
     return Saturation(cap, *shares)
 
 
-def _widened(budget: Budget, rounding: float) -> Budget:
+def widened(budget: Budget, rounding: float) -> Budget:
+    """Room for four times the rounding error."""
     assert budget.relative is not None
     return Budget(relative=max(budget.relative, 4 * rounding))
 
@@ -386,11 +413,17 @@ def rounding_error(
     """How far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. Random weights can make a model in
     which it grows from layer to layer."""
-    reference = reference_engine(engine)
-    narrow = EnginePeer(reference).logits(ids, turns, every)
-    runtime = _WideRuntime(engine.program, engine.limits, engine.device, engine.runtime.source)
-    wide = EnginePeer(replace(engine, runtime=runtime)).logits(ids, turns, every)
+    narrow = EnginePeer(reference_engine(engine)).logits(ids, turns, every)
+    wide = EnginePeer(wide_engine(engine)).logits(ids, turns, every)
     return float(row_errors(narrow, wide).relative.max())
+
+
+def wide_engine(engine: Engine) -> Engine:
+    """The text graphs through the interpreter in float64."""
+    runtime = _WideRuntime(
+        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
+    )
+    return replace(engine, runtime=runtime)
 
 
 class _WideRuntime(ReferenceRuntime):
@@ -431,17 +464,39 @@ def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | 
     ids = checked_ids(list(given), engine.spec.text.vocab_size, "verify")
     if not 2 <= len(ids) <= limit:
         raise InputError(f"verify: {len(ids)} tokens; expected 2 to {limit} (--max-seq)")
+    check_no_media(engine, ids, "verify: --tokens")
     return torch.tensor(ids)
 
 
+def check_no_media(engine: Engine, ids: Sequence[int], what: str) -> None:
+    """InputError on the first id that stands for a soft token: these are tokens of text."""
+    kinds = {i: kind for kind, i in placeholders(engine.spec.tokens, engine.media.kinds).items()}
+    for at, i in enumerate(ids):
+        if i in kinds:
+            raise InputError(
+                f"{what}: token {i} at index {at} is the placeholder of {kinds[i]}, and no "
+                f"{kinds[i]} is given; leave it out"
+            )
+
+
 def random_tokens(engine: Engine, count: int) -> torch.Tensor:
-    """i64[count] from a fixed seed; every table has a row for each."""
+    """i64[count] from a fixed seed."""
+    return random_ids(engine, (count,), SEED)
+
+
+def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """i64 of this shape. Every table has a row for each id, and none is a placeholder of media,
+    whichever of them an engine of this spec takes."""
     import torch
 
     text = engine.spec.text
-    generator = torch.Generator().manual_seed(SEED)
     top = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
-    return torch.randint(0, top, (count,), generator=generator)
+    taken = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, top - len(taken), tuple(shape), generator=generator)
+    for i in taken:
+        ids += ids >= i
+    return ids
 
 
 def _wanted(engine: Engine) -> int:
@@ -508,9 +563,9 @@ class EnginePeer:
     ) -> torch.Tensor:  # fmt: skip
         import torch
 
-        def keep(at: int, name: str, t: torch.Tensor) -> None:
+        def keep(place: Place, name: str, t: torch.Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
-                layers.setdefault(name, {})[at] = t[0, -1].float().cpu()
+                layers.setdefault(name, {})[place.end] = t[0, -1].float().cpu()
 
         session = _watched(self.engine, keep) if layers is not None else self.engine.session()
         rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
@@ -598,11 +653,16 @@ def _peer(
 
 
 def reference_engine(engine: Engine) -> Engine:
-    """The same graphs and params through the interpreter."""
+    """The same text graphs and params through the interpreter; it holds no towers."""
     runtime = ReferenceRuntime(
-        engine.program, engine.limits, engine.device, engine.runtime.source
+        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
     )
     return replace(engine, runtime=runtime)
+
+
+def text_graphs(program: Program) -> Program:
+    """Without towers."""
+    return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})
 
 
 def _need_transformers() -> None:
@@ -681,8 +741,19 @@ def _first(
     )
 
 
-#: sees the index of a chunk's last token, the name of a value and the value
-ChunkWatch = Callable[[int, str, "torch.Tensor"], None]
+@dataclass(frozen=True)
+class Place:
+    """A chunk of a session: the graph that runs it, the index of its first and last token."""
+
+    phase: str
+    start: int
+    end: int
+
+
+#: sees a chunk, the name of a value in it and the value
+ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
+#: what a session is asked for
+Step = Callable[["Session"], object]
 
 
 @dataclass(frozen=True)
@@ -704,51 +775,66 @@ class _Watched:
     ) -> torch.Tensor | None:
         if self.cuda and phase == "decode" and not self.deep:
             return self.runtime.run(phase, feeds, state, context, logits)
-        at = int(feeds["positions"][0, -1])
-        return self.runtime.run(phase, feeds, state, context, logits, partial(self.watch, at))
+        start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
+        watch = partial(self.watch, Place(phase, start, end))
+        return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
 def first_difference(
     engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Budget
 ) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of budget."""
-    made: dict[str, torch.Tensor] = {}
-    found: list[str] = []
-    at = 0
 
-    def keep(end: int, name: str, value: torch.Tensor) -> None:
-        made[name] = value
+    def feed(piece: torch.Tensor, session: Session) -> object:
+        return session.prefill(piece[None])
 
-    def compare(end: int, name: str, want: torch.Tensor) -> None:
-        if found or name not in made or not want.is_floating_point():
+    sizes = [*_chunks(turns, engine.limits.prefill_chunk)]
+    steps = (partial(feed, piece) for piece in ids[: sum(sizes)].split(sizes))
+    found = first_value(engine, peer, steps, budget)
+    return found[1] if found else None
+
+
+def first_value(
+    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Budget
+) -> tuple[Place, str] | None:
+    """Take both through the steps, one row without padding; where the first value lies that both
+    make and that is out of budget, and what is to be said of it."""
+    made: dict[tuple[Place, str], torch.Tensor] = {}
+    found: list[tuple[Place, str]] = []
+
+    def keep(place: Place, name: str, value: torch.Tensor) -> None:
+        # A copy: the next chunk of the step may be made in the same memory.
+        made[place, name] = value.clone()
+
+    def compare(place: Place, name: str, want: torch.Tensor) -> None:
+        got = made.get((place, name))
+        if found or got is None or not want.is_floating_point():
             return
-        errors = row_errors(made[name], want)
+        errors = row_errors(got, want)
         if not bool(budget.holds(errors).all()):
-            found.append(_described(name, at, errors))
+            found.append((place, _described(name, place, errors)))
 
     one = _watched(engine, keep, deep=True)
     two = _watched(peer, compare, deep=True)
-    for size in _chunks(turns, engine.limits.prefill_chunk):
+    for step in steps:
         made.clear()
-        piece = ids[None, at : at + size]
-        one.prefill(piece)
-        two.prefill(piece)
+        step(one)
+        step(two)
         if found:
             return found[0]
-        at += size
     return None
 
 
-def _watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Any:
+def _watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Session:
     runtime = _Watched(engine.runtime, watch, engine.device == "cuda", deep)
     return replace(engine, runtime=runtime).session()  # type: ignore[arg-type]
 
 
-def _described(name: str, at: int, errors: Errors) -> str:
+def _described(name: str, place: Place, errors: Errors) -> str:
     layer = re.match(r"L(\d+)\.", name)
     where = f"layer {layer[1]}" if layer else "outside the layers"
     return (
-        f"%{name} ({where}) in the chunk at token {at}: relative error "
+        f"%{name} ({where}) in the chunk at token {place.start}: relative error "
         f"{float(errors.relative.max()):.1e}, cosine {float(errors.cosine.min()):.6f}"
     )
 

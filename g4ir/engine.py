@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,11 @@ from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
 from .fit import device_memory, require_fit
 from .ir import Graph, Program, Value
-from .media.choice import AUDIO, IMAGE, VIDEO, Media, find_media
-from .media.prompt import NO_TIMES, check_taken, place_rows, times_left_out
+from .media.audio import read_extractor
+from .media.choice import AUDIO, Media, find_media, listed
+from .media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from .media.soft import Soft
-from .model import PLE_TABLE, build_program
+from .model import PLE_TABLE, build_program, has_blocks
 from .pipeline import Options, run_program
 from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
@@ -53,8 +54,6 @@ from .types import TORCH_NAMES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
-
-    from .media.soft import Soft
 
 FORMAT = 4
 VERSION = "0.1.0"
@@ -172,8 +171,9 @@ def prepare(
     spec = agreed_spec(spec, directory)
     kind = _dtype(found, dtype, spec)
     kinds = media if isinstance(media, str) else tuple(media)
-    taken = find_media(spec, kinds, image_budgets, audio_seconds)
-    limits = _limits(spec, max_batch, max_seq, _widened(prefill_chunk, spec, taken, max_seq))
+    taken = find_media(spec, kinds, image_budgets, audio_seconds, read_extractor(directory))
+    _check_towers(spec, directory, taken)
+    limits = _widened(_limits(spec, max_batch, max_seq, prefill_chunk), spec, taken)
     if not dry:
         found.check(device)
     options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
@@ -442,7 +442,8 @@ class Engine:
         token (media/prompt.py).
         """
         prompts, single = _prompts(prompt_tokens)
-        prompts, soft = _with_media(self, prompts, {IMAGE: images, VIDEO: videos, AUDIO: audio})
+        media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
+        prompts, soft = _with_media(self, prompts, media)
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
         sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
@@ -482,22 +483,16 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
 
 
 def _with_media(
-    engine: Engine, prompts: list[list[int]], media: Mapping[str, Sequence[Any]]
+    engine: Engine, prompts: list[list[int]], media: Sequence[tuple[str, Any]]
 ) -> tuple[list[list[int]], list[Soft]]:
-    """The prompts with a placeholder for each soft token, and the soft tokens."""
-    for kind, items in media.items():
-        if not isinstance(items, list | tuple):
-            raise InputError(f"{kind}: expected a list, found {type(items).__name__}")
-        if items:
-            check_taken(kind, engine.media, engine.spec)
-    if not engine.media.kinds:
-        return prompts, []
-    vocab, tokens = engine.spec.text.vocab_size, engine.spec.tokens
+    """The prompts with a placeholder for each soft token, and the soft tokens of (kind, item)."""
+    tokens, kinds = engine.spec.tokens, engine.media.kinds
     for i, p in enumerate(prompts):
-        checked_ids(p, vocab, f"prompt {i}")
-    soft = [engine.encode(kind, item) for kind, items in media.items() for item in items]
+        checked_ids(p, engine.spec.text.vocab_size, f"prompt {i}")
+    check_given([t for p in prompts for t in p], [kind for kind, _ in media], tokens, kinds)
+    soft = [engine.encode(kind, item) for kind, item in media]
     encode = _plain_encoder(engine)
-    placed = place_rows(prompts, soft, tokens, encode)
+    placed = place_rows(prompts, soft, tokens, encode, kinds)
     if not encode and times_left_out(prompts, placed, tokens):
         log.warning(NO_TIMES)
     return placed, soft
@@ -770,6 +765,24 @@ def _cached_checkpoint(spec: Spec) -> Path:
     return found
 
 
+#: kind of media -> keys of a spec that its soft tokens follow from
+OF_MEDIA = {
+    "image": ("vision.", "tokens.image", "tokens.boi", "tokens.eoi", "tokens.pad"),
+    "video": ("vision.", "tokens.video", "tokens.boi", "tokens.eoi", "tokens.pad"),
+    "audio": ("audio.", "tokens.audio", "tokens.boa", "tokens.eoa", "tokens.pad"),
+}
+
+
+def _check_towers(spec: Spec, directory: Path | None, media: Media) -> None:
+    """SpecError where a checkpoint's config.json says otherwise of the media that are taken."""
+    if directory is None or not media.kinds:
+        return
+    keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
+    found = Spec.from_hf(directory / "config.json")
+    rows = [r for r in diff_specs(spec, found) if r[0].startswith(keys)]
+    _refuse_differences(spec, directory, rows)
+
+
 def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
     """The spec, after comparing its text part with the checkpoint's config.json."""
     if directory is None:
@@ -786,13 +799,17 @@ def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
     rows = [
         r for r in diff_specs(spec, found) if r[0].startswith("text.") and r[0] not in SPEC_ONLY
     ]
+    _refuse_differences(spec, directory, rows)
+    return spec
+
+
+def _refuse_differences(spec: Spec, directory: Path, rows: list[tuple[str, Any, Any]]) -> None:
     if rows:
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
         raise SpecError(
             f"spec {spec.name} and {directory / 'config.json'} differ; leave out the variant to "
             f"build what the checkpoint says, or correct one of them:\n{lines}"
         )
-    return spec
 
 
 def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:
@@ -808,16 +825,20 @@ def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int)
     return Limits(max_batch, seq, min(prefill_chunk, seq))
 
 
-def _widened(chunk: int, spec: Spec, media: Media, max_seq: int | None) -> int:
-    """The prefill chunk, or what the largest image needs whose tokens see each other: they are
-    never cut (see media/merge.py)."""
-    blocks = media.grids if spec.text.use_bidirectional_attention else ()
-    largest = max(blocks, default=0)
-    if chunk >= largest or chunk < 1:
-        return chunk
+def _widened(limits: Limits, spec: Spec, media: Media) -> Limits:
+    """With a prefill chunk that the largest image fits whose tokens see each other: they are never
+    cut (see media/merge.py). Warns where it is another than asked for, and of images that no row
+    has room for."""
+    largest = max(media.grids, default=0)
+    if largest > limits.max_seq:
+        log.warning("max-seq %d: an image of %d soft tokens, as built for, does not fit",
+                    limits.max_seq, largest)  # fmt: skip
+    chunk = min(largest, limits.max_seq)
+    if not has_blocks(spec) or limits.prefill_chunk >= chunk:
+        return limits
     log.warning("prefill-chunk %d is raised to %d: an image's tokens are computed together",
-                chunk, largest)  # fmt: skip
-    return largest
+                limits.prefill_chunk, chunk)  # fmt: skip
+    return replace(limits, prefill_chunk=chunk)
 
 
 def free_bytes(out: Path) -> int:

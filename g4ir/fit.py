@@ -18,13 +18,13 @@ from .errors import PlanError
 from .ir import Program
 from .media.choice import Media
 from .memory import Needs
-from .model import build_graph
+from .model import BLOCKS, build_graph
 from .packing import DEFAULT_PLACEMENT, split_program
 from .params import DTYPE_BYTES
 from .pipeline import Options, run_passes
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve
 from .spec import Spec
-from .towers import build_towers
+from .towers import build_towers, is_tower
 from .types import TORCH_NAMES
 from .units import size_text
 
@@ -81,6 +81,7 @@ class _Build:
     placement: str | None
     remake: Callable[[str], Needs]
     needs: Needs
+    least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
     def footprint(self) -> Footprint:
         needs = replace(self.needs, prefill_chunk=self.limits.prefill_chunk)
@@ -95,8 +96,12 @@ class _Build:
 
     def with_limits(self, **changes: int) -> _Build:
         limits = replace(self.limits, **changes)
-        chunk = min(limits.prefill_chunk, limits.max_seq)
+        chunk = min(max(limits.prefill_chunk, self.least_chunk), limits.max_seq)
         return replace(self, limits=replace(limits, prefill_chunk=chunk))
+
+    def without_media(self) -> _Build:
+        graphs = tuple(g for g in self.needs.graphs if not is_tower(g.name) and g.name != BLOCKS)
+        return replace(self, needs=replace(self.needs, graphs=graphs), least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
         return replace(self, dtype=dtype, needs=self.remake(dtype))
@@ -132,7 +137,9 @@ def require_fit(
         made = {g.name: run_passes(g, skip=skip, options=options) for g in graphs}
         return _needs(Program(made))
 
-    build = _Build(spec, limits, dtype, device, ple_placement, remake, _needs(program))
+    least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
+    needs = _needs(program)
+    build = _Build(spec, limits, dtype, device, ple_placement, remake, needs, least)
     room = memory - reserve(memory) - more
     if build.need() > room:
         raise PlanError(_message(build, memory, room, more))
@@ -192,13 +199,16 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
         yield "--max-seq", seq
     if rows := largest(lambda n: fits(max_batch=n), min(limits.max_batch, MOST_ROWS)):
         yield "--max-batch", rows
-    if chunk := next((c for c in CHUNKS if c < limits.prefill_chunk and fits(prefill_chunk=c)), 0):
+    chunks = [c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk]
+    if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
         yield "--prefill-chunk", chunk
     for dtype, size in DTYPE_BYTES.items():
         smaller = size < DTYPE_BYTES[build.dtype]
         if smaller and build.with_dtype(dtype).need() <= room:
             yield "--dtype", TORCH_NAMES[dtype]
             break
+    if build.footprint().towers and build.without_media().need() <= room:
+        yield "--media", "none"
     for place in ("host", "mmap") if build.placement else ():
         if replace(build, placement=place).need() <= room:
             yield "--ple-placement", place

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from .ir import Graph
 from .text import print_graph
 
-_LAYER = re.compile(r"%L(\d+)\.")
+#: of the text model, or of a tower
+_LAYER = re.compile(r"%(?:vision\.|audio\.)?L(\d+)\.")
 _NUMBER = re.compile(r"\bL(\d+)\b")
 _TOKEN = re.compile(r"[A-Za-z0-9_.%+-]+|.")
 

@@ -154,11 +154,19 @@ def _experts(n: Node, dims: Dims) -> int:
     return index.numel() * (2 * hidden * width + double * 3 // 2 * width + 2 * hidden * 4)
 
 
+def _pool(n: Node, dims: Dims) -> int:
+    """The share of every patch in every square, and the patches in fp32."""
+    _, patches, width = (int(d) for d in n.inputs[0].type.shape)
+    squares = patches // n.whole("k") ** 2
+    return ITEMSIZE["f32"] * patches * (squares + width)
+
+
 #: op -> bytes that it allocates beside its results
 WORKSPACE: dict[str, Callable[[Node, Dims], int]] = {
     "attention": _attention(3),
     "attention_latent": _attention(4),
     "experts": _experts,
+    "pool_patches": _pool,
 }
 
 

@@ -8,21 +8,15 @@ where it reads another layer's keys and values. Passes remove what is not needed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .errors import InputError
 from .ir import Builder, Graph, Program, Value
-from .spec import SLIDING, Layer, Rope, Spec, Tokens
+from .media.choice import PICTURES, Media, placeholders
+from .spec import SLIDING, Layer, Rope, Spec
 from .types import Type
-
-if TYPE_CHECKING:
-    from .media.choice import Media
 
 PHASES = ("embed", "prefill", "decode")
 #: prefill of chunks in which the tokens of a picture see each other
 BLOCKS = "prefill_media"
-#: kinds of media whose soft tokens form blocks (rule 19)
-PICTURES = ("image", "video")
 #: the table of per-layer embeddings, gathered from and never multiplied with
 PLE_TABLE = "ple.table"
 
@@ -67,15 +61,9 @@ def build_graph(
     if phase == BLOCKS and not has_blocks(spec):
         raise InputError(f"{spec.name} has no {BLOCKS}: its soft tokens see the past alone")
     if phase == "embed":
-        return _Embed(spec, dtype or spec.dtype, placeholders(spec.tokens, media)).build()
+        ids = placeholders(spec.tokens, media.kinds if media else ())
+        return _Embed(spec, dtype or spec.dtype, ids).build()
     return _Text(spec, phase, all_logits, dtype or spec.dtype).build()
-
-
-def placeholders(tokens: Tokens, media: Media | None) -> dict[str, int]:
-    """kind of media -> the token id in whose places its soft tokens stand."""
-    ids = {"image": tokens.image, "video": tokens.video, "audio": tokens.audio}
-    kinds = media.kinds if media else ()
-    return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
 
 
 class _Embed:

@@ -150,10 +150,13 @@ SIGHT = ("vision", "vision_embedder", "embed_vision")
 
 def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
     """`PART.NAME` -> shape of the tensors that these kinds of media need."""
+    # Imported late: it needs the budgets of images, which need this module.
+    from g4ir.media.choice import AUDIO, PICTURES
+
     kinds = set(kinds)
     out: Tensors = {}
     for part, tensors in part_tensors(spec).items():
-        if kinds & ({"image", "video"} if part in SIGHT else {"audio"}):
+        if kinds.intersection(PICTURES if part in SIGHT else (AUDIO,)):
             out |= _under(f"{part}.", tensors)
     return out
 

@@ -24,11 +24,11 @@ import torch
 
 from g4ir.checkpoint import check_rows
 from g4ir.errors import InputError
+from g4ir.media.choice import KINDS
 from g4ir.params import media_tensors, text_tensors
 from g4ir.spec import Spec
 
 Shape = tuple[int, ...]
-KINDS = ("image", "video", "audio")
 BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
 BLOCK = 1 << BLOCK_BITS
 LIMIT = 1 << 48  # largest number of elements of a tensor

@@ -6,7 +6,8 @@ part only, as far as the rings of sliding layers allow, and up to its first soft
 placeholders do not mean equal media, so those are always computed.
 
 Files of images, videos and sounds are read and encoded when their request's turn comes, so that a
-long list of requests needs the memory of one; all else is checked before the first is answered.
+long list of requests needs the memory of one: what is wrong in them is that request's error, and
+others are answered. All else is checked before the first is answered.
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -22,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import InputError
+from .errors import InputError, MissingError
 from .media import prompt as prompts
 from .media.audio import CUT, REFUSE
-from .media.choice import AUDIO, IMAGE, VIDEO
+from .media.choice import AUDIO, IMAGE, LISTS, VIDEO, check_budget, check_taken, placeholders
 from .media.soft import Soft, counts
 from .sampling import Sampler, Sampling, checked_ids, checked_prompt
 
@@ -80,8 +81,6 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
 }
 
-#: field of a JSON line -> kind of its media
-MEDIA = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
 #: kind -> (setting, what `Engine.encode` calls it)
 MEDIA_SETTINGS = {
     IMAGE: ("image_budget", "budget"), VIDEO: ("frames", "frames"),
@@ -113,7 +112,7 @@ class Unread:
 @dataclass(frozen=True)
 class Request:
     """A checked request. A row ends with one of `stop`, or after `max_new_tokens`. While there
-    are media `unread`, its tokens and their number mean nothing yet."""
+    are media `unread`, its tokens lack what those add."""
 
     id: int | str | None
     tokens: tuple[int, ...]
@@ -126,9 +125,27 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What is said of a request in the place of an answer."""
+
+    id: int | str | None
+    error: str
+    failed: ClassVar[bool] = True
+
+    def output(self) -> dict[str, Any]:
+        """What stdout gets."""
+        return {"id": self.id, "error": self.error}
+
+    def log(self) -> dict[str, Any]:
+        """What the log gets."""
+        return {"event": "error", "id": self.id, "error": self.error}
+
+
+@dataclass(frozen=True)
 class Result:
     """An answer and its timing, seconds."""
 
+    failed: ClassVar[bool] = False
     id: int | str | None
     tokens: tuple[int, ...]
     text: str | None
@@ -337,35 +354,30 @@ class Desk:
         """A checked request out of fields as in FIELDS, with (kind, path) of more media;
         InputError begins with `where`. The media are read by `answer`."""
         flagged = [(k, p, f"--{k}") for k, p in media]
-        listed = [(k, p, f"{where}: {name}") for name, k in MEDIA.items()
-                  for p in fields.get(name, [])]  # fmt: skip
-        files = tuple(self._medium(fields, *m) for m in (*flagged, *listed))
-        if not files:
-            return self._request(fields, where)
-        # Until they are read, one token stands for the prompt.
-        checked = self._request({**fields, "tokens": [0]}, where)
-        self._text(fields, where, [m.kind for m in files])
-        return replace(checked, unread=Unread(fields, where, files))
+        named = [(k, p, f"{where}: {name}") for name, k in LISTS.items()
+                 for p in fields.get(name, [])]  # fmt: skip
+        files = tuple(self._medium(fields, *m) for m in (*flagged, *named))
+        tokens, note = self._tokens(fields, where, [m.kind for m in files])
+        request = self._request(fields, where, tokens)
+        return replace(
+            request, notes=(note,) if note else (),
+            unread=Unread(fields, where, files) if files else None,
+        )  # fmt: skip
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
         setting, keyword = MEDIA_SETTINGS[kind]
         value = self._setting(fields, setting)
         with _named(where):
-            prompts.check_taken(kind, media, self.engine.spec)
-            if setting == "image_budget" and value is not None and value not in media.budgets:
-                has = ", ".join(map(str, media.budgets))
-                raise InputError(f"image budget {value}: this engine was built for {has}; choose "
-                                 f"one of them, or build with --image-budget {value}")  # fmt: skip
+            check_taken(kind, media, self.engine.spec)
+            if kind == IMAGE and value is not None:
+                check_budget(value, media)
             if not Path(path).is_file():
                 raise InputError(f"{path}: no such {kind} file")
         return Medium(kind, path, {} if value is None else {keyword: value}, where)
 
-    def _request(
-        self, fields: Mapping[str, Any], where: str, soft: tuple[Soft, ...] = ()
-    ) -> Request:
+    def _request(self, fields: Mapping[str, Any], where: str, tokens: list[int]) -> Request:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        tokens, notes = self._tokens(fields, where, soft)
         count = self._setting(fields, "max_new_tokens")
         if count is None:
             count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
@@ -375,35 +387,30 @@ class Desk:
             sampling = self._sampling(fields)
         return Request(
             fields.get("id"), tuple(tokens), count, sampling,
-            frozenset([*stop, *self.engine.stop_ids()]), soft, notes,
+            frozenset([*stop, *self.engine.stop_ids()]),
         )  # fmt: skip
 
     def _tokens(
-        self, fields: Mapping[str, Any], where: str, soft: tuple[Soft, ...]
-    ) -> tuple[list[int], tuple[str, ...]]:
-        """The ids of the prompt with a placeholder for each soft token, and notes."""
-        special, notes = self.engine.spec.tokens, list[str | None]()
-        tokens = fields.get("tokens")
+        self, fields: Mapping[str, Any], where: str, given: Sequence[str],
+        soft: Sequence[Soft] = (),
+    ) -> tuple[list[int], str | None]:  # fmt: skip
+        """The ids of the prompt and a note; in text, media of the kinds `given` have a placeholder
+        each, or the expansion of those that are read. InputError where the numbers cannot fit."""
+        special, kinds = self.engine.spec.tokens, self.engine.media.kinds
+        tokens, note = fields.get("tokens"), None
         if tokens is None:
-            text, note = self._text(fields, where, [s.kind for s in soft])
+            text, note = self._text(fields, where, given)
             with _named(where):
                 text = prompts.expand_text(text, soft, special, self._codec().spell)
-            tokens, notes = self._codec().encode(text, where), [note]
-        if not self.engine.media.kinds:
-            return tokens, ()
+            tokens = self._codec().encode(text, where)
         with _named(where):
-            encode = self.codec.plain if self.codec else None
-            placed = prompts.place(tokens, soft, special, encode)
-        if not encode and prompts.times_left_out([tokens], [placed], special):
-            notes.append(prompts.NO_TIMES)
-        return placed, tuple(n for n in notes if n)
+            prompts.check_given(tokens, given, special, kinds)
+        return tokens, note
 
     def _text(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str]
     ) -> tuple[str, str | None]:
         """The text of the prompt with a placeholder for each medium, and a note."""
-        if "tokens" in fields:
-            return "", None
         codec, special = self._codec(), self.engine.spec.tokens
         bos = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
         with _named(where):
@@ -412,12 +419,22 @@ class Desk:
             )
 
     def _read(self, unread: Unread) -> Request:
-        """The request with its media encoded."""
-        soft = list[Soft]()
+        """The request with its media encoded, and a placeholder for each soft token."""
+        fields, where, soft = unread.fields, unread.where, list[Soft]()
         for m in unread.media:
             with _named(m.where):
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
-        return self._request(unread.fields, unread.where, tuple(soft))
+        special, kinds = self.engine.spec.tokens, self.engine.media.kinds
+        encode = self.codec.plain if self.codec else None
+        tokens, note = self._tokens(fields, where, [s.kind for s in soft], soft)
+        with _named(where):
+            placed = prompts.place(tokens, soft, special, encode, kinds)
+        untimed = not encode and prompts.times_left_out([tokens], [placed], special)
+        notes = (note, prompts.NO_TIMES if untimed else None)
+        return replace(
+            self._request(fields, where, placed), soft=tuple(soft),
+            notes=tuple(n for n in notes if n),
+        )  # fmt: skip
 
     def _codec(self) -> Codec:
         if self.codec is None:
@@ -438,8 +455,8 @@ class Desk:
         return replace(base, **found)
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:
-        """Generate; `told(token)` sees each token as it is drawn."""
-
+        """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
+        media that cannot be read; the desk answers others then."""
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
@@ -461,6 +478,13 @@ class Desk:
             request.notes,
         )  # fmt: skip
 
+    def answer_or_fail(self, request: Request) -> Result | Failure:
+        """`answer`, or what was wrong with this request alone."""
+        try:
+            return self.answer(request)
+        except (InputError, MissingError) as e:
+            return Failure(request.id, str(e))
+
     def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
         """(tokens that the row held already, logits after the prompt)."""
         import torch
@@ -474,9 +498,7 @@ class Desk:
 
     def _remembered(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that a later prompt may share: placeholders are none."""
-        if not self.engine.media.kinds:
-            return list(tokens)
-        holders = {*prompts.placeholders(self.engine.spec.tokens).values()}
+        holders = {*placeholders(self.engine.spec.tokens, self.engine.media.kinds).values()}
         return [_SOFT if t in holders else t for t in tokens]
 
     def _keep(self, tokens: tuple[int, ...]) -> int:

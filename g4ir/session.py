@@ -10,8 +10,9 @@ import torch
 
 from .errors import InputError
 from .interpret import interpret
-from .media.merge import Piece, Prompt, merged
-from .model import BLOCKS, placeholders
+from .media.choice import check_list, check_taken, listed, placeholders
+from .media.merge import Piece, Prompt, check_softs, merged
+from .model import BLOCKS
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -37,7 +38,7 @@ class Session:
             raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
         self.engine, self.batch = engine, batch
         #: kind -> the id of its placeholders
-        self._media = placeholders(engine.spec.tokens, engine.media)
+        self._media = placeholders(engine.spec.tokens, engine.media.kinds)
         self._has_blocks = BLOCKS in engine.program.graphs
         self.state = engine.runtime.new_state(batch)
         #: int64 [batch]: tokens that each row holds
@@ -58,20 +59,32 @@ class Session:
         max_seq.
 
         `soft` take the places of the placeholders of their kind, row by row; images, videos and
-        audio are encoded here and come after them. InputError where there are more or fewer
-        placeholders than soft tokens, or where a picture that is seen both ways does not fit a
-        chunk. Nothing is appended then.
+        audio are encoded here and come after them. Placeholders of a kind that the engine does not
+        take are tokens like any other, with the rows that the tables have for their ids.
+
+        InputError for media of such a kind, where there are more or fewer placeholders than soft
+        tokens, or where a picture that is seen both ways does not fit a chunk. Nothing is appended
+        then.
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
                 "all_logits: this engine was built without --all-logits; build it with"
             )
         tokens, lengths = self._checked(tokens, lengths)
-        items = {"image": images, "video": videos, "audio": audio}
-        made = [self.engine.encode(kind, item) for kind, given in items.items() for item in given]
-        hidden = self.engine.spec.text.hidden_size
-        prompt = merged(tokens, lengths, (*soft, *made), self._media, hidden, self._has_blocks)
+        softs = self._softs(soft, images=images, videos=videos, audio=audio)
+        prompt = merged(tokens, lengths, softs, self._media, self._has_blocks)
         return self._append(prompt, all_logits)
+
+    def _softs(self, soft: Sequence[Soft], **lists: Sequence[Any]) -> list[Soft]:
+        """What is given and what is encoded here, checked."""
+        engine = self.engine
+        check_list("soft", soft)
+        items = listed(engine.media, engine.spec, **lists)
+        softs = [*soft, *(engine.encode(kind, item) for kind, item in items)]
+        check_softs(softs, engine.spec.text.hidden_size)
+        for s in softs:
+            check_taken(s.kind, engine.media, engine.spec)
+        return softs
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`

@@ -81,12 +81,16 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails."""
+    """All stages up to the first that fails. `media` are graphs for media that were run too,
+    `left_out` those that were not, `unknown` those whose weights before packing are lost."""
 
     engine: str
     tokens: int
     chunks: tuple[int, ...]
     stages: tuple[StageReport, ...]
+    media: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -108,6 +112,10 @@ class StagesReport:
         """A few lines per stage."""
         sizes = ", ".join(map(str, self.chunks))
         lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
+        lines += [f"  also {', '.join(self.media)}"] if self.media else []
+        lines += [f"  not checked: {', '.join(self.left_out)}"] if self.left_out else []
+        if self.unknown:
+            lines.append(f"  not checked without --checkpoint DIR: {', '.join(self.unknown)}")
         lines += [s.text() for s in self.stages]
         if self.culprit and self.culprit.first:
             lines.append(f"{self.culprit.name} moves {self.culprit.first.text()}")

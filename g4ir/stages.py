@@ -10,6 +10,10 @@ them that both stages have shows what they are worth.
 
 The same with a backend: after each compiled program its results are compared and replaced by the
 interpreter's, and so are the caches after each chunk.
+
+Of an engine that takes media the chunks go through `prefill_media` too, with a block in each, and
+the smallest tower of each part runs once. A backend shows nothing inside a tower: its soft tokens
+are held to the joint budget of all that it does.
 """
 
 from __future__ import annotations
@@ -18,24 +22,26 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .budgets import CLOSE_EXPERTS
 from .compare import engine_name, given_tokens, random_tokens
+from .compare_media import Item, smallest_items
 from .engine import Engine, Progress, silent
 from .flatten import inner_nodes
 from .interpret import empty_state, interpret, run_node
 from .ir import Graph, Node, Program, Value
-from .model import build_program
+from .model import BLOCKS, build_program
 from .packing import Packing, split_program
 from .pipeline import run_program
 from .stage_report import Judge, Made, StageReport, StagesReport
 from .text import parse_graph
+from .towers import build_towers, is_tower
 from .types import Type
-from .unpack import StageWeights, plain_params
+from .unpack import Plain, StageWeights, Unpacked, plain_params
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +51,8 @@ STEPS = 4
 #: invalid tokens at the end of each longer chunk: a pass must not take them for the last
 PADDING = 2
 PHASES = ("prefill", "decode")
+#: what comes before a tower
+NOTHING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL = "backend", "stored graphs", "model"
 
 
@@ -70,23 +78,43 @@ def verify_each_pass(
     if ids is None:
         ids = random_tokens(engine, min(engine.limits.max_seq, _wanted(window)))
     chunks = [*_chunks(ids, window, engine.limits.prefill_chunk)]
+    plain = plain_params(engine, checkpoint)
+    items = smallest_items(engine)
+    known = [i for i in items if _is_known(plain, engine, i.tower)]
+    series = [*_series(engine, chunks, known)]
+    graphs = tuple(dict.fromkeys((*PHASES, *(c.phase for part in series for c in part))))
     reports: list[StageReport] = []
-    stages = _stages(engine, StageWeights(plain_params(engine, checkpoint), engine.device))
+    stages = _stages(engine, StageWeights(plain, engine.device), graphs)
     old = next(stages)
     for new in stages:
         if new.packing == old.packing:
             reports.append(StageReport(new.name, 0, (), None))
             continue
         progress(f"{new.name}: against {old.name}")
-        reports.append(_against(old, new, chunks, engine))
+        reports.append(_against(old, new, series, engine))
         if not reports[-1].ok:
             break
         old = new
     else:
         progress(f"{engine.manifest['backend']} backend")
-        reports.append(_backend(engine, old, chunks))
+        reports.append(_backend(engine, old, series))
     sizes = tuple(c.valid for c in chunks)
-    return StagesReport(engine_name(engine), len(ids), sizes, tuple(reports))
+    unknown = tuple(i.tower for i in items if i not in known)
+    ran = ("embed", *graphs, *unknown)
+    return StagesReport(
+        engine_name(engine), len(ids), sizes, tuple(reports),
+        media=tuple(g for g in graphs if g not in PHASES), unknown=unknown,
+        left_out=tuple(g for g in engine.program.graphs if g not in ran),
+    )  # fmt: skip
+
+
+def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
+    """Whether the params of a tower before all passes can be had: a packed engine may hold only
+    what was made of them."""
+    if not isinstance(plain, Unpacked):
+        return True
+    graph = build_towers(engine.spec, engine.media, engine.dtype)[tower]
+    return all(plain.holds(v) for v in graph.params)
 
 
 def _window(engine: Engine) -> int:
@@ -103,14 +131,18 @@ def _wanted(window: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens i64[1, S], on the host, of which the first `valid` count, after `at` others."""
+    """Tokens i64[1, S], on the host, of which the first `valid` count, after `at` others. With
+    `block_ids`, i64[1, S], some of them are seen both ways."""
 
     at: int
     tokens: torch.Tensor
     valid: int
+    block_ids: torch.Tensor | None = None
 
     @property
     def phase(self) -> str:
+        if self.block_ids is not None:
+            return BLOCKS
         return "decode" if self.tokens.shape[1] == 1 else "prefill"
 
     @property
@@ -124,13 +156,71 @@ class Chunk:
 
         positions = self.at + torch.arange(self.tokens.shape[1], device=device)[None]
         lengths = torch.tensor([self.valid], device=device)
-        return {"tokens": self.tokens, "positions": positions, "lengths": lengths}
+        feeds = {"tokens": self.tokens, "positions": positions, "lengths": lengths}
+        if self.block_ids is not None:
+            feeds["block_ids"] = self.block_ids.to(device)
+        return feeds
 
     def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
         """Without the rows of padding."""
         if "S" not in of.shape:
             return t
         return t.narrow(of.shape.index("S"), 0, self.valid)
+
+
+@dataclass(frozen=True, eq=False)
+class TowerRun:
+    """What a tower takes, in the place of a chunk."""
+
+    item: Item
+    at = 0
+    #: slots of caches, which it has none of
+    end = 1
+
+    @property
+    def phase(self) -> str:
+        return self.item.tower
+
+    @property
+    def valid(self) -> int:
+        return self.item.rows
+
+    def feeds(self, device: str) -> dict[str, torch.Tensor]:
+        """The tower's inputs."""
+        return {name: t.to(device) for name, t in self.item.feeds.items()}
+
+    def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
+        """Without what is padding beyond doubt: soft tokens behind the item's own."""
+        size = self.item.size
+        return t[:, : self.valid] if of.rank > 1 and of.shape[1] == size else t
+
+
+#: what follows on each other, over the same caches
+Series = Sequence[Chunk | TowerRun]
+
+
+def _series(
+    engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]
+) -> Iterator[Series]:
+    """Text; the same with blocks where the engine has them; each tower alone."""
+    yield chunks
+    if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
+        yield blocked
+    for item in items:
+        yield [TowerRun(item)]
+
+
+def _blocked(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """The longer chunks, one after the other, each with a block of all but its first token."""
+    import torch
+
+    at = 0
+    for c in chunks:
+        if c.phase == "prefill":
+            ids = torch.full_like(c.tokens, -1)
+            ids[:, 1 : c.valid] = at + 1
+            yield replace(c, at=at, block_ids=ids)
+            at += c.valid
 
 
 def _chunks(ids: torch.Tensor, window: int, limit: int) -> Iterator[Chunk]:
@@ -163,7 +253,8 @@ def _turns(count: int, window: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Tape:
-    """What one chunk of a phase goes through: the graph of the embedding, then that of the text.
+    """What one chunk of a phase goes through: the graph of the embedding, then that of the text; or
+    nothing, then a tower.
 
     `nodes` has every value that a node makes, in order; `types` those and the inputs; `kept` the
     values that become caches.
@@ -219,11 +310,13 @@ class Stage:
     @cached_property
     def tapes(self) -> dict[str, Tape]:
         graphs = self.packing.program.graphs
-        params, prologue = self.params, self.packing.prologue
-        return {
-            p: Tape((graphs["embed"], graphs[p]), (params["embed"], params[p]), prologue)
-            for p in PHASES
-        }
+        embed = (graphs["embed"], self.params["embed"])
+        tapes = {}
+        for name in self.params.keys() - {"embed"}:
+            first, given = (NOTHING, {}) if is_tower(name) else embed
+            own = (given, self.params[name])
+            tapes[name] = Tape((first, graphs[name]), own, self.packing.prologue)
+        return tapes
 
     def caches(self, slots: int, device: str) -> dict[str, torch.Tensor]:
         """Empty caches for one row."""
@@ -232,9 +325,11 @@ class Stage:
         return {name: t.to(device) for name, t in empty.items()}
 
 
-def _stages(engine: Engine, weights: StageWeights) -> Iterator[Stage]:
+def _stages(
+    engine: Engine, weights: StageWeights, graphs: Sequence[str] = PHASES
+) -> Iterator[Stage]:
     """The model as it is written, then after each pass; then the engine's own graphs, should
-    they be others (an engine of an older version)."""
+    they be others (an engine of an older version). Only `graphs` can be run."""
     plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
 
@@ -246,18 +341,20 @@ def _stages(engine: Engine, weights: StageWeights) -> Iterator[Stage]:
         options=engine.manifest["options"],
     )  # fmt: skip
     packing = None
-    for name, graphs in after.items():
-        packing = split_program(Program(graphs))
-        yield _stage(engine, name, packing, weights)
+    for name, made in after.items():
+        packing = split_program(Program(made))
+        yield _stage(engine, name, packing, weights, graphs)
     stored = Packing(engine.program, parse_graph((engine.path / "prologue.g4ir").read_text()))
     if packing != stored:
-        yield _stage(engine, STORED, stored, weights)
+        yield _stage(engine, STORED, stored, weights, graphs)
 
 
-def _stage(engine: Engine, name: str, packing: Packing, weights: StageWeights) -> Stage:
+def _stage(
+    engine: Engine, name: str, packing: Packing, weights: StageWeights, graphs: Sequence[str]
+) -> Stage:
     params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
-    for phase in PHASES:
-        params[phase] = weights.params(packing, packing.program.graphs[phase])
+    for graph in graphs:
+        params[graph] = weights.params(packing, packing.program.graphs[graph])
     return Stage(name, packing, params)
 
 
@@ -293,7 +390,7 @@ class Run:
         self.stage, self.device = stage, device
         self.state = stage.caches(slots, device)
 
-    def trace(self, chunk: Chunk) -> Trace:
+    def trace(self, chunk: Chunk | TowerRun) -> Trace:
         """Run one chunk."""
         values, before = chunk.feeds(self.device), self.state
         tape = self.stage.tapes[chunk.phase]
@@ -311,15 +408,17 @@ class Run:
 # ---- one stage guided by another ----------------------------------------------------------------
 
 
-def _against(old: Stage, new: Stage, chunks: Sequence[Chunk], engine: Engine) -> StageReport:
+def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
     """`new`, guided by `old`."""
-    slots, judge = chunks[-1].end, Judge(new.name, engine.dtype)
-    run = Run(old, slots, engine.device)
-    guided = Guided(old, new, new.caches(slots, engine.device), judge, engine.device)
-    for chunk in chunks:
-        guided.follow(chunk, run.trace(chunk))
-        if judge.first:
-            break
+    judge = Judge(new.name, engine.dtype)
+    for chunks in series:
+        slots = chunks[-1].end
+        run = Run(old, slots, engine.device)
+        guided = Guided(old, new, new.caches(slots, engine.device), judge, engine.device)
+        for chunk in chunks:
+            guided.follow(chunk, run.trace(chunk))
+            if judge.first:
+                return judge.report()
     return judge.report()
 
 
@@ -332,7 +431,7 @@ class Guided:
         self.old, self.new, self.judge, self.device = old, new, judge, device
         self.state = state
 
-    def follow(self, chunk: Chunk, trace: Trace) -> None:
+    def follow(self, chunk: Chunk | TowerRun, trace: Trace) -> None:
         """Compare what the new stage makes of a chunk with what the old one made of it."""
         self.chunk, self.trace = chunk, trace
         self.was, self.now = self.old.tapes[chunk.phase], self.new.tapes[chunk.phase]
@@ -423,24 +522,35 @@ def _narrowed(old: Type, new: Type) -> int | None:
 # ---- a backend guided by the interpreter --------------------------------------------------------
 
 
-def _backend(engine: Engine, stage: Stage, chunks: Sequence[Chunk]) -> StageReport:
+def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageReport:
     """The engine's own runtime: after each of its programs the interpreter's values go on."""
-    slots, judge = chunks[-1].end, Judge(BACKEND, engine.dtype)
-    run, state = Run(stage, slots, engine.device), engine.runtime.new_state(1)
-    for chunk in chunks:
-        trace = run.trace(chunk)
-        tape = stage.tapes[chunk.phase]
-        feeds = {v.name: trace.values[v.name].clone() for v in tape.graphs[1].inputs}
-        shown = Shown(tape, chunk, trace, judge, set(feeds))
-        engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
-        for name, v in tape.graphs[1].next.items():
-            want = run.state[name]
-            cache = state.tensors[name][: want.shape[0]]
-            shown.compare(v, cache, want)
-            cache.copy_(want)
-        if judge.first:
-            break
+    judge = Judge(BACKEND, engine.dtype)
+    for chunks in series:
+        run = Run(stage, chunks[-1].end, engine.device)
+        state = None if is_tower(chunks[0].phase) else engine.runtime.new_state(1)
+        for chunk in chunks:
+            _show(engine, run, state, chunk, judge)
+            if judge.first:
+                return judge.report()
     return judge.report()
+
+
+def _show(engine: Engine, run: Run, state: Any, chunk: Chunk | TowerRun, judge: Judge) -> None:
+    """One chunk, and the caches after it; or a tower's soft tokens."""
+    trace, tape = run.trace(chunk), run.stage.tapes[chunk.phase]
+    feeds = {v.name: trace.values[v.name].clone() for v in tape.graphs[1].inputs}
+    shown = Shown(tape, chunk, trace, judge, set(feeds))
+    if state is None:
+        (soft,) = tape.graphs[1].outputs
+        made = engine.runtime.encode(chunk.phase, feeds)
+        shown.compare(soft, made, trace.values[soft.name])
+        return
+    engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
+    for name, v in tape.graphs[1].next.items():
+        want = run.state[name]
+        cache = state.tensors[name][: want.shape[0]]
+        shown.compare(v, cache, want)
+        cache.copy_(want)
 
 
 @dataclass
@@ -448,7 +558,7 @@ class Shown:
     """Compares what a runtime shows of one chunk, and puts the interpreter's values there."""
 
     tape: Tape
-    chunk: Chunk
+    chunk: Chunk | TowerRun
     trace: Trace
     judge: Judge
     names: set[str]

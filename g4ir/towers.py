@@ -123,6 +123,8 @@ class _Tower:
     def into_text(self, x: Value) -> Graph:
         """Norm without weight, projection to the text model's width (rules 30, 37)."""
         x = self.norm(x, "out.norm", None)
+        if x.type.dtype != self.dtype:
+            x = self.emit("cast", x, dtype=self.dtype, name="out.rounded")
         w = self.weight("embed", self.spec.text.hidden_size, _last(x))
         return self.b.graph(self.b.emit("linear", x, w, name="soft"))
 
@@ -210,7 +212,10 @@ class _Vision(_Tower):
         if c.standardize:
             bias, scale = (self.weight(n, c.hidden_size) for n in ("std_bias", "std_scale"))
             x = self.emit("standardize", x, bias, scale, name="standard")
-        return self.emit("cast", x, dtype=self.dtype, name="rounded")
+        # Nothing bounds what was pooled, times a root of 27 or 34: fp16 waits for the next norm.
+        return x if self.dtype == "f16" else self.emit(
+            "cast", x, dtype=self.dtype, name="rounded"
+        )
 
 
 class _UnifiedVision(_Tower):

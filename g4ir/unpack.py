@@ -36,7 +36,7 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
     returned raises EngineError for what a packed engine no longer holds.
     """
     if checkpoint is not None:
-        return _named(Checkpoint.open(checkpoint, engine.spec))
+        return _named(Checkpoint.open(checkpoint, engine.spec, engine.media.kinds))
     held = engine.runtime.source
     if isinstance(held, MadeParams):
         return _named(held.source)
@@ -59,6 +59,11 @@ class Unpacked:
     names: frozenset[str]
     prologue: Graph
     path: Path
+
+    def holds(self, v: Value) -> bool:
+        """Whether the tensor of a param follows from what is held."""
+        joins = (n for n in self.prologue.find("concat") if v in n.inputs)
+        return v.name in self.names or any(self.holds(n.out) for n in joins)
 
     def __call__(self, v: Value) -> torch.Tensor:
         """The tensor of a param; EngineError where what is held does not say what it was."""

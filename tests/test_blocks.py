@@ -14,13 +14,13 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import SLOTS, Network, stored_type
 from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.select import choose, has_blocks
+from g4ir.backends.torch_compile.select import choose, reads_blocks
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, LowerError
 from g4ir.interpret import empty_state, interpret, run_node
 from g4ir.ir import Builder, Graph, Program
-from g4ir.media.choice import Media
-from g4ir.model import BLOCKS, PHASES, build_graph, placeholders
+from g4ir.media.choice import Media, placeholders
+from g4ir.model import BLOCKS, PHASES, build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.pipeline import PASSES, run_passes, run_program
@@ -173,8 +173,8 @@ def test_kernels_are_not_chosen() -> None:
         nodes = [n for n in g.find("attention") if n.out.type.shape[1] == "S"]
         assert len(nodes) > 20
         for n in nodes:
-            assert has_blocks(n) == (phase == BLOCKS and bool(n.attrs["window"]))
-            assert (choose(g, n, target) is None) == has_blocks(n)
+            assert reads_blocks(n) == (phase == BLOCKS and bool(n.attrs["window"]))
+            assert (choose(g, n, target) is None) == reads_blocks(n)
 
 
 # --- graphs -----------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_passes_agree_on_the_state(name: str, form: str, all_logits: bool) -> No
     for n in blocks.find("attention", "attention_latent"):
         chunk = n.out.type.shape[1] == "S"
         narrow += not chunk
-        assert has_blocks(n) == (chunk and bool(n.attrs["window"]))
+        assert reads_blocks(n) == (chunk and bool(n.attrs["window"]))
     assert bool(narrow) != all_logits
 
 
@@ -317,7 +317,8 @@ def test_graphs_with_media() -> None:
     assert build_graph(spec, "embed") == build_graph(spec, "embed", media=Media())
     (n,) = build_graph(spec, "embed", media=Media(("video", "audio"))).find("mask_ids")
     assert n.attrs == {"ids": (101, 102), "pad": 3}
-    assert placeholders(spec.tokens, Media(("video",))) == {"video": 101}
+    assert placeholders(spec.tokens) == {"image": 100, "video": 101, "audio": 102}
+    assert placeholders(spec.tokens, ("video",)) == {"video": 101}
 
 
 def test_no_blocks_without_pictures_or_windows() -> None:

@@ -7,6 +7,7 @@ masks, chunks that would cut pictures, and decoding past three windows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,27 +17,32 @@ import torch
 
 import g4ir
 from g4ir.checkpoint import write_checkpoint
+from g4ir.engine import Engine
 from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound, stack_clips
 from g4ir.media.budget import image_settings
-from g4ir.media.choice import offered
+from g4ir.media.choice import KINDS, offered
 from g4ir.media.images import Picture, prepare_image, stack_pictures
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
-from g4ir.random_weights import KINDS, RandomCheckpoint
+from g4ir.random_weights import RandomCheckpoint
 from g4ir.shrink import WINDOW, shrink
 from g4ir.spec import Spec, UnifiedAudio, load_spec
 from tests.configs import VARIANTS
 from tests.oracle import relative
+from tests.runner import with_chunk
 
 MAX_SEQ = 512
 STEPS = 3 * WINDOW + 2
 BUDGET = 1e-4  # of a row's rms
+#: compiled with the torch backend; its text programs are those that tiny-ple has in other tests
+COMPILED = "tiny-media"
 #: token types of the reference
 TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @cache
 def small(variant: str) -> Spec:
-    return shrink(load_spec(variant), media=True)
+    spec = load_spec(variant)
+    return spec if variant == COMPILED else shrink(spec, media=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,24 +54,43 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True)
+class Trio:
+    """Engines of one checkpoint, for the logits of every token and of the last, and transformers'
+    model of it."""
+
+    every: Engine
+    last: Engine
+    model: Any
+
+
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`pairs(variant)`: an engine of the reference backend and the transformers model."""
+def trios(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`trios(variant)`"""
     from transformers import AutoModelForMultimodalLM
 
     @cache
-    def pair(variant: str) -> tuple[Any, Any]:
+    def trio(variant: str) -> Trio:
         spec, folder = small(variant), tmp_path_factory.mktemp(variant)
         source = RandomCheckpoint(spec, 5, torch.float32)
         checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
-        engine = g4ir.build(
-            spec, folder / "engine", checkpoint=checkpoint, backend="reference", max_batch=2,
-            max_seq=MAX_SEQ, all_logits=True,
-        )  # fmt: skip
         model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        return engine, model.eval()
 
-    return pair
+        def build(name: str, **options: Any) -> Engine:
+            return g4ir.build(
+                spec, folder / name, checkpoint=checkpoint, max_seq=MAX_SEQ, **options
+            )
+
+        if variant == COMPILED:
+            every = last = build(
+                "engine", backend="torch", max_batch=3, all_logits=True, audio_seconds=[2.0]
+            )
+        else:
+            every = build("every", backend="reference", all_logits=True)
+            last = build("last", backend="reference")
+        return Trio(every, last, model.eval())
+
+    return trio
 
 
 # --- what is sent -----------------------------------------------------------------------------
@@ -133,7 +158,9 @@ def messages(spec: Spec) -> dict[str, Message]:
         "images": new().image(36, 60).text(1).image(90, 20).text(9).image(30, 30),
         "video": new().text(2).video(3).text(5),
         "audio": new().text(3).sound(9_000).text(2).sound(21_001).text(4),
-        "all": new().text(2).sound(7_001).image(50, 70).text(11).video(2).text(2).image(70, 50).text(3),
+        "all": (
+            new().text(2).sound(7_001).image(50, 70).text(11).video(2).text(2).image(70, 50).text(3)
+        ),
     }
 
 
@@ -181,23 +208,45 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model(pairs: Any, variant: str, case: str) -> None:
+def test_model(trios: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
-    engine, model = pairs(variant)
-    m = messages(engine.spec)[case]
+    trio = trios(variant)
+    m = messages(trio.every.spec)[case]
     if not any(m.media.values()):
-        assert "audio" not in engine.media.kinds
+        assert "audio" not in trio.every.media.kinds
         return
     after = m.rng.integers(4, 200, STEPS).tolist()
-    wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
-    session = engine.session(1)
-    for chunk in (70, 83, MAX_SEQ):
-        session.reset()
-        engine.limits = type(engine.limits)(2, MAX_SEQ, chunk)
-        got = session.prefill(
-            torch.tensor([m.tokens]), all_logits=True, images=m.media["image"],
-            videos=m.media["video"], audio=m.media["audio"],
-        )  # fmt: skip
-        check(got[0], wanted[: len(m.tokens)])
+    wanted = expected(trio.model, m.tokens + after, m.types + [0] * STEPS, m.media)
+    for chunk in (70, MAX_SEQ):
+        check(sent(with_chunk(trio.every, chunk).session(), m, all_logits=True)[0],
+              wanted[: len(m.tokens)])  # fmt: skip
+    session = with_chunk(trio.last, 83).session()
+    check(sent(session, m), wanted[None, len(m.tokens) - 1])
     for i, token in enumerate(after):
         check(session.decode(torch.tensor([token])), wanted[None, len(m.tokens) + i])
+
+
+def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
+    media = m.media
+    logits: torch.Tensor = session.prefill(
+        torch.tensor([m.tokens]), all_logits=all_logits, images=media["image"],
+        videos=media["video"], audio=media["audio"],
+    )  # fmt: skip
+    return logits
+
+
+def test_compiled(trios: Any) -> None:
+    """All kinds at once, and ragged rows, through programs compiled ahead of time."""
+    trio = trios(COMPILED)
+    m, other = (messages(trio.every.spec)[case] for case in ("all", "image"))
+    wanted = [expected(trio.model, x.tokens, x.types, x.media) for x in (m, other)]
+    check(sent(with_chunk(trio.every, 83).session(), m, all_logits=True)[0], wanted[0])
+    rows = torch.zeros(2, len(m.tokens), dtype=torch.int64)
+    lengths = torch.tensor([len(m.tokens), len(other.tokens)])
+    for row, x in zip(rows, (m, other), strict=True):
+        row[: len(x.tokens)] = torch.tensor(x.tokens)
+    logits = with_chunk(trio.every, 64).session(2).prefill(
+        rows, lengths, images=m.media["image"] + other.media["image"], videos=m.media["video"],
+        audio=m.media["audio"],
+    )  # fmt: skip
+    check(logits, torch.stack([w[-1] for w in wanted]))

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,11 +22,19 @@ from g4ir.engine import Engine, load_engine
 from g4ir.errors import InputError
 from g4ir.media.audio import Sound, audio_settings, prepare_sound
 from g4ir.media.budget import image_settings
+from g4ir.media.choice import KINDS, LISTS, Media, check_budget, check_taken
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import expand_text, mark, place, place_rows, times_left_out
+from g4ir.media.prompt import (
+    check_given,
+    expand_text,
+    mark,
+    place,
+    place_rows,
+    times_left_out,
+)
 from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
-from g4ir.requests import FIELDS, MEDIA, MEDIA_SETTINGS, Desk
+from g4ir.requests import FIELDS, MEDIA_SETTINGS, Desk
 from g4ir.spec import Tokens, load_spec
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import one_thread, refused  # noqa: F401
@@ -34,11 +43,10 @@ from tests.media_tools import RATE, SPECIAL, media_tokenizer, mp4, noise, png, w
 from tests.torchvision_half import find_torchvision
 
 IDS = Tokens(bos=2, eos=(1,), pad=0, image=10, video=11, audio=12, boi=20, eoi=21, boa=22, eoa=23)
-KINDS = ("image", "video", "audio")
 
 
-def soft(kind: str, *sizes: int, times: tuple[str, ...] = ()) -> Soft:
-    return Soft(kind, tuple(torch.zeros(n, 4) for n in sizes), times)
+def soft(kind: str, *sizes: int, times: tuple[str, ...] = (), width: int = 4) -> Soft:
+    return Soft(kind, tuple(torch.zeros(n, width) for n in sizes), times)
 
 
 def spelled(text: str) -> list[int]:
@@ -135,6 +143,76 @@ def test_a_kind_without_a_placeholder() -> None:
         place([5], [CLIP], replace(IDS, video=None))
 
 
+def test_ids_of_kinds_that_are_not_taken_are_tokens() -> None:
+    ids = [2, 11, 10, 12, 12]
+    assert place(ids, [soft("image", 2)], IDS, kinds=("image",)) == [2, 11, 20, 10, 10, 21, 12, 12]
+    assert place(ids, [], IDS, kinds=()) == ids
+    check_given(ids, ["image"], IDS, ("image",))
+    with pytest.raises(InputError, match=r"video: .* 1 placeholders"):
+        place(ids, [soft("image", 2)], IDS)
+
+
+GIVEN: dict[str, tuple[list[int], list[str], str | None]] = {
+    "one each": ([10, 12, 10], ["image", "image", "audio"], None),
+    "one for each soft token": ([10] * 9 + [11] * 8, ["image", "video"], None),
+    "one too few": (
+        [10, 5], ["image", "image"], r"image: .* 1 placeholders \(id 10\) for 2 media; put one"
+    ),
+    "no medium": ([12, 12, 10], ["image"], r"audio: .* 2 placeholders \(id 12\) for 0 media;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_numbers_that_cannot_fit(case: str) -> None:
+    """Whatever media turn out to be."""
+    ids, given, words = GIVEN[case]
+    if words is None:
+        check_given(ids, given, IDS)
+        return
+    with pytest.raises(InputError, match=words):
+        check_given(ids, given, IDS)
+
+
+# --- what an engine takes ---------------------------------------------------------------------
+
+TAKEN: dict[str, tuple[str, tuple[str, ...], str, str | None]] = {
+    "taken": ("e2b", ("video", "audio"), "audio", None),
+    "more": (
+        "e2b", ("image",), "audio",
+        "takes text, image, no audio; build one with `g4ir build --media image,audio`",
+    ),
+    "in their order": (
+        "e2b", ("video", "audio"), "image", "takes text, video, audio, no image; "
+        "build one with `g4ir build --media image,video,audio`",
+    ),
+    "the variant does not": (
+        "31b", ("image",), "audio", "takes text, image, no audio, and 31b takes image, video"
+    ),
+    "no kind": ("e2b", ("image",), "smell", "media 'smell': one of image, video, audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_kinds_that_are_taken(case: str) -> None:
+    variant, kinds, kind, words = TAKEN[case]
+    if words is None:
+        check_taken(kind, Media(kinds), load_spec(variant))
+        return
+    with pytest.raises(InputError) as refusal:
+        check_taken(kind, Media(kinds), load_spec(variant))
+    assert str(refusal.value).endswith(words)
+
+
+def test_budgets_that_an_engine_has() -> None:
+    """What is advised keeps the others and the default, and can be built."""
+    media = Media(("image",), budgets=(70, 280), default=280)
+    check_budget(70, media)
+    with pytest.raises(InputError, match=r"built for 70, 280: .* `--image-budget 280,70,140`"):
+        check_budget(140, media)
+    with pytest.raises(InputError, match=r"budget 100: this engine was .* choose from them$"):
+        check_budget(100, media)
+
+
 # --- text -------------------------------------------------------------------------------------
 
 
@@ -173,6 +251,22 @@ def test_markers_of_kinds_that_are_not_taken_are_text() -> None:
 def test_a_marker_without_media() -> None:
     with pytest.raises(InputError, match=r"2 <video> for 0 media: .* write \\<video> for"):
         mark(r"a <video> \<video> <video>", ["image"], KINDS, IDS, spell)
+
+
+@pytest.mark.parametrize(("text", "given", "words"), [
+    ("<image> <image> <image>", 2, "3 <image> for 2 media: give as many with --image"),
+    (r"<image> \<image>", 2, "1 <image> for 2 media"),
+    ("<image> <|image|> <image>", 2, "3 <image> for 2 media"),
+    ("<image> <|image|>", 2, None),
+    ("<|image|> <|image|> <|image|>", 2, None),
+])  # fmt: skip
+def test_as_many_markers_as_media(text: str, given: int, words: str | None) -> None:
+    """What the tokenizer's own placeholders stand for is known when the media are read."""
+    if words is None:
+        assert mark(text, ["image"] * given, KINDS, IDS, spell)[0].count("<|image|>") >= given
+        return
+    with pytest.raises(InputError, match=words):
+        mark(text, ["image"] * given, KINDS, IDS, spell)
 
 
 def test_text_is_expanded_where_the_numbers_fit() -> None:
@@ -428,13 +522,14 @@ def test_generate_a_batch(loaded: Engine, files: Path) -> None:
 
 
 @pytest.mark.parametrize(("media", "words"), [
-    ({"images": "a.png"}, "image: expected a list, found str"),
-    ({"images": ["a.png"]}, "image: the prompt has 0 placeholders .* 1 media"),
+    ({"images": "a.png"}, "images: expected a list, found str"),
+    ({"videos": noise(2, 4, 4, 3)}, "videos: expected a list, found ndarray"),
+    ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
     ({"audio": ["none.wav"]}, "none.wav: no such sound file"),
 ])  # fmt: skip
 def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        loaded.generate([2, 5], 6, **media)
+        loaded.generate([2, loaded.spec.tokens.audio], 6, **media)
     with pytest.raises(InputError, match=r"video: the prompt has 1 placeholders .* 0 media"):
         loaded.generate([2, loaded.spec.tokens.video], 6)
 
@@ -470,6 +565,53 @@ def test_json_lines_with_media(engine: Path, files: Path, tmp_path: Path) -> Non
     for (answer, log), line, words in zip(found, lines, flags, strict=True):
         got, alone = answered(engine, "--prompt", str(line["prompt"]), *words)
         assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
+
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "corrupt": ({"prompt": "<image>", "images": ["cut.png"]}, ":2: images: cut.png: corrupt"),
+    "no image": ({"prompt": "a", "images": ["d.wav"]}, ":2: images: d.wav: no image"),
+    "too long": (
+        {"prompt": "<video>", "videos": ["c.mp4"], "frames": 5, "max_new_tokens": 600},
+        "tokens and 600 new ones do not fit the engine's --max-seq 640",
+    ),
+    "neither number": (
+        {"tokens": [501] * 3, "videos": ["c.mp4"], "frames": 1},
+        ":2: video: the prompt has 3 placeholders (id 501) for 1 media with ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_one_bad_request_of_several(
+    case: str, engine: Path, loaded: Engine, files: Path, tmp_path: Path
+) -> None:
+    """It gets its error in its place, and the others their answers."""
+    bad, words = BAD_REQUESTS[case]
+    assert loaded.spec.tokens.video == 501
+    good = [{"tokens": [2, 5, 6]}, {"tokens": [2, 5, 500], "images": ["a.png"]}]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, (good[0], {"id": "b", **bad}, *good))))
+    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
+    first, second, third, last = map(json.loads, outcome.out.splitlines())
+    assert outcome.code == 1 and [*second] == ["id", "error"] and second["id"] == "b"
+    assert words in second["error"] and "Traceback" not in outcome.err
+    assert first["tokens"] == third["tokens"] == generated(loaded, [2, 5, 6])
+    assert last["tokens"] == generated(loaded, [2, 5, 500], images=["a.png"])
+    logs = [json.loads(line) for line in outcome.err.splitlines()]
+    assert [log["event"] for log in logs] == ["request", "error", "request", "request"]
+    assert logs[1] == {"event": "error", **second}
+
+
+def test_a_request_that_lacks_a_library(
+    engine: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a", "videos": ["c.mp4"]}\n{"tokens": [2]}')
+    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")
+    first, second = map(json.loads, outcome.out.splitlines())
+    assert outcome.code == 1 and "g4ir[mm]" in first["error"] and second["tokens"]
 
 
 def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
@@ -516,7 +658,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "unknown budget": (
         (*TEXT, "--image", "a.png", "--image-budget", "280"),
-        ("image budget 280", "70, 140", "--image-budget 280"),
+        ("image budget 280", "70, 140", "--image-budget 70,140,280"),
     ),
     "budget without image": (("--prompt", "a", "--image-budget", "70"), ("--image",)),
     "frames without video": (
@@ -527,14 +669,29 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--prompt", "<|image|> a"), ("image: the prompt has 1 placeholders", "0 media")
     ),
     "more markers": (
-        ("--prompt", "<image> <image> <image>", "--image", "a.png", "--image", "b.jpg"),
-        ("image: the prompt has 3 placeholders", "2 media with "),
+        ("--prompt", "<image> <image> <image>", "--image", "cut.png", "--image", "empty"),
+        ("3 <image> for 2 media", "--image"),
     ),
     "fewer markers": (
-        (*TEXT, "--image", "a.png", "--image", "b.jpg"), ("1 placeholders", "2 media")
+        (*TEXT, "--image", "cut.png", "--image", "empty"), ("1 <image> for 2 media",)
+    ),
+    "fewer of the checkpoint's": (
+        ("--prompt", "<|image|>", "--image", "cut.png", "--image", "empty"),
+        ("image: the prompt has 1 placeholders", "2 media; put one"),
+    ),
+    "another kind's": (
+        ("--prompt", "<|audio|>", "--image", "cut.png"), ("audio: the prompt has 1", "0 media; ")
     ),
     "ids without placeholder": (
-        ("--tokens", "2,5", "--image", "a.png"), ("0 placeholders (id ", "1 media")
+        ("--tokens", "2,5", "--image", "cut.png"), ("0 placeholders (id ", "1 media; put one")
+    ),
+    "ids too few": (
+        ("--tokens", "2,500", "--image", "cut.png", "--image", "empty"), ("1 placeholders",)
+    ),
+    "no token": (("--tokens", "2,500,9999", "--image", "cut.png"), ("token 9999 at index 2",)),
+    "too many ids": (
+        ("--tokens", "500,500", "--image", "a.png"),
+        ("2 placeholders (id 500) for 1 media with ", "one for each medium, or one for each soft"),
     ),
     "too long a prompt": (
         ("--prompt", "<image>" * 12, *("--image", "a.png") * 12), ("tokens and ", "--max-seq 640")
@@ -571,9 +728,11 @@ BAD_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"audio_too_long": "x"}, "audio_too_long: expected cut or refuse"),
     "frames": ({"frames": 1.5}, "frames: expected a whole number"),
     "no file": ({"images": ["none.png"]}, ":2: images: none.png: no such image file"),
-    "no image": ({"images": ["d.wav"]}, ":2: images: d.wav: no image"),
     "no placeholder": (
-        {"tokens": [2], "prompt": None, "images": ["a.png"]}, ":2: image: the prompt has 0 "
+        {"tokens": [2], "prompt": None, "images": ["d.wav"]}, ":2: image: the prompt has 0 "
+    ),
+    "a marker too many": (
+        {"prompt": "<image> <image>", "images": ["d.wav"]}, ":2: 2 <image> for 1 media: "
     ),
 }  # fmt: skip
 
@@ -582,7 +741,7 @@ BAD_LINES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_line_with_media(case: str, engine: Path, files: Path, tmp_path: Path) -> None:
     line, words = BAD_LINES[case]
     file = tmp_path / "in.jsonl"
-    file.write_text("\n" + json.dumps({"prompt": "a", **line}))
+    file.write_text('{"prompt": "answered?"}\n' + json.dumps({"prompt": "a", **line}))
     assert words in refused("run", engine, "--input-jsonl", file)
 
 
@@ -590,11 +749,32 @@ def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None
     message = refused("run", deaf, "--tokens", "2,5", "--audio", "d.wav")
     assert "--audio: this engine takes text, image, no audio" in message
     assert "`g4ir build --media image,audio`" in message
-    with pytest.raises(InputError, match=r"^this engine takes text, image, no audio"):
-        load_engine(deaf).generate([2, 5], 6, audio=["d.wav"])
+    engine = load_engine(deaf)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate([2, 5], 6, audio=["d.wav"]),
+        lambda: engine.encode("audio", "d.wav"),
+        lambda: engine.session(1).prefill([[2, 5]], audio=["d.wav"]),
+        lambda: engine.session(1).prefill([[2, 5]], soft=[soft("audio", 3, width=64)]),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"^this engine takes text, image, no audio; build"):
+            call()
+    assert engine.spec.text.hidden_size == 64
     text = made(tmp_path / "e", "tiny-dense")
     message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
     assert "takes text, no image, and tiny-dense takes text alone" in message
+
+
+def test_placeholders_of_kinds_that_are_not_taken(deaf: Path, files: Path) -> None:
+    """Tokens like any other, in commands as in sessions."""
+    engine, audio = load_engine(deaf), load_spec("tiny-media").tokens.audio
+    got, log = answered(deaf, "--tokens", f"2,{audio},500", "--image", "a.png")
+    assert got == generated(engine, [2, audio, 500], images=["a.png"])
+    soft = engine.encode("image", "a.png")
+    ids = place([2, audio, 500], [soft], engine.spec.tokens, kinds=("image",))
+    assert engine.session(1).prefill([ids], soft=[soft]).argmax().item() == got[0]
+    assert log["prompt_tokens"] == len(ids) == soft.count + 4
+    assert answered(deaf, "--tokens", f"2,{audio}")[0] == generated(engine, [2, audio])
 
 
 def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:
@@ -620,5 +800,5 @@ def test_a_missing_library(
 
 def test_flags_and_requests_have_the_same_settings() -> None:
     assert {name: kind for kind, (name, _) in MEDIA_SETTINGS.items()} == run.SETTING_KINDS
-    assert {*run.SETTING_KINDS, *MEDIA} <= {*FIELDS}
-    assert run.KINDS == tuple(MEDIA_SETTINGS) == KINDS
+    assert {*run.SETTING_KINDS, *LISTS} <= {*FIELDS}
+    assert (*LISTS.values(),) == (*MEDIA_SETTINGS,) == KINDS

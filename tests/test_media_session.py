@@ -25,7 +25,7 @@ from g4ir.engine import Engine, load_engine, prepare, write_engine
 from g4ir.errors import InputError
 from g4ir.interpret import interpret
 from g4ir.ir import Program
-from g4ir.media.choice import Media
+from g4ir.media.choice import KINDS, Media
 from g4ir.media.merge import block_ids, cut, merged
 from g4ir.media.soft import Soft
 from g4ir.model import BLOCKS, PHASES, build_graph, has_blocks
@@ -36,7 +36,6 @@ from tests.configs import spec_called
 from tests.oracle import SELF_DIFFERENCE, Oracle, find_oracle, relative, save_checkpoint
 from tests.runner import with_chunk
 
-KINDS = ("image", "video", "audio")
 W = 8
 MAX_SEQ = 128
 #: the longest block of ROWS
@@ -395,10 +394,10 @@ IMAGE, AUDIO = [[7, 250, 250, 8]], [[7, 252, 252, 8]]
 
 
 @pytest.mark.parametrize("tokens, kind, shape, message", [
-    (IMAGE, None, (), r"has 2 image placeholders and 0 soft tokens"),
-    (IMAGE, "image", (3, 64), r"has 2 image placeholders and 3 soft tokens"),
-    (AUDIO, "image", (2, 64), r"has 0 image placeholders and 2 soft tokens"),
-    (AUDIO, "audio", (2, 40), r"audio 0 .* expected floats \[n, 64\], found float32 \[2, 40\]"),
+    (IMAGE, None, (), r"2 placeholders \(id 250\) for 0 media with 0 soft tokens; prefill takes"),
+    (IMAGE, "image", (3, 64), r"image: .* 2 placeholders \(id 250\) for 1 media with 3 soft"),
+    (AUDIO, "image", (2, 64), r"image: .* 0 placeholders \(id 250\) for 1 media with 2 soft"),
+    (AUDIO, "audio", (2, 40), r"audio 0 .* of floats \[n, 64\], found float32 \[2, 40\]"),
     (AUDIO, "audio", (64,), r"audio 0 .* found float32 \[64\]"),
     ([[250] * 20], "image", (20, 64), r"row 0: the 20 soft tokens of the picture at index 0 .* "
      r"one chunk, of at most 16; build with --prefill-chunk 20 or more"),
@@ -425,19 +424,48 @@ def test_soft_tokens_are_finite(engine: Engine, value: float) -> None:
 
 def test_soft_tokens_are_floats(engine: Engine) -> None:
     whole = Soft("image", (torch.ones(1, engine.spec.text.hidden_size, dtype=torch.int64),))
-    with pytest.raises(InputError, match=r"image 0 .* expected floats .* found int64"):
+    with pytest.raises(InputError, match=r"image 0 .* expected a tensor of floats .* found int64"):
         engine.session(1).prefill([[250]], soft=[whole])
+
+
+ONE = torch.ones(1, 64)
+
+
+@pytest.mark.parametrize("soft, message", [
+    ([Soft("image", (ONE.numpy(),))], r"image 0 .* a tensor of floats \[n, 64\], found ndarray"),
+    ([Soft("image", ([0.5] * 64,))], r"image 0 .* found list"),
+    ([Soft("image", (ONE,)), Soft("audio", ONE)], r"audio 1 .* a tuple of tensors, found float32"),
+    ([ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
+    (Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
+    ([Soft("smell", (ONE,))], r"^media 'smell': one of image, video, audio"),
+])  # fmt: skip
+def test_what_is_no_soft_token(engine: Engine, soft: Any, message: str) -> None:
+    session = engine.session(1)
+    with pytest.raises(InputError, match=message):
+        session.prefill([[250]], soft=soft)
+    assert session.length.tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "audio"])
+def test_media_are_lists(engine: Engine, name: str) -> None:
+    """A path is not taken letter by letter, nor an array row by row."""
+    for items in ("a.png", Path("a.png"), torch.zeros(2, 4, 4, 3).numpy()):
+        found = type(items).__name__
+        with pytest.raises(InputError, match=f"^{name}: expected a list, found {found}"):
+            engine.session(1).prefill([[250]], **{name: items})
 
 
 def test_kinds_that_an_engine_does_not_take(engine: Engine) -> None:
     """Their ids are tokens like any other."""
     images = replace(engine, media=Media(("image",)))
-    with pytest.raises(InputError, match="this engine takes image; build it with --media audio"):
+    with pytest.raises(InputError, match="takes text, image, no audio, and tiny takes text alone"):
         images.session(1).prefill([[252]], soft=[made("audio", 1, engine)])
     text = replace(engine, media=Media())
-    with pytest.raises(InputError, match="this engine takes text alone"):
+    with pytest.raises(InputError, match="this engine takes text, no image, and tiny takes"):
         text.session(1).prefill([[250]], soft=[made("image", 1, engine)])
     assert text.session(1).prefill([[250, 252]]).any()
+    with_one = images.session(1).prefill([[252, 250]], soft=[made("image", 1, engine)])
+    assert with_one.any()
 
 
 def test_placeholders_may_lie_outside_of_the_tables() -> None:
@@ -519,7 +547,7 @@ def test_padding_is_in_no_block() -> None:
     """Also where it looks like a placeholder."""
     tokens, softs = torch.full((2, 5), 250), [Soft("image", (torch.ones(7, 4),))]
     ids = {"image": 250, "video": 251}
-    prompt = merged(tokens, torch.tensor([5, 2]), softs, ids, 4, blocks=True)
+    prompt = merged(tokens, torch.tensor([5, 2]), softs, ids, blocks=True)
     assert prompt.block_ids is not None and prompt.soft_rows is not None
     assert prompt.block_ids.tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
     assert prompt.soft_rows.tolist() == [[0, 1, 2, 3, 4], [5, 6, -1, -1, -1]]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from g4ir.errors import InputError
+from g4ir.media.choice import KINDS
 from g4ir.params import media_tensors, text_tensors
 from g4ir.random_weights import (
     BLOCK,
     DISTRIBUTIONS,
-    KINDS,
     RandomCheckpoint,
     distribution,
     random_rows,

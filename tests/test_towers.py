@@ -25,11 +25,11 @@ from g4ir.interpret import run_node
 from g4ir.ir import Graph
 from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound
 from g4ir.media.budget import BUDGETS, image_settings
-from g4ir.media.choice import find_media
+from g4ir.media.choice import KINDS, find_media
 from g4ir.media.images import prepare_image
 from g4ir.media.videos import Video, prepare_video, video_settings
 from g4ir.pipeline import run_passes
-from g4ir.random_weights import KINDS, RandomCheckpoint
+from g4ir.random_weights import RandomCheckpoint
 from g4ir.shrink import shrink
 from g4ir.spec import Spec, load_spec
 from g4ir.stage_report import local_errors

@@ -148,7 +148,7 @@ def has_chunk(n: Node) -> bool:
     return len(n.inputs) > ATTENTIONS[n.op] + caches(n)
 
 
-def has_blocks(n: Node) -> bool:
+def reads_blocks(n: Node) -> bool:
     """Whether an attention reads block ids."""
     return len(n.inputs) > ATTENTIONS[n.op] + 2 * caches(n)
 
@@ -159,7 +159,7 @@ def kv_heads(n: Node) -> int:
 
 def _attention(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
     """Blocks of media are the library's: the kernels see the past alone."""
-    if has_blocks(n):
+    if reads_blocks(n):
         return None
     q, heads = n.inputs[0].type, kv_heads(n)
     shape = {

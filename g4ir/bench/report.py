@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compare import Budget, rounding_error
+from ..compare import rounding_error, widened
 from ..cost import Cost, Floor, Roof
 from ..cost import floor as cost_floor
 from ..engine import Engine, Progress, silent
@@ -177,13 +177,8 @@ def _agreements(
     # As verify does: random weights can make a model in which rounding grows.
     turns = [w.context + w.input_len, *[1] * (w.output_len - 1)]
     rounding = rounding_error(engines[0], tokens[0], turns, False)
-    return compare_runners(w, tokens, base, [(r, _widened(b, rounding)) for r, b in others])
-
-
-def _widened(budget: Budget, rounding: float) -> Budget:
-    if budget.relative is None:
-        return budget
-    return Budget(relative=max(budget.relative, 4 * rounding))
+    wide = [(r, b if b.relative is None else widened(b, rounding)) for r, b in others]
+    return compare_runners(w, tokens, base, wide)
 
 
 # ---- measuring --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from ..backends.base import Runtime, Watch
 from ..backends.reference import ReferenceRuntime
+from ..compare import text_graphs
 from ..engine import Engine
 from .workload import Workload
 
@@ -96,9 +97,9 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
 
 
 def interpreter(engine: Engine) -> ReferenceRuntime:
-    """Runs an engine's graphs on the params that the engine holds."""
+    """Runs an engine's text graphs on the params that the engine holds."""
     source = _Resident(engine.runtime)
-    return ReferenceRuntime(engine.program, engine.limits, engine.device, source)
+    return ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
 
 
 class Watched:

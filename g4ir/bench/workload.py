@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..compare import check_no_media, random_ids
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -74,15 +75,9 @@ def plan_workload(
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
     """i64[batch, fed]: the context, the prompt, then the token of each single step."""
-    import torch
-
     if w.text is not None:
         return _text_tokens(w, w.text, engine)
-    spec = engine.spec.text
-    # Ids that the per-layer table has no row for cannot be read.
-    top = min(spec.vocab_size, spec.ple.vocab_size if spec.ple else spec.vocab_size)
-    generator = torch.Generator().manual_seed(w.seed)
-    return torch.randint(0, top, (w.batch, w.fed), generator=generator)
+    return random_ids(engine, (w.batch, w.fed), w.seed)
 
 
 def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
@@ -97,4 +92,5 @@ def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
     wanted = w.batch * w.fed
     if len(ids) < wanted:
         raise InputError(f"bench: --text {file}: {len(ids)} tokens; {wanted} are needed")
+    check_no_media(engine, ids[:wanted], f"bench: --text {file}")
     return torch.tensor(ids[:wanted]).view(w.batch, w.fed)

@@ -1,9 +1,9 @@
 """The command line: `g4ir VERB ...`.
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
-1 a check failed; 2 wrong usage or bad input; 3 the environment lacks something; 70 a bug in g4ir
-(as in sysexits.h); 130 interrupted; 141 the reader of stdout went away. Nothing here imports
-torch before a verb needs it.
+1 a check failed, or some of many requests; 2 wrong usage or bad input; 3 the environment lacks
+something; 70 a bug in g4ir (as in sysexits.h); 130 interrupted; 141 the reader of stdout went
+away. Nothing here imports torch before a verb needs it.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
         **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
-        "settings": dict(p.settings), "media": list(p.media.kinds),
+        "settings": dict(p.settings), "media": p.media.to_dict(),
         "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},

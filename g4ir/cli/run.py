@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
+from g4ir.media.choice import AUDIO, IMAGE, KINDS, VIDEO
 
 from .common import add_load, add_verb, emit, load, token_ids
 
 if TYPE_CHECKING:
-    from g4ir.requests import Desk, Request, Result
+    from g4ir.requests import Desk, Failure, Request, Result
 
     from .common import Parser
 
-KINDS = ("image", "video", "audio")
 #: setting of media -> the kind that it is for
-SETTING_KINDS = {"image_budget": "image", "frames": "video", "audio_too_long": "audio"}
+SETTING_KINDS = {"image_budget": IMAGE, "frames": VIDEO, "audio_too_long": AUDIO}
 FLAGS = ("max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
 
 
@@ -36,7 +36,8 @@ def add_run(verbs: Any) -> None:
         "--input-jsonl", metavar="FILE",
         help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
         "max_new_tokens, temperature, top_k, top_p, seed, stop, images, videos, audio (lists\n"
-        "of paths), image_budget, frames, audio_too_long; answered in order",
+        "of paths), image_budget, frames, audio_too_long; answered in order. One whose media\n"
+        "cannot be read gets {\"id\": ..., \"error\": ...}, and the exit code is 1 at the end",
     )  # fmt: skip
     _add_media(p)
     p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
@@ -94,15 +95,16 @@ def _run(args: argparse.Namespace) -> int:
         engine = load(args.engine, progress, args.cuda_graph)
         desk = Desk(engine, flags)
         requests = [desk.request(fields, where, args.media) for where, fields in lines]
+        failed = 0
         if args.input_jsonl or args.json:
             progress.stop()
-            for request in requests:
-                _log_and_emit(desk.answer(request))
+            answer = desk.answer_or_fail if args.input_jsonl else desk.answer
+            failed = sum(_log_and_emit(answer(request)).failed for request in requests)
         else:
             progress("reading the prompt")
             _tell_summary(_stream(desk, requests[0], progress))
         engine.close()
-    return 0
+    return 1 if failed else 0
 
 
 def _check_media(args: argparse.Namespace) -> None:
@@ -131,9 +133,10 @@ def _one_request(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     return [("--tokens", {"tokens": tokens})]
 
 
-def _log_and_emit(result: Result) -> None:
+def _log_and_emit(result: Result | Failure) -> Result | Failure:
     emit(result.output())
     print(json.dumps(result.log()), file=sys.stderr, flush=True)
+    return result
 
 
 def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:

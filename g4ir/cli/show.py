@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from .common import Parser, add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
     from g4ir.ir import Graph, Program
+    from g4ir.media.choice import Media
 
 #: the text model's graphs, and the towers by their part
 PHASES = ("prefill", "decode", "embed", "prefill_media", "vision", "audio")
@@ -123,7 +126,7 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
     if args.after is None and args.engine is not None:
         if args.skip:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
-        return _found(_stored(args.engine)[1], args.phase)
+        return _found(_stored(args.engine)[1], args.phase, _spec(args))
     graph, skip = _plain_graph(args)
     if args.after == "none":
         return graph
@@ -146,7 +149,7 @@ def _show_why(args: argparse.Namespace) -> int:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
     else:
         def note(name: str, value: str, reason: str) -> None:
-            if name == args.why and (args.layer is None or value.startswith(f"L{args.layer}.")):
+            if name == args.why and (args.layer is None or in_layer(value, args.layer)):
                 rows.append({"value": f"%{value}", "reason": reason})
 
         run_passes(graph, skip=skip, until=args.why, note=note, options=_options(args))
@@ -159,32 +162,85 @@ def _show_why(args: argparse.Namespace) -> int:
     return 0
 
 
-def _found(program: Program, phase: str) -> Graph:
+def _found(program: Program, phase: str, spec: Spec) -> Graph:
     """A graph of an engine; of several sizes of a tower the largest."""
-    found = [g for name, g in program.graphs.items() if phase in (name, name.rpartition("_")[0])]
-    if not found:
-        known = ", ".join(program.graphs)
-        raise InputError(f"--phase {phase}: this engine has {known}; build it with --media all")
-    return found[-1]
+    from g4ir.towers import PARTS
+
+    if phase in program.graphs:
+        return program.graphs[phase]
+    sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]
+    if phase in PARTS and sizes:
+        return sizes[-1]
+    raise _absent(phase, spec, program.graphs)
 
 
-def _plain(spec: Spec, phase: str, all_logits: bool, dtype: str | None = None) -> Graph:
+def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
+    """An engine has no such graph; what to build, where its variant could have one."""
+    found = f"--phase {phase}: this engine has {', '.join(known)}"
+    try:
+        plain_graph(spec, phase)
+    except InputError as e:
+        return InputError(f"{found}; {str(e).removeprefix(f'--phase {phase}: ')}")
+    return InputError(f"{found}; build it with --media all")
+
+
+def plain_graph(
+    spec: Spec, phase: str, all_logits: bool = False, dtype: str | None = None,
+    media: Media | None = None,
+) -> Graph:  # fmt: skip
+    """A graph before all passes; a tower in the largest size of `media`, or in the variant's own.
+    InputError where the variant has none."""
     from g4ir.model import build_graph
-    from g4ir.towers import PARTS, default_tower
+    from g4ir.towers import PARTS, build_towers, default_tower
 
-    if phase in PARTS:
+    if phase not in PARTS:
+        return build_graph(spec, phase, all_logits, dtype, media)
+    _check_part(spec, phase)
+    if media is None:
         return default_tower(spec, phase, dtype)
-    return build_graph(spec, phase, all_logits, dtype)
+    towers = build_towers(spec, _of_part(media, phase), dtype)
+    return list(towers.values())[-1]
+
+
+#: what the towers of each part are for
+OF_PART = {"vision": "image", "audio": "audio"}
+
+
+def _check_part(spec: Spec, part: str) -> None:
+    from g4ir.media.choice import offered
+
+    can = offered(spec)
+    if OF_PART[part] not in can:
+        takes = ", ".join(("text", *can)) if can else "text alone"
+        raise InputError(f"--phase {part}: {spec.name} takes {takes}, and has no such tower")
+
+
+def _of_part(media: Media, part: str) -> Media:
+    """The sizes of one part's towers."""
+    if part == "vision":
+        return replace(media, lengths=())
+    return replace(media, budgets=(), frame=None)
 
 
 def _plain_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """The graph before all passes, and the passes to leave out."""
     spec = _spec(args)
     if args.engine is None:
-        return _plain(spec, args.phase, args.all_logits), set(args.skip)
-    manifest, _ = _stored(args.engine)
-    graph = _plain(spec, args.phase, manifest["all_logits"], manifest["dtype"])
+        return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
+    manifest, program = _stored(args.engine)
+    _found(program, args.phase, spec)
+    media = engine_media(args)
+    graph = plain_graph(spec, args.phase, manifest["all_logits"], manifest["dtype"], media)
     return graph, {*manifest["skipped_passes"], *args.skip}
+
+
+def engine_media(args: argparse.Namespace) -> Media | None:
+    """What an engine takes; None for a spec."""
+    from g4ir.media.choice import Media
+
+    if args.engine is None:
+        return None
+    return Media.from_dict(_stored(args.engine)[0]["media"])
 
 
 def _spec(args: argparse.Namespace) -> Spec:
@@ -215,14 +271,24 @@ def _stored(engine: str) -> tuple[dict[str, Any], Program]:
     return read_program(Path(engine))
 
 
+def in_layer(value: str, layer: int) -> bool:
+    """Whether a value's name is that of a layer, of the text model or of a tower."""
+    from g4ir.towers import PARTS
+
+    return value.startswith(tuple(f"{part}L{layer}." for part in ("", *(f"{p}." for p in PARTS))))
+
+
+def no_layer(graph: Graph, layer: int) -> InputError:
+    return InputError(f"--layer {layer}: graph {graph.name} has no such layer")
+
+
 def _layer_text(graph: Graph, layer: int) -> str:
     """The lines of one layer: its nodes and the sources that they read."""
     from g4ir.text import print_node
 
-    marks = tuple(f"{part}L{layer}." for part in ("", "vision.", "audio."))
-    nodes = [n for n in graph.nodes if any(v.name.startswith(marks) for v in n.outputs)]
+    nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
     if not nodes:
-        raise InputError(f"--layer {layer}: graph {graph.name} has no such layer")
+        raise no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
     lines = [
         f"{kind} {v}: {v.type}"

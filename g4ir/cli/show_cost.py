@@ -23,9 +23,11 @@ from g4ir.cost import (
 )
 from g4ir.errors import InputError
 from g4ir.gpus import find_gpu
+from g4ir.towers import is_tower
 from g4ir.units import parse_count
 
 from .common import emit
+from .show import in_layer, no_layer
 
 if TYPE_CHECKING:
     from g4ir.ir import Graph
@@ -111,9 +113,9 @@ def _roof(args: argparse.Namespace) -> Roof | None:
 
 
 def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeCost]:
-    found = [c for c in costs if c.node.startswith(f"L{layer}.")]
+    found = [c for c in costs if in_layer(c.node, layer)]
     if not found:
-        raise InputError(f"--layer {layer}: graph {graph.name} has no such layer")
+        raise no_layer(graph, layer)
     return found
 
 
@@ -138,11 +140,9 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
     """The report as tables."""
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
-    yield (
-        f"{report['variant']} {report['phase']}{part}: batch {report['batch']}, "
-        f"{report['new_tokens']} new of {report['context']} tokens a row, "
-        f"weights {report['weights']}"
-    )
+    new = f"{report['new_tokens']} new of {report['context']} tokens a row"
+    size = "one item" if is_tower(report["phase"]) else f"batch {report['batch']}, {new}"
+    yield f"{report['variant']} {report['phase']}{part}: {size}, weights {report['weights']}"
     if roof:
         rates = f"{si(roof['bytes_per_s'], 'B')}/s, {si(roof['flops_per_s'], 'FLOP')}/s"
         yield f"roof: {roof['name']}: {rates}"

@@ -11,6 +11,7 @@ from g4ir.errors import InputError
 from g4ir.graph_diff import diff_graphs, diff_text
 
 from .common import emit
+from .show import engine_media, in_layer, no_layer, plain_graph
 from .specs import any_spec
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def show_diff(args: argparse.Namespace, start: Start) -> int:
         raise InputError("give --diff or --against, or --why, or --cost")
     a, b = _stages(args, start) if args.against is None else _variants(args, start)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
-        raise InputError(f"--layer {args.layer}: graph {a.name} has no such layer")
+        raise no_layer(a, args.layer)
     changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
     emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
     if args.against is None and not changes:
@@ -56,13 +57,13 @@ def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
 
 def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
     """The same stage of two variants, in the first one's dtype."""
-    from g4ir.model import build_graph
     from g4ir.pipeline import run_passes
 
     graph, skip, options = start
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers()
-    other = build_graph(any_spec(args.against), args.phase, all_logits, dtype)
+    spec, media = any_spec(args.against), engine_media(args)
+    other = plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other
     one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
@@ -70,4 +71,4 @@ def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
 
 
 def _has_layer(g: Graph, layer: int) -> bool:
-    return any(v.name.startswith(f"L{layer}.") for n in g.nodes for v in n.outputs)
+    return any(in_layer(v.name, layer) for n in g.nodes for v in n.outputs)

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from g4ir.errors import InputError, MissingError
 from g4ir.spec import Audio, Spec, UnifiedAudio
+from g4ir.tensorfile import parse_json
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -105,6 +106,13 @@ class MelSettings:
         """Windows that lie wholly inside `samples`. A window spans one sample more than it
         analyses, and half of one lies in the zeros that are put in front."""
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
+
+    def at_most(self, soft: int) -> MelSettings:
+        """These settings for clips of no more than this many soft tokens."""
+        room = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
+        # Down to the padding's multiple, since the limit itself is rounded up to it.
+        most = max(self.fewest_samples, room - room % self.pad_multiple)
+        return replace(self, max_length=min(self.max_length, most))
 
     def soft_tokens(self, samples: int) -> int:
         """Soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
@@ -220,6 +228,21 @@ def _raw_settings(name: str, audio: UnifiedAudio, config: dict[str, Any]) -> Raw
             )
     _check_plain(config)
     return RawSettings(audio.audio_embed_dim, **_known(config, RawSettings, ("frame",)))
+
+
+#: where a checkpoint says how sounds are framed -> under which key
+EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
+
+
+def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
+    """What the files of a checkpoint or an engine say of the feature extractor, if they do."""
+    for name, key in EXTRACTORS.items() if folder else ():
+        if folder and (folder / name).is_file():
+            whole = parse_json(folder / name, (folder / name).read_bytes())
+            found = whole.get(key) if key else whole
+            if isinstance(found, dict):
+                return found
+    return None
 
 
 #: what a feature extractor may say but we have only one way of doing

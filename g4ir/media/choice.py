@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.spec import Spec
+from g4ir.spec import Spec, Tokens
 
 from .budget import BUDGETS, FRAME_BUDGET, image_settings
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .audio import AudioSettings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
+#: kinds that go through the vision tower, and whose soft tokens form blocks (rule 19)
+PICTURES = (IMAGE, VIDEO)
+#: what a list of media is called, as a keyword and in a JSON line -> its kind
+LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
 #: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
 #: where frames stand alone, so that a longer sound goes through in parts
@@ -56,12 +60,62 @@ class Media:
         return cls(**plain)
 
 
+def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, int]:
+    """Kind -> the id in whose places its soft tokens stand, of those kinds that have one."""
+    ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
+    return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
+
+
 def offered(spec: Spec) -> tuple[str, ...]:
     """The kinds of media that a variant takes."""
-    tokens = spec.tokens
-    parts = {IMAGE: (spec.vision, tokens.image), VIDEO: (spec.vision, tokens.video),
-             AUDIO: (spec.audio, tokens.audio)}  # fmt: skip
-    return tuple(k for k, (part, token) in parts.items() if part is not None and token is not None)
+    towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
+    return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
+
+
+def check_taken(kind: str, media: Media, spec: Spec) -> None:
+    """InputError where an engine does not take a kind of media; says how to build one that does,
+    or that its variant takes none."""
+    if kind not in KINDS:
+        raise InputError(f"media {kind!r}: one of {', '.join(KINDS)}")
+    if kind in media.kinds:
+        return
+    takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
+    can = offered(spec)
+    if kind not in can:
+        raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
+    more = ",".join(k for k in can if k in (*media.kinds, kind))
+    raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
+
+
+def check_budget(budget: int | None, media: Media) -> None:
+    """InputError unless an engine's images can have this budget."""
+    if budget in media.budgets:
+        return
+    has = ", ".join(map(str, media.budgets))
+    more = ",".join(map(str, dict.fromkeys((media.default, *media.budgets, budget))))
+    advice = f"; or build one with `--image-budget {more}`" if budget in BUDGETS else ""
+    raise InputError(f"image budget {budget}: this engine was built for {has}: choose from "
+                     f"them{advice}")  # fmt: skip
+
+
+def listed(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
+    """(kind, item) of every item, from lists named as in LISTS.
+
+    InputError for what is no list, because a path would be taken apart into letters and an array
+    into rows, and for a kind that the engine does not take."""
+    out = []
+    for name, items in lists.items():
+        check_list(name, items)
+        if items:
+            check_taken(LISTS[name], media, spec)
+        out += [(LISTS[name], item) for item in items]
+    return out
+
+
+def check_list(name: str, items: Any) -> None:
+    """InputError for what is no list."""
+    if not isinstance(items, list | tuple):
+        raise InputError(f"{name}: expected a list, found {type(items).__name__}")
 
 
 def find_media(
@@ -69,10 +123,12 @@ def find_media(
     kinds: str | Sequence[str] = "all",
     budgets: Sequence[int] | None = None,
     seconds: Sequence[float] | None = None,
+    extractor: Mapping[str, Any] | None = None,
 ) -> Media:
     """The choice for a build. `kinds`: `all` that the variant takes, `none`, or some of KINDS;
     `budgets`: soft tokens of images (default: the variant's own), the first is what images get
-    unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used.
+    unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used;
+    `extractor`: what a checkpoint says of its feature extractor.
 
     InputError names what the variant does not take.
     """
@@ -87,15 +143,15 @@ def find_media(
         budgets=tuple(sorted(set(asked))),
         default=asked[0] if asked else None,
         frame=FRAME_BUDGET if VIDEO in chosen else None,
-        lengths=_lengths(_sound(spec), seconds) if AUDIO in chosen else (),
+        lengths=_lengths(_sound(spec, extractor), seconds) if AUDIO in chosen else (),
     )
 
 
-def _sound(spec: Spec) -> AudioSettings:
+def _sound(spec: Spec, extractor: Mapping[str, Any] | None) -> AudioSettings:
     # Imported late: it needs numpy, and whoever plans a variant without sound does without.
     from .audio import audio_settings
 
-    return audio_settings(spec)
+    return audio_settings(spec, extractor)
 
 
 def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
@@ -120,7 +176,8 @@ def _budgets(spec: Spec, budgets: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[int, ...]:
-    """Soft tokens of the lengths asked for, none longer than the longest clip."""
+    """Soft tokens of the lengths asked for, none longer than the longest clip; one length where
+    there is no longest one, since frames stand alone then."""
     longest = settings.max_samples
     out = set()
     for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:
@@ -131,4 +188,4 @@ def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[
         out.add(max(1, settings.soft_tokens(samples)))
     if not out:
         raise InputError("--audio-seconds: give at least one length")
-    return tuple(sorted(out))
+    return tuple(sorted(out)) if longest is not None else (max(out),)

@@ -18,22 +18,27 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.spec import UnifiedAudio
-from g4ir.tensorfile import parse_json
 from g4ir.towers import STRIDE, audio_name, vision_name
 
-from .audio import CUT, AudioSettings, Clip, Sound, audio_settings, prepare_sound, read_sound
+from .audio import (
+    CUT,
+    AudioSettings,
+    Clip,
+    MelSettings,
+    Sound,
+    audio_settings,
+    prepare_sound,
+    read_extractor,
+    read_sound,
+)
 from .budget import ImageSettings, image_settings
-from .choice import AUDIO, IMAGE, KINDS, VIDEO, Media
+from .choice import AUDIO, IMAGE, VIDEO, check_budget, check_taken
 from .images import Picture, prepare_image, read_image
 from .soft import Soft
 from .videos import Footage, Video, prepare_video, read_video, video_settings
 
 if TYPE_CHECKING:
     from g4ir.engine import Engine
-
-#: where a checkpoint says how sounds are framed -> under which key
-EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
-
 
 def encode(
     engine: Engine, kind: str, item: Any, *, budget: int | None = None, frames: int | None = None,
@@ -46,20 +51,10 @@ def encode(
     cut or refused. InputError for a kind that the engine does not take, and as the readers and
     `prepare_*` raise; MissingError where a library for decoding is missing.
     """
-    check_kind(engine.media, kind)
+    check_taken(kind, engine.media, engine.spec)
     if kind == IMAGE:
         return _image(engine, item, budget)
     return _video(engine, item, frames) if kind == VIDEO else _audio(engine, item, too_long)
-
-
-def check_kind(media: Media, kind: str) -> None:
-    """InputError unless the engine takes this kind."""
-    if kind not in KINDS:
-        raise InputError(f"media {kind!r}: one of {', '.join(KINDS)}")
-    if kind not in media.kinds:
-        takes = ", ".join(media.kinds) or "text alone"
-        raise InputError(f"this engine takes {takes}, no {kind}; build a variant that takes it "
-                         f"with --media {kind} (or all)")  # fmt: skip
 
 
 # --- pictures ---------------------------------------------------------------------------------
@@ -75,12 +70,8 @@ def _image(engine: Engine, item: Any, budget: int | None) -> Soft:
 
 
 def _settings(engine: Engine, budget: int | None) -> ImageSettings:
-    media = engine.media
-    chosen = media.default if budget is None else budget
-    if chosen not in media.budgets:
-        built = ", ".join(map(str, media.budgets))
-        raise InputError(f"image budget {chosen}: this engine was built for {built} soft tokens; "
-                         f"build it with --image-budget {chosen}")  # fmt: skip
+    chosen = engine.media.default if budget is None else budget
+    check_budget(chosen, engine.media)
     return image_settings(engine.spec, chosen)
 
 
@@ -127,18 +118,12 @@ def _audio(engine: Engine, item: Any, too_long: str) -> Soft:
 
 
 def sound_settings(engine: Engine) -> AudioSettings:
-    """How the engine's checkpoint frames sounds, or the reference's defaults."""
-    return audio_settings(engine.spec, _extractor(engine.path))
-
-
-def _extractor(folder: Path) -> Mapping[str, Any] | None:
-    for name, key in EXTRACTORS.items():
-        if (folder / name).is_file():
-            whole = parse_json(folder / name, (folder / name).read_bytes())
-            found = whole.get(key) if key else whole
-            if isinstance(found, dict):
-                return found
-    return None
+    """How the engine's checkpoint frames sounds, or the reference's defaults; no longer than the
+    engine was built for."""
+    settings = audio_settings(engine.spec, read_extractor(engine.path))
+    if isinstance(settings, MelSettings):
+        return settings.at_most(max(engine.media.lengths))
+    return settings
 
 
 def _heard(engine: Engine, clip: Clip) -> torch.Tensor:

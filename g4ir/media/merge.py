@@ -1,9 +1,11 @@
 """Soft tokens in the place of their placeholders, and chunks that cut no picture.
 
+    check_softs(softs, hidden)
     prompt = merged(tokens, lengths, softs, ids, blocks=True)
     for piece in prompt.pieces(chunk):
-        part = prompt.take(piece)          # tokens, block ids
-        prompt.put_soft(embeds, piece)
+        part = piece.take(prompt.tokens, 0)     # [B, width]
+        ids = prompt.blocks(piece)              # theirs, or None
+        prompt.put_soft(embeds, piece)          # embeds [B, width, hidden] of part
 
 A block is a run of adjacent placeholders of pictures, in images or videos: where a model sees
 pictures both ways its tokens see each other (rule 19), so that all of them must be in one chunk.
@@ -19,9 +21,9 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
-from g4ir.model import PICTURES
 
-from .soft import Soft, counts
+from .choice import PICTURES
+from .soft import Soft, count_error, counts
 
 Tensor = torch.Tensor
 
@@ -84,18 +86,17 @@ class Prompt:
 
 
 def merged(
-    tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int],
-    hidden: int, blocks: bool,
-) -> Prompt:  # fmt: skip
-    """The prompt of tokens and what stands for its placeholders, whose ids are given by kind.
+    tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int], blocks: bool
+) -> Prompt:
+    """The prompt of tokens and what stands for its placeholders, whose ids are given by kind;
+    `softs` are of these kinds and as `check_softs` lets them through.
 
-    InputError where soft tokens are not [n, hidden] and finite, or as many as placeholders.
+    InputError where they are not as many as placeholders.
     """
-    if not ids and not softs:
+    if not ids:
         return Prompt(tokens, lengths)
     places = find_places(tokens, lengths, ids)
-    check_softs(softs, ids, hidden)
-    check_counts(places, softs)
+    check_counts(places, softs, ids)
     found = block_ids(union(tokens, (places[k] for k in PICTURES if k in places)))
     given = bool((found >= 0).any())
     rows, table = soft_rows(tokens, places, softs)
@@ -116,36 +117,44 @@ def union(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor:
     return out
 
 
-def check_softs(softs: Sequence[Soft], ids: Mapping[str, int], hidden: int) -> None:
+def check_softs(softs: Sequence[Any], hidden: int) -> None:
+    """InputError for what is no Soft with finite floats [n, hidden]."""
     for i, soft in enumerate(softs):
+        if not isinstance(soft, Soft):
+            raise InputError(f"soft {i}: expected what Engine.encode returns, found {_shown(soft)}")
         what = f"{soft.kind} {i} of the soft tokens"
-        if soft.kind not in ids:
-            raise InputError(
-                f"{what}: this engine takes {', '.join(ids) or 'text alone'}; build it with "
-                f"--media {soft.kind}"
-            )
+        if not isinstance(soft.pieces, list | tuple):
+            raise InputError(f"{what}: expected a tuple of tensors, found {_shown(soft.pieces)}")
         for piece in soft.pieces:
-            if piece.dim() != 2 or piece.shape[1] != hidden or not piece.is_floating_point():
-                raise InputError(
-                    f"{what}: expected floats [n, {hidden}], found {_shown(piece)}"
-                )
-            if not bool(torch.isfinite(piece).all()):
-                raise InputError(f"{what} are not finite: NaN or infinity in {_shown(piece)}")
+            _check_piece(piece, hidden, what)
 
 
-def _shown(t: Any) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+def _check_piece(piece: Any, hidden: int, what: str) -> None:
+    floats = isinstance(piece, Tensor) and piece.is_floating_point()
+    if not floats or piece.dim() != 2 or piece.shape[1] != hidden:
+        raise InputError(f"{what}: expected a tensor of floats [n, {hidden}], found "
+                         f"{_shown(piece)}")  # fmt: skip
+    if not bool(torch.isfinite(piece).all()):
+        raise InputError(f"{what} are not finite: NaN or infinity in {_shown(piece)}")
 
 
-def check_counts(places: Mapping[str, Tensor], softs: Sequence[Soft]) -> None:
+def _shown(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def check_counts(
+    places: Mapping[str, Tensor], softs: Sequence[Soft], ids: Mapping[str, int]
+) -> None:
     """As many placeholders of a kind as soft tokens."""
     given = counts(softs)
     for kind, mask in places.items():
-        found = int(mask.sum())
-        if found != given.get(kind, 0):
-            raise InputError(
-                f"the prompt has {found} {kind} placeholders and {given.get(kind, 0)} soft tokens "
-                f"of kind {kind} were given; they must be as many"
+        found, soft = int(mask.sum()), given.get(kind, 0)
+        if found != soft:
+            media = sum(s.kind == kind for s in softs)
+            raise count_error(
+                kind, ids[kind], found, media, soft, "prefill takes one for each soft token"
             )
 
 

@@ -19,7 +19,7 @@ from g4ir.spec import Audio, Spec
 from g4ir.towers import STRIDE, build_audio, build_vision
 
 from .budget import BUDGETS, image_settings
-from .choice import AUDIO, IMAGE, SECONDS, VIDEO, offered
+from .choice import AUDIO, IMAGE, PART_SECONDS, SECONDS, VIDEO, offered
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _sounds(spec: Spec) -> list[MediaSize]:
 
     settings = audio_settings(spec)
     sizes = []
-    for seconds in SECONDS:
+    for seconds in SECONDS if isinstance(spec.audio, Audio) else PART_SECONDS:
         soft = settings.soft_tokens(round(seconds * settings.sampling_rate))
         flops = _flops(spec, "audio", partial(build_audio, soft=soft, dtype=spec.dtype))
         rows = soft * STRIDE if isinstance(spec.audio, Audio) else soft

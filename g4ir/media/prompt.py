@@ -1,55 +1,40 @@
 """Prompts with media: where the soft tokens go.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
-    text = expand_text(text, softs, tokens, spell)      # exactly the reference's text
-    ids = place(tokenizer.encode(text).ids, softs, tokens, encode)
+    text = expand_text(text, softs, tokens, spell)      # once they are: the reference's text
+    ids = tokenizer.encode(text).ids
+    check_given(ids, ["image"], tokens, media.kinds)    # before the media are read
+    ids = place(ids, softs, tokens, encode, media.kinds)
 
 A medium stands in a prompt as one placeholder, or as one placeholder for each of its soft tokens.
 The former becomes the latter between marks of begin and end; each frame of a video has its own
 marks, with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
 
 Text is expanded before it is tokenised, as in the reference: a frame's time may share a token with
-the text before it. Prompts of ids are expanded as ids.
+the text before it. Prompts of ids are expanded as ids. Of kinds that an engine does not take, ids
+and markers are what they are without media: tokens and text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from g4ir.errors import InputError
-from g4ir.spec import Spec, Tokens
+from g4ir.spec import Tokens
 
-from .choice import AUDIO, IMAGE, VIDEO, Media, offered
-from .soft import Soft, counts
+from .choice import AUDIO, IMAGE, KINDS, VIDEO, placeholders
+from .soft import Soft, count_error, counts
 
 Encode = Callable[[str], list[int]]  # text -> ids, without bos
 Spell = Callable[[int], str]  # a special id -> its own string
 _MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
 
 
-def placeholders(tokens: Tokens) -> dict[str, int]:
-    """The id that stands for a soft token, of each kind that has one."""
-    ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
-    return {kind: i for kind, i in ids.items() if i is not None}
-
-
 def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
     """The ids before and after the placeholders of an image, a frame or a sound."""
     return (tokens.boa, tokens.eoa) if kind == AUDIO else (tokens.boi, tokens.eoi)
-
-
-def check_taken(kind: str, media: Media, spec: Spec) -> None:
-    """InputError where an engine does not take a kind of media; says how to build one that does."""
-    if kind in media.kinds:
-        return
-    takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
-    can = offered(spec)
-    if kind not in can:
-        raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
-    more = ",".join(k for k in can if k in (*media.kinds, kind))
-    raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
 
 
 def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
@@ -63,52 +48,58 @@ def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
         yield from (t for t in ids if t is not None)
 
 
-def _count_error(kind: str, holder: object, found: int, media: int, soft: int) -> InputError:
-    return InputError(
-        f"{kind}: the prompt has {found} placeholders (id {holder}) for {media} media with {soft} "
-        f"soft tokens; put one for each medium, or one for each soft token"
-    )
-
-
 # --- ids --------------------------------------------------------------------------------------
 
 
+def check_given(
+    ids: Sequence[int], given: Sequence[str], tokens: Tokens, kinds: Collection[str] = KINDS
+) -> None:
+    """InputError for what is wrong however many soft tokens the media will be: fewer placeholders
+    of a kind than media of it, or some without any. `given` are the kinds of the media."""
+    for kind, holder in placeholders(tokens, kinds).items():
+        found, media = ids.count(holder), given.count(kind)
+        if found < media or (found and not media):
+            raise count_error(kind, holder, found, media)
+
+
 def place(
-    ids: Sequence[int], softs: Sequence[Soft], tokens: Tokens, encode: Encode | None = None
-) -> list[int]:
+    ids: Sequence[int], softs: Sequence[Soft], tokens: Tokens, encode: Encode | None = None,
+    kinds: Collection[str] = KINDS,
+) -> list[int]:  # fmt: skip
     """The ids of a prompt with every placeholder of `softs`.
 
     Of each kind, as many placeholders as soft tokens are taken as they are, and as many as media
     are expanded in order; marks around a placeholder are not doubled. `encode` None leaves out the
-    times of frames. InputError names the kind and the numbers where they are neither.
+    times of frames. `kinds` are those that the engine takes: the ids of others are tokens like any
+    other. InputError names the kind and the numbers where they are neither.
     """
-    return place_rows([ids], softs, tokens, encode)[0]
+    return place_rows([ids], softs, tokens, encode, kinds)[0]
 
 
 def place_rows(
     rows: Sequence[Sequence[int]], softs: Sequence[Soft], tokens: Tokens,
-    encode: Encode | None = None,
+    encode: Encode | None = None, kinds: Collection[str] = KINDS,
 ) -> list[list[int]]:  # fmt: skip
     """`place` for a batch: the media belong to its placeholders row by row."""
-    single = _singles(rows, softs, tokens)
+    single = _singles(rows, softs, placeholders(tokens, kinds))
     left = {single[s.kind]: iter([m for m in softs if m.kind == s.kind])
             for s in softs if s.kind in single}  # fmt: skip
     return [_placed(row, left, tokens, encode) for row in rows]
 
 
 def _singles(
-    rows: Sequence[Sequence[int]], softs: Sequence[Soft], tokens: Tokens
+    rows: Sequence[Sequence[int]], softs: Sequence[Soft], ids: Mapping[str, int]
 ) -> dict[str, int]:
     """Kind -> id of the placeholders that stand for a whole medium."""
     out, soft = {}, counts(softs)
-    holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **placeholders(tokens)}
+    holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **ids}
     for kind, holder in holders.items():
         found = sum(t == holder for row in rows for t in row)
         media = sum(s.kind == kind for s in softs)
         if found == soft.get(kind, 0):
             continue
         if holder is None or found != media:
-            raise _count_error(kind, holder, found, media, soft.get(kind, 0))
+            raise count_error(kind, holder, found, media, soft.get(kind, 0))
         out[kind] = holder
     return out
 
@@ -159,23 +150,18 @@ def mark(
 
     `given` are the kinds of the media in order, `taken` those that the engine takes: of other
     kinds the markers are mere text, as is one behind a backslash. Media of a kind that the text
-    has no placeholder of come first (after a `bos` that is spelled out). InputError for a marker
-    without media.
+    has no placeholder of come first (after a `bos` that is spelled out). InputError where there
+    are markers, and more or fewer placeholders than media.
     """
-    holders = {k: i for k, i in placeholders(tokens).items() if k in taken}
+    holders = placeholders(tokens, taken)
+    for kind, holder in holders.items():
+        _check_markers(kind, text, given.count(kind), partial(spell, holder))
 
     def swapped(found: re.Match[str]) -> str:
         escaped, kind = found.groups()
         if kind not in holders:
             return found[0]
-        if escaped:
-            return found[0][1:]
-        if kind not in given:
-            raise InputError(
-                f"{len(_markers(text, kind))} <{kind}> for 0 media: give as many with --{kind} (in "
-                f"JSON lines: see their fields), or write \\<{kind}> for the characters themselves"
-            )
-        return spell(holders[kind])
+        return found[0][1:] if escaped else spell(holders[kind])
 
     text = _MARKER.sub(swapped, text)
     strings = {k: spell(holders[k]) for k in given if k in holders}
@@ -188,8 +174,16 @@ def mark(
     return text, f"the prompt has no {names}: put before the text"
 
 
-def _markers(text: str, kind: str) -> list[str]:
-    return [m[0] for m in _MARKER.finditer(text) if m[2] == kind and not m[1]]
+def _check_markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> None:
+    """A text with markers has as many placeholders as media, those it spells out counted in."""
+    found = sum(m[2] == kind and not m[1] for m in _MARKER.finditer(text))
+    if found and media:
+        found += text.count(holder())
+    if found and found != media:
+        raise InputError(
+            f"{found} <{kind}> for {media} media: give as many with --{kind} (in JSON lines: see "
+            f"their fields), or write \\<{kind}> for the characters themselves"
+        )
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:

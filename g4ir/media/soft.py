@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from g4ir.errors import InputError
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,3 +35,15 @@ def counts(softs: Sequence[Soft]) -> dict[str, int]:
     for s in softs:
         out[s.kind] = out.get(s.kind, 0) + s.count
     return out
+
+
+def count_error(
+    kind: str, holder: int | None, found: int, media: int, soft: int | None = None,
+    fix: str = "put one for each medium, or one for each soft token",
+) -> InputError:  # fmt: skip
+    """A prompt has `found` placeholders of a kind, whose id is `holder`, for so many media; `soft`
+    None: how many soft tokens they are is not known yet."""
+    size = "" if soft is None else f" with {soft} soft tokens"
+    return InputError(
+        f"{kind}: the prompt has {found} placeholders (id {holder}) for {media} media{size}; {fix}"
+    )

@@ -1,0 +1,158 @@
+"""Builds that take media: what is raised, compared, refused and advised before anything is made."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import g4ir
+from g4ir.checkpoint import write_checkpoint
+from g4ir.engine import prepare
+from g4ir.errors import InputError, PlanError, SpecError
+from g4ir.interpret import interpret
+from g4ir.media.audio import MelSettings, Sound
+from g4ir.media.choice import KINDS, find_media
+from g4ir.plan import reserve
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.spec import Spec, load_spec
+from g4ir.towers import build_vision
+from g4ir.weights import checkpoint_name
+
+OPTIONS: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 256}
+
+
+def prepared(variant: str, **options: Any) -> Any:
+    return prepare(load_spec(variant), **OPTIONS | options)
+
+
+# --- the prefill chunk ------------------------------------------------------------------------
+
+
+def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> None:
+    """Where its tokens see each other; with a note."""
+    with caplog.at_level(logging.WARNING):
+        assert prepared("tiny-unified", prefill_chunk=16).limits.prefill_chunk == 70
+        assert "prefill-chunk 16 is raised to 70" in caplog.text
+        caplog.clear()
+        assert prepared("tiny-unified", prefill_chunk=96).limits.prefill_chunk == 96
+        assert prepared("tiny-media", prefill_chunk=16).limits.prefill_chunk == 16
+        options = {"prefill_chunk": 16, "media": "audio"}
+        assert prepared("tiny-unified", **options).limits.prefill_chunk == 16
+    assert not caplog.text
+
+
+def test_pictures_that_no_row_has_room_for_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = prepared("tiny-unified", max_seq=64, prefill_chunk=16)
+    assert found.limits.prefill_chunk == 64
+    assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
+
+
+# --- spec and checkpoint ----------------------------------------------------------------------
+
+
+def changed(spec: Spec, key: str, value: Any) -> Spec:
+    part, _, name = key.partition(".")
+    return replace(spec, **{part: replace(getattr(spec, part), **{name: value})})
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("vision.rope_theta", 50.0), ("audio.residual_weight", 0.25), ("tokens.image", 499),
+     ("tokens.eoa", 499)],
+)  # fmt: skip
+def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any) -> None:
+    """What leaves shapes alone is compared too, as far as the media that are taken need it."""
+    spec = load_spec("tiny-media")
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", spec, source, media=KINDS)
+    other = changed(spec, key, value)
+    given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
+    with pytest.raises(SpecError, match=key):
+        prepare(other, **given)
+    prepare(other, media="none", **given).source.close()
+
+
+def test_a_checkpoint_without_towers_says_so(tmp_path: Path) -> None:
+    spec = load_spec("tiny-media")
+    checkpoint = write_checkpoint(
+        tmp_path / "checkpoint", spec, RandomCheckpoint(spec, 0, torch.float32)
+    )
+    given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
+    with pytest.raises(g4ir.errors.WeightsError, match="--media none"):
+        prepare(spec, **given)
+    prepare(spec, media="none", **given).source.close()
+
+
+# --- sound ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("soft", (1, 2, 13, 63, 125, 250, 750))
+def test_limits_of_sound_are_exact(soft: int) -> None:
+    """The longest clip of so many soft tokens, to the padding's multiple."""
+    settings = MelSettings(bins=128).at_most(soft)
+    assert settings.soft_tokens(settings.max_samples) <= soft
+    if soft < 750:
+        assert settings.soft_tokens(settings.max_samples + settings.pad_multiple) > soft
+
+
+def test_sound_is_cut_at_what_the_engine_was_built_for(tmp_path: Path) -> None:
+    engine = g4ir.build("tiny-media", tmp_path / "e", media="audio", audio_seconds=[0.5], **OPTIONS)
+    sound = Sound(np.zeros(32_000, np.float32), 16_000)
+    assert engine.encode("audio", sound).count == engine.media.lengths[0]
+    with pytest.raises(InputError, match=r"2\.00 s is longer than the limit of 0\.5"):
+        engine.encode("audio", sound, too_long="refuse")
+
+
+def test_frames_that_stand_alone_need_one_length() -> None:
+    assert len(find_media(load_spec("12b"), seconds=[2.0, 5.0]).lengths) == 1
+    assert len(find_media(load_spec("e2b"), seconds=[2.0, 5.0]).lengths) == 2
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_leaving_media_out_is_advised_where_that_fits() -> None:
+    """The towers of e2b before a tiny text model."""
+    spec = replace(load_spec("tiny-media"), vision=load_spec("e2b").vision)
+    text = prepare(spec, media="none", **OPTIONS)
+    memory = 1 << 30
+    while memory - reserve(memory) < text.param_bytes() + (64 << 20):
+        memory += 1 << 28
+    with pytest.raises(PlanError, match="--media none"):
+        prepare(spec, memory=memory, media="image", image_budgets=[280], **OPTIONS)
+
+
+def test_a_chunk_that_would_be_raised_again_is_not_advised() -> None:
+    spec = load_spec("tiny-unified")
+    with pytest.raises(PlanError) as refused:
+        prepare(spec, memory=1 << 20, **OPTIONS | {"prefill_chunk": 256})
+    assert "--prefill-chunk 64" not in str(refused.value)
+
+
+# --- fp16 -------------------------------------------------------------------------------------
+
+
+def test_large_activations_stay_finite_in_fp16() -> None:
+    """Nothing norms what a tower pools, and its product with the root passes 65504."""
+    spec = load_spec("tiny-media")
+    g = build_vision(spec, 70, "f16")
+    source = RandomCheckpoint(spec, 0, torch.float16)
+    params = {v.name: source.tensor(checkpoint_name(v.name)).clone() for v in g.params}
+    params["vision.L1.norm_ffn"].fill_(12_000.0)
+    rng = torch.Generator().manual_seed(0)
+    at = torch.arange(630)
+    inputs = {
+        "patches": torch.rand(1, 630, 48, generator=rng),
+        "positions": torch.stack((at % 30, at // 30), -1)[None],
+    }
+    seen: dict[str, torch.Tensor] = {}
+    outputs, _ = interpret(g, inputs, params, {}, lambda v, t: seen.update({v.name: t}))
+    assert float(seen["vision.pooled"].abs().max()) > torch.finfo(torch.float16).max
+    assert outputs["soft"].dtype == torch.float16 and outputs["soft"].isfinite().all()

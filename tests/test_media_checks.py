@@ -1,0 +1,491 @@
+"""Checks of engines that take media: verify, verify --each-pass, bench and show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import compare, pipeline
+from g4ir.bench import measure, roof
+from g4ir.bench.runners import interpreter
+from g4ir.bench.workload import Workload, draw_tokens
+from g4ir.compare import BUDGETS, Budget, random_ids, verify_engine
+from g4ir.compare_media import HEAD, STEPS, check_media, smallest_items
+from g4ir.engine import Engine
+from g4ir.errors import InputError
+from g4ir.ir import Graph, rebuild
+from g4ir.stages import BACKEND, verify_each_pass
+from tests import cli_tools as cli
+
+LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
+NAMES = ("tiny-media", "tiny-unified")
+#: the graphs that nothing but media goes through, and of which the smallest of each part is run
+SMALLEST = {
+    "tiny-media": ("vision_70", "audio_125"),
+    "tiny-unified": ("prefill_media", "vision_70", "audio_4000"),
+}
+HOLDERS = {"image": 500, "video": 501, "audio": 502}
+#: of text, where it is not what is checked
+FEW = (5, 6, 7, 8, 9, 10)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are too small to share, and idle threads wait on each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    """Engines that take all media."""
+    folder = tmp_path_factory.mktemp("media")
+    return {n: g4ir.build(n, folder / n, random_weights=1, **LIMITS) for n in NAMES}
+
+
+@pytest.fixture(params=NAMES)
+def engine(request: pytest.FixtureRequest, built: dict[str, Engine]) -> Engine:
+    return built[request.param]
+
+
+@pytest.fixture(scope="module")
+def no_media(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("none")
+    return g4ir.build("tiny-media", folder / "e", random_weights=1, media="none", **LIMITS)
+
+
+# --- tokens -----------------------------------------------------------------------------------
+
+
+def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> None:
+    """All others are drawn; every engine of a spec is given the same."""
+    ids = random_ids(engine, (3, 20_000), 0)
+    assert set(ids.unique().tolist()) == set(range(512)) - set(HOLDERS.values())
+    w = Workload(20_000, 2, batch=2)
+    drawn = draw_tokens(w, engine)
+    assert not torch.isin(drawn, torch.tensor([*HOLDERS.values()])).any()
+    assert torch.equal(drawn, draw_tokens(w, no_media))
+
+
+def test_a_text_variant_draws_what_it_drew(tmp_path: Path) -> None:
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=1, **LIMITS)
+    wanted = torch.randint(0, 512, (50,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(compare.random_tokens(engine, 50), wanted)
+
+
+@pytest.mark.parametrize("check", [verify_engine, verify_each_pass])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_given_placeholders_are_refused(
+    built: dict[str, Engine], kind: str, check: Callable[..., Any]
+) -> None:
+    at = rf"--tokens: token {HOLDERS[kind]} at index 1 is the placeholder of {kind}"
+    with pytest.raises(InputError, match=at):
+        check(built["tiny-media"], tokens=[5, HOLDERS[kind], 6])
+
+
+def test_without_media_they_are_tokens_as_others(no_media: Engine) -> None:
+    report = verify_engine(no_media, tokens=[5, *HOLDERS.values()])
+    assert report.ok and report.media is None and report.to_dict()["media"] is None
+
+
+# --- the command line -------------------------------------------------------------------------
+
+
+def test_verify_against_transformers(engine: Engine) -> None:
+    """Media against the interpreter all the same."""
+    said = cli.g4ir("verify", engine.path, "--against", "hf")
+    assert said.code == 0, said.out + said.err
+    assert all(name in said.out for name in SMALLEST[engine.spec.name])
+
+
+def test_build_and_verify(tmp_path: Path) -> None:
+    words = ("build", "--variant", "tiny-unified", "--random-weights", "1", "--max-seq", "96")
+    said = cli.g4ir(*words, "--backend", "reference", "--verify", "--out", tmp_path / "e")
+    assert said.code == 0 and "vision_70" in said.out, said.out + said.err
+
+
+def test_bench(engine: Engine, no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside an engine without media, on the same tokens."""
+    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
+    monkeypatch.setattr(measure, "ROUND_S", 0.0)
+    paths = [engine.path] + [no_media.path] * (engine.spec.name == no_media.spec.name)
+    words = ("--input-len", "60", "--output-len", "2", "--rounds", "2", "--warmup", "0")
+    said = cli.g4ir("bench", *paths, *words, "--json", "-")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["outputs_agree"] is True
+
+
+def test_bench_refuses_placeholders_of_a_text(
+    built: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tokenizer:
+        def encode(self, text: str, add_special_tokens: bool) -> Any:
+            return type("Found", (), {"ids": [5, 500, 6, 7]})
+
+    monkeypatch.setattr(Engine, "tokenizer", lambda _: Tokenizer())
+    (tmp_path / "t.txt").write_text("a picture")
+    workload = Workload(3, 2, text=str(tmp_path / "t.txt"))
+    with pytest.raises(InputError, match=r"--text .*t\.txt: token 500 at index 1"):
+        draw_tokens(workload, built["tiny-media"])
+
+
+# --- verify: what is sent ---------------------------------------------------------------------
+
+
+def test_items_leave_padding(engine: Engine) -> None:
+    """The smallest tower of each part, some of it padding."""
+    items = smallest_items(engine)
+    assert [i.tower for i in items] == [n for n in SMALLEST[engine.spec.name] if "_m" not in n]
+    picture, sound = items
+    assert 0 < picture.rows < picture.size and bool((picture.feeds["positions"] == -1).any())
+    assert 0 < sound.rows < sound.size
+    if "mask" in sound.feeds:
+        assert set(sound.feeds["mask"].unique().tolist()) == {False, True}
+    again = smallest_items(engine)
+    assert all(a.feeds[k].equal(b.feeds[k]) for a, b in zip(items, again, strict=True)
+               for k in a.feeds)  # fmt: skip
+
+
+def test_report(engine: Engine) -> None:
+    report = verify_engine(engine)
+    media, name = report.media, engine.spec.name
+    assert report.ok and media and media.prompt
+    assert {t.tower for t in media.towers} | set(media.prompt.phases) == {
+        "prefill", "decode", *SMALLEST[name]
+    }  # fmt: skip
+    soft = media.prompt.soft["image"]
+    assert HEAD < media.prompt.chunk < HEAD + soft, "a chunk would cut the picture"
+    longer = ("audio_250", "audio_500", "audio_750")
+    assert media.not_run == (longer if name == "tiny-media" else ())
+    plain = json.loads(json.dumps(report.to_dict()))["media"]
+    assert plain["ok"] is True and plain["failed"] is None
+    assert plain["towers"][0]["tower"] == "vision_70" and plain["towers"][0]["rows"] == 60
+    assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None}
+    assert all(len(line) <= 100 for line in report.text().splitlines())
+
+
+def test_16_bit(tmp_path: Path) -> None:
+    engine = g4ir.build(
+        "tiny-media", tmp_path / "e", random_weights=1, dtype="bfloat16", audio_seconds=[1],
+        **LIMITS,
+    )  # fmt: skip
+    media = check_media(engine)
+    assert media.ok and media.prompt and not media.not_run
+    assert {t.budget for t in (*media.towers, media.prompt)} == {Budget(cosine=0.999)}
+
+
+@pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
+def test_what_there_is_no_room_for(
+    tmp_path: Path, max_seq: int, soft: dict[str, int] | None
+) -> None:
+    """The prompt holds what max_seq has room for."""
+    options = {**LIMITS, "max_seq": max_seq}
+    engine = g4ir.build("tiny-unified", tmp_path / "e", random_weights=1, **options)
+    report = verify_engine(engine, tokens=FEW)
+    assert report.ok and report.media
+    assert report.media.not_run == ("prefill_media",)
+    assert "not checked" in report.text()
+    assert (report.media.prompt and dict(report.media.prompt.soft)) == soft
+
+
+# --- verify: what is wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, param, tower", [
+    ("tiny-media", "vision.L0.attn.wo", "vision_70"),
+    ("tiny-media", "audio.L1.conv.w_start", "audio_125"),
+    ("tiny-unified", "patches.w_patch", "vision_70"),
+])  # fmt: skip
+def test_a_wrong_tower_is_named(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, param: str, tower: str
+) -> None:
+    engine = built[name]
+    weights = engine.runtime.params  # type: ignore[attr-defined]
+    monkeypatch.setitem(weights, param, weights[param] + 0.3 * weights[param].flip(0))
+    report = verify_engine(engine, tokens=FEW)
+    assert not report.ok and report.text_ok and report.media
+    assert report.media.failed == tower and report.to_dict()["media"]["failed"] == tower
+    assert [t.tower for t in report.media.towers if not t.ok] == [tower]
+    assert report.media.prompt and report.media.prompt.ok, "it is given the interpreter's"
+    (line,) = (x for x in report.text().splitlines() if "FAILED (" in x)
+    assert tower in line and report.text().endswith("FAILED")
+
+
+def test_a_failed_check_exits_with_1(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = built["tiny-unified"]
+    weights = engine.runtime.params  # type: ignore[attr-defined]
+    monkeypatch.setitem(weights, "patches.w_patch", weights["patches.w_patch"] * 2)
+    monkeypatch.setattr("g4ir.cli.run.load", lambda *_: engine)
+    monkeypatch.setattr(type(engine), "close", lambda _: None)
+    said = cli.g4ir("verify", engine.path, "--tokens", "5,6,7", "--json")
+    assert said.code == 1 and json.loads(said.out)["media"]["failed"] == "vision_70"
+
+
+@pytest.mark.parametrize("tower, feed, change", [
+    ("vision_70", "positions", lambda t: t.clamp(min=0)),
+    ("audio_125", "mask", torch.ones_like),
+])  # fmt: skip
+def test_padding_that_is_seen(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, tower: str, feed: str, change: Any
+) -> None:
+    """A tower that takes padding for the rest of the item."""
+    engine = built["tiny-media"]
+    encode = engine.runtime.encode
+
+    def blind(name: str, feeds: dict[str, Any]) -> Any:
+        if name == tower:
+            feeds = {**feeds, feed: change(feeds[feed])}
+        return encode(name, feeds)
+
+    monkeypatch.setattr(engine.runtime, "encode", blind)
+    assert check_media(engine).failed == tower
+
+
+def without_blocks(engine: Engine) -> Callable[..., Any]:
+    """Its `run`, that sees nothing both ways."""
+    run = engine.runtime.run
+
+    def causal(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
+        if "block_ids" in feeds:
+            feeds = {**feeds, "block_ids": torch.full_like(feeds["block_ids"], -1)}
+        return run(phase, feeds, *rest)
+
+    return causal
+
+
+def test_wrong_blocks_are_named(built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = built["tiny-unified"]
+    monkeypatch.setattr(engine.runtime, "run", without_blocks(engine))
+    report = verify_engine(engine, tokens=FEW)
+    assert not report.ok and report.text_ok and report.media
+    assert all(t.ok for t in report.media.towers)
+    assert report.media.failed == "prefill_media"
+    prompt = report.media.prompt
+    assert prompt and prompt.first_difference and "%L0.attn.out" in prompt.first_difference
+    assert prompt.first_difference in report.text()
+
+
+def test_steps_after_a_picture(built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that a picture left in disorder show in the steps behind it."""
+    engine = built["tiny-media"]
+    run, steps = engine.runtime.run, list[int]()
+
+    def faulty(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
+        if phase == "decode":
+            feeds = {**feeds, "positions": feeds["positions"] + 1}
+        steps.append(feeds["positions"].shape[1])
+        return run(phase, feeds, *rest)
+
+    monkeypatch.setattr(engine.runtime, "run", faulty)
+    media = check_media(engine)
+    assert media.failed == "decode" and media.prompt and media.prompt.tokens > STEPS
+    assert steps.count(1) >= STEPS
+
+
+@pytest.mark.parametrize("off, ok", [(1e-7, True), (1e-3, False)])
+def test_rounding_is_measured_where_the_budget_is_missed(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, off: float, ok: bool
+) -> None:
+    """Against float64, in towers and in the prompt."""
+    engine = built["tiny-unified"]
+    monkeypatch.setitem(BUDGETS, ("f32", "reference"), Budget(relative=1e-9))
+    run, encode = engine.runtime.run, engine.runtime.encode
+    monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * (1 + off))
+
+    def scaled(*given: Any) -> Any:
+        logits = run(*given)
+        return None if logits is None else logits * (1 + off)
+
+    monkeypatch.setattr(engine.runtime, "run", scaled)
+    media = check_media(engine)
+    assert media.prompt
+    for found in (media.towers[0], media.prompt):
+        assert found.ok == ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
+
+
+def test_weights_of_towers_are_left_where_they_are(built: dict[str, Engine]) -> None:
+    """The text's interpreters run no tower."""
+    engine = built["tiny-media"]
+    prefixes = ("vision.", "audio.")
+    assert any(name.startswith(prefixes) for name in engine.runtime.params)  # type: ignore[attr-defined]
+    for runtime in (
+        compare.reference_engine(engine).runtime, compare.wide_engine(engine).runtime,
+        interpreter(engine),
+    ):  # fmt: skip
+        held = runtime.params  # type: ignore[attr-defined]
+        assert len(held) > 10
+        assert not any(name.startswith(prefixes) for name in held)
+
+
+# --- verify --each-pass -----------------------------------------------------------------------
+
+
+def test_each_pass(engine: Engine) -> None:
+    report = verify_each_pass(engine)
+    assert report.ok and report.media == SMALLEST[engine.spec.name]
+    longer = ("audio_250", "audio_500", "audio_750")
+    assert report.left_out == (longer if engine.spec.name == "tiny-media" else ())
+    assert report.to_dict()["left_out"] == report.left_out
+    for name in (*report.media, *report.left_out):
+        assert name in report.text().split("share_rope_tables")[0]
+
+
+def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
+    """Of the towers too, with and without the checkpoint."""
+    from g4ir.checkpoint import write_checkpoint
+    from g4ir.media.choice import KINDS
+    from g4ir.random_weights import RandomCheckpoint
+    from g4ir.spec import load_spec
+
+    spec = load_spec("tiny-media")
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    checkpoint = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    engine = g4ir.build(None, tmp_path / "e", checkpoint=checkpoint, audio_seconds=[1], **LIMITS)
+    report = verify_each_pass(engine, FEW, checkpoint)
+    assert report.ok and report.media == ("vision_70", "audio_25") and not report.unknown
+    report = verify_each_pass(engine, FEW)
+    assert report.ok and report.media == ("vision_70",)
+    assert report.unknown == ("audio_25",), "its relative keys are made when it is built"
+    assert "without --checkpoint DIR: audio_25" in report.text()
+
+
+@pytest.mark.parametrize("name, graph, op", [
+    ("tiny-media", "vision_70", "norm_residual"), ("tiny-unified", "prefill_media", "attention"),
+])  # fmt: skip
+def test_a_pass_that_breaks_one_graph(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, graph: str, op: str
+) -> None:
+    find, broken = pipeline.find_pass, "fuse_norm_residual"
+    new = {"norm_residual": {"eps": 0.5}, "attention": {"scale": 0.5}}[op]
+
+    def wrong(g: Graph) -> Graph:
+        if g.name != graph:
+            return g
+        nodes = (replace(n, attrs={**n.attrs, **new}) if n.op == op else n for n in g.nodes)
+        return rebuild(replace(g, nodes=tuple(nodes)))
+
+    def found(asked: str) -> Any:
+        function = find(asked)
+        if asked != broken:
+            return function
+        return lambda g, note, **options: wrong(function(g, note, **options))
+
+    monkeypatch.setattr(pipeline, "find_pass", found)
+    culprit = verify_each_pass(built[name], FEW).culprit
+    assert culprit and culprit.name == broken and culprit.first
+    assert culprit.first.phase == graph
+
+
+def test_each_pass_runs_the_backends_towers(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = built["tiny-media"]
+    encode = engine.runtime.encode
+    monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * 1.01)
+    culprit = verify_each_pass(engine, FEW).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert (culprit.first.value, culprit.first.phase) == ("soft", "vision_70")
+
+
+def test_each_pass_runs_the_backends_blocks(
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = built["tiny-unified"]
+    monkeypatch.setattr(engine.runtime, "run", without_blocks(engine))
+    culprit = verify_each_pass(engine, [*range(5, 17)]).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert culprit.first.phase == "prefill_media" and culprit.first.value == "L0.attn.out"
+
+
+# --- show -------------------------------------------------------------------------------------
+
+
+def shown(*words: str | Path) -> str:
+    said = cli.g4ir("show", *words)
+    assert said.code == 0, said.err
+    return said.out
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine for larger images than the variant's own, and no sound."""
+    folder = tmp_path_factory.mktemp("large")
+    return g4ir.build(
+        "tiny-media", folder / "e", random_weights=1, media="image", image_budgets=[140, 70],
+        **LIMITS,
+    ).path  # fmt: skip
+
+
+def test_show_takes_the_graph_of_that_name(built: dict[str, Engine]) -> None:
+    path = built["tiny-unified"].path
+    for phase in ("prefill", "prefill_media", "decode", "embed"):
+        assert shown(path, "--phase", phase) == (path / f"graph.{phase}.g4ir").read_text()
+    assert shown(path, "--phase", "vision") == (path / "graph.vision_70.g4ir").read_text()
+    assert shown(built["tiny-media"].path, "--phase", "audio").startswith("graph audio_750 ")
+
+
+@pytest.mark.parametrize("phase", ["vision", "embed", "prefill"])
+def test_show_makes_an_engines_stages_as_it_was_built(large: Path, phase: str) -> None:
+    """The last one ends as what was built."""
+    last = shown(large, "--phase", phase, "--after", "fuse_cache_write").splitlines()
+    assert last[-4:] == shown(large, "--phase", phase).splitlines()[-4:]
+    plain = shown(large, "--phase", phase, "--after", "none")
+    assert plain.startswith(f"graph {'vision_140' if phase == 'vision' else phase} ")
+    assert ("mask_ids(%tokens) {ids=(500,)" in plain) == (phase == "embed")
+
+
+def test_show_why_in_towers(large: Path) -> None:
+    words = ("--phase", "vision", "--why", "fuse_norm_residual")
+    every, one = shown(large, *words), shown(large, *words, "--layer", "1")
+    assert one and set(one.splitlines()) < set(every.splitlines())
+    assert all(line.startswith("%vision.L1.") for line in one.splitlines())
+
+
+def test_show_cost_in_towers(large: Path) -> None:
+    out = shown(large, "--phase", "vision", "--cost", "--layer", "1")
+    assert "vision.L1.attn.q" in out and "vision.L0." not in out and "tokens a row" not in out
+
+
+def test_show_diff_in_towers(large: Path) -> None:
+    words = ("--phase", "vision", "--diff", "--after", "fuse_norm_residual")
+    out = shown(large, *words, "--layer", "1")
+    assert out.startswith("@@ L1 @@") and "f32[1,1260,32]" in out, "its own size"
+    assert "@@ L0" in shown(large, *words)
+    one = cli.g4ir("show", large, "--phase", "vision", "--against", "tiny-unified")
+    assert one.code == 1 and "[1,1260->140,48->432]" in one.out
+    words = ("--variant", "tiny-media", "--phase", "audio", "--against", "tiny-media")
+    assert shown(*words) == ""
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--variant", "tiny-ple", "--phase", "vision"), "tiny-ple takes text alone"),
+    (("--variant", "tiny-ple", "--phase", "audio"), "tiny-ple takes text alone"),
+    (("--variant", "26b-a4b", "--phase", "audio"), "26b-a4b takes text, image, video"),
+    (("--variant", "tiny-media", "--phase", "vision", "--against", "tiny-ple"), "text alone"),
+])  # fmt: skip
+def test_show_of_a_tower_that_is_not(words: tuple[str, ...], message: str) -> None:
+    said = cli.refused("show", *words)
+    assert f"--phase {words[3]}: " in said and message in said and "--media" not in said
+
+
+def test_show_of_a_graph_that_an_engine_lacks(large: Path, no_media: Engine) -> None:
+    for path in (large, no_media.path):
+        for words in ((), ("--after", "none"), ("--why", "fuse_qkv")):
+            assert "build it with --media all" in cli.refused(
+                "show", path, "--phase", "audio", *words
+            )
+    said = cli.refused("show", large, "--phase", "prefill_media")
+    assert "this engine has embed, prefill, decode, vision_70, vision_140" in said
+    assert "--media" not in said
