@@ -336,9 +336,9 @@ def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) ->
 # --- compiled engines -------------------------------------------------------------------------
 
 ROWS = 3
-SHORT = {("raw", 1, False)}
+#: the short run compiles `raw` in tests/test_numerics_torch.py
 ENGINES = [
-    pytest.param(c, id="-".join(map(str, c)), marks=() if c in SHORT else pytest.mark.full)
+    pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full)
     for c in itertools.product(LATENT, (1, ROWS), (False, True))
 ]
 
