@@ -11,6 +11,7 @@ import torch
 
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
+from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
@@ -112,3 +113,15 @@ def test_cpus_with_instructions_are_left_to_the_library(monkeypatch: pytest.Monk
     assert pyops._multiplies(torch.bfloat16) and not pyops._multiplies(torch.float16)
     assert pyops._multiplies(torch.float32)
     pyops._multiplies.cache_clear()
+
+
+@pytest.mark.parametrize("valid", [[1] * 9, [1] * 6 + [0] * 3, [1, 0, 1, 1, 0, 1, 1, 1, 0]])
+def test_padding_is_not_attended_to(valid: list[int]) -> None:
+    """At the end it is cut off, elsewhere it is masked."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 9, 4, 8, generator=g)
+    k, v = torch.randn(2, 1, 9, 2, 8, generator=g).unbind(0)
+    mask = torch.tensor([valid], dtype=torch.bool)
+    got = pyops.encoder_attention(q, k, v, mask, 0.5)
+    wanted = OPS["encoder_attention"].reference(q, k, v, mask, scale=0.5)
+    torch.testing.assert_close(got, wanted)

@@ -8,6 +8,8 @@ import torch
 
 from g4ir.ir import Node
 
+from . import pyops
+
 if TYPE_CHECKING:
     from .lower import Run
 
@@ -15,12 +17,10 @@ Tensor = torch.Tensor
 
 
 def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
-    """The library's attention, which never holds the scores [B,nq,P,P]."""
-    bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
-    bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
-    heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        heads, keys, values, attn_mask=bias.expand(*bias.shape[:2], q.shape[1], -1),
-        scale=n.number("scale"), enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return out.transpose(1, 2)
+    """The library's attention, which never holds the scores [B,nq,P,P]; on the CPU without a mask
+    where padding comes last."""
+    scale = n.number("scale")
+    if m.device == "cpu":
+        out: Tensor = torch.ops.g4ir.encoder_attention(q, k, v, valid, scale)
+        return out
+    return pyops.masked_attention(q, k, v, valid, scale)
