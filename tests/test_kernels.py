@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile import pyops, scratch
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
 
@@ -113,6 +113,35 @@ def test_cpus_with_instructions_are_left_to_the_library(monkeypatch: pytest.Monk
     assert pyops._multiplies(torch.bfloat16) and not pyops._multiplies(torch.float16)
     assert pyops._multiplies(torch.float32)
     pyops._multiplies.cache_clear()
+
+
+def test_more_rows_than_any_kernel_likes() -> None:
+    """Two products at once never share memory, and a view of the first keeps it."""
+    k, n = 8, scratch.FROM // 4 // pyops.MANY_ROWS
+    x, w = torch.randn(3, pyops.MANY_ROWS // 2, k), torch.randn(2, n, k)
+    wanted = [x[:2] @ w[i].t() for i in range(2)]
+    first = pyops.linear(x[:2], w[0])
+    kept, memory = first.transpose(0, 1)[1:], first.data_ptr()
+    del first
+    second = pyops.linear(x[:2], w[1])
+    torch.testing.assert_close(kept, wanted[0].transpose(0, 1)[1:])
+    torch.testing.assert_close(second, wanted[1])
+    del kept
+    assert scratch.kept_bytes() >= scratch.FROM
+    assert pyops.linear(x[1:].transpose(0, 1), w[0]).data_ptr() == memory
+
+
+def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "KEPT", 3 * scratch.FROM)
+    for _ in range(2):
+        held = [scratch.empty_f32(scratch.FROM // 4, 1) for _ in range(3)]
+        assert len({t.data_ptr() for t in held}) == 3
+    del held
+    assert scratch.kept_bytes() == 3 * scratch.FROM
+    scratch.empty_f32(scratch.FROM // 4 + 1)
+    assert scratch.kept_bytes() == scratch.FROM + 4  # what another size left is gone
+    scratch.empty_f32(100)
+    assert scratch.kept_bytes() == scratch.FROM + 4  # small ones are not kept
 
 
 @pytest.mark.parametrize("valid", [[1] * 9, [1] * 6 + [0] * 3, [1, 0, 1, 1, 0, 1, 1, 1, 0]])
