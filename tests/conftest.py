@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from hypothesis import HealthCheck, settings
 # Read when torch is imported, by processes that tests start too. What lies between the kernels of a
 # compiled program need not be fast here, and takes most of its compile time.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+_HEADERS = [str(Path(__file__).parent / "headers"), os.environ.get("CPLUS_INCLUDE_PATH", "")]
+os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, _HEADERS))
 
 # An example that takes longer than this counts as a hang. Tests whose examples are costly (they
 # build a model) set their own, smaller `max_examples`.
