@@ -19,7 +19,7 @@ from .ir import Program
 from .media.choice import Media
 from .memory import Needs
 from .model import BLOCKS, build_graph
-from .packing import DEFAULT_PLACEMENT, split_program
+from .packing import split_program
 from .params import DTYPE_BYTES
 from .pipeline import Options, run_passes
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve
@@ -74,25 +74,17 @@ def _read(path: Path) -> str:
 class _Build:
     """What decides the memory that a build needs."""
 
-    spec: Spec
+    made: Footprint
     limits: Limits
-    dtype: str
-    device: str
-    placement: str | None
     remake: Callable[[str], Needs]
-    needs: Needs
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
-    def footprint(self) -> Footprint:
-        needs = replace(self.needs, prefill_chunk=self.limits.prefill_chunk)
-        placement = self.placement or DEFAULT_PLACEMENT
-        return Footprint(self.spec, self.dtype, self.device, placement, needs, needs)
-
     def row(self) -> Row:
-        return self.footprint().row(self.limits.max_seq, self.limits.max_batch)
+        limits = self.limits
+        return self.made.row(limits.max_seq, limits.max_batch, limits.prefill_chunk)
 
     def need(self) -> int:
-        return self.footprint().need(self.row(), self.dtype, "built")
+        return self.made.need(self.row(), self.made.dtype, "built")
 
     def with_limits(self, **changes: int) -> _Build:
         limits = replace(self.limits, **changes)
@@ -100,11 +92,25 @@ class _Build:
         return replace(self, limits=replace(limits, prefill_chunk=chunk))
 
     def without_media(self) -> _Build:
-        graphs = tuple(g for g in self.needs.graphs if not is_tower(g.name) and g.name != BLOCKS)
-        return replace(self, needs=replace(self.needs, graphs=graphs), least_chunk=1)
+        graphs = self.made.needs.graphs
+        text = Needs(tuple(g for g in graphs if not is_tower(g.name) and g.name != BLOCKS))
+        return replace(self, made=_changed(self.made, needs=text), least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, dtype=dtype, needs=self.remake(dtype))
+        return replace(self, made=_changed(self.made, dtype=dtype, needs=self.remake(dtype)))
+
+    def with_placement(self, placement: str) -> _Build:
+        return replace(self, made=_changed(self.made, ple_placement=placement))
+
+
+def _changed(
+    made: Footprint, needs: Needs | None = None, dtype: str | None = None,
+    ple_placement: str | None = None,
+) -> Footprint:  # fmt: skip
+    """Without what the other one knows already."""
+    needs = needs or made.needs
+    placement = ple_placement or made.ple_placement
+    return Footprint(made.spec, dtype or made.dtype, made.device, placement, needs, needs)
 
 
 def require_fit(
@@ -139,7 +145,8 @@ def require_fit(
 
     least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
     needs = _needs(program)
-    build = _Build(spec, limits, dtype, device, ple_placement, remake, needs, least)
+    made = Footprint(spec, dtype, device, ple_placement, needs, needs)
+    build = _Build(made, limits, remake, least)
     room = memory - reserve(memory) - more
     if build.need() > room:
         raise PlanError(_message(build, memory, room, more))
@@ -147,20 +154,20 @@ def require_fit(
 
 def _needs(program: Program) -> Needs:
     mains = split_program(program).program.graphs
-    return Needs(tuple(g for name, g in mains.items() if name != "embed"), 1)
+    return Needs(tuple(g for name, g in mains.items() if name != "embed"))
 
 
 def _message(build: _Build, memory: int, room: int, more: int) -> str:
-    row, limits = build.row(), build.limits
+    row, limits, made = build.row(), build.limits, build.made
     parts = {
-        "weights": build.footprint().resident(build.dtype), "caches": row.built + more,
+        "weights": made.resident(made.dtype), "caches": row.built + more,
         "activations": row.activations, "workspace": row.workspace, "reserve": memory - room - more,
     }  # fmt: skip
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
-        f"{build.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
-        f"{TORCH_NAMES[build.dtype]} needs {size_text(total)} on {build.device} ({shares}), which "
+        f"{made.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[made.dtype]} needs {size_text(total)} on {made.device} ({shares}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
@@ -173,10 +180,10 @@ def _advice(build: _Build, room: int) -> str:
     seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, build.limits.max_seq)
     if not seq:
         return "nothing of it fits: take a smaller variant or a device with more memory"
-    place = f" --ple-placement {smallest.placement}" if smallest.placement else ""
+    place = f" --ple-placement {placement}" if (placement := smallest.made.ple_placement) else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.dtype]}{place}"
+        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.made.dtype]}{place}"
     )
 
 
@@ -184,8 +191,8 @@ def _smallest(build: _Build) -> _Build:
     """One row of the same length, by every other setting as small as it gets."""
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
-    build = replace(build, placement=build.placement and "mmap")
-    return build.with_dtype(min(build.dtype, "bf16", key=lambda d: DTYPE_BYTES[d]))
+    build = build.with_placement("mmap") if build.made.ple_placement else build
+    return build.with_dtype(min(build.made.dtype, "bf16", key=lambda d: DTYPE_BYTES[d]))
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
@@ -203,13 +210,13 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
     if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
         yield "--prefill-chunk", chunk
     for dtype, size in DTYPE_BYTES.items():
-        smaller = size < DTYPE_BYTES[build.dtype]
+        smaller = size < DTYPE_BYTES[build.made.dtype]
         if smaller and build.with_dtype(dtype).need() <= room:
             yield "--dtype", TORCH_NAMES[dtype]
             break
-    if build.footprint().towers and build.without_media().need() <= room:
+    if build.made.towers and build.without_media().need() <= room:
         yield "--media", "none"
-    for place in ("host", "mmap") if build.placement else ():
-        if replace(build, placement=place).need() <= room:
+    for place in ("host", "mmap") if build.made.ple_placement else ():
+        if build.with_placement(place).need() <= room:
             yield "--ple-placement", place
             break

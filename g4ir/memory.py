@@ -185,28 +185,24 @@ def _distinct(g: Graph) -> list[Node]:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs beside its weights, by rows and tokens.
+    """Bytes that an engine needs beside its weights, by rows, tokens and those of a prefill call.
 
     `graphs` are those that run on the device; the caches are the state of all of them.
     """
 
     graphs: tuple[Graph, ...]
-    prefill_chunk: int
 
     def cache(self, batch: int, context: int) -> int:
         """Bytes of the caches of a session; what `Caches` allocates."""
         return self._state.at({"B": batch, "C": capacity(context)})
 
-    def activations(self, batch: int, context: int) -> int:
-        dims = self._dims(batch, context)
+    def activations(self, batch: int, context: int, chunk: int) -> int:
+        dims = _dims(batch, context, chunk)
         return max(size.at(dims) for size in self._live)
 
-    def workspace(self, batch: int, context: int) -> int:
-        dims = self._dims(batch, context)
+    def workspace(self, batch: int, context: int, chunk: int) -> int:
+        dims = _dims(batch, context, chunk)
         return max((WORKSPACE[n.op](n, dims) for n in self._costly), default=0)
-
-    def _dims(self, batch: int, context: int) -> Dims:
-        return {"B": batch, "S": min(self.prefill_chunk, context), "C": capacity(context)}
 
     @cached_property
     def _state(self) -> Size:
@@ -224,3 +220,7 @@ class Needs:
     @cached_property
     def _flat(self) -> tuple[Graph, ...]:
         return tuple(map(flatten, self.graphs))
+
+
+def _dims(batch: int, context: int, chunk: int) -> Dims:
+    return {"B": batch, "S": min(chunk, context), "C": capacity(context)}

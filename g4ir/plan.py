@@ -251,7 +251,7 @@ class Footprint:
     ple_placement: str | None
     needs: Needs
     plain: Needs
-    _rows: dict[tuple[int, int], Row] = field(default_factory=dict, compare=False, repr=False)
+    _rows: dict[tuple[int, int, int], Row] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def weights(self) -> dict[str, Weights]:
@@ -285,14 +285,16 @@ class Footprint:
     def naive_per_token(self) -> int:
         return kv_bytes(self.spec, 1, 1, self.dtype).per_token
 
-    def row(self, ctx: int, batch: int) -> Row:
-        if (ctx, batch) not in self._rows:
-            self._rows[ctx, batch] = Row(
+    def row(self, ctx: int, batch: int, chunk: int) -> Row:
+        """With `chunk` tokens to a prefill call."""
+        key = (ctx, batch, chunk)
+        if key not in self._rows:
+            self._rows[key] = Row(
                 ctx, batch, self.naive_per_token * ctx * batch,
                 self.plain.cache(batch, ctx), self.needs.cache(batch, ctx),
-                self.needs.activations(batch, ctx), self.needs.workspace(batch, ctx),
+                self.needs.activations(batch, ctx, chunk), self.needs.workspace(batch, ctx, chunk),
             )  # fmt: skip
-        return self._rows[ctx, batch]
+        return self._rows[key]
 
     def need(self, row: Row, form: str, kind: str) -> int:
         """Bytes in the device's memory with one of TOTALS, without the reserve."""
@@ -368,15 +370,15 @@ def make_plan(
     form = find_latent(latent, spec, device, kind, max(contexts))
     placement = find_placement(ple_placement, spec)
     skip, taken = tuple(skip), find_media(spec, media)
-    made, costs = _footprint(spec, kind, device, placement, form, chunk, all_logits, skip, taken)
-    rows = tuple(made.row(c, b) for b in batches for c in contexts)
+    made, costs = _footprint(spec, kind, device, placement, form, all_logits, skip, taken)
+    rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     formats = (kind, *INTEGERS)
     return Plan(
         spec, kind, device, form, placement, chunk, skip, counts(spec), ple_parts(spec),
         blocks(spec), layer_blocks(spec),
         tuple(made.weights.values()), _rates(made), rows,
-        tuple(_fit(made, gpu, f, rows, costs) for gpu in gpus for f in formats),
+        tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
         taken.kinds, media_plan(spec),
     )  # fmt: skip
 
@@ -418,7 +420,7 @@ def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _footprint(
-    spec: Spec, dtype: str, device: str, placement: str | None, form: str, chunk: int,
+    spec: Spec, dtype: str, device: str, placement: str | None, form: str,
     all_logits: bool, skip: tuple[str, ...], media: Media,
 ) -> tuple[Footprint, DecodeCosts]:  # fmt: skip
     """Prefill has every param and cache that decode has, and needs more of everything else."""
@@ -435,7 +437,7 @@ def _footprint(
 
     towers = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
     needs = [
-        Needs(tuple(split_prologue(x)[1] for x in (g, *towers)), chunk) for g in (built, planned)
+        Needs(tuple(split_prologue(x)[1] for x in (g, *towers))) for g in (built, planned)
     ]
     return Footprint(spec, dtype, device, placement, needs[0], needs[1]), DecodeCosts(decode)
 
@@ -454,14 +456,14 @@ def _rates(made: Footprint) -> CacheRates:
 
 
 def _fit(
-    made: Footprint, gpu: Gpu, form: str, rows: tuple[Row, ...], costs: DecodeCosts
+    made: Footprint, gpu: Gpu, form: str, rows: tuple[Row, ...], chunk: int, costs: DecodeCosts
 ) -> Fit:
     kept = reserve(gpu.memory_bytes)
     room = gpu.memory_bytes - kept
     longest = made.spec.text.max_position_embeddings
 
     def fits(ctx: int, batch: int, kind: str) -> bool:
-        return made.need(made.row(ctx, batch), form, kind) <= room
+        return made.need(made.row(ctx, batch, chunk), form, kind) <= room
 
     contexts = tuple(
         Most(b, *(largest(partial(fits, batch=b, kind=kind), longest) for kind in TOTALS))

@@ -319,9 +319,9 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
     running = {v.name: v for p in ("prefill", "decode") for v in mains.graphs[p].params}
     assert sum(v.type.nbytes() for v in running.values()) == weights.device
     assert Caches(program, 2, 100, "cpu").nbytes() == plan.rows[0].built
-    both = Needs((mains.graphs["prefill"], mains.graphs["decode"]), 1024)
-    assert both.activations(2, 100) == plan.rows[0].activations
-    assert both.workspace(2, 100) == plan.rows[0].workspace
+    both = Needs((mains.graphs["prefill"], mains.graphs["decode"]))
+    assert both.activations(2, 100, 1024) == plan.rows[0].activations
+    assert both.workspace(2, 100, 1024) == plan.rows[0].workspace
 
 
 @pytest.mark.parametrize("name", NAMES)

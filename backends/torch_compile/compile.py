@@ -31,7 +31,9 @@ from g4ir.text import parse_graph
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
-SOURCES = ("attention.py", "compile.py", "lower.py", "pyops.py", "target.py", "towers.py")
+SOURCES = (
+    "attention.py", "compile.py", "lower.py", "pyops.py", "scratch.py", "target.py", "towers.py",
+)  # fmt: skip
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
