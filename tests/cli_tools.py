@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from g4ir.checkpoint import write_checkpoint
@@ -20,15 +18,6 @@ from g4ir.spec import load_spec
 
 BUILD = ("build", "--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
 PROMPT = "ab w3 a€ w7"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several threads, by far where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

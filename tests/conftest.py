@@ -22,8 +22,10 @@ from hypothesis import HealthCheck, settings
 # them takes a twentieth of the run.
 gc.set_threshold(200_000, 20, 100)
 
-# Read when torch is imported, by processes that tests start too. What lies between the kernels of a
+# Read when torch is imported, by processes that tests start too. The workers of the suite share the
+# cores already, and threads of small models wait for each other. What lies between the kernels of a
 # compiled program need not be fast here, and takes most of its compile time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 _HEADERS = [str(Path(__file__).parent / "headers"), os.environ.get("CPLUS_INCLUDE_PATH", "")]
 os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, _HEADERS))

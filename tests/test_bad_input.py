@@ -32,7 +32,6 @@ from tests.cli_tools import (
     BUILD,
     built,
     g4ir,
-    one_thread,  # noqa: F401
     plain_checkpoint,
     refused,
     text_checkpoint,

@@ -35,10 +35,8 @@ from g4ir.cost import Cost, NodeCost, Roof, graph_costs, total
 from g4ir.engine import Engine
 from g4ir.errors import InputError
 from g4ir.flatten import flatten
-from tests.cli_tools import PROMPT, built, g4ir, one_thread, refused, text_checkpoint
+from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
-
-assert one_thread  # a fixture for every test here
 
 SMALL = Workload(input_len=30, output_len=5, context=0)
 DEEP = Workload(input_len=30, output_len=5, context=26)

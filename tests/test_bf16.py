@@ -5,7 +5,7 @@ Ops are given the reference module's own inputs, so nothing carries over from on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,15 +26,6 @@ COSINE = 0.999
 #: op -> largest difference allowed where the order of a sum is free, of the output's rms.
 #: One bf16 rounding is 2^-9 of a value; a value may be three times the rms.
 BUDGETS = {"attention": 2**-6, "experts": 2**-6, "layer": 2**-5}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def oracle_of(name: str) -> Oracle:

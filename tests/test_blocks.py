@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -200,15 +199,6 @@ SPECS = {
 #: pipelines that change what a block reads
 SKIPS = ((), ("plan_cache",), ("last_token_only",), PASSES)
 FORMS = ("off", "value", "raw")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def program(spec: Spec, all_logits: bool = False) -> Program:

@@ -29,7 +29,6 @@ from tests.cli_tools import (
     PROMPT,
     built,
     g4ir,
-    one_thread,  # noqa: F401
     plain_checkpoint,
     refused,
     text_checkpoint,

@@ -51,7 +51,6 @@ from g4ir.types import torch_dtype
 from tests.cli_tools import (
     built,
     g4ir,
-    one_thread,  # noqa: F401
     refused,
 )
 

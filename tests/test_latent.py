@@ -46,15 +46,6 @@ from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_the
 LATENT = ("value", "raw")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- specs ------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ masks, chunks that would cut pictures, and decoding past three windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,15 +43,6 @@ TYPES = {"image": 1, "video": 2, "audio": 3}
 def small(variant: str) -> Spec:
     spec = load_spec(variant)
     return spec if variant == COMPILED else shrink(spec, media=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from g4ir.media.videos import Video, prepare_video, read_video, video_settings
 from g4ir.requests import FIELDS, MEDIA_SETTINGS, Desk
 from g4ir.spec import Tokens, load_spec
 from tests.cli_tools import g4ir as command
-from tests.cli_tools import one_thread, refused  # noqa: F401
+from tests.cli_tools import refused
 from tests.cli_tools import tokenizer as plain_tokenizer
 from tests.media_tools import RATE, SPECIAL, media_tokenizer, mp4, noise, png, wav
 from tests.torchvision_half import find_torchvision

@@ -7,7 +7,7 @@ The budget of each comparison is measured on the reference itself in the same ru
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,6 @@ CHUNKS: dict[str, Callable[[int, int], int]] = {
 }
 MORE_SEEDS = range(len(RANDOM_SEEDS), 10 * len(RANDOM_SEEDS))
 GREEDY = 64
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def oracle_of(name: str) -> Oracle:

@@ -50,15 +50,6 @@ PLANS = ("plan_cache", "last_token_only")
 FUSIONS = tuple(p for p in PASSES if p not in PLANS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- engines ----------------------------------------------------------------------------------
 
 

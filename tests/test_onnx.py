@@ -79,15 +79,6 @@ F16_COSINE, F16_RELATIVE, F16_ROWS = 0.9995, 0.02, 0.95
 OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- engines ----------------------------------------------------------------------------------
 
 

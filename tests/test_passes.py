@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,15 +23,6 @@ from g4ir.spec import FULL, SLIDING, Layer, Moe, Spec, check_spec, load_spec, sp
 from g4ir.text import parse_graph, print_graph
 
 PHASES = ("prefill", "decode")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors here are small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- golden files -----------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from g4ir.units import count_text, parse_counts, rounded_count, size_text
 from g4ir.weight_sizes import weight_sizes
 from tests.cli_tools import (
     g4ir,
-    one_thread,  # noqa: F401
     refused,
 )
 from tests.configs import NAMES, SMALL, spec_called

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,6 @@ from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 DRAWS = 20_000
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

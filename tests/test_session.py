@@ -5,7 +5,6 @@ What is expected comes from the reference backend, one row alone, in one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ W = 8
 BACKENDS = ("reference", "torch")
 SPECS = ("tiny-ple", "tiny-moe")
 PIECES = {"1": 1, "W-1": W - 1, "W": W, "W+1": W + 1, "2W": 2 * W, "prime": 13, "all": 99}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[(b, s) for s in SPECS for b in BACKENDS], ids="-".join)

@@ -3,7 +3,7 @@ CUDA graph, on the CPU's compiled steps, with everything else as on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,6 @@ from g4ir.sampling import Sampler, Sampling
 from tests.engines import some_tokens
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["tiny-moe", "tiny-ple"])

@@ -41,15 +41,6 @@ FORMS = (*((n, "off") for n in SPECS), *((n, f) for n in ("combined", "31b-small
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- the schedule -----------------------------------------------------------------------------
 
 
@@ -276,10 +267,18 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     pyops._kernels.update(before)
 
 
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("kernels", "several_threads")
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (3,), (2, 2), (1, 5), (3, 7), (0,)])
 @pytest.mark.parametrize("n, k", [(256, 256), (300, 257), (7, 64), (1, 33), (65, 1)])
-def test_linear(kernels: None, dtype: torch.dtype, rows: tuple[int, ...], n: int, k: int) -> None:
+def test_linear(dtype: torch.dtype, rows: tuple[int, ...], n: int, k: int) -> None:
     """Few rows and many, sizes that fit no vector; against the product in fp64, rounded once."""
     g = torch.Generator().manual_seed(n + k)
     x, w = (torch.randn(*shape, generator=g).to(dtype) for shape in ((*rows, k), (n, k)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ from g4ir.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.spec import load_spec
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:

@@ -59,15 +59,6 @@ CAPPED = "-capped"
 full = pytest.mark.full
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def new_emitter(weights: Any = without_weights) -> TrtEmitter:
     module = recorder()
     return TrtEmitter(module, new_network(module), weights)

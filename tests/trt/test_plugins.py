@@ -48,15 +48,6 @@ DATA_TYPES = {"bf16": "BF16", "f16": "HALF", "f32": "FLOAT", "i32": "INT32"}
 SLOTS = 4096 + 512
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share, and idle threads wait on each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---- kernels of the models -----------------------------------------------------------------------
 
 
