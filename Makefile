@@ -68,6 +68,7 @@ bench: $(READY)
 	$(BIN)/python bench/tiny.py --save
 	$(BIN)/python bench/scaling.py --save --layers
 	$(BIN)/python bench/e2b.py
+	$(BIN)/python bench/towers.py --save
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
