@@ -1,7 +1,7 @@
 """The towers of a variant, before the prompt: beside transformers eager and compiled, in one run.
 
     python bench/towers.py [--variant e2b] [--budget 280] [--seconds 10] [--dtypes bf16,f32]
-                           [--rounds 7] [--save]
+                           [--rounds 7] [--device cpu] [--save]
 
 The towers have their full size; the text model behind them is small, since none of it runs. One
 image that fills its budget, and a sound that fills its tower. Built into build/bench/.
@@ -52,22 +52,22 @@ def with_small_text(spec: Spec) -> Spec:
     return replace(spec, name=f"{spec.name}-towers", hub=None, text=text, tokens=tokens)
 
 
-def build(spec: Spec, dtype: str, budget: int, seconds: float) -> tuple[Any, Any]:
+def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
     """The engine and the reference model, from one checkpoint."""
     from transformers import AutoModelForMultimodalLM
 
-    folder = BUILD / f"{spec.name}-{dtype}"
+    folder = BUILD / f"{spec.name}-{dtype}-{args.device}"
     shutil.rmtree(folder, ignore_errors=True)
     source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
     engine = g4ir.build(
         spec, folder / "engine", checkpoint=checkpoint, dtype=TORCH_NAMES[dtype], max_seq=64,
-        prefill_chunk=16, media=("image", "audio"), image_budgets=[budget],
-        audio_seconds=[seconds],
+        prefill_chunk=16, media=("image", "audio"), image_budgets=[args.budget],
+        audio_seconds=[args.seconds], device=args.device,
     )  # fmt: skip
     model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch_dtype(dtype))
     shutil.rmtree(folder / "checkpoint")
-    return engine, model.model.eval()
+    return engine, model.model.eval().to(args.device)
 
 
 def picture(spec: Spec, budget: int) -> Any:
@@ -90,28 +90,43 @@ def tensors(*arrays: Any) -> list[torch.Tensor]:
     return [torch.from_numpy(a)[None] for a in arrays]
 
 
-def peers(features: Callable[..., Any], given: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+def peers(
+    features: Callable[..., Any], given: list[torch.Tensor], device: str
+) -> dict[str, Callable[[], Any]]:
     """The reference's own two modes."""
     compiled = torch.compile(features)
 
     def run(f: Callable[..., Any]) -> Callable[[], Any]:
         def call() -> Any:
             with torch.no_grad():
-                return f(*given)
+                return f(*(t.to(device) for t in given))
 
         return call
 
     return {"eager": run(features), "compiled": run(compiled)}
 
 
+def finished(f: Callable[[], Any]) -> Callable[[], Any]:
+    """With all work of a GPU done when it returns."""
+
+    def call() -> Any:
+        result = f()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return result
+
+    return call
+
+
 def measure(
     kind: str, engine: Any, item: Any, theirs: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, Any]:
     """Milliseconds of each, interleaved, and how far the results lie apart."""
-    runs = {"g4ir": lambda: engine.encode(kind, item), **theirs}
+    calls = {"g4ir": lambda: engine.encode(kind, item), **theirs}
+    runs = {name: finished(f) for name, f in calls.items()}
     (soft,) = runs["g4ir"]().pieces
-    rows = theirs["eager"]().pooler_output[0][: len(soft)].float()
-    theirs["compiled"]()  # the others ran once already
+    rows = runs["eager"]().pooler_output[0][: len(soft)].float()
+    runs["compiled"]()  # the others ran once already
     _, times = interleave(rounds, lambda: None, {k: partial(seconds, f) for k, f in runs.items()})
     found = {k: around(median(many) * 1e3, [t * 1e3 for t in many]) for k, many in times.items()}
     best = min(found[p].value for p in PEERS)
@@ -119,7 +134,7 @@ def measure(
         "tower": kind, "dtype": engine.dtype, "soft_tokens": len(soft),
         "ms": {k: s.to_dict() for k, s in found.items()},
         "times_faster_than_the_faster_peer": best / found["g4ir"].value,
-        "difference_of_rms": float(relative(soft.float(), rows).max()),
+        "difference_of_rms": float(relative(soft.float(), rows.to(soft.device)).max()),
     }  # fmt: skip
 
 
@@ -130,16 +145,18 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def rows_of(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     spec = with_small_text(load_spec(args.variant))
-    engine, model = build(spec, dtype, args.budget, args.seconds)
+    engine, model = build(spec, dtype, args)
     image, sound = picture(spec, args.budget), clip(spec, args.seconds)
     kind = torch_dtype(dtype)
     seen = tensors(image.patches, image.positions)
     heard = tensors(sound.features, sound.mask)
     heard[0] = heard[0].to(kind)
-    return [
-        measure("image", engine, image, peers(model.get_image_features, seen), args.rounds),
-        measure("audio", engine, sound, peers(model.get_audio_features, heard), args.rounds),
-    ]
+    theirs = {
+        "image": peers(model.get_image_features, seen, args.device),
+        "audio": peers(model.get_audio_features, heard, args.device),
+    }
+    items = {"image": image, "audio": sound}
+    return [measure(k, engine, items[k], theirs[k], args.rounds) for k in items]
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -160,15 +177,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--dtypes", default="bf16,f32")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", action="store_true", help="write bench/results/towers.json")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--save", action="store_true",
+                        help="write bench/results/towers-DEVICE-DTYPES.json")  # fmt: skip
     args = parser.parse_args()
     rows = [row for dtype in args.dtypes.split(",") for row in rows_of(args, dtype)]
     print(text(rows))
     if args.save:
-        save("towers", {
-            "environment": environment(), "command": f"python bench/towers.py --variant "
-            f"{args.variant} --budget {args.budget} --seconds {args.seconds:g} --dtypes "
-            f"{args.dtypes} --rounds {args.rounds} --save",
+        save(f"towers-{args.device}-{args.dtypes.replace(',', '-')}", {
+            "environment": environment(args.device),
+            "command": f"python bench/towers.py --variant {args.variant} --budget {args.budget} "
+            f"--seconds {args.seconds:g} --dtypes {args.dtypes} --rounds {args.rounds} "
+            f"--device {args.device} --save",
             "peers": "transformers: sdpa eager, and torch.compile of the same", "rows": rows,
         })  # fmt: skip
 
