@@ -30,6 +30,7 @@ from .backends.reference import ReferenceRuntime
 from .checkpoint import hub_snapshot, write_checkpoint
 from .engine import Engine, Progress, agreed_spec, silent
 from .errors import InputError, MissingError
+from .finite import advice
 from .ir import Program
 from .media.choice import placeholders
 from .params import text_tensors
@@ -115,7 +116,8 @@ class Errors:
 
 
 def row_errors(got: torch.Tensor, want: torch.Tensor) -> Errors:
-    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole."""
+    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. What is
+    not a number stays so."""
     import torch
 
     got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
@@ -123,7 +125,7 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> Errors:
     rms = want.pow(2).mean(-1).sqrt()
     floor = 1e-3 * want.pow(2).mean().sqrt() + 1e-30
     cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1, eps=1e-30)
-    cosine = cosine.where((rms > floor) | (absolute > floor), 1.0)
+    cosine = cosine.masked_fill((rms <= floor) & (absolute <= floor), 1.0)
     return Errors(absolute, absolute / rms.maximum(floor), cosine)
 
 
@@ -334,7 +336,10 @@ def verify_engine(
         report = _compare(engine, peer, ids, turns, every, against, progress)
         if not report.ok:
             progress("looking for the first difference")
-            found = _first(engine, peer, ids, turns, report.budget)
+            odd = any(math.isnan(p.absolute) for p in report.positions)
+            found = (odd and first_not_finite(engine, ids, turns)) or _first(
+                engine, peer, ids, turns, report.budget
+            )
             report = replace(report, first_difference=found)
         reference = peer.engine if isinstance(peer, EnginePeer) else None
     if not engine.media.kinds:
@@ -825,18 +830,39 @@ def first_value(
     return None
 
 
+def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) -> str | None:
+    """The first value that is NaN or infinite where the interpreter runs the engine's graphs."""
+    found: list[str] = []
+
+    def look(place: Place, name: str, value: torch.Tensor) -> None:
+        if not found and not bool(value.isfinite().all()):
+            found.append(f"{_placed(name, place)}: NaN or infinite; {advice(engine.dtype)}")
+
+    session = _watched(reference_engine(engine), look, deep=True)
+    sizes = [*_chunks(turns, engine.limits.prefill_chunk)]
+    for piece in ids[: sum(sizes)].split(sizes):
+        session.prefill(piece[None])
+        if found:
+            return found[0]
+    return None
+
+
 def _watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Session:
     runtime = _Watched(engine.runtime, watch, engine.device == "cuda", deep)
     return replace(engine, runtime=runtime).session()  # type: ignore[arg-type]
 
 
 def _described(name: str, place: Place, errors: Errors) -> str:
+    return (
+        f"{_placed(name, place)}: relative error {float(errors.relative.max()):.1e}, cosine "
+        f"{float(errors.cosine.min()):.6f}"
+    )
+
+
+def _placed(name: str, place: Place) -> str:
     layer = re.match(r"L(\d+)\.", name)
     where = f"layer {layer[1]}" if layer else "outside the layers"
-    return (
-        f"%{name} ({where}) in the chunk at token {place.start}: relative error "
-        f"{float(errors.relative.max()):.1e}, cosine {float(errors.cosine.min()):.6f}"
-    )
+    return f"%{name} ({where}) in the chunk at token {place.start}"
 
 
 def _chunks(turns: Sequence[int], chunk: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import tensorfile
 from .errors import VerifyError
+from .finite import cast
 from .interpret import interpret
 from .ir import Graph, Node, Program, Value, drop_dead, split_prologue
 from .types import TORCH_NAMES, torch_dtype
@@ -81,15 +82,16 @@ class MadeParams:
         recipe = self.packing.recipe(param)
         given = {}
         for v in recipe.params:
-            found = self.source.tensor(checkpoint_name(v.name))
-            given[v.name] = found.to(torch_dtype(v.type.dtype))
+            name = checkpoint_name(v.name)
+            given[v.name] = cast(self.source.tensor(name), v.type.dtype, name)
         outputs, _ = interpret(recipe, {}, given, {})
         out: torch.Tensor = outputs[param]
         return out
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         v = self.packing.program.params()[param]
-        return self.source.rows(checkpoint_name(param), ids).to(torch_dtype(v.type.dtype))
+        name = checkpoint_name(param)
+        return cast(self.source.rows(name, ids), v.type.dtype, name)
 
     def release(self, param: str) -> None:
         for v in self.packing.recipe(param).params:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import InputError, MissingError
+from .errors import CheckError, InputError, MissingError
 from .media import prompt as prompts
 from .media.audio import CUT, REFUSE
 from .media.choice import AUDIO, IMAGE, LISTS, VIDEO, check_budget, check_taken, placeholders
@@ -456,7 +456,8 @@ class Desk:
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:
         """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
-        media that cannot be read; the desk answers others then."""
+        media that cannot be read; CheckError where logits are NaN or infinite. The desk answers
+        others then."""
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
@@ -482,7 +483,7 @@ class Desk:
         """`answer`, or what was wrong with this request alone."""
         try:
             return self.answer(request)
-        except (InputError, MissingError) as e:
+        except (CheckError, InputError, MissingError) as e:
             return Failure(request.id, str(e))
 
     def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:

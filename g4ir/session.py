@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import InputError
+from .finite import require_finite
 from .interpret import interpret
 from .media.choice import check_list, check_taken, listed, placeholders
 from .media.merge import Piece, Prompt, check_softs, merged
@@ -119,9 +120,11 @@ class Session:
         """Choose up to `count` tokens for each row and append all but the last, from logits
         [batch, vocab] after what the rows hold. Yields the tokens of each step and which rows go
         on: a row ends with one of `stops`, and what is yielded for it later means nothing.
+
+        CheckError where logits are NaN or infinite; steps recorded on a GPU do not look.
         """
         stop = torch.tensor(sorted(stops), dtype=torch.int64)
-        tokens = sampler.next(logits)
+        tokens = sampler.next(self._finite(logits))
         active = ~torch.isin(tokens, stop)
         yield tokens.tolist(), active.tolist()
         if count < 2 or not active.any():
@@ -131,11 +134,16 @@ class Session:
             yield from self._looped(loop, tokens, active, count - 1, sampler)
             return
         for _ in range(count - 1):
-            tokens = sampler.next(self.decode(tokens, None if active.all() else active))
+            logits = self.decode(tokens, None if active.all() else active)
+            tokens = sampler.next(self._finite(logits))
             active &= ~torch.isin(tokens, stop)
             yield tokens.tolist(), active.tolist()
             if not active.any():
                 return
+
+    def _finite(self, logits: torch.Tensor) -> torch.Tensor:
+        what = f"{self.engine.path}: logits after {self.length.tolist()} tokens"
+        return require_finite(logits, what, self.engine.dtype)
 
     def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
         """Steps on the device, where the runtime has them and every table lies there too."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .budgets import CLOSE_EXPERTS, MEASURED, joint_budget
+from .finite import require_finite
 from .ir import Node, Value
 from .text import print_node
 
@@ -182,7 +183,10 @@ class Judge:
         wide: Callable[[], torch.Tensor], close: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:  # fmt: skip
         """A value; `wide` without its rounding and `close`, bool[B, S], rows that a router could
-        have sent elsewhere, are asked for where it is out of budget."""
+        have sent elsewhere, are asked for where it is out of budget. CheckError where what is
+        wanted is NaN or infinite, which is no fault of the stage."""
+        what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
+        require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)
         errors = local_errors(got, want)
         if budget and not bool((errors <= budget).all()):

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .budgets import CLOSE_EXPERTS
-from .compare import engine_name, given_tokens, random_tokens
+from .compare import engine_name, first_not_finite, given_tokens, random_tokens
 from .compare_media import Item, smallest_items
 from .engine import Engine, Progress, silent
+from .errors import CheckError
 from .flatten import inner_nodes
 from .interpret import empty_state, interpret, run_node
 from .ir import Graph, Node, Program, Value
@@ -71,7 +72,8 @@ def verify_each_pass(
     tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
     longer than the window after a shorter one, and single steps (as far as max_seq goes).
     checkpoint: where the weights before packing are, should the engine no longer tell. Raises
-    InputError for a wrong request and PassError where a pass breaks its contract.
+    InputError for a wrong request, PassError where a pass breaks its contract, CheckError where
+    values are NaN or infinite before it.
     """
     window = _window(engine)
     ids = given_tokens(engine, tokens)
@@ -91,7 +93,12 @@ def verify_each_pass(
             reports.append(StageReport(new.name, 0, (), None))
             continue
         progress(f"{new.name}: against {old.name}")
-        reports.append(_against(old, new, series, engine))
+        try:
+            reports.append(_against(old, new, series, engine))
+        except CheckError:  # the first value that was compared need not be the first
+            if found := first_not_finite(engine, ids, [c.valid for c in chunks]):
+                raise CheckError(f"{engine_name(engine)}: {found}") from None
+            raise
         if not reports[-1].ok:
             break
         old = new

@@ -16,7 +16,7 @@ from g4ir import budgets, compare, pipeline
 from g4ir.budgets import RULES, UNIT, budget, joint_budget
 from g4ir.checkpoint import Checkpoint
 from g4ir.engine import Engine
-from g4ir.errors import EngineError, WeightsError
+from g4ir.errors import CheckError, EngineError, WeightsError
 from g4ir.ir import Graph, Node, Value, rebuild
 from g4ir.ops import OPS
 from g4ir.ops.base import Sample, op
@@ -564,10 +564,10 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_is_out_of_budget(
+def test_what_is_no_number_is_an_error(
     ple: Engine, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    """Though both stages agree on it."""
+    """Though both stages agree on it; and no fault of the pass."""
     held = StageWeights._held
 
     def poisoned(self: StageWeights, v: Value) -> torch.Tensor:
@@ -575,9 +575,8 @@ def test_what_is_no_number_is_out_of_budget(
         return t.clone().fill_(wrong) if v.name == "L2.norm_ffn" else t
 
     monkeypatch.setattr(StageWeights, "_held", poisoned)
-    report = verify_each_pass(ple)
-    assert report.culprit and report.culprit.first
-    assert not report.culprit.first.error <= report.culprit.first.budget
+    with pytest.raises(CheckError, match=r"%L2\.ffn\.\w+, in prefill .* NaN or infinite"):
+        verify_each_pass(ple)
 
 
 # --- errors and budgets -----------------------------------------------------------------------

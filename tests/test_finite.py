@@ -1,0 +1,117 @@
+"""Values that a dtype cannot hold: no token is drawn from them, and checks name the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from g4ir.checkpoint import write_checkpoint
+from g4ir.compare import row_errors, verify_engine
+from g4ir.engine import Engine, build
+from g4ir.errors import CheckError, WeightsError
+from g4ir.random_weights import RandomCheckpoint
+from g4ir.requests import Desk, Failure, Request, Result
+from g4ir.sampling import Sampler, Sampling
+from g4ir.spec import load_spec
+from g4ir.stages import verify_each_pass
+from tests.cli_tools import g4ir
+
+NORM = "layers.2.post_feedforward_layernorm.weight"
+ADVICE = "float16 holds numbers up to 65504; build with --dtype bfloat16"
+
+
+def large_checkpoint(folder: Path, value: float) -> Path:
+    """One norm's weight is large, as norms of trained models may be: what it makes is up to a few
+    times as large."""
+    spec = load_spec("tiny-dense")
+    write_checkpoint(folder, spec, RandomCheckpoint(spec, 0, torch.float32))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = f"model.{NORM}"
+    tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def built(folder: Path, dtype: str, value: float = 60_000.0) -> Engine:
+    checkpoint = large_checkpoint(folder / "checkpoint", value)
+    return build(
+        load_spec("tiny-dense"), folder / dtype, checkpoint=checkpoint, backend="reference",
+        dtype=dtype, max_seq=64, prefill_chunk=16,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Its weights fit float16, what layer 2 adds up does not."""
+    return built(tmp_path_factory.mktemp("narrow"), "float16")
+
+
+def test_bf16_has_the_range(tmp_path: Path) -> None:
+    engine = built(tmp_path, "bfloat16")
+    assert len(engine.generate([2, 5, 7], max_new_tokens=4)) == 4
+    assert verify_engine(engine).ok and verify_each_pass(engine).ok
+
+
+def test_no_token_is_drawn_from_nan(narrow: Engine) -> None:
+    with pytest.raises(CheckError, match=r"logits after \[3\] tokens: NaN or infinite") as refused:
+        narrow.generate([2, 5, 7], max_new_tokens=4)
+    assert ADVICE in str(refused.value) and str(narrow.path) in str(refused.value)
+
+
+def test_the_command_ends_with_1(narrow: Engine) -> None:
+    done = g4ir("run", narrow.path, "--tokens", "2,5,7")
+    assert done.code == 1 and ADVICE in done.message and not done.out
+
+
+def test_later_steps_are_looked_at(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite after the prompt, not after the first token."""
+    session = narrow.session()
+    vocab = narrow.spec.text.vocab_size
+    monkeypatch.setattr(session, "decode", lambda *_: torch.full((1, vocab), torch.inf))
+    steps = session.stream(torch.zeros(1, vocab), 3, Sampler(Sampling()), ())
+    next(steps)
+    with pytest.raises(CheckError, match="NaN or infinite"):
+        next(steps)
+
+
+def test_verify_fails_and_names_the_value(narrow: Engine) -> None:
+    """Though the interpreter, on the same weights, makes the same."""
+    report = verify_engine(narrow)
+    assert not report.ok and not any(p.ok for p in report.positions)
+    assert report.first_difference is not None
+    assert report.first_difference.startswith("%L2.out (layer 2) in the chunk at token 0: NaN or")
+    assert ADVICE in report.text() and report.text().endswith("FAILED")
+
+
+def test_no_pass_is_blamed(narrow: Engine) -> None:
+    with pytest.raises(CheckError, match=r"%L2\.out \(layer 2\).*NaN or infinite"):
+        verify_each_pass(narrow)
+
+
+def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(narrow)
+    request = Request("a", (2, 5, 7), 2, Sampling(), frozenset())
+    failed = desk.answer_or_fail(request)
+    assert isinstance(failed, Failure) and ADVICE in failed.error
+    monkeypatch.setattr(desk.session, "_finite", lambda logits: logits.nan_to_num())
+    assert isinstance(desk.answer_or_fail(request), Result)
+
+
+def test_weight_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as refused:
+        built(tmp_path, "float16", 1e6)
+    assert str(refused.value).startswith(f"{NORM}: 1e+06 does not fit; {ADVICE}")
+    assert not (tmp_path / "float16").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_are_never_equal(value: float) -> None:
+    rows = torch.randn(3, 8)
+    rows[1, 2] = value
+    errors = row_errors(rows, rows.clone())
+    for found in (errors.absolute, errors.relative, errors.cosine):
+        assert found[1].isnan()
