@@ -11,14 +11,13 @@ from .types import TORCH_NAMES, torch_dtype
 if TYPE_CHECKING:
     import torch
 
+TOO_LARGE = "float16 holds numbers up to 65504"
+
 
 def advice(dtype: str) -> str:
     """Why a dtype's values are not finite, and what to do."""
-    import torch
-
     if dtype == "f16":
-        largest = int(torch.finfo(torch.float16).max)
-        return f"float16 holds numbers up to {largest}; build with --dtype bfloat16"
+        return f"{TOO_LARGE}; build with --dtype bfloat16"
     return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
 
 

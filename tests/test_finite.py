@@ -67,6 +67,13 @@ def test_the_command_ends_with_1(narrow: Engine) -> None:
     assert done.code == 1 and ADVICE in done.message and not done.out
 
 
+def test_a_build_tells(tmp_path: Path) -> None:
+    words = ("build", "--variant", "tiny-dense", "--backend", "reference", "--random-weights", "0")
+    for dtype in ("float16", "bfloat16"):
+        told = g4ir(*words, "--dtype", dtype, "--out", tmp_path / dtype).err
+        assert (ADVICE.partition(";")[0] in told) is (dtype == "float16")
+
+
 def test_later_steps_are_looked_at(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite after the prompt, not after the first token."""
     session = narrow.session()

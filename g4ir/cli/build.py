@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
+from g4ir.finite import TOO_LARGE
 from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
 
@@ -116,13 +117,16 @@ def _dump_to(folder: Path) -> Dump:
 
 
 def _tell_notes(p: Prepared) -> None:
-    """Tensors of the checkpoint that the engine does not use, and those it makes up."""
+    """Tensors of the checkpoint that the engine does not use, and those it makes up; what a dtype
+    may be too narrow for."""
     whys = list(p.source.ignored.values())
     for why in dict.fromkeys(whys):
         console.say(f"note: {whys.count(why)} tensors not used: {why}")
     if p.source.defaults:
         first, value = next(iter(p.source.defaults.items()))
         console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
+    if p.dtype == "f16":
+        console.say(f"note: {TOO_LARGE}; `g4ir verify` names a value that is larger")
 
 
 def _tell_leftovers(out: Path) -> None:
