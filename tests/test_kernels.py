@@ -1,8 +1,9 @@
-"""The CPU kernels: products of one to four rows, with and without the CPU's bf16 instructions."""
+"""The CPU kernels: products of a few rows, with and without the CPU's bf16 instructions."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import subprocess
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 24, 25])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     g = torch.Generator().manual_seed(n * k + rows)
@@ -53,23 +54,35 @@ def test_special_values() -> None:
     assert float(pyops.linear(exact, ones)) == 1.0
 
 
-def test_without_bf16_instructions(tmp_path: Path) -> None:
-    """The plain C path is the one that other CPUs run."""
+def _library(path: Path, *flags: str) -> ctypes.CDLL:
     source = Path(compiler.__file__).parent / "kernels.c"
-    path = tmp_path / "plain.so"
     subprocess.run(
-        ["g++", "-x", "c", "-O2", "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
+        ["g++", "-x", "c", "-O2", *flags, "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
          "-fno-trapping-math", "-shared", "-fPIC", "-w", str(source), "-o", str(path)],
         check=True,
     )  # fmt: skip
-    kernel = ctypes.CDLL(str(path)).g4ir_linear_bf16
+    return ctypes.CDLL(str(path))
+
+
+def test_without_bf16_instructions(tmp_path: Path) -> None:
+    """The plain C path is the one that other CPUs run; it takes rows in fp32."""
+    library = _library(tmp_path / "plain.so")
+    assert ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value == 1
+    kernel = library.g4ir_linear_bf16
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes, kernel.restype = [pointer] * 3 + [size] * 3 + [ctypes.c_int], None
-    for rows in (1, 2, 3, 4):
+    for rows in (1, 2, 3, 4, 7, 24):
         x, w = torch.randn(rows, 77).bfloat16(), torch.randn(13, 77).bfloat16()
-        out = torch.empty(rows, 13, dtype=torch.bfloat16)
-        kernel(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, 13, 77, 2)
+        out, wide = torch.empty(rows, 13, dtype=torch.bfloat16), x.float()
+        kernel(w.data_ptr(), wide.data_ptr(), out.data_ptr(), rows, 13, 77, 2)
         torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=8e-3, atol=0.05)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
+def test_with_bf16_instructions(tmp_path: Path) -> None:
+    """Built for them everywhere, run where the CPU has them (test_linear)."""
+    library = _library(tmp_path / "native.so", "-mavx512f", "-mavx512bf16")
+    assert ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value == 0
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)

@@ -1,18 +1,20 @@
 """Ops that a compiled CPU program calls back for: large products, routed experts, and attention of
 the vision tower.
 
-Such a call costs about 3 us. Up to ROWS rows go through kernels.c, which for one row runs
-at the speed at which memory delivers the weight; the library's products do not reach that. More
-rows, and other dtypes, go through the library, many rows of 16 bits in fp32 where the CPU has no
-instructions for them.
+Such a call costs about 3 us. A few rows go through kernels.c, which for one row runs at the
+speed at which memory delivers the weight; the library's products do not reach that. More rows, and
+other dtypes, go through the library, those of 16 bits in fp32 where the CPU has no instructions for
+them.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -23,13 +25,17 @@ from g4ir.ops.mlp import activate
 from .scratch import empty_f32
 from .target import cpu_flags
 
-#: most rows that the kernels take
+#: most rows that a kernel takes
 ROWS = 4
+#: the same where the CPU cannot multiply the dtype: the library is slower there (measured at
+#: 12288 x 1536 in bf16: 3.2x at 8 rows, 1.5x at 16, 1.08x at 24, 0.88x at 32)
+EMULATED_ROWS = 24
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
-#: with the weight made wide for it (measured at 1536 x 6144: bf16 at 64 rows, 2.3x at 256)
-WIDE_ROWS = 64
+#: with the weight made wide for it (measured at 12288 x 1536: bf16 1.2x, fp16 1.2x, 2.2x and 4.4x
+#: at 32 rows, 2.7x and 5.3x at 64)
+WIDE_ROWS = 5
 #: from this many rows on, the default fp32 product beats oneDNN's (measured at 3072 x 768: 0.92x at
 #: 256 rows, 1.06x at 1024, 1.13x at 2520)
 MANY_ROWS = 1024
@@ -40,19 +46,35 @@ NATIVE = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
-_NAMES = {torch.bfloat16: "g4ir_linear_bf16", torch.float32: "g4ir_linear_f32"}
-_kernels: dict[torch.dtype, Callable[..., None]] = {}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A product of kernels.c: the most rows it takes, and the dtype it takes them in."""
+
+    run: Callable[..., None]
+    most: int
+    rows: torch.dtype
+
+
+_kernels: dict[torch.dtype, Kernel] = {}
 
 
 def load_kernels(path: Path) -> None:
     """Make the compiled kernels of an engine available to the ops."""
     library = ctypes.CDLL(str(path.resolve()))
+    emulated = ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value
+    most, rows = (EMULATED_ROWS, torch.float32) if emulated else (ROWS, torch.bfloat16)
+    _kernels[torch.bfloat16] = Kernel(_typed(library.g4ir_linear_bf16), most, rows)
+    _kernels[torch.float32] = Kernel(_typed(library.g4ir_linear_f32), ROWS, torch.float32)
+
+
+def _typed(kernel: Any) -> Callable[..., None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    for dtype, name in _NAMES.items():
-        kernel = getattr(library, name)
-        kernel.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int]
-        kernel.restype = None
-        _kernels[dtype] = kernel
+    kernel.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int]
+    kernel.restype = None
+    typed: Callable[..., None] = kernel
+    return typed
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -60,11 +82,11 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     n, k = w.shape
     rows = x.numel() // k
     kernel = _kernels.get(x.dtype)
-    if kernel is None or not 0 < rows <= ROWS:
+    if kernel is None or not 0 < rows <= kernel.most:
         return _library_linear(x, w)
-    x = x.contiguous()
     out = x.new_empty((*x.shape[:-1], n))
-    kernel(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, n, k, torch.get_num_threads())
+    x = x.to(kernel.rows).contiguous()
+    kernel.run(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, n, k, torch.get_num_threads())
     return out
 
 

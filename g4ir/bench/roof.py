@@ -17,6 +17,8 @@ from .system import free_memory
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30
 TRIES = 5
+#: columns of the buffer as a matrix
+COLUMNS = 4096
 #: a product may take this long
 MATMUL_S = 0.3
 SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
@@ -24,8 +26,9 @@ SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of a plain read and of a copy (both directions counted), FLOPs per second
-    of a square matrix product: each the best of TRIES."""
+    """Bytes per second of a plain read (the faster of a sum and a matrix-vector product) and of a
+    copy (both directions counted), FLOPs per second of a square matrix product: each the best of
+    TRIES."""
 
     read: float
     copy: float
@@ -53,8 +56,9 @@ class Meter:
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device = device
         room = torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory()
-        count = min(BUFFER_BYTES, room // 8) // 4 // 2 * 2
-        self.buffer = torch.ones(count, device=device)
+        rows = min(BUFFER_BYTES, room // 8) // 4 // (2 * COLUMNS) * 2
+        self.buffer = torch.ones(rows, COLUMNS, device=device)
+        self.vector, self.result = (torch.ones(n, device=device) for n in (COLUMNS, rows))
         self.matrix = self._largest(dtype)
 
     def _largest(self, dtype: torch.dtype) -> torch.Tensor:
@@ -70,8 +74,9 @@ class Meter:
         """About half a second on a CPU."""
         m, source, target = self.matrix, *self.buffer.chunk(2)
         flops = 2 * m.shape[0] ** 3
+        reads = self.buffer.sum, lambda: torch.mv(self.buffer, self.vector, out=self.result)
         return Rates(
-            self.buffer.nbytes / self._best(self.buffer.sum),
+            self.buffer.nbytes / min(map(self._best, reads)),
             2 * source.nbytes / self._best(lambda: target.copy_(source)),
             flops / self._best(lambda: m @ m),
         )
