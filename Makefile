@@ -67,6 +67,7 @@ lines:
 bench: $(READY)
 	$(BIN)/python bench/tiny.py --save
 	$(BIN)/python bench/scaling.py --save --layers
+	$(BIN)/python bench/linear.py --save
 	$(BIN)/python bench/e2b.py
 	$(BIN)/python bench/towers.py --save
 

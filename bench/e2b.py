@@ -1,11 +1,13 @@
 """The E2B shape at full width and depth, bf16, random weights: g4ir beside transformers.
 
-    python bench/e2b.py --engine build/bench/e2b [--peers eager,dynamic,compile] [--rounds 3]
+    python bench/e2b.py [--engine build/bench/e2b] [--peers eager,dynamic,compile] [--rounds 3]
+                        [--name e2b]
 
 Both run in this process on the same threads, interleaved A-B-A-B. The peer computes the last
 logits only, in three modes: eager and compiled with a static cache, eager with a cache that
 grows. The per-layer-embedding vocabulary is cut to 8192 rows so that the peer's copy of that
-table fits; it is read by row and does not change the work per token.
+table fits; it is read by row and does not change the work per token. Writes
+bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--peers", default="eager,dynamic,compile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--name", default="e2b", help="of the report in bench/results")
     parser.add_argument("--reuse", action="store_true", help="load --engine instead of building it")
     args = parser.parse_args()
     engine = g4ir.load_engine(args.engine) if args.reuse else build_engine(args.engine)
@@ -139,7 +142,7 @@ def main() -> None:
     decode = decode_row(session, peers, args.rounds, args.steps, step_bytes)
     prefill = prefill_rows(session, peers, args.rounds)
     command = f"python bench/e2b.py --peers {args.peers} --rounds {args.rounds}"
-    save("e2b", {"environment": environment(), "command": command, "dtype": "bf16",
+    save(args.name, {"environment": environment(), "command": command, "dtype": "bf16",
                  "decode": decode, "prefill": prefill})  # fmt: skip
 
 
