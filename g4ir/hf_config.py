@@ -251,7 +251,7 @@ def spec_from_hf(source: str | Path | dict[str, Any], name: str | None = None) -
     parts = _composite(keys, model_type) if composite else _text_only(keys, model_type)
     keys.done()
     spec = Spec(name=slug(name or found), model_type=model_type, **parts)
-    for path, message in problems(spec):
+    for path, message, _ in problems(spec):
         hf = HF_NAMES.get(path)
         raise fail(where, f"{path} ({hf})" if hf else path, message)
     return canonical(spec)

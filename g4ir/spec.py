@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
@@ -346,11 +346,17 @@ def _default(f: Any) -> Any:
 
 # --- rules that join several fields -----------------------------------------------------------
 
-Problem = tuple[str, str]  # key path, message with the fix
+
+class Problem(NamedTuple):
+    """A broken rule: the key path, the message with the fix, the other keys it looks at."""
+
+    path: str
+    message: str
+    others: tuple[str, ...] = ()
 
 
 def problems(spec: Spec) -> Iterator[Problem]:
-    """Every broken rule of a spec as (key path, message); fields are assumed to be in range."""
+    """Every broken rule of a spec; fields are assumed to be in range."""
     yield from _pattern_problems(spec.text)
     for name in (SLIDING, FULL):
         yield from _kind_problems(spec.text, name)
@@ -362,17 +368,19 @@ def problems(spec: Spec) -> Iterator[Problem]:
 def _pattern_problems(text: Text) -> Iterator[Problem]:
     shared, layers = text.num_kv_shared_layers, text.num_hidden_layers
     if shared >= layers:
-        yield (
+        yield Problem(
             "text.num_kv_shared_layers",
             f"{shared} of {layers} layers share K and V, so none owns them; at most {layers - 1}",
+            ("text.num_hidden_layers",),
         )
         return
     kinds, first = text.layer_types, text.first_kv_shared_layer
     for kind in sorted(set(kinds[first:]) - set(kinds[:first])):
-        yield (
+        yield Problem(
             "text.num_kv_shared_layers",
             f"layers {first}..{layers - 1} share K and V but no {kind} layer below {first} owns "
             f"them (layer {first + kinds[first:].index(kind)} needs one); share fewer layers",
+            ("text.num_hidden_layers", "text.pattern"),
         )
 
 
@@ -380,32 +388,42 @@ def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
     kind: AttentionKind = getattr(text, name)
     path, heads, kv = f"text.{name}", text.num_attention_heads, kind.num_key_value_heads
     if name in text.layer_types and heads % kv:
-        yield (
+        yield Problem(
             f"{path}.num_key_value_heads",
             f"{kv} does not divide text.num_attention_heads {heads}; use a divisor",
+            ("text.num_attention_heads", "text.pattern"),
         )
     if kind.head_dim % 2:
-        yield f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
+        yield Problem(
+            f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
+        )
     if name == SLIDING and kind.window is None:
-        yield f"{path}.window", "is missing; a sliding layer needs the number of keys it sees"
+        yield Problem(
+            f"{path}.window", "is missing; a sliding layer needs the number of keys it sees"
+        )
     if name == FULL and kind.window is not None:
-        yield f"{path}.window", "a full layer has no window; leave it out"
+        yield Problem(f"{path}.window", "a full layer has no window; leave it out")
     yield from _rope_problems(kind, f"{path}.rope")
 
 
 def _rope_problems(kind: AttentionKind, path: str) -> Iterator[Problem]:
     rope = kind.rope
     if rope.kind == "default" and rope.rotary_fraction != 1.0:
-        yield (
+        yield Problem(
             f"{path}.rotary_fraction",
             f"{rope.rotary_fraction:g} has no effect on kind default; use kind proportional",
+            (f"{path}.kind",),
         )
     if rope.kind == "default" and rope.factor is not None:
-        yield f"{path}.factor", "has no effect on kind default; use kind proportional"
+        yield Problem(
+            f"{path}.factor", "has no effect on kind default; use kind proportional",
+            (f"{path}.kind",),
+        )  # fmt: skip
     if rope.kind == "proportional" and rope.pairs(kind.head_dim) < 1:
-        yield (
+        yield Problem(
             f"{path}.rotary_fraction",
             f"{rope.rotary_fraction:g} of head_dim {kind.head_dim} rotates no pair; raise it",
+            (f"{path.rpartition('.')[0]}.head_dim", f"{path}.kind"),
         )
 
 
@@ -414,17 +432,24 @@ def _feed_forward_problems(text: Text) -> Iterator[Problem]:
     if moe is None:
         return
     if moe.top_k_experts > moe.num_experts:
-        yield (
+        yield Problem(
             "text.moe.top_k_experts",
             f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts",
+            ("text.moe.num_experts",),
         )
     if moe.layers is None:
         return
     outside = [i for i in moe.layers if i >= text.num_hidden_layers]
     if outside:
-        yield "text.moe.layers", f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}"
+        yield Problem(
+            "text.moe.layers",
+            f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}",
+            ("text.num_hidden_layers",),
+        )
     if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
-        yield "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
+        yield Problem(
+            "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
+        )
 
 
 def _token_problems(spec: Spec) -> Iterator[Problem]:
@@ -434,7 +459,10 @@ def _token_problems(spec: Spec) -> Iterator[Problem]:
         ids = value if isinstance(value, tuple) else () if value is None else (value,)
         for i in ids:
             if i >= vocab:
-                yield f"tokens.{f.name}", f"{i} is outside the vocabulary; 0..{vocab - 1}"
+                yield Problem(
+                    f"tokens.{f.name}", f"{i} is outside the vocabulary; 0..{vocab - 1}",
+                    ("text.vocab_size",),
+                )  # fmt: skip
 
 
 def _tower_problems(spec: Spec) -> Iterator[Problem]:
@@ -442,35 +470,41 @@ def _tower_problems(spec: Spec) -> Iterator[Problem]:
         part = getattr(spec, name)
         if part is not None and not isinstance(part, TOWERS[spec.model_type][name]):
             found = type(part).__name__
-            yield name, f"a {spec.model_type} spec has no {found}; use the keys of its model_type"
+            yield Problem(
+                name, f"a {spec.model_type} spec has no {found}; use the keys of its model_type",
+                ("model_type",),
+            )  # fmt: skip
     if isinstance(spec.vision, Vision):
         yield from _vision_problems(spec.vision)
     if (
         isinstance(spec.vision, UnifiedVision)
         and spec.vision.output_proj_dims != spec.vision.mm_embed_dim
     ):
-        yield (
+        yield Problem(
             "vision.output_proj_dims",
             f"{spec.vision.output_proj_dims} is not vision.mm_embed_dim "
             f"{spec.vision.mm_embed_dim}; make them equal",
+            ("vision.mm_embed_dim",),
         )
     if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
-        yield (
+        yield Problem(
             "audio.num_attention_heads",
             f"{spec.audio.num_attention_heads} does not divide audio.hidden_size "
             f"{spec.audio.hidden_size}; use a divisor",
+            ("audio.hidden_size",),
         )
 
 
 def _vision_problems(vision: Vision) -> Iterator[Problem]:
     if vision.num_attention_heads % vision.num_key_value_heads:
-        yield (
+        yield Problem(
             "vision.num_key_value_heads",
             f"{vision.num_key_value_heads} does not divide vision.num_attention_heads "
             f"{vision.num_attention_heads}; use a divisor",
+            ("vision.num_attention_heads",),
         )
     if vision.head_dim % 4:
-        yield (
+        yield Problem(
             "vision.head_dim",
             f"{vision.head_dim} is not a multiple of 4, and rotary splits it into pairs per axis",
         )
@@ -481,7 +515,7 @@ def check_spec(spec: Spec) -> Spec:
 
     For specs built in Python; `load_spec` and `Spec.from_hf` have checked theirs.
     """
-    for path, message in list(violations(spec, Spec)) or problems(spec):
+    for path, message, *_ in list(violations(spec, Spec)) or problems(spec):
         raise SpecError(f"spec {spec.name}: {path}: {message}")
     return spec
 
@@ -573,8 +607,8 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
         name = Scalar(slug(stem), False, tree.where)
         tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
     spec = canonical(build(Spec, tree, hints=hints))
-    for path, message in problems(spec):
-        raise fail(_place(tree, path), path, message)
+    for problem in problems(spec):
+        raise fail(_place_of(tree, problem), problem.path, problem.message)
     return spec
 
 
@@ -596,15 +630,26 @@ def _towers(model_type: str) -> dict[str, Any]:
     return {name: cls | None for name, cls in TOWERS[model_type].items()}
 
 
-def _place(tree: Map, path: str) -> Where:
-    """The deepest place in the file that a key path reaches."""
-    where = tree.where
+def _place_of(tree: Map, problem: Problem) -> Where:
+    """Where the first of the keys that break a rule together is set by this file itself, for a file
+    that it extends is right on its own; otherwise as near to the key as the files get."""
+    reached = [(path, _reached(tree, path)) for path in (problem.path, *problem.others)]
+    for path, places in reached:
+        if len(places) > path.count(".") and places[-1].file == tree.where.file:
+            return places[-1]
+    return [tree.where, *reached[0][1]][-1]
+
+
+def _reached(tree: Map, path: str) -> list[Where]:
+    """The places of the keys along a key path, as far as they are given."""
+    places: list[Where] = []
     node: Any = tree
     for key in path.split("."):
         if not isinstance(node, Map) or key not in node.entries:
-            return where
-        where, node = node.keys[key], node.entries[key]
-    return where
+            break
+        places.append(node.keys[key])
+        node = node.entries[key]
+    return places
 
 
 def canonical(spec: Spec) -> Spec:

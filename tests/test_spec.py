@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -486,6 +487,24 @@ def test_extends_overrides_deeply(tmp_path: Path) -> None:
 def test_extends_a_file_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "schema: 1\nextends: e2b\ndtype: f32\n", "base.yaml")
     assert load_spec(write(tmp_path, "schema: 1\nextends: base.yaml\n")).dtype == "f32"
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "line", "said"),
+    [
+        ("tiny-dense", "  num_attention_heads: 3", 4, "text.sliding.num_key_value_heads: 2 does"),
+        ("tiny-dense", "  vocab_size: 1", 4, "tokens.bos: 2 is outside"),
+        ("tiny-moe", "  moe:\n    num_experts: 1", 5, "text.moe.top_k_experts"),
+        ("tiny-ple", "  num_hidden_layers: 2", 4, "text.num_kv_shared_layers"),
+    ],
+)
+def test_a_rule_is_broken_where_this_file_breaks_it(
+    tmp_path: Path, base: str, own: str, line: int, said: str
+) -> None:
+    """Not in the file that it extends, which holds the other key and is right on its own."""
+    file = write(tmp_path, f"schema: 1\nextends: {base}\ntext:\n{own}\n", "mine.yaml")
+    with pytest.raises(SpecError, match=rf"mine\.yaml:{line}: {re.escape(said)}"):
+        load_spec(file)
 
 
 def test_extends_cycle(tmp_path: Path) -> None:
@@ -1079,5 +1098,5 @@ def test_to_hf_of_a_unified_spec_with_experts(tmp_path: Path) -> None:
 def test_problems_are_found_together() -> None:
     spec = load_spec("tiny-moe")
     full = replace(spec.text.full, head_dim=33, window=3)
-    found = [key for key, _ in problems(replace(spec, text=replace(spec.text, full=full)))]
+    found = [p.path for p in problems(replace(spec, text=replace(spec.text, full=full)))]
     assert found == ["text.full.head_dim", "text.full.window"]

@@ -74,9 +74,12 @@ class Meter:
         """About half a second on a CPU."""
         m, source, target = self.matrix, *self.buffer.chunk(2)
         flops = 2 * m.shape[0] ** 3
-        reads = self.buffer.sum, lambda: torch.mv(self.buffer, self.vector, out=self.result)
+        read = min(
+            self._best(self.buffer.sum),
+            self._best(lambda: torch.mv(self.buffer, self.vector, out=self.result)),
+        )
         return Rates(
-            self.buffer.nbytes / min(map(self._best, reads)),
+            self.buffer.nbytes / read,
             2 * source.nbytes / self._best(lambda: target.copy_(source)),
             flops / self._best(lambda: m @ m),
         )
