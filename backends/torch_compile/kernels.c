@@ -1,5 +1,5 @@
-/* Products of a weight [n, k] with a few rows. Every weight row is read once, front to back, by one
- * thread; for one row that is as fast as memory delivers the weight. Sums are fp32. */
+/* Products of a weight [n, k] with a few rows. Every weight row is read from memory once, front to
+ * back, by one thread; for one row that is as fast as memory delivers it. Sums are fp32. */
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512BF16__

@@ -33,8 +33,8 @@ EMULATED_ROWS = 24
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
-#: with the weight made wide for it (measured at 12288 x 1536: bf16 1.2x, fp16 1.2x, 2.2x and 4.4x
-#: at 32 rows, 2.7x and 5.3x at 64)
+#: with the weight made wide for it (measured at 12288 x 1536: bf16 1.3x and fp16 1.2x at 5 rows,
+#: 2.2x and 4.4x at 32, 2.7x and 5.3x at 64)
 WIDE_ROWS = 5
 #: from this many rows on, the default fp32 product beats oneDNN's (measured at 3072 x 768: 0.92x at
 #: 256 rows, 1.06x at 1024, 1.13x at 2520)
