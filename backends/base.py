@@ -11,6 +11,7 @@ from g4ir.errors import InputError
 from g4ir.ir import Program
 from g4ir.packing import ParamSource
 from g4ir.sampling import Sampling
+from g4ir.schema import Count
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,9 @@ Watch = Callable[[str, "torch.Tensor"], None]
 class Limits:
     """What an engine is built for. `max_seq` counts the tokens of a row, generated ones too."""
 
-    max_batch: int = 1
-    max_seq: int = 8192
-    prefill_chunk: int = 1024
+    max_batch: Count = 1
+    max_seq: Count = 8192
+    prefill_chunk: Count = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, st
             choices = ", ".join(known[name].choices)
             raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
     return {name: given.get(name, s.default) for name, s in known.items()}
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The record of a backend that compiles nothing."""
 
 
 class State(Protocol):
@@ -105,6 +111,10 @@ class Backend(Protocol):
     settings: Mapping[str, Setting]
     #: whether `compile` finds the packed params in `out`: its files refer to them or contain them
     packs_weights: bool
+    #: whether its compiled files are native code, which can do all that the user can
+    native: bool
+    #: the type of what `compile` returns, as schema.py reads it
+    record: Any
 
     def check(self, device: str) -> None:
         """MissingError where the environment lacks something. Not asked in a dry run."""
@@ -129,6 +139,8 @@ class Backend(Protocol):
         """The instruction set that the files need; an engine refuses any other machine."""
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
-    ) -> Runtime: ...  # fmt: skip
+    ) -> Runtime:  # fmt: skip
+        """`kept` is of the type `record`. EngineError where compiled files are not those of the
+        program, before any of them is opened."""

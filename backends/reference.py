@@ -15,7 +15,7 @@ from g4ir.ir import Program
 from g4ir.packing import ParamSource
 from g4ir.params import DTYPE_BYTES
 
-from .base import Limits, Progress, Setting, Watch
+from .base import Limits, Nothing, Progress, Setting, Watch
 from .caches import Caches
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class ReferenceBackend:
     dtypes = tuple(DTYPE_BYTES)
     settings: Mapping[str, Setting] = {}
     packs_weights = False
+    native = False
+    record = Nothing
 
     def check(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -95,7 +97,7 @@ class ReferenceBackend:
         return "any"
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> ReferenceRuntime:  # fmt: skip
         return ReferenceRuntime(program, limits, device, params)

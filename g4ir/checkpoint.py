@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from g4ir import tensorfile
 from g4ir.errors import InputError, WeightsError
 from g4ir.params import CLIP_BOUNDS, HEAD, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.places import hub_cache
 from g4ir.spec import Spec
 from g4ir.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+GENERATION = "generation_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 EMBED = "embed_tokens.weight"
 SHOWN = 5  # problems listed in one message
@@ -340,6 +341,53 @@ def _outside(source: Path, name: str) -> str:
     )
 
 
+# ---- files beside the weights ---------------------------------------------------------------
+
+#: what an engine copies where it exists -> most bytes
+SIDE_FILES = {
+    "tokenizer.json": 256 << 20, "tokenizer_config.json": 16 << 20,
+    "special_tokens_map.json": 1 << 20, GENERATION: 1 << 20, "chat_template.jinja": 1 << 20,
+    "processor_config.json": 1 << 20, "preprocessor_config.json": 1 << 20,
+}  # fmt: skip
+
+
+def read_side_files(directory: Path) -> dict[str, bytes]:
+    """The side files of a checkpoint that are there, by name, each read once.
+
+    WeightsError for one that is no ordinary file inside the directory, is too large, or is not
+    what its name says.
+    """
+    _check_present(directory, CONFIG)
+    return {n: _side_file(directory, n) for n in SIDE_FILES if _check_present(directory, n)}
+
+
+def _check_present(directory: Path, name: str) -> bool:
+    """Whether there is such a file; WeightsError where it lies elsewhere."""
+    path = directory / name
+    if not (path.exists() or path.is_symlink()):
+        return False
+    _inside(directory, name, path)
+    return True
+
+
+def _side_file(directory: Path, name: str) -> bytes:
+    path, most = directory / name, SIDE_FILES[name]
+    with open_regular(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise WeightsError(f"{path}: larger than {most} bytes; {tensorfile.DOWNLOAD}")
+    if name.endswith(".json"):
+        parse_json(path, raw)
+    else:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as e:
+            raise WeightsError(
+                f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}"
+            ) from None
+    return raw
+
+
 # ---- names, shapes, dtypes ------------------------------------------------------------------
 
 Found = dict[str, tuple[Header, Entry]]
@@ -497,17 +545,6 @@ def _report(directory: Path, spec: Spec, problems: list[Problem]) -> str:
 
 
 # ---- the local Hugging Face cache -----------------------------------------------------------
-
-
-def hub_cache() -> Path:
-    """Where the Hugging Face tools keep downloads: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
-
-    (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
-    """
-    env = os.environ.get
-    caches = Path(env("XDG_CACHE_HOME") or "~/.cache")
-    home = Path(env("HF_HOME") or caches / "huggingface")
-    return Path(env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
 
 
 def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:

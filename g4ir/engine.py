@@ -1,11 +1,4 @@
-"""The built artefact: an engine directory, how it is written and how it is loaded.
-
-    manifest.json            what it is, limits, versions, digest of every file and of itself
-    spec.yaml                the variant
-    graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
-    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
-    programs/                compiled files of the backend
-    tokenizer.json ...       copied from the checkpoint
+"""Building an engine directory, and what is loaded from it (artefact.py says what lies in one).
 
 It is written under a temporary name and renamed at the end; the manifest is the last file, so
 that a build killed at any moment leaves nothing that loads.
@@ -13,7 +6,6 @@ that a build killed at any moment leaves nothing that loads.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,56 +15,68 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import packing as packings
 from . import tensorfile
+from .artefact import (
+    BUILDING,
+    MANIFEST,
+    Artefact,
+    LatentOptions,
+    LinkedWeights,
+    Manifest,
+    Notes,
+    PackedWeights,
+    PassOptions,
+    RandomWeights,
+    StoredFile,
+    Versions,
+    graph_texts,
+    make_packing,
+    open_artefact,
+    read_compiled,
+    rebuild,
+)
 from .backends import find_backend
 from .backends.base import Backend, Limits, Runtime, checked_settings
 from .cache_sizes import cache_bytes
-from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
-from .errors import EngineError, G4Error, InputError, MissingError, SpecError
+from .checkpoint import (
+    GENERATION,
+    Checkpoint,
+    WeightSource,
+    hub_snapshot,
+    read_side_files,
+    sha256,
+)
+from .errors import EngineError, InputError, MissingError, SpecError
 from .fit import device_memory, require_fit
-from .ir import Graph, Program, Value
+from .ir import Program, Value
 from .media.audio import read_extractor
 from .media.choice import AUDIO, Media, find_media, listed
 from .media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from .media.soft import Soft
-from .model import PLE_TABLE, build_program, has_blocks
-from .pipeline import Options, run_program
+from .model import PLE_TABLE, has_blocks
+from .pipeline import Dump, Options
 from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
+from .schema import Line
 from .session import Session, embed_rows
 from .settings import find_dtype, find_latent, find_placement
 from .shrink import shrink
 from .spec import Spec, diff_specs, load_spec
-from .text import parse_graph
+from .trust import record_built, require_trust
 from .types import TORCH_NAMES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 4
 VERSION = "0.1.0"
-MANIFEST = "manifest.json"
-GENERATION = "generation_config.json"
-#: what an unfinished directory is called beside its final name
-BUILDING = ".building-"
-#: what loading needs of a manifest
-KEYS: dict[str, type] = {
-    "backend": str, "device": str, "machine": str, "dtype": str, "limits": dict,
-    "all_logits": bool, "skipped_passes": list, "options": dict, "settings": dict, "graphs": list,
-    "media": dict, "weights": dict, "compiled": dict, "versions": dict, "files": dict,
-}  # fmt: skip
 SHARD_BYTES = 4 << 30
-#: copied from the checkpoint where they exist
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    GENERATION, "chat_template.jinja", "processor_config.json", "preprocessor_config.json",
-)  # fmt: skip
+TOKENIZER = "tokenizer.json"
 
 #: what a config.json cannot say: where only these differ, the spec is right
 SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
@@ -102,8 +106,10 @@ class Prepared:
     media: Media
     packing: packings.Packing
     source: WeightSource
-    weights: dict[str, Any]
-    side_files: tuple[Path, ...]
+    #: one of artefact.WEIGHTS; None in a dry run without any
+    weights: Any
+    #: of the checkpoint, name -> content
+    side_files: Mapping[str, bytes]
 
     def param_bytes(self) -> int:
         """Bytes of the packed params, tables included."""
@@ -111,7 +117,7 @@ class Prepared:
 
     def disk_bytes(self) -> int:
         """Bytes of weights that the engine directory will hold."""
-        if self.weights["kind"] != "packed":
+        if not isinstance(self.weights, PackedWeights):
             return 0
         repeated = self.backend.repeated_bytes(self.packing.program, self.settings)
         return self.param_bytes() + repeated
@@ -126,11 +132,7 @@ class Prepared:
         kinds = self.media.kinds
         spec = shrink(self.spec, media=bool(kinds))
         media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-        program = run_program(
-            build_program(spec, self.all_logits, dtype, media), skip=self.skip,
-            options=self.options,
-        )
-        packing = packings.split_program(program)
+        packing = make_packing(spec, self.all_logits, dtype, media, self.skip, self.options)
         source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
         return packing, packings.MadeParams(packing, source)
 
@@ -157,7 +159,7 @@ def prepare(
     image_budgets: Sequence[int] | None = None,
     audio_seconds: Sequence[float] | None = None,
     dry: bool = False,
-    dump: Callable[[str, Graph], None] | None = None,
+    dump: Dump | None = None,
 ) -> Prepared:
     """Check a build as far as it goes without compiling. Arguments as `build`; `dry` also goes
     without what the environment lacks, a device or weights."""
@@ -168,6 +170,9 @@ def prepare(
     chosen = checked_settings(found, settings or {})
     directory = _checkpoint_dir(spec, checkpoint, random_weights, dry)
     _check_link(link_weights, directory, found)
+    side = read_side_files(directory) if directory else {}
+    if TOKENIZER in side:
+        _read_tokenizer(Path(directory or "") / TOKENIZER, side[TOKENIZER])
     spec = agreed_spec(spec, directory)
     kind = _dtype(found, dtype, spec)
     kinds = media if isinstance(media, str) else tuple(media)
@@ -177,9 +182,8 @@ def prepare(
     if not dry:
         found.check(device)
     options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
-    program = run_program(
-        build_program(spec, all_logits, kind, taken), skip=skip, dump=dump, options=options
-    )
+    packing = make_packing(spec, all_logits, kind, taken, skip, options, dump)
+    program = packing.program
     placement = find_placement(ple_placement, spec)
     room = memory if memory is not None else _memory(device, dry)
     if room is not None:
@@ -190,25 +194,24 @@ def prepare(
             all_logits=all_logits, skip=skip, options=options, media=taken,
         )  # fmt: skip
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
-    if found.packs_weights and weights["kind"] == "random":
-        weights = {"kind": "packed"}
-    side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
+    if found.packs_weights and isinstance(weights, RandomWeights):
+        weights = PackedWeights("packed")
     return Prepared(
         spec, found, device, kind, limits, all_logits, skip, options, chosen, placement, taken,
-        packings.split_program(program), source, weights, tuple(side),
+        packing, source, weights, side,
     )  # fmt: skip
 
 
 def _open_source(
     spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool, media: Media
-) -> tuple[WeightSource, dict[str, Any]]:
+) -> tuple[WeightSource, Any]:
     """Where the weights come from, and what the manifest says of them."""
     if directory is None:
         source = RandomCheckpoint(spec, seed or 0, torch_dtype(dtype))
-        return source, {"kind": "absent"} if seed is None else {"kind": "random", "seed": seed}
+        return source, None if seed is None else RandomWeights("random", seed)
     checkpoint = Checkpoint.open(directory, spec, media.kinds)
     read_defaults(directory / GENERATION, spec.text.vocab_size)
-    return checkpoint, _linked(checkpoint) if link else {"kind": "packed"}
+    return checkpoint, _linked(checkpoint) if link else PackedWeights("packed")
 
 
 def build(
@@ -244,7 +247,7 @@ def build(
     prepared = prepare(spec, **options)
     write_engine(prepared, out, progress)
     prepared.source.close()
-    return load_engine(out, progress=progress)
+    return load_engine(out, trust=True, progress=progress)
 
 
 def check_absent(out: Path) -> None:
@@ -268,15 +271,16 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
         )  # fmt: skip
         seconds = time.perf_counter() - start
         # After compiling where that needs none of them: it fails sooner.
-        if p.weights["kind"] == "packed" and not p.backend.packs_weights:
+        if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:
             _pack(p, folder, progress)
-        for name, g in p.packing.program.graphs.items():
-            _write_text(folder / f"graph.{name}.g4ir", str(g))
-        _write_text(folder / "prologue.g4ir", str(p.packing.prologue))
+        for name, text in graph_texts(p.packing).items():
+            _write_text(folder / name, text)
         _write_text(folder / "spec.yaml", p.spec.to_yaml())
-        for path in p.side_files:
-            shutil.copyfile(path, folder / path.name)
-        _write_text(folder / MANIFEST, _manifest_text(_manifest(p, folder, compiled)))
+        for name, raw in p.side_files.items():
+            tensorfile.write_file(folder / name, [raw])
+        manifest = _manifest(p, folder, compiled)
+        _write_text(folder / MANIFEST, manifest.text())
+    record_built(manifest, out)
     return seconds
 
 
@@ -291,47 +295,39 @@ def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
     return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
 
 
-def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> dict[str, Any]:
+def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    return {
-        "format": FORMAT,
-        "g4ir": VERSION,
-        "variant": p.spec.name,
-        "spec_digest": p.spec.digest(),
-        "backend": p.backend.name,
-        "device": p.device,
-        "machine": p.backend.machine(p.device),
-        "dtype": p.dtype,
-        "limits": asdict(p.limits),
-        "all_logits": p.all_logits,
-        "skipped_passes": list(p.skip),
-        "options": p.options,
-        "settings": dict(p.settings),
-        "ple_placement": p.ple_placement,
-        "media": p.media.to_dict(),
-        "graphs": list(p.packing.program.graphs),
-        "weights": p.weights,
-        "compiled": compiled,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "notes": {"ignored": dict(p.source.ignored), "defaults": dict(p.source.defaults)},
-        "files": {
-            f.relative_to(folder).as_posix(): {"sha256": sha256(f), "bytes": f.stat().st_size}
+    form = p.options["latent_kv"]["form"]
+    return Manifest(
+        g4ir=VERSION,
+        variant=p.spec.name,
+        spec_digest=p.spec.digest(),
+        backend=p.backend.name,
+        device=p.device,
+        machine=Line(p.backend.machine(p.device)),
+        dtype=p.dtype,
+        limits=p.limits,
+        all_logits=p.all_logits,
+        skipped_passes=p.skip,
+        options=PassOptions(LatentOptions(form)),
+        settings=dict(p.settings),
+        ple_placement=p.ple_placement,
+        media=p.media,
+        graphs=tuple(p.packing.program.graphs),
+        weights=p.weights,
+        compiled=compiled,
+        versions=Versions(torch.__version__, platform.python_version()),
+        notes=Notes(
+            {k: Line(v) for k, v in p.source.ignored.items()},
+            {k: f"{v:g}" for k, v in p.source.defaults.items()},
+        ),
+        files={
+            f.relative_to(folder).as_posix(): StoredFile(sha256(f), f.stat().st_size)
             for f in files
         },
-    }
-
-
-def _manifest_text(manifest: dict[str, Any]) -> str:
-    """JSON with a digest of its own content as the last key."""
-    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1) + "\n"
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    body = {k: v for k, v in manifest.items() if k != "digest"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    )
 
 
 @dataclass
@@ -401,19 +397,12 @@ class Engine:
 
     def tokenizer(self) -> Any:
         """The checkpoint's own tokenizer (library `tokenizers`)."""
-        path = self.path / "tokenizer.json"
+        path = self.path / TOKENIZER
         if not path.is_file():
             raise EngineError(
                 f"{self.path} has no tokenizer.json (the checkpoint had none): give token ids"
             )
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as e:
-            raise MissingError("text prompts need `pip install tokenizers`") from e
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as e:
-            raise EngineError(f"{path} is no tokenizer file: {e}") from e
+        return _read_tokenizer(path, path.read_bytes())
 
     def generate(
         self,
@@ -466,6 +455,18 @@ class Engine:
         """Free what the runtime holds."""
         self._idle = None
         self.runtime.close()
+
+
+def _read_tokenizer(path: Path, raw: bytes) -> Any:
+    """The tokenizer of a tokenizer.json; EngineError where it is none."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise MissingError("text prompts need `pip install tokenizers`") from e
+    try:
+        return Tokenizer.from_str(raw.decode())
+    except Exception as e:  # the library raises nothing narrower
+        raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
 
 
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
@@ -537,7 +538,7 @@ def _generate(
 
 def load_engine(
     path: str | Path, *, check_weights: bool = True, ple_placement: str | None = None,
-    cuda_graph: bool = True, progress: Progress = silent,
+    cuda_graph: bool = True, trust: bool = False, progress: Progress = silent,
 ) -> Engine:  # fmt: skip
     """Load an engine directory; compiles nothing.
 
@@ -545,42 +546,49 @@ def load_engine(
     check_weights=False leaves out the weight files, which take about a second per GiB.
     ple_placement puts the table of per-layer embeddings elsewhere than the build said;
     cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
-    Raises EngineError naming the file, or another machine, and the fix.
+    trust=True runs native code of an engine that this user did not build here (trust.py).
+    Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
-    path = Path(path)
-    manifest, program = read_program(path, check_weights)
-    backend = find_backend(manifest["backend"])
-    _check_machine(path, manifest, backend)
-    spec = load_spec(path / "spec.yaml")
-    packing = packings.Packing(program, _read_graph(path / "prologue.g4ir"))
-    media = Media.from_dict(manifest["media"])
-    params = _open_params(path, manifest, spec, packing, media)
-    limits = Limits(**manifest["limits"])
+    found = open_artefact(Path(path), check_weights)
+    m = found.manifest
+    backend = _backend_of(found)
+    kept = read_compiled(found, backend.record)
+    _check_machine(found, backend)
+    if backend.native and not trust:
+        require_trust(found)
+    params = _open_params(found)
+    program = found.packing.program
     runtime = backend.load(
-        program, limits, manifest["device"], path, manifest["compiled"], params,
-        _prefixed(progress, "load"), cuda_graph,
-    )  # fmt: skip
-    placed = find_placement(ple_placement or manifest.get("ple_placement"), spec)
+        program, m.limits, m.device, found.path, kept, params, _prefixed(progress, "load"),
+        cuda_graph,
+    )
+    placed = find_placement(ple_placement or m.ple_placement, found.spec)
     tables = {
-        v.name: _table(runtime, params, v, placed, manifest["device"])
+        v.name: _table(runtime, params, v, placed, m.device)
         for v in program.graphs["embed"].params
     }
     return Engine(
-        path, manifest, spec, limits, manifest["all_logits"], manifest["device"],
-        manifest["dtype"], program, runtime, tables, media,
+        found.path, json.loads(m.text()), found.spec, m.limits, m.all_logits, m.device,
+        m.dtype, program, runtime, tables, m.media,
     )  # fmt: skip
 
 
-def read_program(path: Path, check_weights: bool = False) -> tuple[dict[str, Any], Program]:
-    """The manifest of an engine directory and the graphs that run, after comparing every file
-    with its digest (weight files on request). Needs neither the device nor the backend."""
-    manifest = read_manifest(path)
-    names = manifest["graphs"]
-    for file in ("spec.yaml", "prologue.g4ir", *(f"graph.{n}.g4ir" for n in names)):
-        if file not in manifest["files"]:
-            raise EngineError(f"{path / MANIFEST}: {file} is not among its files; build it again")
-    _check_files(path, manifest, check_weights)
-    return manifest, Program({n: _read_graph(path / f"graph.{n}.g4ir") for n in names})
+def _backend_of(found: Artefact) -> Backend:
+    """The backend, where it makes engines such as this one."""
+    m = found.manifest
+    backend = find_backend(m.backend)
+    rules = {
+        "device": m.device in backend.devices,
+        "dtype": m.dtype in backend.dtypes,
+        "settings": m.settings == checked_settings(backend, m.settings),
+        "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
+    }
+    for key, holds in rules.items():
+        if not holds:
+            raise EngineError(
+                f"{found.path / MANIFEST}: {key} is none of backend {m.backend}; build it again"
+            )
+    return backend
 
 
 def _table(
@@ -595,64 +603,26 @@ def _table(
     return packings.open_table(params, v, placement, device)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The checked manifest of an engine directory."""
-    file = path / MANIFEST
-    unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
-    if unfinished or not file.is_file():
-        found = "is unfinished" if unfinished else f"has no {MANIFEST}"
-        raise EngineError(f"{path} is no engine directory: it {found}; run g4ir build")
-    try:
-        raw = file.read_bytes()
-        manifest = tensorfile.parse_json(file, raw)
-    except (G4Error, OSError) as e:
-        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
-    # The whole text is compared, so that not even a space can change.
-    if raw != _manifest_text({k: v for k, v in manifest.items() if k != "digest"}).encode():
-        raise EngineError(f"{file}: its digest does not match its content; build the engine again")
-    if manifest.get("format") != FORMAT:
-        raise EngineError(
-            f"{file}: format {manifest.get('format')!r}, this g4ir reads {FORMAT}; build it again"
-        )
-    for key, kind in KEYS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise EngineError(f"{file}: {key} is missing or no {kind.__name__}; build it again")
-    return manifest
-
-
-def _check_files(path: Path, manifest: dict[str, Any], weights: bool) -> None:
-    for name, kept in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise EngineError(f"{file} is missing; build the engine again")
-        if file.stat().st_size != kept["bytes"]:
-            raise EngineError(
-                f"{file}: {file.stat().st_size} bytes, expected {kept['bytes']}; build it again"
-            )
-        if name.endswith(".safetensors") and not weights:
-            continue
-        if sha256(file) != kept["sha256"]:
-            raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
-
-
-def _check_machine(path: Path, manifest: dict[str, Any], backend: Backend) -> None:
+def _check_machine(found: Artefact, backend: Backend) -> None:
     import torch
 
+    path, m = found.path, found.manifest
     # Not `backend.check`, which asks for what a build needs: loading needs no compiler.
-    if manifest["device"] == "cuda" and not torch.cuda.is_available():
+    if m.device == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             f"{path} was built for cuda and this torch sees no CUDA device; build it again with "
             f"--device cpu, or run it where it was built"
         )
-    built, here = manifest["machine"], backend.machine(manifest["device"])
+    built, here = m.machine, backend.machine(m.device)
     if not _runs_on(built, here):
         raise EngineError(
-            f"{path} was built for another machine ({built}); this is {here}; build it again here"
+            f"{path} was built for another machine ({built}); this is {here}; "
+            f"{rebuild(path, m)}"
         )
-    version = manifest["versions"]["torch"]
-    if built != "any" and version != torch.__version__:
+    if built != "any" and m.versions.torch != torch.__version__:
         raise EngineError(
-            f"{path} was built with torch {version}, this is {torch.__version__}; build it again"
+            f"{path} was built with torch {m.versions.torch}, this is {torch.__version__}; "
+            f"{rebuild(path, m)}"
         )
 
 
@@ -663,41 +633,34 @@ def _runs_on(built: str, here: str) -> bool:
     return kind == kind_here and set(flags.split(",")) <= set(flags_here.split(","))
 
 
-def _open_params(
-    path: Path, manifest: dict[str, Any], spec: Spec, packing: packings.Packing, media: Media
-) -> packings.ParamSource:
-    kept = manifest["weights"]
-    if kept["kind"] == "packed":
-        files = [path / n for n in manifest["files"] if n.endswith(".safetensors")]
-        return packings.StoredParams.open(files)
-    if kept["kind"] == "random":
+def _open_params(found: Artefact) -> packings.ParamSource:
+    m, kept = found.manifest, found.manifest.weights
+    if isinstance(kept, PackedWeights):
+        return packings.StoredParams.open(found.weight_files)
+    if isinstance(kept, RandomWeights):
         source: WeightSource = RandomCheckpoint(
-            spec, kept["seed"], torch_dtype(manifest["dtype"]), manifest["device"]
+            found.spec, kept.seed, torch_dtype(m.dtype), m.device
         )
-        return packings.MadeParams(packing, source)
-    for name, digest in kept["files"].items():
-        file = Path(kept["directory"]) / name
+        return packings.MadeParams(found.packing, source)
+    for name, digest in kept.files.items():
+        file = Path(kept.directory) / name
         if not file.is_file() or sha256(file) != digest:
             raise EngineError(
                 f"{file} is missing or is not the file this engine was built from; restore it, or "
                 f"build again without --link-weights"
             )
-    return packings.MadeParams(packing, Checkpoint.open(kept["directory"], spec, media.kinds))
+    checkpoint = Checkpoint.open(kept.directory, found.spec, m.media.kinds)
+    if {p.name for p, _ in checkpoint.files} != kept.files.keys():
+        raise EngineError(
+            f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
+            f"restore them, or build again without --link-weights"
+        )
+    return packings.MadeParams(found.packing, checkpoint)
 
 
-def _linked(source: Checkpoint) -> dict[str, Any]:
-    return {
-        "kind": "linked",
-        "directory": str(source.directory.resolve()),
-        "files": {p.name: sha256(p) for p, _ in source.files},
-    }
-
-
-def _read_graph(path: Path) -> Graph:
-    try:
-        return parse_graph(path.read_text())
-    except (G4Error, UnicodeDecodeError) as e:
-        raise EngineError(f"{path}: {e}") from e
+def _linked(source: Checkpoint) -> LinkedWeights:
+    files = {p.name: sha256(p) for p, _ in source.files}
+    return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
 def _checkpoint_dir(

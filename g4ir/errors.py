@@ -45,6 +45,10 @@ class EngineError(G4Error):
     """An engine directory is wrong: file, reason, and the fix."""
 
 
+class TrustError(EngineError):
+    """Native code of unknown makers, or a folder that others can write to, and how to decide."""
+
+
 class InputError(G4Error):
     """A request is wrong: the argument, its value and the limit."""
 

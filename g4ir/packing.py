@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import tensorfile
-from .errors import VerifyError
+from .errors import EngineError, VerifyError
 from .finite import cast
 from .interpret import interpret
 from .ir import Graph, Node, Program, Value, drop_dead, split_prologue
@@ -112,6 +112,24 @@ class StoredParams:
     def open(cls, files: list[Path]) -> StoredParams:
         return cls(tuple(tensorfile.read_header(f) for f in files))
 
+    def check(self, program: Program) -> None:
+        """EngineError unless these are the program's params, each once, of its shape and dtype:
+        compiled programs do not look at what they are given."""
+        found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
+        wanted = program.params()
+        for header in self.headers:
+            for name, entry in header.entries.items():
+                if name in found or name not in wanted:
+                    raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
+                found[name] = header, entry
+        for name, v in wanted.items():
+            if name not in found:
+                raise _wrong(self.headers[0].path.parent, name, "is missing")
+            header, entry = found[name]
+            if (entry.dtype, entry.shape) != _stored_as(v):
+                shown = f"{entry.dtype} {list(entry.shape)}"
+                raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
+
     def _find(self, param: str) -> tuple[mmap.mmap, tensorfile.Entry]:
         header = next(h for h in self.headers if param in h.entries)
         if header.path not in self._maps:
@@ -171,7 +189,7 @@ def write_params(
         shards[-1].append(v)
     files = []
     for i, shard in enumerate(shards):
-        table = {v.name: (_code(v), tuple(int(d) for d in v.type.shape)) for v in shard}
+        table = {v.name: _stored_as(v) for v in shard}
         path = folder / f"weights-{i:05d}.safetensors"
         tensorfile.write_tensors(path, table, _taking_turns(source))
         files.append(path)
@@ -192,5 +210,10 @@ def _taking_turns(source: ParamSource) -> Any:
     return take
 
 
-def _code(v: Value) -> str:
-    return tensorfile.CODES[TORCH_NAMES[v.type.dtype]]
+def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
+    """Dtype code and shape of a param in a file."""
+    return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
+
+
+def _wrong(path: Path, name: str, what: str) -> EngineError:
+    return EngineError(f"{path}: tensor {tensorfile.quoted(name)} {what}; build the engine again")

@@ -27,6 +27,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
 MAX_NODES = 10_000
 MAX_INT = 2**31 - 1
+MAX_LINE = 10_000
 MAX_SHOWN = 40  # characters of a wrong value that a message repeats
 
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -111,6 +112,10 @@ class Shaped:
 
     def schema(self) -> dict[str, Any]:
         return {"pattern": f"^{self.form}$"}
+
+
+class Line(str):
+    """Text on one line that may be long, such as a path or a list of processor flags."""
 
 
 Count = Annotated[int, Range(1, MAX_INT)]
@@ -381,6 +386,9 @@ def convert(node: Node, hint: Any, path: str) -> Any:
         return _optional(node, get_args(hint), path)
     if origin is tuple:
         return _items(node, get_args(hint)[0], path)
+    if origin is dict:
+        key, value = get_args(hint)
+        return _table(node, key, value, path)
     if is_dataclass(hint):
         return build(typing.cast(type, hint), node, path)
     return _leaf(node, hint, path)
@@ -409,6 +417,13 @@ def _items(node: Node, hint: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(node, Seq):
         raise fail(node.where, path, f"expected a list, found {_kind(node)}; write [a, b]")
     return tuple(convert(item, hint, f"{path}[{i}]") for i, item in enumerate(node.items))
+
+
+def _table(node: Node, key: Any, value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(node, Map):
+        raise fail(node.where, path, f"expected a mapping, found {_kind(node)}")
+    names = (convert(Scalar(k, False, node.keys[k]), key, join(path, k)) for k in node.entries)
+    return {k: convert(node.entries[k], value, join(path, k)) for k in names}
 
 
 def _leaf(node: Node, kind: type, path: str) -> Any:
@@ -446,11 +461,16 @@ def _to_str(node: Scalar) -> str | None:
     return node.text if len(node.text) <= 200 and node.text.isprintable() else None
 
 
+def _to_line(node: Scalar) -> str | None:
+    return node.text if len(node.text) <= MAX_LINE and node.text.isprintable() else None
+
+
 LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
     int: ("an integer", _to_int),
     float: ("a finite number", _to_float),
     bool: ("true or false", _to_bool),
     str: ("a word", _to_str),
+    Line: ("a line of text", _to_line),
 }
 
 

@@ -290,7 +290,9 @@ def write_tensors(
     )
 
 
-def write_file(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
+def write_file(
+    path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o644
+) -> None:
     """Write the concatenated parts to a temporary name beside `path`, sync, rename."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -300,7 +302,7 @@ def write_file(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
                     file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 import g4ir
-from g4ir.checkpoint import write_checkpoint
+from g4ir.artefact import MANIFEST, manifest_text
+from g4ir.checkpoint import sha256, write_checkpoint
 from g4ir.engine import Engine
 from g4ir.random_weights import RandomCheckpoint
 from g4ir.spec import load_spec
@@ -54,6 +56,25 @@ class Engines:
                 backend=backend, max_seq=MAX_SEQ, prefill_chunk=CHUNK, **OPTIONS[name],
             )  # fmt: skip
         return self.built[key]
+
+
+def stored_manifest(folder: Path) -> dict[str, Any]:
+    """The values of an engine's manifest, as they are in the file."""
+    values: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    return values
+
+
+def resigned(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The engine with another manifest, which has the digest of its new content and, where they
+    changed too, those of its files."""
+    values = stored_manifest(folder)
+    del values["digest"]
+    for name, kept in values["files"].items():
+        if (file := folder / name).is_file():
+            kept.update(sha256=sha256(file), bytes=file.stat().st_size)
+    change(values)
+    (folder / MANIFEST).write_text(manifest_text(values))
+    return folder
 
 
 def some_tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:

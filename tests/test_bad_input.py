@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir import engine as engines
 from g4ir import tensorfile
+from g4ir.artefact import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.engine import MANIFEST, load_engine, prepare, read_manifest, write_engine
+from g4ir.engine import load_engine, prepare, write_engine
 from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.spec import load_spec
 from tests.cli_tools import (
@@ -36,6 +36,7 @@ from tests.cli_tools import (
     refused,
     text_checkpoint,
 )
+from tests.engines import resigned
 
 RANDOM = ("--random-weights", "0")
 
@@ -543,11 +544,7 @@ def test_no_engine(tmp_path: Path) -> None:
 
 def edited(copy: Path, **changes: Any) -> Path:
     """The engine with another manifest, digest included."""
-    manifest = read_manifest(copy)
-    del manifest["digest"]
-    text = engines._manifest_text({**manifest, **changes})
-    (copy / MANIFEST).write_text(text)
-    return copy
+    return resigned(copy, lambda m: m.update(changes))
 
 
 def test_built_for_another_device(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir import console, requests
-from g4ir.engine import Engine, load_engine, read_manifest
+from g4ir.engine import Engine, load_engine
 from g4ir.model import build_graph
 from g4ir.pipeline import PASSES, run_passes
 from g4ir.requests import Desk, TextStream
@@ -34,6 +34,7 @@ from tests.cli_tools import (
     text_checkpoint,
     tokenizer,
 )  # fmt: skip
+from tests.engines import stored_manifest
 
 VERBS = ("specs", "show", "plan", "build", "run", "verify", "bench", "bench-compare")
 
@@ -200,7 +201,7 @@ def test_build_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     words = ("build", "--variant", "tiny-dense", "--backend", "reference", "--random-weights", "7")
     outcome = g4ir(*words)
     assert (outcome.code, outcome.out, outcome.err) == (0, "engines/tiny-dense-reference\n", "")
-    manifest = read_manifest(Path("engines/tiny-dense-reference"))
+    manifest = stored_manifest(Path("engines/tiny-dense-reference"))
     assert manifest["limits"] == {"max_batch": 1, "max_seq": 1024, "prefill_chunk": 1024}
     assert (manifest["dtype"], manifest["device"]) == ("f32", "cpu")
     assert manifest["weights"] == {"kind": "random", "seed": 7}
@@ -215,7 +216,7 @@ def test_build_options(tmp_path: Path) -> None:
     )  # fmt: skip
     told = json.loads(ok(*BUILD, *words, "--json", "--out", out))
     assert told["engine"] == str(out) and told["compile_s"] >= 0
-    manifest = read_manifest(out)
+    manifest = stored_manifest(out)
     assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
     assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
     assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
@@ -256,7 +257,7 @@ def test_build_and_verify(tmp_path: Path) -> None:
 
 
 def test_build_from_a_checkpoint(text_engine: Path, checkpoint: Path, tmp_path: Path) -> None:
-    manifest = read_manifest(text_engine)
+    manifest = stored_manifest(text_engine)
     assert manifest["variant"] == "my-tiny"
     assert {"tokenizer.json", "generation_config.json"} < set(manifest["files"])
     outcome = g4ir(*BUILD, "--checkpoint", checkpoint, "--link-weights", "--out", tmp_path / "e")

@@ -8,12 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import g4ir
@@ -24,11 +25,11 @@ from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.packing import MadeParams, RowTable, StoredParams
 from g4ir.random_weights import RandomCheckpoint
 from g4ir.spec import load_spec
-from tests.engines import agrees, random_checkpoint, some_tokens
+from tests.engines import agrees, random_checkpoint, resigned, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
-SIDE = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": [1]}',
-        "chat_template.jinja": "hi"}  # fmt: skip
+SIDE = {"tokenizer.json": Tokenizer(WordLevel({"a": 0}, "a")).to_str(),
+        "generation_config.json": '{"eos_token_id": [1]}', "chat_template.jinja": "hi"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +67,6 @@ def answer(engine: Engine) -> torch.Tensor:
     session, tokens = engine.session(), some_tokens(1, 41)
     session.prefill(tokens[:, :40])
     return session.decode(tokens[:, 40])
-
-
-def resigned(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and give it the digest of its new content."""
-    from g4ir.engine import _manifest_text
-
-    file = folder / "manifest.json"
-    values = json.loads(file.read_text())
-    del values["digest"]
-    change(values)
-    file.write_text(_manifest_text(values))
 
 
 # --- what is written --------------------------------------------------------------------------

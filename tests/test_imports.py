@@ -46,7 +46,7 @@ BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal
 BANNED_NAMES = {"torch.load", "torch.save", "os.environ", "os.getenv", "os.putenv", "hasattr",
                 "eval", "exec"}  # fmt: skip
 ALLOWED = {
-    "g4ir.checkpoint": {"os.environ"},  # where the Hugging Face cache lies is said there alone
+    "g4ir.places": {"os.environ"},  # where caches and decisions of the user lie is said there alone
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 NEEDS = ("onnx", "onnxruntime")
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What the manifest keeps of an export."""
+
+    opset: int
+    nodes: int
+    experts: str
+
+
 class OnnxBackend:
     """Exports through the tensor primitives; runs on onnxruntime."""
 
@@ -29,6 +39,8 @@ class OnnxBackend:
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
     packs_weights = True
+    native = False
+    record = Exported
     settings: Mapping[str, Setting] = {
         "experts": Setting(
             EXPERTS, "auto",
@@ -71,7 +83,7 @@ class OnnxBackend:
         return {"onnx": summary(model), **({"towers": towers} if towers else {})}
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: Exported,
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> Any:  # fmt: skip
         require("onnxruntime")

@@ -28,6 +28,8 @@ from ..primitives.network import (
 from .emitter import element_type
 from .export import MODEL, tower_file
 
+#: the model's own word for the caches that it updates in place
+IN_PLACE = "g4ir.in_place"
 #: of onnxruntime's log: errors only, since each of them is raised as well
 SEVERITY = 4
 
@@ -100,7 +102,9 @@ class OnnxRuntime:
         self.session = open_session(self.path, mapped=self.logits.type.dtype == "f32")
         self.names = {i.name for i in self.session.get_inputs()}
         facts = self.session.get_modelmeta().custom_metadata_map
-        self.in_place = frozenset(facts["g4ir.in_place"].split(","))
+        if IN_PLACE not in facts:
+            raise EngineError(f"{self.path} is not of this engine; build it again")
+        self.in_place = frozenset(facts[IN_PLACE].split(","))
         self._counted: dict[int, torch.Tensor] = {}
         #: opened when they are first used
         self._towers: dict[str, onnxruntime.InferenceSession] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.cache_sizes import cache_bytes
+from g4ir.errors import EngineError
 from g4ir.ir import Builder, Program, bind
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 #: the graphs that a step may run; an engine without pictures has no `prefill_media`
 PHASES = ("prefill", "decode", "prefill_media")
 KERNELS = "kernels.so"
+#: what a program's file is called
+PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
@@ -72,6 +76,9 @@ class TorchBackend:
     dtypes = tuple(DTYPE_BYTES)
     settings: Mapping[str, Setting] = {}
     packs_weights = False
+    native = True
+    #: graph or op that chooses -> the program of each step, by file; None for glue
+    record = dict[str, tuple[str | None, ...]]
 
     def check(self, device: str) -> None:
         compiler.check_toolchain(device)
@@ -97,10 +104,10 @@ class TorchBackend:
         if device == "cpu":
             compiler.compile_kernels(out / "programs" / KERNELS)
         kept = {
-            phase: [files[s.text] if isinstance(s, Segment) else None for s in many]
+            phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        return kept | {op: [files[text]] for op, text in chooses.items()}
+        return kept | {op: (files[text],) for op, text in chooses.items()}
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
@@ -115,14 +122,43 @@ class TorchBackend:
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
-        params: ParamSource, progress: Progress, cuda_graph: bool = True,
+        self, program: Program, limits: Limits, device: str, folder: Path,
+        kept: Mapping[str, tuple[str | None, ...]], params: ParamSource, progress: Progress,
+        cuda_graph: bool = True,
     ) -> Any:  # fmt: skip
         from .runtime import TorchRuntime
+
+        _check_programs(program, limits, device, folder / "programs", kept)
 
         return TorchRuntime(
             program, limits, device, folder / "programs", kept, params, progress, cuda_graph
         )
+
+
+def _check_programs(
+    program: Program, limits: Limits, device: str, folder: Path,
+    kept: Mapping[str, tuple[str | None, ...]],
+) -> None:  # fmt: skip
+    """EngineError unless every segment has a program that was made of it."""
+    texts: dict[str, list[str | None]] = {
+        name: [s.text if isinstance(s, Segment) else None for s in many]
+        for name, many in phase_steps(program, limits).items()
+    }
+    if device == "cuda":
+        texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
+    if kept.keys() != texts.keys():
+        raise EngineError(f"{folder}: programs of {', '.join(texts)} expected, those of "
+                          f"{', '.join(kept)} named; build the engine again")  # fmt: skip
+    checked: set[tuple[str, str]] = set()
+    for name, many in texts.items():
+        if [t is None for t in many] != [f is None for f in kept[name]]:
+            raise EngineError(f"{folder}: the programs of {name} are not one for each segment; "
+                              f"build the engine again")  # fmt: skip
+        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
+    for file, text in sorted(checked):
+        if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
+            raise EngineError(f"{folder}: no program {file!r}; build the engine again")
+        compiler.check_program(folder / file, text)
 
 
 BACKEND = TorchBackend()

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from g4ir.checkpoint import sha256
-from g4ir.errors import G4Error, LowerError, MissingError
-from g4ir.tensorfile import write_file
+from g4ir.errors import EngineError, LowerError, MissingError, TrustError
+from g4ir.places import cache_root, check_private, keep_inductor_private, private, state_root
+from g4ir.tensorfile import open_regular, write_file
 from g4ir.text import parse_graph
 
 from .target import Target, cpu_flags
@@ -78,7 +80,7 @@ def _sources(target: Target) -> str:
 
 def cache_dir() -> Path:
     """Where compiled programs are kept between builds."""
-    return Path.home() / ".cache" / "g4ir" / "programs"
+    return cache_root() / "programs"
 
 
 def check_toolchain(device: str) -> None:
@@ -136,27 +138,33 @@ def compile_all(
 
 
 def _from_cache(name: str, out: Path) -> bool:
-    """Copy a kept program, unless it is not what was kept: then it is compiled again."""
+    """Copy a kept program, unless it is not what was kept: then it is compiled again. TrustError
+    where others could have put it there."""
     kept = cache_dir() / name
+    if not kept.is_file():
+        return False
+    check_private(kept.parent)
+    check_private(_digest_file(name).parent)
     try:
         shutil.copyfile(kept, out / name)
-        return sha256(out / name) == _digest_file(kept).read_text()
+        return sha256(out / name) == _digest_file(name).read_text()
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _digest_file(kept: Path) -> Path:
-    return kept.with_suffix(".sha256")
+def _digest_file(name: str) -> Path:
+    """Where the digest of a kept program lies: apart from it, so that who can write to the cache
+    alone can put nothing there that is believed."""
+    return state_root() / "programs" / name
 
 
 def _keep(path: Path) -> None:
     """Best effort: a full or read-only cache directory is no reason to fail a build."""
-    kept = cache_dir() / path.name
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(kept, [path.read_bytes()])
-        write_file(_digest_file(kept), [sha256(path).encode()])
-    except (G4Error, OSError):
+        kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
+        write_file(kept / path.name, [path.read_bytes()])
+        write_file(digest / path.name, [sha256(path).encode()])
+    except (TrustError, OSError):
         return
 
 
@@ -268,14 +276,16 @@ def compile_kernels(path: Path) -> None:
 def compile_program(text: str, target: Target, path: Path) -> None:
     """Export one segment and write its package."""
     import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    keep_inductor_private(default_cache_dir())
     try:
         with _quiet_compiler(), torch.no_grad(), _kernels_understood():
             _compile(text, target, path)
     except Exception as e:
         raise LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
-            f"its first node: {text.splitlines()[-3].strip()}"
+            f"its first node: {first_node(text)}"
         ) from None
 
 
@@ -302,12 +312,38 @@ def _kernels_understood() -> Iterator[None]:
 
 
 def _compile(text: str, target: Target, path: Path) -> None:
+    """Write a program's file, which ends with what it was made of."""
     import torch
 
     with _any_size():
         torch._inductor.aoti_compile_and_package(
             exported(text, target), package_path=str(path), inductor_configs=_inductor_options()
         )
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = marker(text)
+
+
+def marker(text: str) -> bytes:
+    """What a program's file ends with, as the comment of a zip: the segment that it was made of."""
+    return b"g4ir " + hashlib.sha256(text.encode()).hexdigest().encode()
+
+
+def check_program(path: Path, text: str) -> None:
+    """EngineError unless a program's file says that it was made of this segment: a program does not
+    look at the sizes of what it is given. Runs nothing of it."""
+    wanted = marker(text)
+    with open_regular(path) as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - len(wanted)))
+        found = file.read()
+    if found != wanted:
+        raise EngineError(f"{path} was made for another segment than {first_node(text)}; build "
+                          f"the engine again")  # fmt: skip
+
+
+def first_node(text: str) -> str:
+    """A segment in a message."""
+    return text.splitlines()[-3].strip()
 
 
 def _any_size() -> Any:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from g4ir.errors import EngineError
 from g4ir.ir import Program
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
+from g4ir.places import unpacking
 from g4ir.sampling import Sampling, draw
 
 from ..base import Limits, Progress, Tensors, Watch
@@ -71,7 +73,8 @@ class TorchRuntime:
         self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
         names = dict.fromkeys(f for many in files.values() for f in many if f)
-        calls = {name: _load_program(folder / name, device) for name in names}
+        with unpacking(keep=device == "cuda"):
+            calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":
             pyops.load_kernels(folder / KERNELS)
         self.choosers = {
@@ -224,13 +227,30 @@ def _own(t: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _load_program(path: Path, device: str) -> Call:
+    """A program, ready to be called. EngineError where the system does not load it.
+
+    It unpacks itself; on a GPU it reads its kernels from there when they are first used.
+    """
     # It warns about every package that it did not write in this very process.
     logging.getLogger("torch._inductor.package.package").setLevel(logging.ERROR)
     index = torch.cuda.current_device() if device == "cuda" else -1
-    # Not `torch._inductor.aoti_load_package`: it probes the instruction set with a compiler first.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+    try:
+        # Not `torch._inductor.aoti_load_package`: it probes the instruction set with a compiler.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+    except RuntimeError as e:
+        raise EngineError(f"{path} cannot be loaded: {_reason(e)}") from e
     call: Call = loader.run
     return call
+
+
+def _reason(error: RuntimeError) -> str:
+    """The system's own words, and what they mean where nothing may be run from a folder."""
+    text = str(error).splitlines()[0][:300]
+    if "failed to map segment" in text:
+        return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
+    if "extract" in text or "temporary" in text:
+        return f"{text}: make room there, or give XDG_CACHE_HOME another folder"
+    return text
 
 
 def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:

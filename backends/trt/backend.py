@@ -89,6 +89,8 @@ class TrtBackend:
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True
+    native: bool = True
+    record: Any = Any
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = Host()
 

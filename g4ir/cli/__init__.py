@@ -21,6 +21,7 @@ from .plan import add_plan
 from .run import add_run, add_verify
 from .show import add_show
 from .specs import add_specs
+from .trust import add_sign, add_trust
 from .tune import add_tune
 
 
@@ -56,4 +57,6 @@ def _parser() -> Parser:
     add_bench(verbs)
     add_bench_compare(verbs)
     add_tune(verbs)
+    add_trust(verbs)
+    add_sign(verbs)
     return parser

@@ -95,7 +95,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         try:
             for path in args.engines:
                 start = time.perf_counter()
-                engines.append(load(path, progress, args.cuda_graph))
+                engines.append(load(path, progress, args.cuda_graph, args.trust))
                 seconds.append(time.perf_counter() - start)
             workload = plan_workload(
                 engines, args.input_len, args.output_len, args.batch, args.context, args.seed,

@@ -130,7 +130,7 @@ def _tell_notes(p: Prepared) -> None:
 
 
 def _tell_leftovers(out: Path) -> None:
-    from g4ir.engine import BUILDING
+    from g4ir.artefact import BUILDING
 
     for left in sorted(out.absolute().parent.glob(f".{_escaped(out.name)}{BUILDING}*")):
         console.say(f"note: {left} is left of a killed build, or of one that still runs")
@@ -164,7 +164,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
         "settings": dict(p.settings), "media": p.media.to_dict(),
-        "weights": p.weights["kind"], "param_bytes": p.param_bytes(),
+        "weights": p.weights.kind if p.weights else "absent", "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
         "disk_bytes": p.disk_bytes(),

@@ -127,14 +127,26 @@ def add_load(parser: Parser) -> None:
         "--no-cuda-graph", dest="cuda_graph", action="store_false",
         help="on CUDA, start the kernels of a decode step one by one",
     )
+    add_trust_once(parser)
 
 
-def load(path: str, progress: Callable[[str], None], cuda_graph: bool = True) -> Engine:
+def add_trust_once(parser: Parser) -> None:
+    """For verbs that run an engine's compiled programs."""
+    parser.add_argument(
+        "--trust", action="store_true",
+        help="run native code that this user did not build here (see `g4ir show ENGINE\n"
+        "--provenance`; `g4ir trust ENGINE` keeps the decision)",
+    )  # fmt: skip
+
+
+def load(
+    path: str, progress: Callable[[str], None], cuda_graph: bool = True, trust: bool = False
+) -> Engine:
     """An engine of a command line."""
     from g4ir.engine import load_engine
 
     progress(f"loading {path}")
-    return load_engine(path, cuda_graph=cuda_graph, progress=progress)
+    return load_engine(path, cuda_graph=cuda_graph, trust=trust, progress=progress)
 
 
 def given_spec(args: argparse.Namespace) -> Spec | None:

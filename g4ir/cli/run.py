@@ -14,7 +14,7 @@ from g4ir import console
 from g4ir.errors import InputError
 from g4ir.media.choice import AUDIO, IMAGE, KINDS, VIDEO
 
-from .common import add_load, add_verb, emit, load, token_ids
+from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
 
 if TYPE_CHECKING:
     from g4ir.requests import Desk, Failure, Request, Result
@@ -82,6 +82,7 @@ def add_verify(verbs: Any) -> None:
         help="run the pipeline again, pass by pass, compare each stage with the one before and\n"
         "the last with the backend, and name the first node out of its op's budget",
     )  # fmt: skip
+    add_trust_once(p)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -92,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     with console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph)
+        engine = load(args.engine, progress, args.cuda_graph, args.trust)
         desk = Desk(engine, flags)
         requests = [desk.request(fields, where, args.media) for where, fields in lines]
         failed = 0
@@ -170,29 +171,32 @@ def _tell_summary(r: Result) -> None:
 def _verify(args: argparse.Namespace) -> int:
     tokens = token_ids(args.tokens, "--tokens")
     if not args.each_pass:
-        return verified(args.engine, args, args.against, tokens)
+        return verified(args.engine, args, args.against, tokens, args.trust)
     if args.against != "reference":
         raise InputError(f"--each-pass compares with the interpreter: leave out --against "
                          f"{args.against}")  # fmt: skip
     from g4ir.stages import verify_each_pass
 
-    return _reported(args, args.engine, partial(verify_each_pass, tokens=tokens))
+    check = partial(verify_each_pass, tokens=tokens)
+    return _reported(args, args.engine, check, args.trust)
 
 
 def verified(
     engine: str, args: argparse.Namespace, against: str = "reference",
-    tokens: list[int] | None = None,
+    tokens: list[int] | None = None, trust: bool = True,
 ) -> int:  # fmt: skip
     """`verify` of an engine directory; also what `build --verify` does."""
     from g4ir.compare import verify_engine
 
-    return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens))
+    return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens), trust)
 
 
-def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any]) -> int:
+def _reported(
+    args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool
+) -> int:
     """Load, check, print; exit 1 where the check failed."""
     with console.Progress() as progress:
-        loaded = load(engine, progress)
+        loaded = load(engine, progress, trust=trust)
         try:
             report = check(loaded, checkpoint=args.checkpoint, progress=progress)
         finally:

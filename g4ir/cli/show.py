@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from g4ir import console
 from g4ir.errors import InputError
 from g4ir.latent_forms import FORMS
-from g4ir.spec import Spec, load_spec, spec_names
+from g4ir.spec import Spec, spec_names
 
 from .common import Parser, add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
+    from g4ir.artefact import Artefact
     from g4ir.ir import Graph, Program
     from g4ir.media.choice import Media
 
@@ -37,6 +38,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 def add_show(verbs: Any) -> None:
     p = add_verb(verbs, "show", _show, "printed IR at any point of the pipeline")
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
+    p.set_defaults(stored=None)
     add_source(p)
     p.add_argument("--phase", choices=PHASES, default="decode")
     p.add_argument(
@@ -59,6 +61,8 @@ def add_show(verbs: Any) -> None:
     p.add_argument("--kernels", action="store_true",
                    help="which kernel each node becomes on a GPU (--gpu, default h200; --batch:\n"
                    "most rows), and its settings")  # fmt: skip
+    p.add_argument("--provenance", action="store_true",
+                   help="who built an engine, of what; whether its code is run")  # fmt: skip
     _add_cost(p)
 
 
@@ -98,6 +102,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.engine is not None and (args.variant or args.spec or args.all_logits):
         raise InputError("an engine has its own spec: leave out --variant, --spec, --all-logits")
     _check_cost(args)
+    if args.provenance:
+        return _show_provenance(args)
     if args.diff or args.against is not None:
         from .show_diff import show_diff
 
@@ -126,7 +132,7 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
     if args.after is None and args.engine is not None:
         if args.skip:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
-        return _found(_stored(args.engine)[1], args.phase, _spec(args))
+        return _found(_stored(args).packing.program, args.phase, _spec(args))
     graph, skip = _plain_graph(args)
     if args.after == "none":
         return graph
@@ -222,30 +228,40 @@ def _of_part(media: Media, part: str) -> Media:
     return replace(media, budgets=(), frame=None)
 
 
+def _show_provenance(args: argparse.Namespace) -> int:
+    from g4ir.trust import provenance
+
+    if args.engine is None:
+        raise InputError("--provenance: give an engine directory")
+    said = provenance(_stored(args))
+    if args.json:
+        emit(said)
+        return 0
+    for key, value in said.items():
+        print(f"{key.replace('_', ' '):<14} {value}")
+    return 0
+
+
 def _plain_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """The graph before all passes, and the passes to leave out."""
     spec = _spec(args)
     if args.engine is None:
         return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
-    manifest, program = _stored(args.engine)
-    _found(program, args.phase, spec)
-    media = engine_media(args)
-    graph = plain_graph(spec, args.phase, manifest["all_logits"], manifest["dtype"], media)
-    return graph, {*manifest["skipped_passes"], *args.skip}
+    stored = _stored(args)
+    m = stored.manifest
+    _found(stored.packing.program, args.phase, spec)
+    graph = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
+    return graph, {*m.skipped_passes, *args.skip}
 
 
 def engine_media(args: argparse.Namespace) -> Media | None:
     """What an engine takes; None for a spec."""
-    from g4ir.media.choice import Media
-
-    if args.engine is None:
-        return None
-    return Media.from_dict(_stored(args.engine)[0]["media"])
+    return None if args.engine is None else _stored(args).manifest.media
 
 
 def _spec(args: argparse.Namespace) -> Spec:
     if args.engine is not None:
-        return load_spec(Path(args.engine) / "spec.yaml")
+        return _stored(args).spec
     spec = given_spec(args)
     if spec is None:
         raise InputError("give --variant N, --spec F, or an engine directory")
@@ -260,15 +276,19 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         return {"latent_kv": {"form": args.latent_kv}} if args.latent_kv else {}
     if args.latent_kv is not None:
         raise InputError("--latent-kv: an engine has its own form")
-    return dict(_stored(args.engine)[0]["options"])
+    return dict(_stored(args).manifest.pass_options)
 
 
-def _stored(engine: str) -> tuple[dict[str, Any], Program]:
-    if engine in spec_names() and not Path(engine).exists():
-        raise InputError(f"{engine} is a variant: give --variant {engine}")
-    from g4ir.engine import read_program
+def _stored(args: argparse.Namespace) -> Artefact:
+    """The engine; read once, since every file of it is."""
+    if args.stored is None:
+        if args.engine in spec_names() and not Path(args.engine).exists():
+            raise InputError(f"{args.engine} is a variant: give --variant {args.engine}")
+        from g4ir.artefact import open_artefact
 
-    return read_program(Path(engine))
+        args.stored = open_artefact(Path(args.engine))
+    found: Artefact = args.stored
+    return found
 
 
 def in_layer(value: str, layer: int) -> bool:

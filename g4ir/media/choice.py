@@ -51,14 +51,6 @@ class Media:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Media:
-        """What `to_dict` wrote, also through JSON."""
-        plain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
-        }
-        return cls(**plain)
-
 
 def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, int]:
     """Kind -> the id in whose places its soft tokens stand, of those kinds that have one."""
@@ -70,6 +62,29 @@ def offered(spec: Spec) -> tuple[str, ...]:
     """The kinds of media that a variant takes."""
     towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
     return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
+
+
+def check_media(media: Media, spec: Spec, most: int) -> None:
+    """InputError for a choice that `find_media` never makes; `most` sizes of sound at the most."""
+    pictures = IMAGE in media.kinds
+    known = {*BUDGETS, *([image_settings(spec).budget] if pictures else [])}
+    rules = {
+        "kinds": media.kinds == tuple(k for k in offered(spec) if k in media.kinds),
+        "budgets": _rising(media.budgets) and known >= {*media.budgets}
+                   and bool(media.budgets) == pictures,
+        "default": media.default in (media.budgets if pictures else (None,)),
+        "frame": media.frame == (FRAME_BUDGET if VIDEO in media.kinds else None),
+        "lengths": _rising(media.lengths) and len(media.lengths) <= most
+                   and bool(media.lengths) == (AUDIO in media.kinds),
+    }  # fmt: skip
+    for name, holds in rules.items():
+        if not holds:
+            raise InputError(f"media.{name} {getattr(media, name)!r} is not what {spec.name} takes")
+
+
+def _rising(numbers: tuple[int, ...]) -> bool:
+    """Whether numbers above 0 rise, and stay below what no picture or sound reaches."""
+    return max(numbers, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *numbers), numbers))
 
 
 def check_taken(kind: str, media: Media, spec: Spec) -> None:
