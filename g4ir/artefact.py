@@ -249,7 +249,8 @@ def read_manifest(path: Path) -> Manifest:
     # What is read is what is written: no field of another type, none left out, none in another
     # order.
     if manifest.text().encode() != raw:
-        raise EngineError(f"{file} is not as g4ir writes it; build the engine again")
+        line = _first_difference(raw, manifest.text().encode())
+        raise EngineError(f"{file}: line {line} is not as g4ir writes it; build the engine again")
     return manifest
 
 

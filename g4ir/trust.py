@@ -125,7 +125,8 @@ def record_built(manifest: Manifest, path: Path) -> None:
     try:
         record(manifest.digest, BUILT, path)
     except OSError as e:
-        log.warning("%s: %s: loading this engine will ask for --trust", e.filename, e.strerror)
+        where = e.filename or _engines()
+        log.warning("%s: %s: loading this engine will ask for --trust", where, e.strerror)
 
 
 def find_decision(digest: str) -> Decision | None:

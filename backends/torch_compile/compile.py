@@ -140,14 +140,14 @@ def compile_all(
 def _from_cache(name: str, out: Path) -> bool:
     """Copy a kept program, unless it is not what was kept: then it is compiled again. TrustError
     where others could have put it there."""
-    kept = cache_dir() / name
-    if not kept.is_file():
+    kept, digest = cache_dir() / name, _digest_file(name)
+    if not (kept.is_file() and digest.is_file()):
         return False
-    check_private(kept.parent)
-    check_private(_digest_file(name).parent)
+    for file in (kept, digest):
+        check_private(file.parent)
     try:
         shutil.copyfile(kept, out / name)
-        return sha256(out / name) == _digest_file(name).read_text()
+        return sha256(out / name) == digest.read_text()
     except (OSError, UnicodeDecodeError):
         return False
 

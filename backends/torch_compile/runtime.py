@@ -76,7 +76,7 @@ class TorchRuntime:
         with unpacking(keep=device == "cuda"):
             calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":
-            pyops.load_kernels(folder / KERNELS)
+            _load_kernels(folder / KERNELS)
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
@@ -243,7 +243,14 @@ def _load_program(path: Path, device: str) -> Call:
     return call
 
 
-def _reason(error: RuntimeError) -> str:
+def _load_kernels(path: Path) -> None:
+    try:
+        pyops.load_kernels(path)
+    except (OSError, ValueError, AttributeError) as e:  # no library, or one without our kernels
+        raise EngineError(f"{path} cannot be loaded: {_reason(e)}") from e
+
+
+def _reason(error: Exception) -> str:
     """The system's own words, and what they mean where nothing may be run from a folder."""
     text = str(error).splitlines()[0][:300]
     if "failed to map segment" in text:

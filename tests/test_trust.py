@@ -1,0 +1,345 @@
+"""Native code of others, run by decision alone; folders of the user, believed if theirs alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir import places, trust
+from g4ir.artefact import MANIFEST, SIGNATURE, open_artefact
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.cli import main
+from g4ir.engine import Engine, load_engine
+from g4ir.errors import EngineError, G4Error, InputError, TrustError
+from tests.engines import resigned
+
+#: a library that writes a file as soon as it is loaded
+EVIL = """#include <stdio.h>
+__attribute__((constructor)) void f(void) {{ fclose(fopen("{}", "w")); }}"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who has decided nothing."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    return folder
+
+
+@pytest.fixture
+def copied(engines: Any, tmp_path: Path) -> Path:
+    """A compiled engine of somebody else."""
+    return Path(shutil.copytree(engines("torch", "tiny-moe").path, tmp_path / "engine"))
+
+
+def library(path: Path, mark: Path) -> Path:
+    source = path.with_suffix(".c")
+    source.write_text(EVIL.format(mark))
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    source.unlink()
+    return path
+
+
+def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "pwned"
+    library(copied / "programs" / "kernels.so", mark)
+    resigned(copied, lambda m: None)
+    with pytest.raises(TrustError, match=r"native code.*--provenance.*--trust.*g4ir trust"):
+        load_engine(copied)
+    assert main(["run", str(copied), "--tokens", "2,5"]) == 2
+    assert main(["verify", str(copied)]) == 2
+    assert main(["bench", str(copied), "--input-len", "4"]) == 2
+    assert main(["show", str(copied), "--provenance"]) == 0
+    assert main(["show", str(copied), "--phase", "decode"]) == 0
+    assert not mark.exists()
+    with pytest.raises(G4Error):  # it has no kernels
+        load_engine(copied, trust=True)
+    assert mark.exists()
+
+
+def test_decisions(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digest = open_artefact(copied).manifest.digest
+    assert main(["trust", str(copied)]) == 0
+    assert load_engine(copied).generate([2, 5, 7], 2)
+    moved = copied.rename(copied.parent / "elsewhere")  # the bytes count, not the place
+    assert load_engine(moved)
+    assert main(["trust"]) == 0
+    listed = capsys.readouterr().out
+    assert f"engine {digest}  trusted, " in listed and str(copied) in listed
+    assert main(["trust", "--revoke", digest]) == 0
+    with pytest.raises(TrustError):
+        load_engine(moved)
+    assert main(["trust", "--revoke", digest]) == 2
+    assert main(["trust", "--revoke", "../keys"]) == 2
+
+
+def test_a_decision_ends_with_a_change(copied: Path) -> None:
+    main(["trust", str(copied)])
+    resigned(copied, lambda m: m["versions"].update(python="3.99"))
+    with pytest.raises(TrustError):
+        load_engine(copied)
+
+
+def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="reference",
+                        max_seq=32)  # fmt: skip
+    digest = engine.manifest["digest"]
+    decision = trust.find_decision(digest)
+    assert decision and decision.why == trust.BUILT and decision.path == str(tmp_path / "e")
+    found = trust.provenance(open_artefact(engine.path))
+    assert found["built_by"].startswith("this user, here, ") and found["native_code"] == "none"
+    assert found["weights"] == "made from seed 0" and found["signature"] == "none"
+
+
+def test_data_alone_is_loaded_without_a_question(engines: Any) -> None:
+    """The interpreter's engines hold no code."""
+    assert load_engine(engines("reference", "tiny-moe").path)
+
+
+def test_a_decision_that_cannot_be_kept_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="reference", max_seq=32)
+    assert "loading this engine will ask for --trust" in caplog.text
+
+
+# --- signatures -------------------------------------------------------------------------------
+
+
+def test_signed_engines(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tmp_path / "me"
+    assert main(["sign", "--new-key", str(name)]) == 0
+    secret, public = Path(f"{name}.pem"), Path(f"{name}.pub.pem")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert main(["sign", str(copied), "--key", str(secret)]) == 0
+    with pytest.raises(TrustError, match="a key that is not trusted here"):
+        load_engine(copied)
+    assert main(["trust", "--key", str(public)]) == 0
+    assert load_engine(copied)
+    capsys.readouterr()
+    assert main(["show", str(copied), "--provenance"]) == 0
+    (key,) = trust.trusted_keys()
+    assert f"key {key}, trusted" in capsys.readouterr().out
+    # Not one byte of what is signed may change, nor of the signature.
+    signature = (copied / SIGNATURE).read_bytes()
+    for other in (bytes([signature[0] ^ 1]) + signature[1:], signature[:-1], signature + b"x", b""):
+        (copied / SIGNATURE).write_bytes(other)
+        with pytest.raises(TrustError):
+            load_engine(copied)
+    (copied / SIGNATURE).write_bytes(signature)
+    resigned(copied, lambda m: m["versions"].update(python="3.99"))
+    with pytest.raises(TrustError):
+        load_engine(copied)
+    assert main(["trust", "--revoke", key]) == 0 and not trust.trusted_keys()
+
+
+def test_openssl_reads_the_same(copied: Path, tmp_path: Path) -> None:
+    """The signature is one of RFC 8032 over the bytes of manifest.json, the keys are plain PEM."""
+    main(["sign", "--new-key", str(tmp_path / "me")])
+    main(["sign", str(copied), "--key", str(tmp_path / "me.pem")])
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    key: Any = load_pem_public_key((tmp_path / "me.pub.pem").read_bytes())
+    key.verify((copied / SIGNATURE).read_bytes(), (copied / MANIFEST).read_bytes())
+
+
+@pytest.mark.parametrize("words, message", [
+    (["sign"], "give ENGINE and --key"), (["sign", "--new-key", "k", "--key", "x"], "--new-key"),
+    (["trust", "x", "--key", "y"], "give one of"), (["trust", "--key", "no.pem"], "no.pem"),
+    (["trust", "--key", "junk.pem"], "public key as PEM"),
+])  # fmt: skip
+def test_wrong_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("junk.pem").write_text("junk")
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("k*"))
+
+
+def test_keys_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "k.pub.pem").write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        trust.make_key(tmp_path / "k.pem", tmp_path / "k.pub.pem")
+    assert not (tmp_path / "k.pem").exists() and (tmp_path / "k.pub.pem").read_text() == "mine"
+
+
+def test_signing_looks_at_the_engine_first(copied: Path, tmp_path: Path) -> None:
+    main(["sign", "--new-key", str(tmp_path / "me")])
+    file = next(copied.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert main(["sign", str(copied), "--key", str(tmp_path / "me.pem")]) == 2
+    assert not (copied / SIGNATURE).exists()
+
+
+# --- the user's folders -----------------------------------------------------------------------
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "g4ir" / "programs"
+    places.private(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for place, mode in ((folder, 0o770), (folder, 0o707), (folder.parent, 0o777)):
+        place.chmod(mode)
+        with pytest.raises(TrustError, match=f"`chmod go-w {place}`"):
+            places.check_private(folder)
+        place.chmod(0o700)
+    places.check_private(folder)
+    tmp_path.chmod(0o777)  # in which the folder itself could be exchanged
+    with pytest.raises(TrustError, match=f"`chmod go-w {tmp_path}`"):
+        places.check_private(folder)
+    tmp_path.chmod(0o1777)  # but not where only the owner of an entry may
+    places.check_private(folder)
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "g4ir"
+    folder.mkdir()
+    monkeypatch.setattr(places.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(TrustError, match="belongs to another user"):
+        places.check_private(folder)
+
+
+def test_a_planted_program_is_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out, name = tmp_path / "out", "0" * 24 + ".pt2"
+    out.mkdir()
+    assert not compiler._from_cache(name, out)
+    (out / name).write_bytes(b"program")
+    compiler._keep(out / name)
+    (out / name).unlink()
+    assert compiler._from_cache(name, out) and (out / name).read_bytes() == b"program"
+    kept = compiler.cache_dir() / name
+    with zipfile.ZipFile(kept, "w") as archive:
+        archive.writestr("model.so", library(tmp_path / "x.so", tmp_path / "pwned").read_bytes())
+    digest = kept.with_suffix(".sha256")
+    digest.write_text(compiler.sha256(kept))  # beside it, where one was believed before
+    assert not compiler._from_cache(name, out)
+    kept.parent.chmod(0o777)
+    with pytest.raises(TrustError, match="chmod go-w"):
+        compiler._from_cache(name, out)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_caches_lie_where_the_user_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_dir() == tmp_path / "g4ir" / "programs"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/h")
+    assert compiler.cache_dir() == Path("/h/.cache/g4ir/programs")
+
+
+def test_the_compiler_keeps_its_files_in_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/guessed")
+    places.keep_inductor_private("/tmp/guessed")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "g4ir" / "inductor")
+    assert stat.S_IMODE((tmp_path / "g4ir" / "inductor").stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
+    places.keep_inductor_private("/tmp/guessed")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
+
+
+# --- compiled programs ------------------------------------------------------------------------
+
+
+def _programs(path: Path) -> list[Path]:
+    return sorted((path / "programs").glob("*.pt2"))
+
+
+def _swap(path: Path) -> None:
+    one, two = _programs(path)[:2]
+    a, b = one.read_bytes(), two.read_bytes()
+    one.write_bytes(b)
+    two.write_bytes(a)
+
+
+def _other_name(m: dict[str, Any]) -> None:
+    m["compiled"]["prefill"][0] = "../../evil.pt2"
+
+
+def _other_program(m: dict[str, Any]) -> None:
+    names = [n for n in m["compiled"]["prefill"] if n]
+    m["compiled"]["prefill"] = [n and names[0] for n in m["compiled"]["prefill"]]
+
+
+NO_ZIP = b"PK\5\6" + bytes(18)
+PROGRAMS: dict[str, tuple[Any, Any, str]] = {
+    "swapped": (_swap, None, "another segment"),
+    "empty": (lambda p: _programs(p)[0].write_bytes(NO_ZIP), None, "another segment"),
+    "garbage": (lambda p: _programs(p)[0].write_bytes(b"x" * 999), None, "another segment"),
+    "none named": (None, lambda m: m.update(compiled={}), "programs of"),
+    "elsewhere": (None, _other_name, "no program '../../evil.pt2'"),
+    "one for all": (None, _other_program, "another segment"),
+    "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "one for each segment"),
+    "more rows": (None, lambda m: m["limits"].update(max_batch=64), "another segment"),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_programs_are_those_of_their_segments(copied: Path, case: str) -> None:
+    change, resign, message = PROGRAMS[case]
+    if change:
+        change(copied)
+    resigned(copied, resign or (lambda m: None))
+    with pytest.raises(EngineError, match=message):
+        load_engine(copied, trust=True)
+
+
+def test_a_program_that_the_system_does_not_load(copied: Path) -> None:
+    """Of its segment, as it says, and no program."""
+    for file in _programs(copied):
+        file.write_bytes(b"junk" + file.read_bytes()[-69:])
+    resigned(copied, lambda m: None)
+    with pytest.raises(EngineError, match=r"\.pt2 cannot be loaded"):
+        load_engine(copied, trust=True)
+
+
+def test_unpacked_programs_leave_nothing(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the cache nor among temporary files; where no cache can be, those are used."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    monkeypatch.setenv("TMPDIR", str(shared))
+    for cache in ("cache", "file/x"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        engine: Engine = load_engine(copied, trust=True)
+        assert engine.generate([2, 5, 7], 2)
+        assert not (tmp_path / "cache").exists() and not list(shared.iterdir())
+        assert os.environ["TMPDIR"] == str(shared)
+
+
+def test_no_room_to_unpack_is_one_error(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path / "missing"))
+    assert main(["run", str(copied), "--tokens", "2,5", "--trust"]) == 3
+    said = capsys.readouterr().err
+    assert "no folder to unpack" in said and "missing" in said and "XDG_CACHE_HOME" in said
