@@ -3,8 +3,10 @@
 Both are given the same tokens in several turns and single steps; logits are compared at every
 position that yields them, then 16 greedy tokens. Where fp32 logits are out of budget, the
 rounding error of the interpreter on this very model is measured (against float64) and four times
-that is allowed. Where they still are, the values inside are compared in the order in which they
-are made, and the first that differs is named.
+that is allowed. In 16 bits the peer's own rounding is the budget (see distance.py); against
+transformers each layer is also computed in float64 on what the engine gave it, which shows a
+fault that is smaller than all rounding before it. Where something is out of budget, the values
+inside are compared in the order in which they are made, and the first that differs is named.
 
 The outputs of the layers at the end of each chunk are compared too: the curve shows where two
 models part. Logits near the softcap are alike whatever made them, so their number is watched.
@@ -28,16 +30,31 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .backends.base import Runtime
 from .backends.reference import ReferenceRuntime
 from .checkpoint import hub_snapshot, write_checkpoint
+from .distance import (
+    BUDGETS,
+    ROUNDED,
+    Anchor,
+    Budget,
+    Errors,
+    LocalError,
+    float64_refusal,
+    local_errors,
+    local_text,
+    median_of,
+    row_errors,
+    worst_of,
+)
 from .engine import Engine, Progress, agreed_spec, silent
 from .errors import InputError, MissingError
 from .finite import advice
-from .ir import Program
+from .ir import Graph, Program
 from .media.choice import placeholders
 from .params import text_tensors
 from .random_weights import RandomCheckpoint
 from .sampling import checked_ids
 from .towers import is_tower
 from .types import ITEMSIZE, torch_dtype
+from .wide import WideProducts, other_attention, wide_model
 
 if TYPE_CHECKING:
     import torch
@@ -66,70 +83,6 @@ EVERY_LOGITS = 1 << 28
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What a row of logits may differ by: its largest difference relative to the peer row's
-    rms, or the cosine of the two rows."""
-
-    relative: float | None = None
-    cosine: float | None = None
-
-    def holds(self, errors: Errors) -> torch.Tensor:
-        """bool [rows]; a value that is not a number never holds."""
-        if self.relative is not None:
-            return errors.relative <= self.relative
-        assert self.cosine is not None
-        return errors.cosine > self.cosine
-
-    @property
-    def gap(self) -> float:
-        """Two logits closer than this (relative to the row's rms) may change places."""
-        if self.relative is not None:
-            return 2 * self.relative
-        assert self.cosine is not None
-        return 2 * math.sqrt(2 * (1 - self.cosine))
-
-    def __str__(self) -> str:
-        if self.relative is not None:
-            return f"relative error at most {self.relative:.1e}"
-        return f"cosine above {self.cosine}"
-
-
-#: fp32: rounding only, and room for how far transformers' own modes lie apart; 16-bit: rounding
-#: after every op, and products that sum in another order
-BUDGETS = {
-    ("f32", "reference"): Budget(relative=1e-4),
-    ("f32", "hf"): Budget(relative=4e-4),
-    ("bf16", "reference"): Budget(cosine=0.999),
-    ("bf16", "hf"): Budget(cosine=0.999),
-    ("f16", "reference"): Budget(cosine=0.999),
-    ("f16", "hf"): Budget(cosine=0.999),
-}
-
-
-@dataclass(frozen=True)
-class Errors:
-    """By row: largest difference, the same relative to the wanted row's rms, and the cosine."""
-
-    absolute: torch.Tensor
-    relative: torch.Tensor
-    cosine: torch.Tensor
-
-
-def row_errors(got: torch.Tensor, want: torch.Tensor) -> Errors:
-    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. What is
-    not a number stays so."""
-    import torch
-
-    got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
-    absolute = (got - want).abs().amax(-1)
-    rms = want.pow(2).mean(-1).sqrt()
-    floor = 1e-3 * want.pow(2).mean().sqrt() + 1e-30
-    cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1, eps=1e-30)
-    cosine = cosine.masked_fill((rms <= floor) & (absolute <= floor), 1.0)
-    return Errors(absolute, absolute / rms.maximum(floor), cosine)
-
-
-@dataclass(frozen=True)
 class Position:
     """The logits after one token."""
 
@@ -138,6 +91,8 @@ class Position:
     relative: float
     cosine: float
     ok: bool
+    #: to what the budget's rounding is measured from, or None
+    distance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -198,11 +153,26 @@ class Report:
     saturation: Saturation | None
     #: None for an engine that takes text alone
     media: MediaReport | None = None
+    #: each layer on what the engine itself gave it; () where nothing was measured
+    local: tuple[LocalError, ...] = ()
 
     @property
     def text_ok(self) -> bool:
-        """Every position within the budget, and the greedy tokens the same."""
-        return all(p.ok for p in self.positions) and self.greedy.differs is None
+        """Every position within the budget, their median and each layer too, and the greedy
+        tokens the same."""
+        whole = self.typical and all(e.ok for e in self.local)
+        return whole and all(p.ok for p in self.positions) and self.greedy.differs is None
+
+    @property
+    def typical(self) -> bool:
+        """Whether the median position is within the budget, where rounding is measured."""
+        rounding = self.budget.rounding
+        return rounding is None or self.median_distance <= rounding.median_limit
+
+    @property
+    def median_distance(self) -> float:
+        """Of the positions to what rounding is measured from; not a number where one is not."""
+        return median_of([p.distance for p in self.positions if p.distance is not None])
 
     @property
     def ok(self) -> bool:
@@ -227,6 +197,7 @@ class Report:
             *(_row(self.positions, *row) for row in _ROWS),
             f"  {'positions':10}{fine:>12} of {len(self.positions)} within the budget: "
             f"{self.budget}",
+            *self._rounding_lines(),
             f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
         ]
         if self.nll:
@@ -239,6 +210,26 @@ class Report:
         if self.first_difference:
             lines.append(f"  first value out of budget: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
+
+
+    def _rounding_lines(self) -> Iterator[str]:
+        """The engine's distances beside the peer's, and each layer alone."""
+        rounding = self.budget.rounding
+        if rounding is None:
+            return
+        worst = worst_of([p.distance for p in self.positions if p.distance is not None])
+        yield (
+            f"  {'distance':10}{self.median_distance:>12.2e} in the median, worst {worst:.2e}; the "
+            f"peer's {rounding.median:.2e} and {rounding.worst:.2e}"
+        )
+        if not self.typical:
+            yield f"  {'':10}the median is out of budget"
+        if rounding.reason:
+            yield f"  {'':10}{rounding.reason}"
+        if self.local:
+            yield f"  {'one layer':10}{local_text(self.local)}"
+        if bad := [e.layer for e in self.local if not e.ok]:
+            yield f"  {'':10}out of budget: {', '.join(bad)}"
 
 
 #: label, field, whether large is bad
@@ -291,6 +282,8 @@ def _greedy_text(g: Greedy) -> str:
     return f"{g.equal} of {g.count} equal"
 
 
+#: logits of a run, and the outputs of its layers
+Shown = tuple["torch.Tensor", "Rows"]
 #: value -> index of a token -> the value's row there, f32[hidden]
 Rows = dict[str, dict[int, "torch.Tensor"]]
 
@@ -304,6 +297,12 @@ class Peer(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """i64[T] -> f32[N, vocab] after every token, or at the end of each turn. The outputs of
         the layers at the tokens `ends`, the ends of the chunks, go into `layers`."""
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """`logits` in float64 on the same weights."""
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """`logits` in another mode of the peer: the same sums in another order."""
 
     def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
         """(tokens, the logits f32[count, vocab] that chose them)."""
@@ -338,7 +337,7 @@ def verify_engine(
             progress("looking for the first difference")
             odd = any(math.isnan(p.absolute) for p in report.positions)
             found = (odd and first_not_finite(engine, ids, turns)) or _first(
-                engine, peer, ids, turns, report.budget
+                engine, peer, ids, turns, report.budget.inside
             )
             report = replace(report, first_difference=found)
         reference = peer.engine if isinstance(peer, EnginePeer) else None
@@ -355,20 +354,37 @@ def _compare(
     progress: Progress,
 ) -> Report:  # fmt: skip
     own = EnginePeer(engine)
+    rounded = engine.dtype in ROUNDED
     ends = [*accumulate(_chunks(turns, engine.limits.prefill_chunk), initial=-1)][1:]
+    shown = range(len(ids)) if rounded else ends
     mine: Rows = {}
     theirs: Rows = {}
     progress(f"{len(ids)} tokens through the engine")
-    got = own.logits(ids, turns, every, ends, mine)
+    got = own.logits(ids, turns, every, shown, mine)
     progress(f"{len(ids)} tokens through {against}")
-    want = peer.logits(ids, turns, every, ends, theirs)
+    want = peer.logits(ids, turns, every, shown, theirs)
     where = _positions(turns, every)
     errors = row_errors(got, want)
     budget = BUDGETS[engine.dtype, against]
+    local: tuple[LocalError, ...] = ()
+    if rounded:
+        device = engine.device if against == "reference" else "cpu"
+        refusal = float64_refusal(engine, len(ids), len(where), device)
+        progress(f"{len(ids)} tokens through {against} {'again' if refusal else 'in float64'}")
+        anchor = find_anchor(peer, [ids], turns, every, refusal)
+        if refusal:
+            anchor = replace(anchor, rows=want)
+        budget, errors = Budget(rounding=anchor.rounding(want, engine.dtype)), anchor.errors(
+            got, want
+        )
+        if isinstance(peer, HfPeer) and not refusal:
+            progress("each layer in float64 on the engine's own inputs")
+            local = peer.local(ids, turns, every, (got, mine), (want, theirs), engine.dtype)
     if budget.relative is not None and not bool(budget.holds(errors).all()):
         progress(f"{len(ids)} tokens through the reference in float64")
         budget = widened(budget, rounding_error(engine, ids, turns, every))
-    parts = (errors.absolute, errors.relative, errors.cosine, budget.holds(errors))
+    parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
+    parts += [errors.distance] * rounded
     rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
     progress("greedy tokens")
     greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, budget)
@@ -376,9 +392,29 @@ def _compare(
     return Report(
         engine_name(engine), against, budget, tuple(turns), tuple(rows), greedy,
         nll if len(where) > 1 else None, None,
-        _layer_errors(engine.spec.text.num_hidden_layers, mine, theirs),
-        _saturation(engine.spec.text.final_logit_softcapping, got, want),
+        _layer_errors(engine.spec.text.num_hidden_layers, _only(mine, ends), theirs),
+        _saturation(engine.spec.text.final_logit_softcapping, got, want), local=local,
     )  # fmt: skip
+
+
+def find_anchor(
+    peer: Peer, rows: Sequence[torch.Tensor], turns: Sequence[int], every: bool,
+    refusal: str | None,
+) -> Anchor:  # fmt: skip
+    """Where distances of a batch of tokens i64[T] are measured from: the peer in float64, rows of
+    logits one request after the other; where that is refused no rows, and the other mode alone."""
+    import torch
+
+    other = torch.cat([peer.other(ids, turns, every).cpu() for ids in rows])
+    if refusal:
+        return Anchor("its other mode", other[:0], [other], refusal)
+    wide = torch.cat([peer.wide(ids, turns, every).cpu() for ids in rows])
+    return Anchor("float64", wide, [other])
+
+
+def _only(rows: Rows, at: Sequence[int]) -> Rows:
+    """The rows of some tokens."""
+    return {name: {i: t for i, t in held.items() if i in set(at)} for name, held in rows.items()}
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
@@ -424,19 +460,30 @@ def rounding_error(
 
 
 def wide_engine(engine: Engine) -> Engine:
-    """The text graphs through the interpreter in float64."""
+    """The text graphs through the interpreter in float64, on the params as they are stored."""
     runtime = _WideRuntime(
-        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
-    )
+        _wide_program(text_graphs(engine.program)), engine.limits, engine.device,
+        engine.runtime.source,
+    )  # fmt: skip
     return replace(engine, runtime=runtime)
 
 
-class _WideRuntime(ReferenceRuntime):
-    """The interpreter in float64."""
+def _wide_program(program: Program) -> Program:
+    """Ops that say which float they make say float64. Types are as declared: nobody reads them
+    where a graph is interpreted."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.params = _doubled(self.params)
+    def wide(g: Graph) -> Graph:
+        nodes = (
+            replace(n, attrs={**n.attrs, "dtype": "f64"}) if n.attrs.get("dtype") in ROUNDED else n
+            for n in g.nodes
+        )
+        return replace(g, nodes=tuple(nodes))
+
+    return Program({name: wide(g) for name, g in program.graphs.items()})
+
+
+class _WideRuntime(ReferenceRuntime):
+    """The interpreter in float64: what goes in is, and products are; the rest follows."""
 
     def new_state(self, batch: int) -> Any:
         state = super().new_state(batch)
@@ -444,7 +491,8 @@ class _WideRuntime(ReferenceRuntime):
         return state
 
     def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> torch.Tensor | None:
-        return super().run(phase, _doubled(feeds), *rest)
+        with WideProducts():
+            return super().run(phase, _doubled(feeds), *rest)
 
 
 def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -570,11 +618,23 @@ class EnginePeer:
 
         def keep(place: Place, name: str, t: torch.Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
-                layers.setdefault(name, {})[place.end] = t[0, -1].float().cpu()
+                # After the last layer whose K and V are read later, a chunk goes on with its end.
+                rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]
+                kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
+                layers.setdefault(name, {}).update(kept)
+
+        wanted = set(ends)
 
         session = _watched(self.engine, keep) if layers is not None else self.engine.session()
         rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
         return torch.cat(rows) if every else torch.stack(rows)
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        return EnginePeer(wide_engine(self.engine)).logits(tokens, turns, every)
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """Token by token."""
+        return self.logits(tokens, [1] * len(tokens), False)[_positions(turns, every)]
 
     def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
         import torch
@@ -599,11 +659,39 @@ class HfPeer:
     ) -> torch.Tensor:  # fmt: skip
         import torch
 
-        where = torch.tensor(_positions(turns, every))
+        device = self.model.device
+        where = torch.tensor(_positions(turns, every), device=device)
         with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
-            out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=where)
-        rows: torch.Tensor = out.logits[0].float()
-        return rows
+            ids = tokens[None].to(device)
+            out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where)
+        rows: torch.Tensor = out.logits[0]
+        return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        with wide_model(self.model):
+            return self.logits(tokens, turns, every)
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """The other attention: one product where eager has two, or the reverse."""
+        with other_attention(self.model):
+            return self.logits(tokens, turns, every)
+
+    def local(
+        self, tokens: torch.Tensor, turns: Sequence[int], every: bool, own: Shown, theirs: Shown,
+        dtype: str,
+    ) -> tuple[LocalError, ...]:  # fmt: skip
+        """Each layer, and the head, in float64 on what the engine gave it, beside the same of the
+        peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
+        count = len(self.model.get_decoder().layers)
+        sides = []
+        for logits, rows in (own, theirs):
+            given = {i + 1: rows[n] for i in range(count) if (n := f"L{i}.out") in rows}
+            margins: dict[int, torch.Tensor] = {}
+            made: Rows = {}
+            with wide_model(self.model, given, margins):
+                head = self.logits(tokens, turns, every, range(len(tokens)), made)
+            sides.append((logits, rows, head, made, margins))
+        return local_errors(count, _positions(turns, every), *sides, dtype=dtype)
 
     def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
         import torch

@@ -30,8 +30,8 @@ from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
 from g4ir.bench.text import COLUMNS, csv_text, metrics, text
 from g4ir.bench.work import chunk_costs, find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
-from g4ir.compare import Budget
 from g4ir.cost import Cost, NodeCost, Roof, graph_costs, total
+from g4ir.distance import Budget
 from g4ir.engine import Engine
 from g4ir.errors import InputError
 from g4ir.flatten import flatten

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g4ir.checkpoint import write_checkpoint
-from g4ir.compare import row_errors, verify_engine
+from g4ir.compare import verify_engine
+from g4ir.distance import row_errors
 from g4ir.engine import Engine, build
 from g4ir.errors import CheckError, WeightsError
 from g4ir.random_weights import RandomCheckpoint

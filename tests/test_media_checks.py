@@ -16,8 +16,9 @@ from g4ir import compare, pipeline
 from g4ir.bench import measure, roof
 from g4ir.bench.runners import interpreter
 from g4ir.bench.workload import Workload, draw_tokens
-from g4ir.compare import BUDGETS, Budget, random_ids, verify_engine
+from g4ir.compare import random_ids, verify_engine
 from g4ir.compare_media import HEAD, STEPS, check_media, smallest_items
+from g4ir.distance import BUDGETS, Budget
 from g4ir.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir import Graph, rebuild
@@ -161,7 +162,7 @@ def test_report(engine: Engine) -> None:
     plain = json.loads(json.dumps(report.to_dict()))["media"]
     assert plain["ok"] is True and plain["failed"] is None
     assert plain["towers"][0]["tower"] == "vision_70" and plain["towers"][0]["rows"] == 60
-    assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None}
+    assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None, "rounding": None}
     assert all(len(line) <= 100 for line in report.text().splitlines())
 
 

@@ -14,16 +14,8 @@ import torch
 
 import g4ir
 from g4ir import compare
-from g4ir.compare import (
-    BUDGETS,
-    LEVELS,
-    Budget,
-    Report,
-    Saturation,
-    curve,
-    row_errors,
-    verify_engine,
-)
+from g4ir.compare import LEVELS, Report, Saturation, curve, verify_engine
+from g4ir.distance import BUDGETS, Budget, row_errors
 from g4ir.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.spec import load_spec
@@ -86,7 +78,7 @@ def test_16_bit(tmp_path: Path, dtype: str, against: str) -> None:
         max_seq=64, prefill_chunk=16, all_logits=True,
     )  # fmt: skip
     report = verify_engine(engine, against, checkpoint=checkpoint)
-    assert report.budget == Budget(cosine=0.999)
+    assert report.budget.rounding and report.budget.rounding.anchor == "float64"
     assert report.ok, report.text()
 
 
@@ -220,7 +212,7 @@ def test_report(engines: Any) -> None:
     values = json.loads(json.dumps(report.to_dict()))
     assert values["ok"] is True and values["budget"] == {"relative": 1e-4, "cosine": None}
     assert len(values["positions"]) == 96 and set(values["positions"][0]) == {
-        "at", "absolute", "relative", "cosine", "ok",
+        "at", "absolute", "relative", "cosine", "ok", "distance",
     }  # fmt: skip
     text = report.text()
     lines = text.splitlines()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..compare import rounding_error, widened
+from ..compare import EnginePeer, HfPeer, Peer, find_anchor, rounding_error, widened
 from ..cost import Cost, Floor, Roof
 from ..cost import floor as cost_floor
+from ..distance import ROUNDED, Anchor, float64_refusal
 from ..engine import Engine, Progress, silent
 from ..errors import InputError
 from ..types import torch_dtype
-from .agreement import Agreement, compare_runners, pair_budget, void_roles
+from .agreement import Agreement, anchored, compare_runners, pair_budget, void_roles
 from .breakdown import breakdown, calls_per_step, kernels_per_step
 from .measure import (
     Request,
@@ -30,7 +31,7 @@ from .measure import (
 )
 from .peers import HfRunner, check_compiler, check_peers, peer_model
 from .roof import Meter, Rates, middle
-from .runners import EngineRunner, Runner, pieces, prepare, reference_runner
+from .runners import EngineRunner, Runner, interpreter, pieces, prepare, reference_runner
 from .schema import KIND, LATENCIES, VERSION, VLLM_STATISTICS
 from .stats import Stat, around, median
 from .system import environment, peak_memory, reset_peak
@@ -162,23 +163,40 @@ def _agreements(
 ) -> list[Agreement]:
     """Everybody against the first peer, or against the interpreter where there is none."""
     engines = [c.engine for c in contestants if c.engine]
-    peers = [c.runner for c in contestants if c.engine is None]
+    peers = [c.runner for c in contestants if isinstance(c.runner, HfRunner)]
     base: Runner = peers[0] if peers else reference_runner(engines[0], w.batch)
     if not peers:
         prepare(base, w, tokens)
-    against = "hf" if peers else "reference"
-    others = [
-        (c.runner, pair_budget([engines[0].dtype, (c.engine or engines[0]).dtype], against))
-        for c in contestants if c.runner is not base
-    ]  # fmt: skip
-    found = compare_runners(w, tokens, base, others)
+    against, dtype = "hf" if peers else "reference", engines[0].dtype
+    rivals = [c for c in contestants if c.runner is not base]
+    budgets = [pair_budget([dtype, (c.engine or engines[0]).dtype], against) for c in rivals]
+    anchor = None
+    if dtype in ROUNDED:
+        peer = HfPeer(peers[0].model) if peers else EnginePeer(_interpreted(engines[0]))
+        anchor, measured = anchored(w, tokens, base, _anchor(peer, engines[0], w, tokens), dtype)
+        same = [(c.engine or engines[0]).dtype == dtype for c in rivals]
+        budgets = [measured if s else b for s, b in zip(same, budgets, strict=True)]
+    others = [(c.runner, b) for c, b in zip(rivals, budgets, strict=True)]
+    found = compare_runners(w, tokens, base, others, anchor)
     if all(a.ok or b.relative is None for a, (_, b) in zip(found, others, strict=True)):
         return found
     # As verify does: random weights can make a model in which rounding grows.
-    turns = [w.context + w.input_len, *[1] * (w.output_len - 1)]
-    rounding = rounding_error(engines[0], tokens[0], turns, False)
+    rounding = rounding_error(engines[0], tokens[0], _turns(w), False)
     wide = [(r, b if b.relative is None else widened(b, rounding)) for r, b in others]
-    return compare_runners(w, tokens, base, wide)
+    return compare_runners(w, tokens, base, wide, anchor)
+
+
+def _turns(w: Workload) -> list[int]:
+    return [w.context + w.input_len, *[1] * (w.output_len - 1)]
+
+
+def _interpreted(engine: Engine) -> Engine:
+    return replace(engine, runtime=interpreter(engine))
+
+
+def _anchor(peer: Peer, engine: Engine, w: Workload, tokens: torch.Tensor) -> Anchor:
+    refusal = float64_refusal(engine, w.fed, w.batch * w.output_len, engine.device)
+    return find_anchor(peer, list(tokens), _turns(w), False, refusal)
 
 
 # ---- measuring --------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ _WORKLOAD = _record({
 _AGREEMENT = _record({
     "role": _TEXT, "base": _TEXT, "count": _COUNT, "cosine": _NUMBER, "relative": _NUMBER,
     "equal": _COUNT, "close": _COUNT, "ok": {"type": "boolean"}, "budget": _TEXT,
+}, {
+    "distance_median": _NUMBER, "distance_worst": _NUMBER, "base_median": _NUMBER,
+    "base_worst": _NUMBER,
 })  # fmt: skip
 _ROOF = _record({
     "read_bytes_per_s": _STAT, "copy_bytes_per_s": _STAT, "matmul_flops_per_s": _STAT,

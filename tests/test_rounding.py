@@ -1,0 +1,298 @@
+"""16 bits: right engines pass whatever their rounding, and wrong ones fail by a stated margin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import compare, distance
+from g4ir.bench import measure, roof
+from g4ir.bench.peers import peer_model
+from g4ir.bench.report import run_bench
+from g4ir.bench.workload import Workload
+from g4ir.compare import Report, verify_engine
+from g4ir.distance import LAYER_TYPICAL, LAYER_WORST, Anchor, row_errors
+from g4ir.engine import Engine
+from g4ir.ir import Graph
+from g4ir.spec import load_spec
+from g4ir.wide import WideProducts
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+NAMES = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
+#: what a right engine of the interpreter is checked on in each run, and what in a full one
+QUICK = [("tiny-moe", "float16", 3)]
+FULL = [
+    (name, dtype, seed)
+    for name in (*NAMES, "tiny-media")
+    for dtype in ("bfloat16", "float16")
+    for seed in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """Engines of random weights, one of each kind."""
+    folder = tmp_path_factory.mktemp("rounding")
+
+    @cache
+    def build(name: str, dtype: str, seed: int, backend: str = "reference") -> Engine:
+        return g4ir.build(
+            name, folder / f"{name}-{dtype}-{seed}-{backend}", random_weights=seed,
+            backend=backend, dtype=dtype, max_seq=96, prefill_chunk=16,
+        )  # fmt: skip
+
+    return build
+
+
+def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
+    """The engine with other weights after loading."""
+    out = compare.reference_engine(engine)
+    held = out.runtime.params  # type: ignore[attr-defined]
+    edited = {name: edit(held[name]) for name, edit in edits.items()}
+    out.runtime.params = {**held, **edited}  # type: ignore[attr-defined]
+    return out
+
+
+# ---- right engines -------------------------------------------------------------------------------
+
+
+def sound(engine: Engine, against: str) -> Report:
+    report = verify_engine(engine, against)
+    assert report.ok, report.text()
+    assert report.budget.rounding and report.budget.rounding.anchor == "float64"
+    assert bool(report.local) == (against == "hf")
+    return report
+
+
+@pytest.mark.parametrize("name, dtype, seed", QUICK)
+def test_right_engines(built: Callable[..., Engine], name: str, dtype: str, seed: int) -> None:
+    sound(built(name, dtype, seed), "hf")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("against", ["hf", "reference"])
+@pytest.mark.parametrize("name, dtype, seed", FULL)
+def test_right_engines_of_every_kind(
+    built: Callable[..., Engine], name: str, dtype: str, seed: int, against: str
+) -> None:
+    sound(built(name, dtype, seed), against)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("against", ["hf", "reference"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+def test_right_compiled_engines(
+    built: Callable[..., Engine], name: str, seed: int, against: str
+) -> None:
+    """Which round less than transformers does, and at other places."""
+    sound(built(name, "bfloat16", seed, "torch"), against)
+
+
+def test_the_report_states_the_budget(built: Callable[..., Engine]) -> None:
+    report = sound(built("tiny-moe", "bfloat16", 0), "hf")
+    rounding = report.budget.rounding
+    assert rounding and 0.005 < rounding.median < rounding.worst < 1 and rounding.reason is None
+    assert 0.005 < report.median_distance <= rounding.median_limit
+    text = report.text()
+    assert "2 and 4 times the peer's distance to float64" in text
+    assert f"the peer's {rounding.median:.2e} and {rounding.worst:.2e}" in text
+    assert "one layer" in text and all(len(x) <= 100 for x in text.splitlines())
+    kept = report.to_dict()
+    assert kept["budget"]["rounding"]["median"] == rounding.median
+    assert [e["layer"] for e in kept["local"]][-1] == "the head"
+
+
+# ---- wrong engines -------------------------------------------------------------------------------
+
+
+def swapped(w: torch.Tensor) -> torch.Tensor:
+    """Gate and up change places."""
+    return torch.cat(w.chunk(2, -2)[::-1], -2)
+
+
+def one_expert(w: torch.Tensor) -> torch.Tensor:
+    w = w.clone()
+    w[1] *= 1.25
+    return w
+
+
+#: what is wrong -> (param, change, least ratio to the budget of layer 2)
+WRONG: dict[str, tuple[str, Change, float]] = {
+    "swapped half": ("L2.mlp.w_gate_up", swapped, 10),
+    "attention scale 5 %": ("L2.attn.norm_q", lambda w: w * 1.05, 1.1),
+    "attention scale 10 %": ("L2.attn.norm_q", lambda w: w * 1.1, 1.5),
+    "layer scalar 3 %": ("L2.scalar", lambda w: w * 1.03, 2),
+    "norm": ("L2.norm_ffn", lambda w: w.flip(0), 5),
+    "one expert 25 %": ("L2.moe.expert_scale", one_expert, 1.2),
+}
+
+
+def over_budget(report: Report, layer: str) -> float:
+    """How many times its budget a layer adds."""
+    found = next(e for e in report.local if e.layer == layer)
+    median, worst = found.ratios
+    return max(median / LAYER_TYPICAL, worst / LAYER_WORST)
+
+
+def cases() -> list[Any]:
+    quick = {("tiny-moe", w) for w in ("attention scale 5 %", "one expert 25 %", "norm")}
+    every = [(n, what) for n in ("tiny-dense", "tiny-moe") for what in WRONG]
+    return [
+        pytest.param(n, what, marks=[] if (n, what) in quick else pytest.mark.full)
+        for n, what in every if n == "tiny-moe" or "expert" not in what
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, what", cases())
+def test_wrong_engines(built: Callable[..., Engine], name: str, what: str) -> None:
+    param, change, least = WRONG[what]
+    report = verify_engine(changed(built(name, "bfloat16", 0), {param: change}), "hf")
+    assert not report.ok
+    found = over_budget(report, "layer 2")
+    print(f"{name}, {what}: {found:.2f} times the budget")
+    assert found > least, report.text()
+    assert all(e.ok for e in report.local if e.layer in ("layer 0", "layer 1")), report.text()
+
+
+def narrowed(engine: Engine) -> Engine:
+    """Every window is one key short."""
+
+    def narrow(g: Graph) -> Graph:
+        nodes = (
+            replace(n, attrs={**n.attrs, "window": n.whole("window") - 1})
+            if n.attrs.get("window") else n for n in g.nodes
+        )  # fmt: skip
+        return replace(g, nodes=tuple(nodes))
+
+    out = compare.reference_engine(engine)
+    out.runtime.program = out.runtime.program.map(narrow)  # type: ignore[attr-defined]
+    return out
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
+def test_a_window_one_too_narrow(built: Callable[..., Engine], name: str) -> None:
+    report = verify_engine(narrowed(built(name, "bfloat16", 0)), "hf")
+    assert not report.ok
+    found = over_budget(report, "layer 0")
+    print(f"{name}, window: {found:.2f} times the budget")
+    assert found > 1.5, report.text()
+
+
+def test_wrong_logits_fail_without_layers(built: Callable[..., Engine]) -> None:
+    """The interpreter as a peer: the logits alone, which near ties move; gross faults show."""
+    engine = built("tiny-dense", "bfloat16", 0)
+    param, change, _ = WRONG["swapped half"]
+    report = verify_engine(changed(engine, {param: change}), "reference")
+    assert not report.ok and not report.local
+    assert report.budget.rounding and report.median_distance > report.budget.rounding.median
+    assert report.first_difference and "%L2." in report.first_difference
+
+
+# ---- where float64 has no room ---------------------------------------------------------------
+
+
+def test_without_room_the_other_mode_is_the_measure(
+    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distance, "device_memory", lambda device: 1 << 20)
+    engine = built("tiny-dense", "bfloat16", 0)
+    report = verify_engine(engine, "hf")
+    assert report.ok, report.text()
+    rounding = report.budget.rounding
+    assert rounding and rounding.reason and "GiB are free" in rounding.reason
+    assert rounding.anchor != "float64" and not report.local and "GiB are free" in report.text()
+    wrong = changed(engine, {"L2.mlp.w_gate_up": swapped})
+    assert not verify_engine(wrong, "hf").ok
+
+
+def test_room_follows_from_tokens_and_logits() -> None:
+    """E2B in bf16: 10 GB of weights and a thousand tokens fit 24 GB beside a peer."""
+    spec = load_spec("e2b")
+    few, many = (distance.wide_bytes(spec, n, 50) for n in (1100, 8192))
+    assert few < 2 << 30 < many
+    assert distance.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
+
+
+# ---- bench ---------------------------------------------------------------------------------------
+
+WORK = Workload(input_len=20, output_len=12, context=0)
+
+
+def agreement(engine: Engine, peers: list[str]) -> dict[str, Any]:
+    report = run_bench([engine], WORK, peers=peers, rounds=2, warmup=0)
+    assert report["runs"][0]["void"] != report["outputs_agree"]
+    return json.loads(json.dumps(report["agreement"][0], allow_nan=False))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
+    monkeypatch.setattr(measure, "ROUND_S", 0.0)
+
+
+@pytest.mark.parametrize("peers", [["hf"], pytest.param([], marks=pytest.mark.full)])
+def test_bench_numbers_of_a_right_engine_hold(
+    built: Callable[..., Engine], quick: None, peers: list[str]
+) -> None:
+    found = agreement(built("tiny-moe", "bfloat16", 0), peers)
+    assert found["ok"] and "float64" in found["budget"]
+    assert 0 < found["base_median"] <= found["base_worst"]
+    assert found["distance_median"] <= found["distance_worst"]
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
+def test_bench_numbers_of_a_wrong_engine_are_void(
+    built: Callable[..., Engine], quick: None, name: str
+) -> None:
+    param, change, _ = WRONG["swapped half"]
+    found = agreement(changed(built(name, "bfloat16", 0), {param: change}), ["hf"])
+    assert not found["ok"]
+    print(f"{name}: {found['distance_median'] / found['base_median'] / distance.TYPICAL:.2f}")
+
+
+# ---- the measure itself --------------------------------------------------------------------------
+
+
+def test_distances_and_limits() -> None:
+    rows = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+    anchor = Anchor("float64", rows, [rows * 1.03])
+    found = anchor.rounding(rows * torch.tensor([[1.01], [1.05]]), "bf16")
+    assert (found.median, found.worst) == (pytest.approx(0.03), pytest.approx(0.05))
+    budget = distance.Budget(rounding=found)
+    good = anchor.errors(rows * 1.05, rows)
+    assert budget.all_hold(good) and good.distance.tolist() == pytest.approx([0.05, 0.05])
+    assert not budget.all_hold(anchor.errors(rows * 1.1, rows)), "the median"
+    one = rows * torch.tensor([[1.0], [1.3]])
+    assert budget.holds(anchor.errors(one, rows)).tolist() == [True, False]
+    nan = anchor.errors(rows * float("nan"), rows)
+    assert not budget.holds(nan).any() and not budget.typical(nan)
+    exact = Anchor("float64", rows, []).rounding(rows, "f16")
+    assert exact.row_limit == distance.WORST * 2.0**-11, "never less than a rounding"
+
+
+def test_products_in_float64_of_weights_in_16_bits() -> None:
+    x, w = torch.randn(3, 40).double(), torch.randn(7, 40).bfloat16()
+    with WideProducts():
+        got = torch.nn.functional.linear(x, w)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, x @ w.double().T)
+
+
+def test_the_wide_interpreter_is_transformers_in_float64(built: Callable[..., Engine]) -> None:
+    """Two float64 computations of one model in 16 bits agree to far more than 16 bits."""
+    engine = built("tiny-ple", "bfloat16", 1)
+    ids, turns = compare.random_tokens(engine, 40), [40]
+    model = peer_model(engine)
+    want = compare.HfPeer(model).wide(ids, turns, True)
+    got = compare.EnginePeer(engine).wide(ids, [1] * 40, False)
+    assert want.dtype == torch.float64
+    assert float(row_errors(got, want).distance.max()) < 1e-4
