@@ -34,10 +34,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def built(engines: Any) -> Path:
+    """Before the user of these tests is another one."""
+    path: Path = engines("torch", "tiny-moe").path
+    return path
+
+
 @pytest.fixture
-def copied(engines: Any, tmp_path: Path) -> Path:
+def copied(built: Path, tmp_path: Path) -> Path:
     """A compiled engine of somebody else."""
-    return Path(shutil.copytree(engines("torch", "tiny-moe").path, tmp_path / "engine"))
+    return Path(shutil.copytree(built, tmp_path / "engine"))
 
 
 def library(path: Path, mark: Path) -> Path:
