@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -592,11 +594,31 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_a_full_or_closed_stdout() -> None:
-    done = shell("$G4IR specs > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr == "g4ir: error: No space left on device\n"
+    for setting in ("", "PYTHONUNBUFFERED=1"):
+        done = shell(f"export {setting}; $G4IR specs > /dev/full")
+        assert done.returncode == 74
+        assert done.stderr == "g4ir: error: stdout: No space left on device\n"
+    assert "74 stdout cannot be written" in ok("--help")
     done = shell("$G4IR specs >&-")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_build_that_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        assert [*tmp_path.iterdir()]
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.compile", ended)
+    words = ("--variant", "tiny-dense", "--random-weights", "0", "--out", tmp_path / "e")
+    outcome = g4ir(*BUILD, *words)
+    assert outcome.code == 128 + number and not [*tmp_path.iterdir()]
+    said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert outcome.err == f"g4ir: {said}\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_options_are_not_abbreviated() -> None:
