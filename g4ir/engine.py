@@ -19,7 +19,6 @@ import logging
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +50,7 @@ from .shrink import shrink
 from .spec import Spec, diff_specs, load_spec
 from .text import parse_graph
 from .types import TORCH_NAMES, torch_dtype
+from .units import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,8 @@ KEYS: dict[str, type] = {
     "media": dict, "weights": dict, "compiled": dict, "versions": dict, "files": dict,
 }  # fmt: skip
 SHARD_BYTES = 4 << 30
+#: room for what an engine directory holds beside weights
+OTHER_BYTES = 64 << 20
 #: copied from the checkpoint where they exist
 SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -849,11 +851,12 @@ def free_bytes(out: Path) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """EngineError where the weights do not fit the disk."""
-    need, free = p.disk_bytes(), free_bytes(out)
-    if need and free < need + (64 << 20):
+    weights, free = p.disk_bytes(), free_bytes(out)
+    need = weights + OTHER_BYTES
+    if weights and free < need:
         raise EngineError(
-            f"{out.parent}: the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are "
-            f"free; make room, choose another --out, or use --link-weights"
+            f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
+            f"{size_text(free)} are free; make room, choose another --out, or use --link-weights"
         )
 
 
@@ -863,9 +866,8 @@ def _new_directory(out: Path) -> Iterator[Path]:
     folder = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{BUILDING}", dir=out.parent))
+        folder = tensorfile.new_folder(out.parent, f".{out.name}{BUILDING}")
         yield folder
-        folder.chmod(0o755)
         os.rename(folder, out)
     except OSError as e:
         where = e.filename or folder or out

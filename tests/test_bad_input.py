@@ -13,7 +13,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -330,7 +329,7 @@ class FullDisk:
         self.count, self.fail = 0, fail
         monkeypatch.setattr(tensorfile, "open", self.open, raising=False)
         for module, name in (
-            (tempfile, "mkstemp"), (tempfile, "mkdtemp"), (os, "fsync"), (os, "replace"),
+            (tensorfile, "_new_file"), (tensorfile, "new_folder"), (os, "fsync"), (os, "replace"),
             (os, "rename"), (shutil, "copyfile"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
@@ -413,6 +412,18 @@ def test_no_space_left_on_the_command_line(
     has(outcome.message, out.parent, "No space left on device", "--out")
 
 
+@pytest.mark.parametrize("mask", [0o077, 0o027, 0o022])
+def test_the_umask_holds_for_engines(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        engine = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
+    finally:
+        os.umask(before)
+    for path in (engine, engine.parent / "c", *engine.rglob("*")):
+        mode = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == mode & ~mask, path
+
+
 def test_weights_that_do_not_fit_are_refused_before_writing(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +432,8 @@ def test_weights_that_do_not_fit_are_refused_before_writing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for words in ((), ("--dry-run",)):
         message = refused(*BUILD, "--checkpoint", folder, *words, "--out", out)
-        has(message, out.parent, "GiB", "--link-weights")
+        has(message, out.parent, "needs 66.1 MiB (2.07 MiB of weights), 1.00 MiB are free",
+            "--link-weights")
     words = ("--link-weights", "--dry-run", "--out", out)
     assert g4ir(*BUILD, "--checkpoint", folder, *words).code == 0
 
