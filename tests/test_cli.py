@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -24,6 +29,7 @@ from g4ir.model import build_graph
 from g4ir.pipeline import PASSES, run_passes
 from g4ir.requests import Desk, TextStream
 from g4ir.sampling import Sampler, Sampling
+from g4ir.session import Session
 from g4ir.spec import load_spec, spec_names
 from g4ir.text import parse_graph
 from tests.cli_tools import (
@@ -319,6 +325,34 @@ def test_run_draws_by_seed(text_engine: Path) -> None:
     assert first == again != other
 
 
+def test_a_drawn_seed_is_told(text_engine: Path) -> None:
+    words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "8")
+    first = g4ir(*words)
+    (seed,) = re.findall(r"; drawn with --seed (\d+)$", first.err.strip())
+    again = g4ir(*words, "--seed", seed)
+    assert again.out == first.out and "drawn" not in again.err
+    assert "drawn" not in g4ir(*words, "--temperature", "0").err
+    assert json.loads(g4ir(*words, "--json").err)["seed"] >= 0
+
+
+def test_an_interrupted_answer_ends_its_line(
+    engine: Path, loaded: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, closed = Session.stream, Mock()
+
+    def three(*words: Any) -> Iterator[Any]:
+        yield from itertools.islice(stream(*words), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "stream", three)
+    monkeypatch.setattr(Engine, "close", closed)
+    outcome = g4ir("run", engine, "--tokens", "2,5,7")
+    monkeypatch.undo()
+    assert outcome.code == 130 and closed.called
+    assert outcome.out == " ".join(map(str, loaded.generate([2, 5, 7], 3))) + "\n"
+    assert re.fullmatch(r"g4ir: 3 new tokens in [\d.]+ s\ng4ir: interrupted\n", outcome.err)
+
+
 def test_run_stops(engine: Path, loaded: Engine) -> None:
     want = loaded.generate([2, 5, 7], 12)
     end = want[3]
@@ -343,6 +377,7 @@ LOG = {
     },
 }
 LOG["required"] = list(LOG["properties"])  # type: ignore[call-overload]
+LOG["properties"]["seed"] = {"type": "integer"}  # type: ignore[index]
 
 
 def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) -> None:
@@ -364,6 +399,7 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
         jsonschema.validate(log, LOG)
     assert logs[0]["prompt_tokens"] == len(ids)
     assert [x["new_tokens"] for x in logs] == [5, 1, 4]
+    assert [x.get("seed") for x in logs] == [None, 3, None]
     assert logs[1]["tokens_per_second"] is None
     assert "w3" not in outcome.err and "prompt\"" not in outcome.err
 

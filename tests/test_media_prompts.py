@@ -594,7 +594,8 @@ def test_one_bad_request_of_several(
     file.write_text("\n".join(map(json.dumps, (good[0], {"id": "b", **bad}, *good))))
     outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
     first, second, third, last = map(json.loads, outcome.out.splitlines())
-    assert outcome.code == 1 and [*second] == ["id", "error"] and second["id"] == "b"
+    assert outcome.code == 1 and [*second] == ["id", "line", "error"]
+    assert (second["id"], second["line"]) == ("b", 2)
     assert words in second["error"] and "Traceback" not in outcome.err
     assert first["tokens"] == third["tokens"] == generated(loaded, [2, 5, 6])
     assert last["tokens"] == generated(loaded, [2, 5, 500], images=["a.png"])
@@ -742,7 +743,9 @@ def test_a_bad_line_with_media(case: str, engine: Path, files: Path, tmp_path: P
     line, words = BAD_LINES[case]
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "answered?"}\n' + json.dumps({"prompt": "a", **line}))
-    assert words in refused("run", engine, "--input-jsonl", file)
+    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")
+    first, second = map(json.loads, outcome.out.splitlines())
+    assert outcome.code == 1 and first["tokens"] and words in second["error"]
 
 
 def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None:
