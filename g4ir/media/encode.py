@@ -35,7 +35,7 @@ from .budget import ImageSettings, image_settings
 from .choice import AUDIO, IMAGE, VIDEO, check_budget, check_taken
 from .images import Picture, prepare_image, read_image
 from .soft import Soft
-from .videos import Footage, Video, prepare_video, read_video, video_settings
+from .videos import Footage, Video, prepare_video, read_footage, video_settings
 
 if TYPE_CHECKING:
     from g4ir.engine import Engine
@@ -78,8 +78,7 @@ def _settings(engine: Engine, budget: int | None) -> ImageSettings:
 def _video(engine: Engine, item: Any, frames: int | None) -> Soft:
     settings = video_settings(engine.spec, engine.media.frame)
     if isinstance(item, str | Path):
-        item = read_video(item, frames)
-        frames = None
+        item = read_footage(item, settings, frames, engine.limits.max_seq)
     if isinstance(item, np.ndarray):
         item = Video(item)
     if not isinstance(item, Footage):
