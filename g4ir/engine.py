@@ -398,8 +398,11 @@ class Engine:
         return self.spec.tokens.eos if stop is None else stop
 
     def suppressed(self) -> tuple[int, ...]:
-        """Token ids that are never generated (matters for greedy decoding too)."""
-        return self.defaults().suppress
+        """Token ids that are never generated (matters for greedy decoding too): the checkpoint's,
+        and those that a smaller per-layer table has no row for, which no step could read."""
+        text = self.spec.text
+        rows = text.ple.vocab_size if text.ple else text.vocab_size
+        return (*self.defaults().suppress, *range(rows, text.vocab_size))
 
     def tokenizer(self) -> Any:
         """The checkpoint's own tokenizer (library `tokenizers`)."""

@@ -388,7 +388,7 @@ class Desk:
         self.engine = engine
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
-        self.defaults = engine.defaults()
+        self.defaults, self.never = engine.defaults(), engine.suppressed()
         self.session = engine.session(1)
         self._held: list[int] = []
         self._sampling({})  # a wrong flag is no request's fault
@@ -492,7 +492,7 @@ class Desk:
 
     def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
         file = self.defaults
-        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, file.suppress)
+        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, self.never)
         return _sampling_of(base, {**self.flags, **fields})
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:

@@ -645,6 +645,14 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     file.write_text(TINY + "text: {ple: {dim: 16, vocab_size: 256}}\n")
     engine = built(tmp_path / "e", "--spec", file, *RANDOM)
     has(refused("run", engine, "--tokens", "2,300"), "token 300", "vocabulary of 256")
+    loaded = load_engine(engine)  # it is never drawn either, or an answer would end there
+    logits = loaded.session().prefill([[2, 9]])
+    assert int(logits.argmax()) >= 256
+    assert max(loaded.generate([2, 9], 8)) < 256
+    words = ("run", engine, "--tokens", "2,9", "--max-new-tokens", "8", "--temperature")
+    for temperature in ("0", "5"):
+        outcome = g4ir(*words, temperature, "--json")
+        assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
