@@ -14,6 +14,7 @@ that a build killed at any moment leaves nothing that loads.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -25,7 +26,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from . import packing as packings
 from . import tensorfile
@@ -80,6 +83,7 @@ SIDE_FILES = (
 SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
 
 Progress = Callable[[str], None]
+F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 
@@ -213,6 +217,22 @@ def _open_source(
     return checkpoint, _linked(checkpoint) if link else {"kind": "packed"}
 
 
+def _shows_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
+    """A function that hands its `**options` on to `source` has their names, types and defaults in
+    its signature, for help() and editors."""
+
+    def shown(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [p for p in inspect.signature(source).parameters.values()
+                   if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters]  # fmt: skip
+        vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
+        return function
+
+    return shown
+
+
+@_shows_options_of(prepare)
 def build(
     spec: Spec | str | Path | None,
     out: str | Path,
@@ -336,9 +356,23 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass
+class _Closed:
+    """In the place of a runtime that was closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(f"{self.path}: this engine was closed; load it again")
+
+    def close(self) -> None:
+        """Nothing is left to free."""
+
+
+@dataclass(repr=False)
 class Engine:
-    """A loaded engine directory."""
+    """A loaded engine directory; a context that closes it. It belongs to the process that loaded
+    it."""
 
     path: Path
     manifest: dict[str, Any]
@@ -353,7 +387,31 @@ class Engine:
     #: what its towers were compiled for
     media: Media = field(default_factory=Media)
     #: of the last `generate`: its caches, and what was recorded over them, serve the next one
-    _idle: Session | None = field(default=None, init=False, repr=False)
+    _idle: Session | None = field(default=None, init=False)
+    _process: int = field(default_factory=os.getpid, init=False)
+
+    def __repr__(self) -> str:
+        backend = self.manifest.get("backend")
+        sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
+        return (
+            f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
+            f"{self.dtype}, {sizes}>"
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        """InputError in a forked child, where the runtime would wait for threads that only the
+        parent has."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
+                f"the engine in the process that uses it"
+            )
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -375,10 +433,12 @@ class Engine:
 
     def session(self, batch: int = 1) -> Session:
         """Empty caches for `batch` rows, at most max_batch."""
+        self._check_process()
         return Session(self, batch)
 
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Token ids -> the rows that the text graphs take, on the engine's device."""
+        self._check_process()
         rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
 
@@ -386,6 +446,7 @@ class Engine:
         """The soft tokens of one image, video or sound (see media/encode.py)."""
         from .media.encode import encode
 
+        self._check_process()
         return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:
@@ -436,8 +497,8 @@ class Engine:
         audio: Sequence[Any] = (),
     ) -> Any:
         """New token ids for one prompt (list of ints -> list of ints) or for several
-        (list of lists -> list of lists, up to max_batch of different lengths). Tensors and
-        tuples do too.
+        (list of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays
+        of integers and tuples do too.
 
         A row ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
@@ -471,6 +532,8 @@ class Engine:
         """Free what the runtime holds."""
         self._idle = None
         self.runtime.close()
+        closed: Any = _Closed(self.path)
+        self.runtime = closed
 
 
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
@@ -478,10 +541,17 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
     import torch
 
     def plain(x: Any) -> Any:
-        return x.tolist() if isinstance(x, torch.Tensor) else x
+        if isinstance(x, torch.Tensor | np.ndarray | np.integer):
+            return x.tolist()
+        return list(map(plain, x)) if isinstance(x, list | tuple) else x
 
-    rows = [plain(x) for x in plain(given)]
-    many = {isinstance(x, list | tuple) for x in rows}
+    rows = plain(given)
+    if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
+        raise InputError("prompt tokens: found text; encode it with the engine's tokenizer first: "
+                         "engine.tokenizer().encode(text).ids")  # fmt: skip
+    if not isinstance(rows, list):
+        raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")
+    many = {isinstance(x, list) for x in rows}
     if many == {True, False}:
         raise InputError("prompt tokens: expected a list of ids, or a list of such lists")
     return ([list(x) for x in rows], False) if many == {True} else ([rows], True)

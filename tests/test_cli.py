@@ -248,7 +248,12 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert plan["disk_bytes"] == 0  # random weights are not stored
     assert plan["nodes"]["embed"] == 1
     text = ok(*BUILD, *words, "--out", tmp_path / "a" / "b")
-    assert "param_bytes    1.16 MiB\n" in text
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines())
+    assert (lines["param_bytes"], lines["disk_bytes"]) == ("1.16 MiB", "none")
+    assert (lines["media"], lines["ple_placement"], lines["settings"]) == ("none",) * 3
+    words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
+    text = ok(*BUILD, *words, "--out", tmp_path / "a")
+    assert "\nmedia          kinds image video audio, budgets 70, default 70, frame 70, " in text
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 
@@ -626,6 +627,15 @@ def test_a_request_that_lacks_a_library(
     outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")
     first, second = map(json.loads, outcome.out.splitlines())
     assert outcome.code == 1 and "g4ir[mm]" in first["error"] and second["tokens"]
+
+
+def test_images_of_pillow_are_taken(loaded: Engine, files: Path) -> None:
+    ids = [2, 5, loaded.spec.tokens.image or 0]
+    with PIL.Image.open("a.png") as image:
+        got = generated(loaded, ids, images=[image.convert("RGBA")])
+    assert got == generated(loaded, ids, images=["a.png"])
+    with pytest.raises(InputError, match="or an image of Pillow"):
+        generated(loaded, ids, images=[5])
 
 
 def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
