@@ -42,6 +42,7 @@ from .media.choice import (
 )
 from .media.soft import Soft, counts
 from .sampling import Sampler, Sampling, checked_ids, checked_prompt
+from .tensorfile import parse_json
 from .units import size_text
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 64
 #: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
 LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
+RAW = "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Told = Callable[[int], None]
 
@@ -297,17 +299,30 @@ class Codec:
 
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
-        self.bos = engine.spec.tokens.bos if _adds_bos(engine.path) else None
+        config = _tokenizer_config(engine.path)
+        self.bos, self.adds_bos = engine.spec.tokens.bos, config.get("add_bos_token") is True
+        template = engine.path / "chat_template.jinja"
+        #: whether the checkpoint has a chat template
+        self.instructed = template.is_file() or bool(config.get("chat_template"))
 
     def encode(self, text: str, what: str) -> list[int]:
-        """Token ids, special ones as tokenizer.json and its config add them."""
+        """Token ids, special ones as tokenizer.json and its config add them; one that begins the
+        text is not added again."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
         ids: list[int] = self.tokenizer.encode(text).ids
-        missing = self.bos is not None and ids[:1] != [self.bos]
-        return [self.bos, *ids] if missing and self.bos is not None else ids
+        if self.bos is None:
+            return ids
+        if self.adds_bos and ids[:1] != [self.bos]:
+            return [self.bos, *ids]
+        return ids[1:] if ids[:2] == [self.bos] * 2 else ids
+
+    def has_turns(self, ids: Sequence[int]) -> bool:
+        """Whether there are special tokens behind the first, as a chat template would put."""
+        special = {i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
+        return not special.isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a part of a text, nothing added."""
@@ -332,14 +347,10 @@ class Codec:
         return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
 
 
-def _adds_bos(folder: Path) -> bool:
-    """Whether tokenizer_config.json asks for a BOS that tokenizer.json may not add itself."""
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, nothing where there is none."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    from .tensorfile import parse_json
-
-    return parse_json(path, path.read_bytes()).get("add_bos_token") is True
+    return parse_json(path, path.read_bytes()) if path.is_file() else {}
 
 
 class TextStream:
@@ -403,12 +414,9 @@ class Desk:
         named = [(k, p, f"{where}: {name}") for name, k in LISTS.items()
                  for p in fields.get(name, [])]  # fmt: skip
         files = tuple(self._medium(fields, *m) for m in (*flagged, *named))
-        tokens, note = self._tokens(fields, where, [m.kind for m in files])
-        request = self._request(fields, where, tokens)
-        return replace(
-            request, notes=(note,) if note else (),
-            unread=Unread(fields, where, files) if files else None,
-        )  # fmt: skip
+        tokens, notes = self._tokens(fields, where, [m.kind for m in files])
+        unread = Unread(fields, where, files) if files else None
+        return replace(self._request(fields, where, tokens), notes=notes, unread=unread)
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
@@ -438,19 +446,23 @@ class Desk:
     def _tokens(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str],
         soft: Sequence[Soft] = (),
-    ) -> tuple[list[int], str | None]:  # fmt: skip
-        """The ids of the prompt and a note; in text, media of the kinds `given` have a placeholder
+    ) -> tuple[list[int], tuple[str, ...]]:  # fmt: skip
+        """The ids of the prompt and notes; in text, media of the kinds `given` have a placeholder
         each, or the expansion of those that are read. InputError where the numbers cannot fit."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
-        tokens, note = fields.get("tokens"), None
+        tokens, notes = fields.get("tokens"), list[str | None]()
         if tokens is None:
+            codec = self._codec()
             text, note = self._text(fields, where, given)
+            # What media are expanded to has special tokens, which are no turns.
+            raw = codec.instructed and not codec.has_turns(codec.encode(fields["prompt"], where))
+            notes += [note, RAW if raw else None]
             with named(where):
-                text = prompts.expand_text(text, soft, special, self._codec().spell)
-            tokens = self._codec().encode(text, where)
+                text = prompts.expand_text(text, soft, special, codec.spell)
+            tokens = codec.encode(text, where)
         with named(where):
             prompts.check_given(tokens, given, special, kinds)
-        return tokens, note
+        return tokens, tuple(n for n in notes if n)
 
     def _text(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str]
@@ -471,15 +483,12 @@ class Desk:
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         encode = self.codec.plain if self.codec else None
-        tokens, note = self._tokens(fields, where, [s.kind for s in soft], soft)
+        tokens, notes = self._tokens(fields, where, [s.kind for s in soft], soft)
         with named(where):
             placed = prompts.place(tokens, soft, special, encode, kinds)
         untimed = not encode and prompts.times_left_out([tokens], [placed], special)
-        notes = (note, prompts.NO_TIMES if untimed else None)
-        return replace(
-            self._request(fields, where, placed), soft=tuple(soft),
-            notes=tuple(n for n in notes if n),
-        )  # fmt: skip
+        notes += (prompts.NO_TIMES,) if untimed else ()
+        return replace(self._request(fields, where, placed), soft=tuple(soft), notes=notes)
 
     def _codec(self) -> Codec:
         if self.codec is None:

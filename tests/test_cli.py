@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from g4ir import console, requests
 from g4ir.engine import Engine, load_engine, read_manifest
@@ -322,6 +325,45 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     answer = json.loads(ok(*words, "--temperature", "0", "--json"))
     assert answer["tokens"] == want
     assert answer["text"] == tokenizer().decode(want)
+
+
+def instructed(engine: Path, out: Path, files: dict[str, str], bos: bool) -> Engine:
+    """The engine with files of an instruction-tuned checkpoint; its tokenizer.json may add the BOS
+    itself."""
+    shutil.copytree(engine, out)
+    for name, text in files.items():
+        (out / name).write_text(text)
+    made = tokenizer()
+    if bos:
+        special = [("<bos>", 2)]
+        made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=special)
+    made.save(str(out / "tokenizer.json"))
+    loaded = load_engine(engine)
+    return dataclasses.replace(loaded, path=out)
+
+
+TEMPLATES = {
+    "a file": {"chat_template.jinja": "x"},
+    "a key": {"tokenizer_config.json": '{"add_bos_token": true, "chat_template": "x"}'},
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_raw_prompt_at_a_chat_model_is_noted(
+    case: str, bos: bool, text_engine: Path, tmp_path: Path
+) -> None:
+    desk = Desk(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
+    for prompt in ("ab w3", "<bos>ab w3"):
+        request = desk.request({"prompt": prompt}, "x")
+        assert request.notes == (requests.RAW,)
+        assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
+    assert not desk.request({"prompt": "<eos>ab"}, "x").notes
+    assert not desk.request({"tokens": [2, 5]}, "x").notes
+
+
+def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
+    assert not Desk(text_loaded).request({"prompt": "ab w3"}, "x").notes
 
 
 def test_run_draws_by_seed(text_engine: Path) -> None:

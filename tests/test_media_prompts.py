@@ -430,6 +430,7 @@ def loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("loaded")
         monkeypatch.setattr("g4ir.engine.load_engine", lambda *words, **options: engine)
+        monkeypatch.setattr(Engine, "close", lambda self: None)
 
 
 @pytest.fixture(scope="module")
