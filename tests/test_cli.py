@@ -704,6 +704,19 @@ def test_a_signal_ends_a_build_that_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize(("words", "meant"), [
+    (("biuld",), "build? (see g4ir --help)"), (("specs", "dif"), "diff? (see g4ir specs --help)"),
+    (("build", "--variannt", "x", "--backend", "torch"), "--variant? (see g4ir build --help)"),
+    (("run", "e", "--tokens", "2", "--max-tokens=5"), "--max-new-tokens? (see g4ir run --help)"),
+])  # fmt: skip
+def test_what_was_meant(words: tuple[str, ...], meant: str) -> None:
+    assert refused(*words).endswith(f"; did you mean {meant}\n")
+
+
+def test_nothing_like_it() -> None:
+    assert "did you mean" not in refused("specs", "--zzz") + refused("zzz")
+
+
 def test_options_are_not_abbreviated() -> None:
     message = refused("build", "--var", "tiny-moe", "--backend", "reference")
     assert "unrecognized arguments: --var" in message
