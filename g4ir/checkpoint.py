@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -587,12 +586,11 @@ def write_checkpoint(
     text_alone = config and "text_config" not in values
     prefix = prefix or ("model." if text_alone else "model.language_model.")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    work = tensorfile.new_folder(directory.parent, f".{directory.name}.")
     try:
         _write_weights(work, spec, source, shards, prefix, dead, media_tensors(spec, media))
         if config:
             _write_json(work / CONFIG, values)
-        work.chmod(0o755)
         work.rename(directory)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

@@ -54,6 +54,7 @@ from .random_weights import RandomCheckpoint
 from .sampling import checked_ids
 from .towers import is_tower
 from .types import ITEMSIZE, torch_dtype
+from .units import size_text
 from .wide import WideProducts, other_attention, wide_model
 
 if TYPE_CHECKING:
@@ -738,11 +739,33 @@ def _peer(
         yield EnginePeer(reference_engine(engine))
         return
     _need_transformers()
-    with tempfile.TemporaryDirectory(prefix="g4ir-verify-") as folder:
-        directory = _checkpoint(engine, checkpoint, Path(folder) / "checkpoint", progress)
+    with _temporary_folder() as folder:
+        with _room_in(folder):
+            directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
         agreed_spec(engine.spec, directory)
         progress(f"transformers loads {directory}")
         yield HfPeer(_load_hf(directory, engine.dtype))
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """One that vanishes at the end."""
+    with _room_in("none that can be written to"):
+        made = tempfile.TemporaryDirectory(prefix="g4ir-verify-", ignore_cleanup_errors=True)
+    with made as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _room_in(folder: str | Path) -> Iterator[None]:
+    """MissingError where a temporary folder cannot take what is written."""
+    try:
+        yield
+    except OSError as e:
+        raise MissingError(
+            f"temporary folder: {folder}: {e.strerror or e}; make room there, or set TMPDIR to "
+            f"another folder"
+        ) from e
 
 
 def reference_engine(engine: Engine) -> Engine:
@@ -807,11 +830,10 @@ def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress
     size = count * ITEMSIZE[engine.dtype]
     if size > TEMPORARY_BYTES:
         raise InputError(
-            f"verify --against hf: the random weights are {size / 2**30:.1f} GiB, and up to "
-            f"{TEMPORARY_BYTES / 2**30:.0f} GiB are written for transformers; use --against "
-            f"reference"
+            f"verify --against hf: the random weights are {size_text(size)}, and up to "
+            f"{size_text(TEMPORARY_BYTES)} are written for transformers; use --against reference"
         )
-    progress(f"writing {size / 2**20:.0f} MiB of random weights")
+    progress(f"writing {size_text(size)} of random weights")
     source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
     return write_checkpoint(directory, engine.spec, source)
 

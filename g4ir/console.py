@@ -8,18 +8,23 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from .errors import G4Error
 
 QUIET_S = 2.0  # nothing is said about what takes no longer
 PERIOD_S = 1.0  # between two lines of one stage
-INTERNAL, INTERRUPTED, PIPE_CLOSED = 70, 130, 141  # as sysexits.h and shells have them
+#: as sysexits.h and shells have them
+INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
+#: signals that end a command after it has cleaned up
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 #: how torch words a failed allocation
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
@@ -105,6 +110,75 @@ def logs() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+class Ended(BaseException):
+    """A signal asks the process to end; like KeyboardInterrupt, no error that anyone handles."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def endings() -> Iterator[None]:
+    """ENDING raise `Ended` in the main thread, so that temporary files and processes go. One that
+    is ignored (nohup) or handled otherwise stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for s in caught:
+            signal.signal(s, signal.SIG_IGN)  # once is enough
+        raise Ended(number)
+
+    caught = [s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL]
+    for s in caught:
+        signal.signal(s, end)
+    try:
+        yield
+    finally:
+        for s in caught:
+            signal.signal(s, signal.SIG_DFL)
+
+
+class OutputError(OSError):
+    """stdout takes no more; a reader that went away is a BrokenPipeError instead."""
+
+
+class _Output:
+    """A stream whose errors are told from those of other files."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _named_output():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with _named_output():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _named_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OutputError(e.errno, e.strerror) from e
+
+
+def output() -> Any:
+    """A context in which what fails on stdout is an OutputError, or a BrokenPipeError."""
+    stream: Any = _Output(sys.stdout)
+    return contextlib.redirect_stdout(stream)
+
+
 def tolerant_output() -> None:
     """Text that the terminal's encoding lacks is escaped, and a closed stdout is no output: both
     are no errors."""
@@ -120,9 +194,9 @@ def report(error: BaseException, trace: bool) -> int:
     if trace:
         traceback.print_exception(error)
     code, text = _verdict(error)
-    if code == PIPE_CLOSED:
+    if code in (PIPE_CLOSED, NO_OUTPUT):
         _discard_output()
-    else:
+    if text:
         say(text)
     return code
 
@@ -133,8 +207,12 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
+    if isinstance(error, Ended):
+        return 128 + error.number, f"ended by {signal.Signals(error.number).name}"
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED, ""
+    if isinstance(error, OutputError):
+        return NO_OUTPUT, f"error: stdout: {error.strerror}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return 3, (
             "error: not enough memory; build for fewer rows (--max-batch), a shorter --max-seq or "
@@ -151,6 +229,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
 
 
 def _discard_output() -> None:
-    """The reader went away: what is still buffered must not fail again at exit."""
+    """What is still buffered must not fail again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,19 +6,21 @@ that a build killed at any moment leaves nothing that loads.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from . import packing as packings
 from . import tensorfile
@@ -70,6 +72,7 @@ from .shrink import shrink
 from .spec import Spec, diff_specs, load_spec
 from .trust import record_built, require_trust
 from .types import TORCH_NAMES, torch_dtype
+from .units import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +80,14 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 SHARD_BYTES = 4 << 30
 TOKENIZER = "tokenizer.json"
+#: room for what an engine directory holds beside weights
+OTHER_BYTES = 64 << 20
 
 #: what a config.json cannot say: where only these differ, the spec is right
 SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
 
 Progress = Callable[[str], None]
+F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 
@@ -214,6 +220,22 @@ def _open_source(
     return checkpoint, _linked(checkpoint) if link else PackedWeights("packed")
 
 
+def _shows_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
+    """A function that hands its `**options` on to `source` has their names, types and defaults in
+    its signature, for help() and editors."""
+
+    def shown(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [p for p in inspect.signature(source).parameters.values()
+                   if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters]  # fmt: skip
+        vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
+        return function
+
+    return shown
+
+
+@_shows_options_of(prepare)
 def build(
     spec: Spec | str | Path | None,
     out: str | Path,
@@ -330,9 +352,23 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
     )
 
 
-@dataclass
+class _Closed:
+    """In the place of a runtime that was closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(f"{self.path}: this engine was closed; load it again")
+
+    def close(self) -> None:
+        """Nothing is left to free."""
+
+
+@dataclass(repr=False)
 class Engine:
-    """A loaded engine directory."""
+    """A loaded engine directory; a context that closes it. It belongs to the process that loaded
+    it."""
 
     path: Path
     manifest: dict[str, Any]
@@ -347,7 +383,31 @@ class Engine:
     #: what its towers were compiled for
     media: Media = field(default_factory=Media)
     #: of the last `generate`: its caches, and what was recorded over them, serve the next one
-    _idle: Session | None = field(default=None, init=False, repr=False)
+    _idle: Session | None = field(default=None, init=False)
+    _process: int = field(default_factory=os.getpid, init=False)
+
+    def __repr__(self) -> str:
+        backend = self.manifest.get("backend")
+        sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
+        return (
+            f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
+            f"{self.dtype}, {sizes}>"
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        """InputError in a forked child, where the runtime would wait for threads that only the
+        parent has."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
+                f"the engine in the process that uses it"
+            )
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -369,10 +429,12 @@ class Engine:
 
     def session(self, batch: int = 1) -> Session:
         """Empty caches for `batch` rows, at most max_batch."""
+        self._check_process()
         return Session(self, batch)
 
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Token ids -> the rows that the text graphs take, on the engine's device."""
+        self._check_process()
         rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
 
@@ -380,6 +442,7 @@ class Engine:
         """The soft tokens of one image, video or sound (see media/encode.py)."""
         from .media.encode import encode
 
+        self._check_process()
         return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:
@@ -392,8 +455,11 @@ class Engine:
         return self.spec.tokens.eos if stop is None else stop
 
     def suppressed(self) -> tuple[int, ...]:
-        """Token ids that are never generated (matters for greedy decoding too)."""
-        return self.defaults().suppress
+        """Token ids that are never generated (matters for greedy decoding too): the checkpoint's,
+        and those that a smaller per-layer table has no row for, which no step could read."""
+        text = self.spec.text
+        rows = text.ple.vocab_size if text.ple else text.vocab_size
+        return (*self.defaults().suppress, *range(rows, text.vocab_size))
 
     def tokenizer(self) -> Any:
         """The checkpoint's own tokenizer (library `tokenizers`)."""
@@ -420,8 +486,8 @@ class Engine:
         audio: Sequence[Any] = (),
     ) -> Any:
         """New token ids for one prompt (list of ints -> list of ints) or for several
-        (list of lists -> list of lists, up to max_batch of different lengths). Tensors and
-        tuples do too.
+        (list of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays
+        of integers and tuples do too.
 
         A row ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
@@ -455,6 +521,8 @@ class Engine:
         """Free what the runtime holds."""
         self._idle = None
         self.runtime.close()
+        closed: Any = _Closed(self.path)
+        self.runtime = closed
 
 
 def _read_tokenizer(path: Path, raw: bytes) -> Any:
@@ -474,10 +542,17 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
     import torch
 
     def plain(x: Any) -> Any:
-        return x.tolist() if isinstance(x, torch.Tensor) else x
+        if isinstance(x, torch.Tensor | np.ndarray | np.integer):
+            return x.tolist()
+        return list(map(plain, x)) if isinstance(x, list | tuple) else x
 
-    rows = [plain(x) for x in plain(given)]
-    many = {isinstance(x, list | tuple) for x in rows}
+    rows = plain(given)
+    if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
+        raise InputError("prompt tokens: found text; encode it with the engine's tokenizer first: "
+                         "engine.tokenizer().encode(text).ids")  # fmt: skip
+    if not isinstance(rows, list):
+        raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")
+    many = {isinstance(x, list) for x in rows}
     if many == {True, False}:
         raise InputError("prompt tokens: expected a list of ids, or a list of such lists")
     return ([list(x) for x in rows], False) if many == {True} else ([rows], True)
@@ -812,11 +887,12 @@ def free_bytes(out: Path) -> int:
 
 def check_space(p: Prepared, out: Path) -> None:
     """EngineError where the weights do not fit the disk."""
-    need, free = p.disk_bytes(), free_bytes(out)
-    if need and free < need + (64 << 20):
+    weights, free = p.disk_bytes(), free_bytes(out)
+    need = weights + OTHER_BYTES
+    if weights and free < need:
         raise EngineError(
-            f"{out.parent}: the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are "
-            f"free; make room, choose another --out, or use --link-weights"
+            f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
+            f"{size_text(free)} are free; make room, choose another --out, or use --link-weights"
         )
 
 
@@ -826,9 +902,8 @@ def _new_directory(out: Path) -> Iterator[Path]:
     folder = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{BUILDING}", dir=out.parent))
+        folder = tensorfile.new_folder(out.parent, f".{out.name}{BUILDING}")
         yield folder
-        folder.chmod(0o755)
         os.rename(folder, out)
     except OSError as e:
         where = e.filename or folder or out

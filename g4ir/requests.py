@@ -5,9 +5,9 @@ holds is not computed again (`cached_tokens`): a conversation sent whole each tu
 part only, as far as the rings of sliding layers allow, and up to its first soft token: equal
 placeholders do not mean equal media, so those are always computed.
 
-Files of images, videos and sounds are read and encoded when their request's turn comes, so that a
-long list of requests needs the memory of one: what is wrong in them is that request's error, and
-others are answered. All else is checked before the first is answered.
+JSON lines are read one by one and answered as they come, and so are files of images, videos and
+sounds, so that a long list of requests needs the memory of one: what is wrong in a request is its
+own error, and others are answered.
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -18,19 +18,32 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-from .errors import CheckError, InputError, MissingError
+from .errors import G4Error, InputError
 from .media import prompt as prompts
 from .media.audio import CUT, REFUSE
-from .media.choice import AUDIO, IMAGE, LISTS, VIDEO, check_budget, check_taken, placeholders
+from .media.choice import (
+    AUDIO,
+    IMAGE,
+    LISTS,
+    VIDEO,
+    check_budget,
+    check_taken,
+    check_there,
+    placeholders,
+)
 from .media.soft import Soft, counts
 from .sampling import Sampler, Sampling, checked_ids, checked_prompt
+from .tensorfile import parse_json
+from .units import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +51,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 MAX_NEW_TOKENS = 64
+#: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
+LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
+RAW = "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Told = Callable[[int], None]
 
@@ -126,19 +142,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is said of a request in the place of an answer."""
+    """What is said of a request in the place of an answer; `line` is its number in the input."""
 
     id: int | str | None
     error: str
+    line: int | None = None
     failed: ClassVar[bool] = True
 
     def output(self) -> dict[str, Any]:
         """What stdout gets."""
-        return {"id": self.id, "error": self.error}
+        line = {"line": self.line} if self.line is not None else {}
+        return {"id": self.id, **line, "error": self.error}
 
     def log(self) -> dict[str, Any]:
         """What the log gets."""
-        return {"event": "error", "id": self.id, "error": self.error}
+        return {"event": "error", **self.output()}
 
 
 @dataclass(frozen=True)
@@ -157,6 +175,7 @@ class Result:
     soft_tokens: Mapping[str, int] = field(default_factory=dict)  # by kind of media
     encode_s: float = 0.0  # part of first_token_s: reading media, and the towers
     notes: tuple[str, ...] = ()
+    seed: int | None = None  # of the draws, where there were any
 
     def output(self) -> dict[str, Any]:
         """What stdout gets: id where there is one, tokens, text where there is a tokenizer."""
@@ -168,7 +187,7 @@ class Result:
         """What the log gets; no text of the prompt or the answer.
 
         tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
-        and encode_s come with media, notes where there are any.
+        and encode_s come with media, seed where tokens were drawn, notes where there are any.
         """
         media = {"soft_tokens": dict(self.soft_tokens), "encode_s": round(self.encode_s, 6)}
         return {
@@ -182,6 +201,7 @@ class Result:
             "total_s": round(self.total_s, 6),
             "finish_reason": self.finish_reason,
             **(media if self.soft_tokens else {}),
+            **({"seed": self.seed} if self.seed is not None else {}),
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 
@@ -195,22 +215,28 @@ class Result:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def parse_lines(raw: bytes, source: str) -> list[tuple[str, dict[str, Any]]]:
-    """(file:line, fields) of every line that is not blank.
-
-    InputError names the first line that is no request. A request without an id gets the number
-    of its line.
-    """
-    return [
-        (where, {"id": number, **parse_line(line, where)})
-        for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
-        if line.strip()
-        for where in [f"{source}:{number}"]
-    ]
+def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of every line that is not blank, as soon as it is there. One of more than
+    LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line` refuses it."""
+    total = 0
+    for number in count(1):
+        line = stream.readline(LINE_BYTES + 1)
+        total += len(line)
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if total > INPUT_BYTES:
+            line = line.ljust(LINE_BYTES + 1)
+        if line.strip() or len(line) > LINE_BYTES:
+            yield number, line
+        if not line or len(line) > LINE_BYTES:
+            return
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The fields of one line; those that are null are left out."""
+    """The object of one line, whose fields are yet to be checked."""
+    if len(line) > LINE_BYTES:
+        raise InputError(f"{where}: a line of more than {size_text(LINE_BYTES)}, or input of more "
+                         f"than {size_text(INPUT_BYTES)}; what follows is not read")  # fmt: skip
     try:
         value = json.loads(line.decode(), object_pairs_hook=_unique)
     except UnicodeDecodeError as e:
@@ -219,6 +245,11 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: no JSON: {e or 'too deep'}") from None
     if not isinstance(value, dict):
         raise InputError(f'{where}: expected an object such as {{"tokens": [2, 5]}}')
+    return value
+
+
+def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a request; those that are null are left out."""
     for key, item in value.items():
         _check_field(key, item, where)
     fields = {k: v for k, v in value.items() if v is not None}
@@ -243,6 +274,23 @@ def _check_field(key: str, value: Any, where: str) -> None:
         raise InputError(f"{where}: {key}: expected {expected}, found {shown[:60]}")
 
 
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """InputError for settings that no engine takes."""
+    _sampling_of(Sampling(), flags)
+    count = flags.get("max_new_tokens")
+    if count is not None and count < 1:
+        raise InputError(f"max_new_tokens {count}: expected at least 1")
+
+
+def _sampling_of(base: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """`base` with what is given of temperature, top_k, top_p and seed."""
+    names = ("temperature", "top_k", "top_p", "seed")
+    found = {k: given[k] for k in names if given.get(k) is not None}
+    if found.get("top_k") == 0:  # no limit, as in generation_config.json
+        found["top_k"] = None
+    return replace(base, **found)
+
+
 # --- text -------------------------------------------------------------------------------------
 
 
@@ -251,17 +299,30 @@ class Codec:
 
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
-        self.bos = engine.spec.tokens.bos if _adds_bos(engine.path) else None
+        config = _tokenizer_config(engine.path)
+        self.bos, self.adds_bos = engine.spec.tokens.bos, config.get("add_bos_token") is True
+        template = engine.path / "chat_template.jinja"
+        #: whether the checkpoint has a chat template
+        self.instructed = template.is_file() or bool(config.get("chat_template"))
 
     def encode(self, text: str, what: str) -> list[int]:
-        """Token ids, special ones as tokenizer.json and its config add them."""
+        """Token ids, special ones as tokenizer.json and its config add them; one that begins the
+        text is not added again."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
         ids: list[int] = self.tokenizer.encode(text).ids
-        missing = self.bos is not None and ids[:1] != [self.bos]
-        return [self.bos, *ids] if missing and self.bos is not None else ids
+        if self.bos is None:
+            return ids
+        if self.adds_bos and ids[:1] != [self.bos]:
+            return [self.bos, *ids]
+        return ids[1:] if ids[:2] == [self.bos] * 2 else ids
+
+    def has_turns(self, ids: Sequence[int]) -> bool:
+        """Whether there are special tokens behind the first, as a chat template would put."""
+        special = {i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
+        return not special.isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a part of a text, nothing added."""
@@ -286,14 +347,10 @@ class Codec:
         return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
 
 
-def _adds_bos(folder: Path) -> bool:
-    """Whether tokenizer_config.json asks for a BOS that tokenizer.json may not add itself."""
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, nothing where there is none."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    from .tensorfile import parse_json
-
-    return parse_json(path, path.read_bytes()).get("add_bos_token") is True
+    return parse_json(path, path.read_bytes()) if path.is_file() else {}
 
 
 class TextStream:
@@ -342,7 +399,7 @@ class Desk:
         self.engine = engine
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
-        self.defaults = engine.defaults()
+        self.defaults, self.never = engine.defaults(), engine.suppressed()
         self.session = engine.session(1)
         self._held: list[int] = []
         self._sampling({})  # a wrong flag is no request's fault
@@ -357,23 +414,19 @@ class Desk:
         named = [(k, p, f"{where}: {name}") for name, k in LISTS.items()
                  for p in fields.get(name, [])]  # fmt: skip
         files = tuple(self._medium(fields, *m) for m in (*flagged, *named))
-        tokens, note = self._tokens(fields, where, [m.kind for m in files])
-        request = self._request(fields, where, tokens)
-        return replace(
-            request, notes=(note,) if note else (),
-            unread=Unread(fields, where, files) if files else None,
-        )  # fmt: skip
+        tokens, notes = self._tokens(fields, where, [m.kind for m in files])
+        unread = Unread(fields, where, files) if files else None
+        return replace(self._request(fields, where, tokens), notes=notes, unread=unread)
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
         setting, keyword = MEDIA_SETTINGS[kind]
         value = self._setting(fields, setting)
-        with _named(where):
+        with named(where):
             check_taken(kind, media, self.engine.spec)
             if kind == IMAGE and value is not None:
                 check_budget(value, media)
-            if not Path(path).is_file():
-                raise InputError(f"{path}: no such {kind} file")
+            check_there(kind, path)
         return Medium(kind, path, {} if value is None else {keyword: value}, where)
 
     def _request(self, fields: Mapping[str, Any], where: str, tokens: list[int]) -> Request:
@@ -383,7 +436,7 @@ class Desk:
             count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
         stop = checked_ids(self._setting(fields, "stop") or [], vocab, f"{where}: stop")
         checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
-        with _named(where):
+        with named(where):
             sampling = self._sampling(fields)
         return Request(
             fields.get("id"), tuple(tokens), count, sampling,
@@ -393,19 +446,23 @@ class Desk:
     def _tokens(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str],
         soft: Sequence[Soft] = (),
-    ) -> tuple[list[int], str | None]:  # fmt: skip
-        """The ids of the prompt and a note; in text, media of the kinds `given` have a placeholder
+    ) -> tuple[list[int], tuple[str, ...]]:  # fmt: skip
+        """The ids of the prompt and notes; in text, media of the kinds `given` have a placeholder
         each, or the expansion of those that are read. InputError where the numbers cannot fit."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
-        tokens, note = fields.get("tokens"), None
+        tokens, notes = fields.get("tokens"), list[str | None]()
         if tokens is None:
+            codec = self._codec()
             text, note = self._text(fields, where, given)
-            with _named(where):
-                text = prompts.expand_text(text, soft, special, self._codec().spell)
-            tokens = self._codec().encode(text, where)
-        with _named(where):
+            # What media are expanded to has special tokens, which are no turns.
+            raw = codec.instructed and not codec.has_turns(codec.encode(fields["prompt"], where))
+            notes += [note, RAW if raw else None]
+            with named(where):
+                text = prompts.expand_text(text, soft, special, codec.spell)
+            tokens = codec.encode(text, where)
+        with named(where):
             prompts.check_given(tokens, given, special, kinds)
-        return tokens, note
+        return tokens, tuple(n for n in notes if n)
 
     def _text(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str]
@@ -413,7 +470,7 @@ class Desk:
         """The text of the prompt with a placeholder for each medium, and a note."""
         codec, special = self._codec(), self.engine.spec.tokens
         bos = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
-        with _named(where):
+        with named(where):
             return prompts.mark(
                 fields["prompt"], given, self.engine.media.kinds, special, codec.spell, bos
             )
@@ -422,19 +479,16 @@ class Desk:
         """The request with its media encoded, and a placeholder for each soft token."""
         fields, where, soft = unread.fields, unread.where, list[Soft]()
         for m in unread.media:
-            with _named(m.where):
+            with named(m.where):
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         encode = self.codec.plain if self.codec else None
-        tokens, note = self._tokens(fields, where, [s.kind for s in soft], soft)
-        with _named(where):
+        tokens, notes = self._tokens(fields, where, [s.kind for s in soft], soft)
+        with named(where):
             placed = prompts.place(tokens, soft, special, encode, kinds)
         untimed = not encode and prompts.times_left_out([tokens], [placed], special)
-        notes = (note, prompts.NO_TIMES if untimed else None)
-        return replace(
-            self._request(fields, where, placed), soft=tuple(soft),
-            notes=tuple(n for n in notes if n),
-        )  # fmt: skip
+        notes += (prompts.NO_TIMES,) if untimed else ()
+        return replace(self._request(fields, where, placed), soft=tuple(soft), notes=notes)
 
     def _codec(self) -> Codec:
         if self.codec is None:
@@ -447,12 +501,8 @@ class Desk:
 
     def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
         file = self.defaults
-        given = {k: self._setting(fields, k) for k in ("temperature", "top_k", "top_p", "seed")}
-        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, file.suppress)
-        found = {k: v for k, v in given.items() if v is not None}
-        if found.get("top_k") == 0:  # no limit, as in generation_config.json
-            found["top_k"] = None
-        return replace(base, **found)
+        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, self.never)
+        return _sampling_of(base, {**self.flags, **fields})
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:
         """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
@@ -463,7 +513,8 @@ class Desk:
             request = self._read(request.unread)
         encode_s = time.perf_counter() - begun
         cached, logits = self._prefill(request)
-        sampler, out, first = Sampler(request.sampling), list[int](), 0.0
+        sampling = _seeded(request.sampling)
+        sampler, out, first = Sampler(sampling), list[int](), 0.0
         for (token,), _ in self.session.stream(
             logits, request.max_new_tokens, sampler, request.stop
         ):
@@ -476,15 +527,20 @@ class Desk:
             request.id, tuple(out), self.codec.decode(out) if self.codec else None,
             "stop" if out[-1] in request.stop else "length",
             len(request.tokens), cached, first, total, counts(request.soft), encode_s,
-            request.notes,
+            request.notes, sampling.seed,
         )  # fmt: skip
 
-    def answer_or_fail(self, request: Request) -> Result | Failure:
-        """`answer`, or what was wrong with this request alone."""
-        try:
-            return self.answer(request)
-        except (CheckError, InputError, MissingError) as e:
-            return Failure(request.id, str(e))
+    def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
+        """An answer to every JSON line, or what is wrong with it alone. A request without an id
+        has the number of its line, and None where that cannot be read."""
+        for number, line in read_lines(stream):
+            where, name = f"{source}:{number}", None
+            try:
+                given = {"id": number, **parse_line(line, where)}
+                name = given["id"] if FIELDS["id"][0](given["id"]) else None
+                yield self.answer(self.request(checked_fields(given, where), where))
+            except G4Error as e:
+                yield Failure(name, str(e), number)
 
     def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
         """(tokens that the row held already, logits after the prompt)."""
@@ -520,8 +576,15 @@ class Desk:
         return shared
 
 
+def _seeded(s: Sampling) -> Sampling:
+    """With a seed where tokens are drawn, so that it can be told."""
+    if s.temperature == 0:
+        return replace(s, seed=None)
+    return s if s.seed is not None else replace(s, seed=secrets.randbits(32))
+
+
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def named(where: str) -> Iterator[None]:
     """An InputError begins with `where`."""
     try:
         yield

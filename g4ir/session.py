@@ -47,6 +47,9 @@ class Session:
         #: most tokens that each row ever held since it was last empty (what rings have seen)
         self._written = torch.zeros(batch, dtype=torch.int64)
 
+    def __repr__(self) -> str:
+        return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
+
     def prefill(
         self, tokens: Any, lengths: Any = None, all_logits: bool = False, *,
         soft: Sequence[Soft] = (), images: Sequence[Any] = (), videos: Sequence[Any] = (),

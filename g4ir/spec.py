@@ -276,6 +276,14 @@ class Spec:
     audio: Audio | UnifiedAudio | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)
 
+    def __repr__(self) -> str:
+        media = {"vision": self.vision, "audio": self.audio}
+        parts = "".join(f", {k}" for k, v in media.items() if v is not None)
+        return (
+            f"<Spec {self.name}: {self.model_type}, {self.text.num_hidden_layers} layers, "
+            f"hidden {self.text.hidden_size}, {self.dtype}{parts}>"
+        )
+
     def layers(self) -> tuple[Layer, ...]:
         """The decoder layers, resolved."""
         text, kinds = self.text, self.text.layer_types

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import stat
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -291,10 +292,11 @@ def write_tensors(
 
 
 def write_file(
-    path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o644
+    path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o666
 ) -> None:
-    """Write the concatenated parts to a temporary name beside `path`, sync, rename."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Write the concatenated parts to a temporary name beside `path`, sync, rename. Like folders of
+    `new_folder`, the file is readable to whom the umask says, of those that `mode` names."""
+    handle, name = _new_file(path.parent, f".{path.name}.", mode)
     try:
         with open(handle, "wb") as file:
             for part in parts:
@@ -302,11 +304,28 @@ def write_file(
                     file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
+
+
+def _new_file(parent: Path, prefix: str, mode: int) -> tuple[int, Path]:
+    """A file of a name that was free, open for writing; the module tempfile would ignore the
+    umask."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        with suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
+
+
+def new_folder(parent: Path, prefix: str) -> Path:
+    """An empty folder in `parent`, whose name begins with `prefix` and was free."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

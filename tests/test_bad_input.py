@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from g4ir import tensorfile
+from g4ir import requests, tensorfile
 from g4ir.artefact import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
+from g4ir.cli import run as run_verb
 from g4ir.engine import load_engine, prepare, write_engine
 from g4ir.errors import EngineError, G4Error, InputError
 from g4ir.spec import load_spec
 from tests.cli_tools import (
     BUILD,
+    Outcome,
     built,
     g4ir,
     plain_checkpoint,
@@ -331,7 +334,7 @@ class FullDisk:
         self.count, self.fail = 0, fail
         monkeypatch.setattr(tensorfile, "open", self.open, raising=False)
         for module, name in (
-            (tempfile, "mkstemp"), (tempfile, "mkdtemp"), (os, "fsync"), (os, "replace"),
+            (tensorfile, "_new_file"), (tensorfile, "new_folder"), (os, "fsync"), (os, "replace"),
             (os, "rename"), (shutil, "copyfile"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
@@ -416,6 +419,18 @@ def test_no_space_left_on_the_command_line(
     has(outcome.message, out.parent, "No space left on device", "--out")
 
 
+@pytest.mark.parametrize("mask", [0o077, 0o022])
+def test_the_umask_holds_for_engines(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        engine = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
+    finally:
+        os.umask(before)
+    for path in (engine, engine.parent / "c", *engine.rglob("*")):
+        mode = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == mode & ~mask, path
+
+
 def test_weights_that_do_not_fit_are_refused_before_writing(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,7 +439,8 @@ def test_weights_that_do_not_fit_are_refused_before_writing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for words in ((), ("--dry-run",)):
         message = refused(*BUILD, "--checkpoint", folder, *words, "--out", out)
-        has(message, out.parent, "GiB", "--link-weights")
+        has(message, out.parent, "needs 66.1 MiB (2.07 MiB of weights), 1.00 MiB are free",
+            "--link-weights")
     words = ("--link-weights", "--dry-run", "--out", out)
     assert g4ir(*BUILD, "--checkpoint", folder, *words).code == 0
 
@@ -628,6 +644,14 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     file.write_text(TINY + "text: {ple: {dim: 16, vocab_size: 256}}\n")
     engine = built(tmp_path / "e", "--spec", file, *RANDOM)
     has(refused("run", engine, "--tokens", "2,300"), "token 300", "vocabulary of 256")
+    loaded = load_engine(engine)  # it is never drawn either, or an answer would end there
+    logits = loaded.session().prefill([[2, 9]])
+    assert int(logits.argmax()) >= 256
+    assert max(loaded.generate([2, 9], 8)) < 256
+    words = ("run", engine, "--tokens", "2,9", "--max-new-tokens", "8", "--temperature")
+    for temperature in ("0", "5"):
+        outcome = g4ir(*words, temperature, "--json")
+        assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
@@ -666,13 +690,90 @@ LINES: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+#: what no id can be read from
+NAMELESS = ("no JSON", "no UTF-8", "too deep", "no object", "key twice", "odd id")
+
+
 @pytest.mark.parametrize("case", LINES)
 def test_a_bad_line(case: str, engine: Path, tmp_path: Path) -> None:
-    """It is found before the good lines before it are answered."""
+    """It gets its error in its place, and the others their answers."""
     line, part = LINES[case]
+    file, good = tmp_path / "in.jsonl", b'{"tokens": [2, 5], "max_new_tokens": 1, "id": "x"}\n'
+    file.write_bytes(good + b"\n" + line + b"\n" + good)
+    outcome = g4ir("run", engine, "--input-jsonl", file)
+    first, second, third = map(json.loads, outcome.out.splitlines())
+    assert outcome.code == 1 and first["tokens"] and third["tokens"]
+    assert (second["line"], second["id"]) == (3, None if case in NAMELESS else 3)
+    has(second["error"], f"{file}:3: ", part)
+    assert json.loads(outcome.err.splitlines()[1]) == {"event": "error", **second}
+
+
+def test_a_bad_line_keeps_its_id(engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
-    file.write_bytes(b'{"tokens": [2, 5]}\n\n' + line + b"\n")
-    has(refused("run", engine, "--input-jsonl", file), f"{file}:3: ", part)
+    file.write_text('{"id": "mine", "tokens": "x"}')
+    told = json.loads(g4ir("run", engine, "--input-jsonl", file).out)
+    assert (told["id"], told["line"]) == ("mine", 1) and "tokens: expected" in told["error"]
+
+
+class Endless(io.RawIOBase):
+    """Bytes without end; counts what was read."""
+
+    def __init__(self, piece: bytes) -> None:
+        self.piece, self.count = piece, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        size = len(room) - len(room) % len(self.piece)
+        room[:size] = self.piece * (size // len(self.piece))
+        self.count += size
+        return size
+
+
+def from_stdin(stream: Any, engine: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+    return g4ir("run", engine, "--input-jsonl", "-", "--max-new-tokens", "1")
+
+
+@pytest.mark.parametrize("piece", [b"x", b"\0", b"\n"])
+def test_endless_input_is_bounded(
+    piece: bytes, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One endless line ends at the limit of a line, endless lines at that of them all."""
+    monkeypatch.setattr(requests, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(requests, "INPUT_BYTES", 1 << 21)
+    endless = Endless(piece)
+    outcome = from_stdin(io.BufferedReader(endless, 4096), engine, monkeypatch)
+    told = json.loads(outcome.out)
+    assert outcome.code == 1 and told["id"] is None and endless.count < 1 << 22
+    has(told["error"], "stdin:", "1.00 MiB", "2.00 MiB", "what follows is not read")
+
+
+def test_requests_are_answered_as_they_come(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second line is asked for when the first is answered."""
+    done: list[str] = []
+
+    class Line:
+        def readline(self, size: int) -> bytes:
+            done.append("asked")
+            return b'{"tokens": [2, 5]}\n' if len(done) < 6 else b""
+
+    emit = run_verb.emit
+    monkeypatch.setattr(run_verb, "emit", lambda value: (done.append("told"), emit(value)))
+    assert from_stdin(Line(), engine, monkeypatch).code == 0
+    assert done == ["asked", "told"] * 3 + ["asked"]
+
+
+def test_flags_are_checked_before_the_engine_is_looked_at(tmp_path: Path) -> None:
+    for words, part in (
+        (("--temperature", "-1"), "temperature -1"), (("--top-p", "2"), "top_p 2"),
+        (("--max-new-tokens", "0"), "max_new_tokens 0"), (("--seed", "-1"), "seed -1"),
+        (("--image", "no.png"), "no.png: no such image file"), (("--stop", "x"), "--stop"),
+    ):  # fmt: skip
+        has(refused("run", tmp_path / "none", "--tokens", "2", *words), part)
 
 
 def test_verify_on_bad_tokens(engine: Path) -> None:

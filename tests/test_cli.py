@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from g4ir import console, requests
 from g4ir.engine import Engine, load_engine
@@ -22,6 +32,7 @@ from g4ir.model import build_graph
 from g4ir.pipeline import PASSES, run_passes
 from g4ir.requests import Desk, TextStream
 from g4ir.sampling import Sampler, Sampling
+from g4ir.session import Session
 from g4ir.spec import load_spec, spec_names
 from g4ir.text import parse_graph
 from tests.cli_tools import (
@@ -241,7 +252,12 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert plan["disk_bytes"] == 0  # random weights are not stored
     assert plan["nodes"]["embed"] == 1
     text = ok(*BUILD, *words, "--out", tmp_path / "a" / "b")
-    assert "param_bytes    1.16 MiB\n" in text
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines())
+    assert (lines["param_bytes"], lines["disk_bytes"]) == ("1.16 MiB", "none")
+    assert (lines["media"], lines["ple_placement"], lines["settings"]) == ("none",) * 3
+    words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
+    text = ok(*BUILD, *words, "--out", tmp_path / "a")
+    assert "\nmedia          kinds image video audio, budgets 70, default 70, frame 70, " in text
     assert not list(tmp_path.iterdir())
 
 
@@ -312,10 +328,77 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     assert answer["text"] == tokenizer().decode(want)
 
 
+def instructed(engine: Path, out: Path, files: dict[str, str], bos: bool) -> Engine:
+    """The engine with files of an instruction-tuned checkpoint; its tokenizer.json may add the BOS
+    itself."""
+    shutil.copytree(engine, out)
+    for name, text in files.items():
+        (out / name).write_text(text)
+    made = tokenizer()
+    if bos:
+        special = [("<bos>", 2)]
+        made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=special)
+    made.save(str(out / "tokenizer.json"))
+    loaded = load_engine(engine)
+    return dataclasses.replace(loaded, path=out)
+
+
+TEMPLATES = {
+    "a file": {"chat_template.jinja": "x"},
+    "a key": {"tokenizer_config.json": '{"add_bos_token": true, "chat_template": "x"}'},
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_raw_prompt_at_a_chat_model_is_noted(
+    case: str, bos: bool, text_engine: Path, tmp_path: Path
+) -> None:
+    desk = Desk(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
+    for prompt in ("ab w3", "<bos>ab w3"):
+        request = desk.request({"prompt": prompt}, "x")
+        assert request.notes == (requests.RAW,)
+        assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
+    assert not desk.request({"prompt": "<eos>ab"}, "x").notes
+    assert not desk.request({"tokens": [2, 5]}, "x").notes
+
+
+def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
+    assert not Desk(text_loaded).request({"prompt": "ab w3"}, "x").notes
+
+
 def test_run_draws_by_seed(text_engine: Path) -> None:
     words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "20", "--json", "--seed")
     first, again, other = (ok(*words, seed) for seed in ("1", "1", "2"))
     assert first == again != other
+
+
+def test_a_drawn_seed_is_told(text_engine: Path) -> None:
+    words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "8")
+    first = g4ir(*words)
+    (seed,) = re.findall(r"; drawn with --seed (\d+)$", first.err.strip())
+    again = g4ir(*words, "--seed", seed)
+    assert again.out == first.out and "drawn" not in again.err
+    assert "drawn" not in g4ir(*words, "--temperature", "0").err
+    assert json.loads(g4ir(*words, "--json").err)["seed"] >= 0
+
+
+def test_an_interrupted_answer_ends_its_line(
+    engine: Path, loaded: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, closed = Session.stream, Mock()
+
+    def three(*words: Any) -> Iterator[Any]:
+        yield from itertools.islice(stream(*words), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "stream", three)
+    monkeypatch.setattr(Engine, "close", closed)
+    outcome = g4ir("run", engine, "--tokens", "2,5,7")
+    monkeypatch.undo()
+    assert outcome.code == 130 and closed.called
+    assert outcome.out == " ".join(map(str, loaded.generate([2, 5, 7], 3))) + "\n"
+    assert re.fullmatch(r"g4ir: 3 new tokens in [\d.]+ s\ng4ir: interrupted\n", outcome.err)
 
 
 def test_run_stops(engine: Path, loaded: Engine) -> None:
@@ -342,6 +425,7 @@ LOG = {
     },
 }
 LOG["required"] = list(LOG["properties"])  # type: ignore[call-overload]
+LOG["properties"]["seed"] = {"type": "integer"}  # type: ignore[index]
 
 
 def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) -> None:
@@ -363,6 +447,7 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
         jsonschema.validate(log, LOG)
     assert logs[0]["prompt_tokens"] == len(ids)
     assert [x["new_tokens"] for x in logs] == [5, 1, 4]
+    assert [x.get("seed") for x in logs] == [None, 3, None]
     assert logs[1]["tokens_per_second"] is None
     assert "w3" not in outcome.err and "prompt\"" not in outcome.err
 
@@ -593,11 +678,44 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_a_full_or_closed_stdout() -> None:
-    done = shell("$G4IR specs > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr == "g4ir: error: No space left on device\n"
+    for setting in ("", "PYTHONUNBUFFERED=1"):
+        done = shell(f"export {setting}; $G4IR specs > /dev/full")
+        assert done.returncode == 74
+        assert done.stderr == "g4ir: error: stdout: No space left on device\n"
+    assert "74 stdout cannot be written" in ok("--help")
     done = shell("$G4IR specs >&-")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_build_that_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        assert [*tmp_path.iterdir()]
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.compile", ended)
+    words = ("--variant", "tiny-dense", "--random-weights", "0", "--out", tmp_path / "e")
+    outcome = g4ir(*BUILD, *words)
+    assert outcome.code == 128 + number and not [*tmp_path.iterdir()]
+    said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert outcome.err == f"g4ir: {said}\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("words", "meant"), [
+    (("biuld",), "build? (see g4ir --help)"), (("specs", "dif"), "diff? (see g4ir specs --help)"),
+    (("build", "--variannt", "x", "--backend", "torch"), "--variant? (see g4ir build --help)"),
+    (("run", "e", "--tokens", "2", "--max-tokens=5"), "--max-new-tokens? (see g4ir run --help)"),
+])  # fmt: skip
+def test_what_was_meant(words: tuple[str, ...], meant: str) -> None:
+    assert refused(*words).endswith(f"; did you mean {meant}\n")
+
+
+def test_nothing_like_it() -> None:
+    assert "did you mean" not in refused("specs", "--zzz") + refused("zzz")
 
 
 def test_options_are_not_abbreviated() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -494,3 +498,79 @@ def test_passes_to_skip_may_come_from_an_iterator(tmp_path: Path) -> None:
     graphs = [engine.program.graphs[p] for p in ("prefill", "decode")]
     assert not any(list(g.find("split")) for g in graphs)
     assert all(v.type.shape[0] == "C" for g in graphs for v in g.state)
+
+
+# --- as an object -----------------------------------------------------------------------------
+
+
+def test_objects_show_what_they_are_in_a_line(built: Engine) -> None:
+    said = f"<Engine '{built.path}': checkpoint, reference on cpu, f32, max_batch 1, max_seq 64, "
+    assert repr(built) == f"{said}prefill_chunk 16>"
+    session = built.session()
+    session.prefill([[2, 5]])
+    assert repr(session) == f"<Session of {built!r}: [2] tokens held>"
+    assert repr(load_spec("e2b")) == (
+        "<Spec e2b: gemma4, 35 layers, hidden 1536, bf16, vision, audio>"
+    )
+
+
+def test_help_shows_the_options_of_a_build() -> None:
+    shown, prepared = (inspect.signature(f).parameters for f in (g4ir.build, prepare))
+    options = {k: p for k, p in prepared.items() if p.kind is p.KEYWORD_ONLY}
+    assert {*shown} == {"spec", "out", "progress", *options} and shown["max_batch"].default == 1
+    assert all(shown[k] == p for k, p in options.items())
+    text = pydoc.render_doc(g4ir.build, renderer=pydoc.plaintext)
+    assert "latent_kv: 'str' = 'auto'" in text
+
+
+def test_an_engine_that_was_closed_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    with small(tmp_path / "e", checkpoint=checkpoint, max_batch=2) as engine:
+        session = engine.session()
+        logits = session.prefill([[2, 5]])
+    for use in (
+        lambda: engine.generate([2, 5], 2), lambda: engine.session(),
+        lambda: session.decode(logits.argmax(-1)),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"^{engine.path}: this engine was closed; load it"):
+            use()
+    engine.close()  # once more does nothing
+
+
+PROMPTS: dict[str, Any] = {
+    "an array": np.array([2, 5, 7]), "a narrow one": np.array([2, 5, 7], np.int32),
+    "a tensor": torch.tensor([2, 5, 7]), "a tuple": (2, 5, 7),
+    "a list of its numbers": list(np.array([2, 5, 7])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts_of_other_types(case: str, built: Engine) -> None:
+    assert built.generate(PROMPTS[case], 3) == built.generate([2, 5, 7], 3)
+    assert built.generate([PROMPTS[case]], 3) == built.generate([[2, 5, 7]], 3)
+
+
+@pytest.mark.parametrize(("prompt", "words"), [
+    ("text", r"found text; encode it .*engine\.tokenizer\(\)"), (["a", "b"], "found text; encode"),
+    (5, "found int; expected a list of ids"), (None, "found NoneType"),
+    (np.array([2.0, 5.0]), "token 2.0 at index 0"), ([2, [5]], "or a list of such lists"),
+])  # fmt: skip
+def test_prompts_that_are_none(prompt: Any, words: str, built: Engine) -> None:
+    with pytest.raises(InputError, match=words):
+        built.generate(prompt, 3)
+
+
+def test_a_forked_child_gets_an_error(built: Engine) -> None:
+    """It has none of its parent's threads, and would wait for them."""
+    session = built.session()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        said = 0
+        for use in (lambda: built.generate([2, 5], 2), lambda: session.prefill([[2, 5]])):
+            try:
+                use()
+            except InputError as e:
+                said += "which this is a fork; load the engine in the process" in str(e)
+        os._exit(said)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2

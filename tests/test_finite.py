@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from g4ir.distance import row_errors
 from g4ir.engine import Engine, build
 from g4ir.errors import CheckError, WeightsError
 from g4ir.random_weights import RandomCheckpoint
-from g4ir.requests import Desk, Failure, Request, Result
+from g4ir.requests import Desk, Failure, Result
 from g4ir.sampling import Sampler, Sampling
 from g4ir.spec import load_spec
 from g4ir.stages import verify_each_pass
@@ -100,13 +101,17 @@ def test_no_pass_is_blamed(narrow: Engine) -> None:
         verify_each_pass(narrow)
 
 
+def answered(desk: Desk) -> Result | Failure:
+    (answer,) = desk.answer_lines(io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x")
+    return answer
+
+
 def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(narrow)
-    request = Request("a", (2, 5, 7), 2, Sampling(), frozenset())
-    failed = desk.answer_or_fail(request)
+    failed = answered(desk)
     assert isinstance(failed, Failure) and ADVICE in failed.error
     monkeypatch.setattr(desk.session, "_finite", lambda logits: logits.nan_to_num())
-    assert isinstance(desk.answer_or_fail(request), Result)
+    assert isinstance(answered(desk), Result)
 
 
 def test_weight_that_does_not_fit(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import importlib
 import io
 import json
 import math
+import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,6 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from g4ir.errors import InputError, MissingError
+from g4ir.media.audio import read_sound
 from g4ir.media.budget import BUDGETS, ImageSettings, fit_image, image_settings, plan_image
 from g4ir.media.images import (
     FORMATS,
@@ -40,6 +44,7 @@ from g4ir.media.videos import (
     VideoLimits,
     frame_times,
     prepare_video,
+    read_footage,
     read_video,
     sample_frames,
     video_settings,
@@ -530,9 +535,70 @@ def test_bad_video_files(tmp_path: Path) -> None:
         (VideoLimits(max_bytes=100), "bytes, at most 100; send a smaller video"),
         (VideoLimits(max_pixels=64 * 48 - 1), "64x48 are 3072 pixels, at most 3071"),
         (VideoLimits(max_frames=49), "50 frames, at most 49"),
+        (VideoLimits(max_decoded=64 * 48 * 49), "50 frames, at most 49 of this size"),
     ):
         with pytest.raises(InputError, match=message):
             read_video(path, limits=limits)
+
+
+CONTAINERS = ("mp4", "mkv", "avi", "ts", "mpg")
+
+
+@pytest.mark.parametrize("ending", CONTAINERS)
+def test_footage_is_what_preparing_the_frames_gives(tmp_path: Path, ending: str) -> None:
+    path, settings = write_video(tmp_path / f"a.{ending}", 12), video_settings(load_spec(TOWER))
+    whole = prepare_video(read_video(path, 5), settings)
+    found = read_footage(path, settings, 5)
+    assert np.array_equal(found.patches, whole.patches)
+    assert np.array_equal(found.positions, whole.positions)
+    assert (found.soft_tokens, found.times) == (whole.soft_tokens, whole.times)
+    with pytest.raises(InputError, match=r"5 frames of \d+ soft .*--max-seq 99; ask for few"):
+        read_footage(path, settings, 5, most=99)
+
+
+def test_one_frame_at_a_time_is_held_in_full_resolution(tmp_path: Path) -> None:
+    count, size = 16, (960, 720)
+    path = write_video(tmp_path / "a.mp4", count, size)
+    settings = video_settings(load_spec(TOWER))
+    read_footage(path, settings, 1)  # what is imported and kept counts once
+    tracemalloc.start()
+    footage = read_footage(path, settings)
+    peak = tracemalloc.get_traced_memory()[1] - footage.patches.nbytes
+    tracemalloc.stop()
+    assert len(footage.patches) == count and peak < 8 * math.prod(size) * 3
+
+
+def test_names_are_no_protocols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(write_video(tmp_path / "a.mp4", 3), "10:30.mp4")
+    assert len(read_video("10:30.mp4").frames) == 3
+
+
+LISTS = {
+    "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:1,\nreal.ts\n#EXT-X-ENDLIST\n",
+    "a.mp4": "ffconcat version 1.0\nfile real.ts\n",
+    "a.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n",
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_playlists_open_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_video(tmp_path / "real.ts", 3)
+    Path(name).write_text(LISTS[name])
+    with pytest.raises(InputError, match=f"^{name}: no video.*send MP4"):
+        read_video(name)
+
+
+def test_devices_and_pipes_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "link"):
+        for read in (read_image, read_video, read_sound):
+            with pytest.raises(InputError, match=r"no such (image|video|sound) file"):
+                read(path)
 
 
 # --- the planner ------------------------------------------------------------------------------

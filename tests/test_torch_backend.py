@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -508,6 +514,124 @@ def test_process_that_dies_is_an_error(
     texts = [TEXT, TEXT.replace("8", "6")]
     with pytest.raises(LowerError, match="ended with status 1"):
         compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
+
+
+TWO = (TEXT, TEXT.replace("8", "6"))
+
+
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str) -> None:
+    """Processes that run a shell script in the place of a compiling one."""
+    script = tmp_path / "worker"
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_what_a_process_prints_is_the_cause_and_not_on_the_terminal(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    worker(monkeypatch, tmp_path, "echo frame 12 of a stack >&2; kill -ABRT $$")
+    with pytest.raises(LowerError, match=r"ended by SIGABRT; run again with --trace") as caught:
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+    assert "frame 12 of a stack" in str(caught.value.__cause__)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_is_killed_may_lack_memory(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker(monkeypatch, tmp_path, "kill -KILL $$")
+    with pytest.raises(LowerError, match="killed, most likely for memory"):
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: Sequence[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(runs, pids))
+
+
+def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = f"sleep 300 & echo $! > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid"
+    worker(monkeypatch, tmp_path, f"{lines}; wait")
+
+    def interrupt() -> None:
+        while len([*tmp_path.glob("*.pid")]) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+    told = [*tmp_path.glob("*.pid")]
+    assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
+
+
+ORPHAN = """
+import subprocess, sys, time
+code = "import os, time; p = os.getppid(); import g4ir.backends.torch_compile.compile as c; " \
+       "c.compile_program = lambda *a: time.sleep(300); print('up', flush=True); c.serve(p)"
+p = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, start_new_session=True)
+p.stdout.readline()
+p.stdin.write(b'["x", {"device": "cpu"}, "x"]\\n')
+p.stdin.flush()
+print(p.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        assert runs(pid)
+        parent.kill()
+    assert gone([pid], 10)
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOSPC, "No space left on device"), RuntimeError("g++: No space left on device"),
+])  # fmt: skip
+def test_a_full_disk_is_called_so_and_the_folder_named(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    folder, usage = tmp_path / "a", shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != folder)))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(compiler, "_compile", fail)
+    with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
+    with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+
+
+def test_a_full_disk_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's own writer of files would: it is given a buffer."""
+    monkeypatch.setattr(compiler, "exported", lambda *_: None)
+    monkeypatch.setattr(
+        "torch._inductor.aoti_compile_and_package",
+        lambda exported, package_path, inductor_configs: package_path.write(b"program"),
+    )
+    compiler.compile_program(TEXT, Target("cpu"), tmp_path / "x.pt2")
+    assert (tmp_path / "x.pt2").read_bytes() == b"program"
 
 
 def test_serve_answers_line_by_line(tmp_path: Path) -> None:

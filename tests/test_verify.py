@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import g4ir
-from g4ir import compare
+from g4ir import compare, tensorfile
 from g4ir.compare import LEVELS, Report, Saturation, curve, verify_engine
 from g4ir.distance import BUDGETS, Budget, row_errors
 from g4ir.engine import Engine
@@ -101,7 +104,24 @@ def test_random_weights_against_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
     monkeypatch.setattr(compare, "TEMPORARY_BYTES", 1 << 20)
-    with pytest.raises(InputError, match=r"random weights are 0.0 GiB.*--against reference"):
+    with pytest.raises(InputError, match=r" 2.87 MiB, .* 1.00 MiB are .*--against reference"):
+        verify_engine(engine, "hf")
+
+
+def test_a_temporary_folder_without_room_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=3, backend="reference", max_seq=64,
+    )  # fmt: skip
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(tensorfile, "_new_file", Mock(side_effect=full))
+    with pytest.raises(MissingError, match=f"{tmp_path}/g4ir-verify-.*No space left.*TMPDIR"):
+        verify_engine(engine, "hf")
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
+    with pytest.raises(MissingError, match=r"temporary folder: .*No such file.*TMPDIR"):
         verify_engine(engine, "hf")
 
 

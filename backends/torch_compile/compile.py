@@ -9,19 +9,24 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from g4ir.checkpoint import sha256
@@ -40,6 +45,10 @@ SOURCES = (
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
+#: what is kept of what a worker prints, and how long is waited for the rest of it
+PRINTED_LINES, LAST_WORDS_S = 200, 2.0
+#: how the system and compilers word a full disk
+FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "C": 16}
 
@@ -181,71 +190,133 @@ def _compile_missing(
         return
     # The longest programs first, so that none is left alone at the end.
     todo = sorted(texts, key=len, reverse=True)
-    with _workers(workers) as compile_one, ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(compile_one, t, target, out / files[t]): t for t in todo}
+    with _Workers(workers) as started, ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(started.compile, t, target, out / files[t]): t for t in todo}
         try:
             for i, future in enumerate(as_completed(futures)):
                 future.result()
                 _keep(out / files[futures[future]])
                 progress(f"compiled {i + 1}/{len(texts)}")
         finally:
+            started.kill()  # or the pool would wait for what nobody needs any more
             pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _workers(count: int) -> Iterator[Callable[[str, Target, Path], None]]:
-    """`compile_program` in one of `count` processes that serve one program after the other.
+class _Workers:
+    """Processes that serve one program after the other, each in a process group of its own: the
+    terminal's Ctrl-C is for the main process, and a compiler ends with the worker that began it.
 
     Not multiprocessing: its processes import the user's main script again, which would have to
     be written for that.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+
+    def __init__(self, count: int) -> None:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
+            f"serve({os.getpid()})"
         )
-        for _ in range(count)
-    ]
-    idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-    for process in started:
-        idle.put(process)
-
-    def compile_one(text: str, target: Target, path: Path) -> None:
-        process = idle.get()
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._all: list[_Worker] = []
         try:
-            _ask(process, text, target, path)
+            for _ in range(count):
+                self._all.append(_Worker([sys.executable, "-c", code]))
+                self._idle.put(self._all[-1])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        for worker in self._all:
+            worker.close()
+
+    def kill(self) -> None:
+        """End them and what they started, whatever they are at."""
+        for worker in self._all:
+            worker.kill()
+
+    def compile(self, text: str, target: Target, path: Path) -> None:
+        """`compile_program` in a process that is idle."""
+        worker = self._idle.get()
+        try:
+            worker.compile(text, target, path)
         finally:
-            idle.put(process)
-
-    try:
-        yield compile_one
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+            self._idle.put(worker)
 
 
-def _ask(process: subprocess.Popen[str], text: str, target: Target, path: Path) -> None:
-    assert process.stdin and process.stdout
-    try:
-        process.stdin.write(json.dumps([text, asdict(target), str(path)]) + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # its answer is the end of its output
-    answer = process.stdout.readline()
-    if not answer:
-        status = process.wait()
-        reason = (
-            "it was killed, most likely for memory: build again with fewer other programs running"
-            if status < 0 else "what it printed above says why"
+class _Worker:
+    """One process that runs `serve`. What it and its compiler print is kept, not shown."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="backslashreplace", start_new_session=True,
         )  # fmt: skip
-        raise LowerError(f"torch: a compiling process ended with status {status}; {reason}")
-    if error := json.loads(answer):
-        raise LowerError(error)
+        self._printed: deque[str] = deque(maxlen=PRINTED_LINES)
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr
+        for line in self._process.stderr:
+            self._printed.append(line)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait for its end, which `kill` brought about."""
+        process = self._process
+        process.wait()
+        self._reader.join(LAST_WORDS_S)
+        assert process.stdin and process.stdout and process.stderr
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        if not self._reader.is_alive():
+            process.stderr.close()
+
+    def compile(self, text: str, target: Target, path: Path) -> None:
+        """LowerError with the worker's message; its cause is what was printed meanwhile."""
+        process = self._process
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps([text, asdict(target), str(path)]) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its answer is the end of its output
+        answer = process.stdout.readline()
+        if not answer:
+            status = process.wait()
+            self._reader.join(LAST_WORDS_S)
+            raise LowerError(_end_of_worker(status)) from self._output()
+        if error := json.loads(answer):
+            raise LowerError(error) from self._output()
+        self._printed.clear()
+
+    def _output(self) -> Exception:
+        return RuntimeError("what the compiling process printed:\n" + "".join(self._printed))
 
 
-def serve() -> None:
-    """Compile what each line of stdin asks for; answer with a line: null, or the error."""
+def _end_of_worker(status: int) -> str:
+    """Why a worker ended without an answer."""
+    if status == -signal.SIGKILL:
+        why = "it was killed, most likely for memory: build again with fewer other programs running"
+    else:
+        why = "run again with --trace to see what it printed"
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    return f"torch: a compiling process ended {how}; {why}"
+
+
+def serve(parent: int | None = None) -> None:
+    """Compile what each line of stdin asks for; answer with a line: null, or the error. Ends with
+    the process `parent`, even where that was killed."""
+    Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:
@@ -256,6 +327,14 @@ def serve() -> None:
         except LowerError as e:
             error = str(e)
         print(json.dumps(error), file=answers, flush=True)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # its compiler too
+    os._exit(1)
 
 
 def compile_kernels(path: Path) -> None:
@@ -270,7 +349,9 @@ def compile_kernels(path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise LowerError(f"torch: kernels.c does not compile: {done.stderr[:800]}")
+        raise _without_space(RuntimeError(done.stderr), path) or LowerError(
+            f"torch: kernels.c does not compile: {done.stderr[:800]}"
+        )
 
 
 def compile_program(text: str, target: Target, path: Path) -> None:
@@ -283,10 +364,22 @@ def compile_program(text: str, target: Target, path: Path) -> None:
         with _quiet_compiler(), torch.no_grad(), _kernels_understood():
             _compile(text, target, path)
     except Exception as e:
-        raise LowerError(
+        raise _without_space(e, path) or LowerError(
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {first_node(text)}"
         ) from None
+
+
+def _without_space(error: Exception, path: Path) -> LowerError | None:
+    """What to say where an error, of ours or of a compiler, was that a disk is full."""
+    if not any(words in str(error) for words in FULL):
+        return None
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
+
+    work = Path(compiler_dir())
+    folder = min(path.parent, work, key=lambda p: shutil.disk_usage(p).free)
+    advice = "set TMPDIR to another folder" if folder == work else "choose another --out"
+    return LowerError(f"torch: {folder}: no space left on the device; make room, or {advice}")
 
 
 @contextmanager
@@ -315,12 +408,15 @@ def _compile(text: str, target: Target, path: Path) -> None:
     """Write a program's file, which ends with what it was made of."""
     import torch
 
+    # Written here: where torch's own writer finds the disk full, it ends the process.
+    package = io.BytesIO()
     with _any_size():
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=str(path), inductor_configs=_inductor_options()
+            exported(text, target), package_path=package, inductor_configs=_inductor_options()
         )
-    with zipfile.ZipFile(path, "a") as archive:
+    with zipfile.ZipFile(package, "a") as archive:
         archive.comment = marker(text)
+    write_file(path, [package.getbuffer()])
 
 
 def marker(text: str) -> bytes:

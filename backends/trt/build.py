@@ -19,6 +19,7 @@ from g4ir.errors import LowerError
 from g4ir.ir import Graph, Value
 from g4ir.packing import ParamSource
 from g4ir.tensorfile import write_file
+from g4ir.units import size_text
 
 from ..base import Limits, Progress
 from ..primitives.network import Lowering, Network
@@ -176,8 +177,8 @@ class Estimate:
     def __str__(self) -> str:
         return (
             f"about {max(1, round(self.seconds / 60))} min (a guess: no build was timed), "
-            f"{self.host_bytes / GIB:.1f} GiB of host memory, "
-            f"{self.device_bytes / GIB:.1f} GiB of device memory"
+            f"{size_text(self.host_bytes)} of host memory, "
+            f"{size_text(self.device_bytes)} of device memory"
         )
 
 

@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from g4ir.units import size_text
+
 from .agreement import Agreement
 
 Report = dict[str, Any]
@@ -135,7 +137,7 @@ def _details(run: dict[str, Any]) -> Iterator[str]:
     setup = ", ".join(f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["setup_s"].items()
                       if v is not None)  # fmt: skip
     peak = run["peak_memory"].items()
-    memory = ", ".join(f"{k.removesuffix('_bytes')} {_size(v)}" for k, v in peak)
+    memory = ", ".join(f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in peak)
     yield f"  set-up   {setup} (not in any number above)"
     yield f"  peak     {memory}"
 
@@ -145,13 +147,13 @@ def _engine_details(run: dict[str, Any]) -> Iterator[str]:
     skipped = f", without {', '.join(e['skipped_passes'])}" if e["skipped_passes"] else ""
     yield (
         f"  engine   {e['dtype']}, {e['weights']} weights, manifest {e['manifest'][:12]}{skipped}; "
-        f"params {_size(run['param_bytes'])}, caches {_size(run['cache_bytes'])}"
+        f"params {size_text(run['param_bytes'])}, caches {size_text(run['cache_bytes'])}"
     )
     for phase in ("prefill", "decode"):
         c = work[phase]
         yield (
-            f"  {phase:8} {c['flops'] / 1e9:.4g} GFLOP, weights {_size(c['weight_bytes'])}, "
-            f"caches {_size(c['state_bytes'])}: at least {_short(c['floor_ms'])} ms "
+            f"  {phase:8} {c['flops'] / 1e9:.4g} GFLOP, weights {size_text(c['weight_bytes'])}, "
+            f"caches {size_text(c['state_bytes'])}: at least {_short(c['floor_ms'])} ms "
             f"({c['bound']})"
         )
     if x := work["experts"]:
@@ -169,13 +171,6 @@ def _engine_details(run: dict[str, Any]) -> Iterator[str]:
 def _split(parts: dict[str, float]) -> str:
     whole = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {100 * ms / whole:.0f} %" for name, ms in parts.items())
-
-
-def _size(n: float) -> str:
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"
 
 
 # ---- CSV --------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
 1 a check failed, or some of many requests; 2 wrong usage or bad input; 3 the environment lacks
-something; 70 a bug in g4ir (as in sysexits.h); 130 interrupted; 141 the reader of stdout went
-away. Nothing here imports torch before a verb needs it.
+something; 70 a bug in g4ir and 74 stdout cannot be written (as in sysexits.h); 128 + N ended by
+signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing here imports torch before
+a verb needs it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     console.tolerant_output()
     try:
-        with console.logs():
+        with console.logs(), console.endings(), console.output():
             args = _parser().parse_args(words, argparse.Namespace(json=False))
             code: int = args.command(args)
             sys.stdout.flush()
             return code
-    except (Exception, KeyboardInterrupt) as e:
+    except (Exception, KeyboardInterrupt, console.Ended) as e:
         return console.report(e, "--trace" in words)
 
 
@@ -44,7 +45,8 @@ def _parser() -> Parser:
         prog="g4ir",
         description="Build, inspect and run Gemma 4 engines.",
         epilog="exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment\n"
-        "lacks something, 70 a bug in g4ir, 130 interrupted, 141 the reader of stdout went away",
+        "lacks something, 70 a bug in g4ir, 74 stdout cannot be written, 128 + N ended by signal\n"
+        "N (130 interrupted), 141 the reader of stdout went away",
     )
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)

@@ -12,6 +12,7 @@ from g4ir.errors import InputError
 from g4ir.finite import TOO_LARGE
 from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
+from g4ir.units import size_text
 
 from .common import add_layout, add_media, add_source, add_verb, emit, given_spec, media_options
 from .run import verified
@@ -174,9 +175,16 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
 
 def _planned(key: str, value: Any) -> str:
     if key.endswith("_bytes") or key == "disk_free":
-        return f"{value / 2**30:.2f} GiB" if value >= 1 << 30 else f"{value / 2**20:.2f} MiB"
+        return size_text(value) if value else "none"
+    return _plain(value)
+
+
+def _plain(value: Any, between: str = ", ") -> str:
+    """A value in words; of a table, the keys that have one."""
     if isinstance(value, dict):
-        value = [f"{k} {v}" for k, v in value.items()]
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        value = [f"{k} {_plain(v, ' ')}" for k, v in value.items() if v not in (None, (), [])]
+    if isinstance(value, list | tuple):
+        return between.join(map(_plain, value)) or "none"
+    if value is None:
+        return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

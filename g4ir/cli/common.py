@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
+from g4ir.schema import did_you_mean
 from g4ir.spec import Spec, load_spec
 
 if TYPE_CHECKING:
     from g4ir.engine import Engine
 
 Command = Callable[[argparse.Namespace], int]
+#: how argparse words what it does not know
+_NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
@@ -44,8 +48,24 @@ class Parser(argparse.ArgumentParser):
             help="print the stack of an error",
         )  # fmt: skip
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class, but nothing unknown is left to the parser above, which does not know
+        the options of this one."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see {self.prog} --help)")
+        raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+
+    def _meant(self, message: str) -> str:
+        """A verb or an option that is like the unknown one."""
+        if verb := _NO_CHOICE.search(message):
+            return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
+        if option := _UNKNOWN.search(message):
+            return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
+        return ""
 
 
 def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = True) -> Parser:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir import console
 from g4ir.errors import InputError
-from g4ir.media.choice import AUDIO, IMAGE, KINDS, VIDEO
+from g4ir.media.choice import AUDIO, IMAGE, KINDS, VIDEO, check_there
 
 from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
 
@@ -36,8 +38,8 @@ def add_run(verbs: Any) -> None:
         "--input-jsonl", metavar="FILE",
         help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
         "max_new_tokens, temperature, top_k, top_p, seed, stop, images, videos, audio (lists\n"
-        "of paths), image_budget, frames, audio_too_long; answered in order. One whose media\n"
-        "cannot be read gets {\"id\": ..., \"error\": ...}, and the exit code is 1 at the end",
+        "of paths), image_budget, frames, audio_too_long; answered in order, as they come. A\n"
+        "wrong one gets {\"id\": ..., \"line\": ..., \"error\": ...}; the exit code is 1 then",
     )  # fmt: skip
     _add_media(p)
     p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
@@ -86,30 +88,44 @@ def add_verify(verbs: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from g4ir.requests import Desk
+    from g4ir.requests import Desk, check_flags
 
     _check_media(args)
-    lines = _read_lines(args.input_jsonl) if args.input_jsonl else _one_request(args)
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
-    with console.Progress() as progress:
+    check_flags(flags)
+    asked = None if args.input_jsonl else _one_request(args)
+    with _opened(args.input_jsonl) as lines, console.Progress() as progress:
         engine = load(args.engine, progress, args.cuda_graph, args.trust)
-        desk = Desk(engine, flags)
-        requests = [desk.request(fields, where, args.media) for where, fields in lines]
-        failed = 0
-        if args.input_jsonl or args.json:
+        try:
+            desk = Desk(engine, flags)
+            if asked is not None:
+                where, fields = asked
+                _answer_one(desk, desk.request(fields, where, args.media), args, progress)
+                return 0
             progress.stop()
-            answer = desk.answer_or_fail if args.input_jsonl else desk.answer
-            failed = sum(_log_and_emit(answer(request)).failed for request in requests)
-        else:
-            progress("reading the prompt")
-            _tell_summary(_stream(desk, requests[0], progress))
-        engine.close()
-    return 1 if failed else 0
+            source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
+            answers = map(_log_and_emit, desk.answer_lines(lines, source))
+            return 1 if sum(a.failed for a in answers) else 0
+        finally:
+            engine.close()
+
+
+def _answer_one(
+    desk: Desk, request: Request, args: argparse.Namespace, progress: console.Progress
+) -> None:
+    if args.json:
+        progress.stop()
+        _log_and_emit(desk.answer(request))
+        return
+    progress("reading the prompt")
+    _tell_summary(_stream(desk, request, progress), args.seed)
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    """InputError for flags of media that would do nothing."""
+    """InputError for flags of media that would do nothing, and files that are not there."""
+    from g4ir.requests import named
+
     kinds = {kind for kind, _ in args.media}
     if args.input_jsonl and kinds:
         raise InputError(f"--{min(kinds)}: with --input-jsonl each request names its own files, "
@@ -117,21 +133,24 @@ def _check_media(args: argparse.Namespace) -> None:
     for setting, kind in SETTING_KINDS.items():
         if getattr(args, setting) is not None and not args.input_jsonl and kind not in kinds:
             raise InputError(f"--{setting.replace('_', '-')} is for --{kind}, which is not given")
+    for kind, path in args.media:
+        with named(f"--{kind}"):
+            check_there(kind, path)
 
 
-def _read_lines(source: str) -> list[tuple[str, dict[str, Any]]]:
-    from g4ir.requests import parse_lines
-
+def _opened(source: str | None) -> Any:
+    """A context that gives the stream of JSON lines, where some are asked for."""
     if source == "-":
-        return parse_lines(sys.stdin.buffer.read(), "stdin")
-    return parse_lines(Path(source).read_bytes(), source)
+        return nullcontext(sys.stdin.buffer)
+    return nullcontext() if source is None else Path(source).open("rb")
 
 
-def _one_request(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+def _one_request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """What errors call the prompt, and its fields."""
     tokens = token_ids(args.tokens, "--tokens")
     if tokens is None:
-        return [("--prompt", {"prompt": args.prompt})]
-    return [("--tokens", {"tokens": tokens})]
+        return "--prompt", {"prompt": args.prompt}
+    return "--tokens", {"tokens": tokens}
 
 
 def _log_and_emit(result: Result | Failure) -> Result | Failure:
@@ -145,26 +164,33 @@ def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:
     from g4ir.requests import TextStream
 
     text = TextStream(desk.codec) if desk.codec else None
-    gap = ""
+    begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:
-        nonlocal gap
+        nonlocal count
         progress.stop()
-        print(text.push(token) if text else f"{gap}{token}", end="", flush=True)
-        gap = " "
+        print(text.push(token) if text else f"{' ' if count else ''}{token}", end="", flush=True)
+        count += 1
 
-    result = desk.answer(request, told)
+    try:
+        result = desk.answer(request, told)
+    except (KeyboardInterrupt, console.Ended):
+        print(text.rest() if text else "", flush=True)
+        console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")
+        raise
     print(text.rest() if text else "", flush=True)
     for note in result.notes:
         console.say(f"note: {note}")
     return result
 
 
-def _tell_summary(r: Result) -> None:
+def _tell_summary(r: Result, seed: int | None) -> None:
+    """One line; with the seed where it was drawn and not asked for."""
     speed = f", then {r.tokens_per_second:.1f} tokens/s" if r.tokens_per_second else ""
+    drawn = f"; drawn with --seed {r.seed}" if r.seed not in (None, seed) else ""
     console.say(
         f"{r.prompt_tokens} prompt tokens, {len(r.tokens)} new ones; first after "
-        f"{r.first_token_s:.3f} s{speed}; ended by {r.finish_reason}"
+        f"{r.first_token_s:.3f} s{speed}; ended by {r.finish_reason}{drawn}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
@@ -100,6 +101,12 @@ def check_taken(kind: str, media: Media, spec: Spec) -> None:
         raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
     more = ",".join(k for k in can if k in (*media.kinds, kind))
     raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
+
+
+def check_there(kind: str, path: str | Path) -> None:
+    """InputError unless the path is that of an ordinary file: a device or a pipe may be endless."""
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such {kind} file")
 
 
 def check_budget(budget: int | None, media: Media) -> None:

@@ -4,7 +4,8 @@
     soft = engine.encode("video", "clip.mp4", frames=8)
     soft = engine.encode("audio", "speech.wav", too_long="refuse")
 
-An item is a path, decoded pixels or samples, or what this package has prepared of them.
+An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
+has prepared of them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from .audio import (
 )
 from .budget import ImageSettings, image_settings
 from .choice import AUDIO, IMAGE, VIDEO, check_budget, check_taken
-from .images import Picture, prepare_image, read_image
+from .images import Picture, pixels_of, prepare_image, read_image
 from .soft import Soft
-from .videos import Footage, Video, prepare_video, read_video, video_settings
+from .videos import Footage, Video, prepare_video, read_footage, video_settings
 
 if TYPE_CHECKING:
     from g4ir.engine import Engine
@@ -65,7 +66,7 @@ def _image(engine: Engine, item: Any, budget: int | None) -> Soft:
     if isinstance(item, str | Path):
         item = prepare_image(read_image(item), settings, str(item))
     if not isinstance(item, Picture):
-        item = prepare_image(item, settings)
+        item = prepare_image(pixels_of(item), settings)
     return Soft(IMAGE, (_seen(engine, item.patches, item.positions, item.soft_tokens),))
 
 
@@ -78,8 +79,7 @@ def _settings(engine: Engine, budget: int | None) -> ImageSettings:
 def _video(engine: Engine, item: Any, frames: int | None) -> Soft:
     settings = video_settings(engine.spec, engine.media.frame)
     if isinstance(item, str | Path):
-        item = read_video(item, frames)
-        frames = None
+        item = read_footage(item, settings, frames, engine.limits.max_seq)
     if isinstance(item, np.ndarray):
         item = Video(item)
     if not isinstance(item, Footage):

@@ -16,6 +16,7 @@ torchvision instead, which neither turns nor narrows; that is no one's intention
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,11 +82,21 @@ def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "im
     )
 
 
+def pixels_of(image: Any) -> Any:
+    """The pixels of a Pillow image, as of one in a file; all else as it is."""
+    pillow = sys.modules.get("PIL.Image")  # whoever has such an image has imported it
+    if pillow is None or not isinstance(image, pillow.Image):
+        return image
+    _, ops = _pillow(Path("image"))
+    return np.array(ops.exif_transpose(image).convert("RGB"))
+
+
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        raise InputError(f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255")
+        raise InputError(f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255, "
+                         "or an image of Pillow")  # fmt: skip
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
         wanted = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
         raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{wanted}]")

@@ -148,42 +148,50 @@ def mark(
     """The text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`, and a
     note where there is something to tell.
 
-    `given` are the kinds of the media in order, `taken` those that the engine takes: of other
-    kinds the markers are mere text, as is one behind a backslash. Media of a kind that the text
-    has no placeholder of come first (after a `bos` that is spelled out). InputError where there
-    are markers, and more or fewer placeholders than media.
+    `given` are the kinds of the media in order, `taken` those that the engine takes. A marker
+    counts as far as there are media of its kind, the first ones first; all others are mere text,
+    with a note, and so is one behind a backslash, without. Media of a kind that the text has no
+    placeholder of come first (after a `bos` that is spelled out). InputError for fewer markers
+    and placeholders than media, where there are markers.
     """
     holders = placeholders(tokens, taken)
-    for kind, holder in holders.items():
-        _check_markers(kind, text, given.count(kind), partial(spell, holder))
+    room = {k: _markers(k, text, given.count(k), partial(spell, h)) for k, h in holders.items()}
+    left, notes = dict(room), list[str]()
 
     def swapped(found: re.Match[str]) -> str:
         escaped, kind = found.groups()
         if kind not in holders:
             return found[0]
-        return found[0][1:] if escaped else spell(holders[kind])
+        if escaped:
+            return found[0][1:]
+        left[kind] -= 1
+        return spell(holders[kind]) if left[kind] >= 0 else found[0]
 
     text = _MARKER.sub(swapped, text)
+    for kind, n in left.items():
+        if n < 0:
+            notes.append(f"{-n} of {room[kind] - n} <{kind}> in the prompt are text: "
+                         f"{given.count(kind)} --{kind} given")  # fmt: skip
     strings = {k: spell(holders[k]) for k in given if k in holders}
     first = [k for k in given if k in strings and strings[k] not in text]
-    if not first:
-        return text, None
-    at = len(bos) if bos and text.startswith(bos) else 0
-    text = text[:at] + "".join(strings[k] for k in first) + text[at:]
-    names = " and ".join(f"<{k}>" for k in dict.fromkeys(first))
-    return text, f"the prompt has no {names}: put before the text"
+    if first:
+        at = len(bos) if bos and text.startswith(bos) else 0
+        text = text[:at] + "".join(strings[k] for k in first) + text[at:]
+        names = " and ".join(f"<{k}>" for k in dict.fromkeys(first))
+        notes.append(f"the prompt has no {names}: put before the text")
+    return text, "; ".join(notes) or None
 
 
-def _check_markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> None:
-    """A text with markers has as many placeholders as media, those it spells out counted in."""
+def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int:
+    """How many markers of a kind stand for media, those that the text spells out counted off."""
     found = sum(m[2] == kind and not m[1] for m in _MARKER.finditer(text))
-    if found and media:
-        found += text.count(holder())
-    if found and found != media:
+    room = media - text.count(holder()) if found and media else media
+    if found and found < room:
         raise InputError(
             f"{found} <{kind}> for {media} media: give as many with --{kind} (in JSON lines: see "
             f"their fields), or write \\<{kind}> for the characters themselves"
         )
+    return max(0, min(found, room))
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
