@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -352,6 +353,8 @@ class Engine:
     media: Media = field(default_factory=Media)
     #: of the last `generate`: its caches, and what was recorded over them, serve the next one
     _idle: Session | None = field(default=None, init=False, repr=False)
+    #: held while that one is taken
+    _lending: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -453,7 +456,8 @@ class Engine:
     @contextmanager
     def lent_session(self, batch: int) -> Iterator[Session]:
         """An empty session that the engine keeps afterwards, in place of the one it kept."""
-        session, self._idle = self._idle, None
+        with self._lending:  # no two threads get the same one
+            session, self._idle = self._idle, None
         if session is None or session.batch != batch:
             session = self.session(batch)
         session.reset()

@@ -34,25 +34,22 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 @dataclass(frozen=True)
 class Bound:
     """A step with its params in place: `slots` says which operand comes from which value, `last`
-    which values no later step reads."""
+    which values no later step reads. All sessions share it."""
 
     call: Call
-    operands: list[torch.Tensor]
+    operands: tuple[torch.Tensor, ...]
     slots: tuple[tuple[int, str], ...]
     outputs: tuple[str, ...]
     last: tuple[str, ...] = ()
 
     def run(self, env: dict[str, torch.Tensor], watch: Watch | None = None) -> None:
-        operands = self.operands
+        operands = [*self.operands]  # of this run alone: sessions of other threads run it too
         for i, name in self.slots:
             operands[i] = env[name]
         for name, t in zip(self.outputs, self.call(operands)):
             env[name] = t
             if watch:
                 watch(name, t)
-        # What is kept here would stay in memory until the next token.
-        for i, _ in self.slots:
-            operands[i] = NOTHING
         for name in self.last:
             del env[name]
 
@@ -252,7 +249,7 @@ def _bind(
         return _bind_glue(s, alias)
     assert call
     names = [*s.inputs, *s.params, *s.state]
-    operands = [weights.get(n, NOTHING) for n in names]
+    operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return Bound(call, operands, slots, s.outputs)
 
@@ -265,4 +262,4 @@ def _bind_glue(s: Glue, alias: Mapping[str, str]) -> Bound:
         return as_tuple(reference(*operands, **attrs))
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
-    return Bound(call, [NOTHING] * len(slots), slots, s.outputs)
+    return Bound(call, (NOTHING,) * len(slots), slots, s.outputs)
