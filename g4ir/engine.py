@@ -527,7 +527,7 @@ def _generate(
     running = [True] * len(prompts)
     with engine.lent_session(len(prompts)) as session:
         steps = session.stream(
-            session.prefill(padded, lengths, soft=soft), count, sampler, stop
+            session.append(padded, lengths, soft), count, sampler, stop
         )
         for tokens, going in steps:
             for row, token in enumerate(tokens):

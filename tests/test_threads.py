@@ -24,7 +24,7 @@ def test_each_thread_gets_its_own_results(engines: Any) -> None:
     engine = engines("torch", "tiny-moe")
     done = subprocess.run(
         [sys.executable, "-m", "tests.threads_session", str(engine.path)], cwd=ROOT, text=True,
-        capture_output=True,
+        capture_output=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 

@@ -17,7 +17,7 @@ import torch
 import g4ir
 from g4ir.engine import Engine
 
-THREADS, STEPS, ROUNDS = 8, 15, 3
+THREADS, STEPS, ROUNDS = 8, 12, 2
 
 
 def work(engine: Engine, i: int) -> tuple[list[torch.Tensor], list[int]]:

@@ -15,6 +15,7 @@ from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
 from g4ir.sampling import Sampling, draw
+from g4ir.sampling import choose as choose_token
 
 from ..base import Limits, Progress, Tensors, Watch
 from ..caches import Caches
@@ -151,11 +152,11 @@ class TorchRuntime:
     def token_loop(
         self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
     ) -> TokenLoop | None:
-        """Steps that choose their own tokens; None where the host has to choose, or where a step
-        depends on how much of the caches is in use. It belongs to the session's caches."""
-        choose = self._chooser(sampling)
-        if self.record is None or not self.any_length or choose is None:
+        """Steps that choose their own tokens; None where a step depends on how much of the caches
+        is in use. It belongs to the session's caches."""
+        if self.record is None or not self.any_length:
             return None
+        choose = self._chooser(sampling)
         key = (replace(sampling, seed=None), tuple(stops))
         if key not in state.captured:
             step = self._decode(state.views(self.limits.max_seq))
@@ -165,9 +166,9 @@ class TorchRuntime:
         loop: TokenLoop = state.captured[key]
         return loop
 
-    def _chooser(self, s: Sampling) -> Choose | None:
-        """Greedy, or a draw from a few candidates. Nothing here may come from the host once the
-        step is recorded."""
+    def _chooser(self, s: Sampling) -> Choose:
+        """Greedy, or a draw: from few candidates by a compiled program. Nothing here may come from
+        the host once the step is recorded."""
         never = torch.tensor(s.suppress, dtype=torch.int64, device=self.device)
 
         def allowed(logits: torch.Tensor) -> torch.Tensor:
@@ -178,7 +179,7 @@ class TorchRuntime:
             return lambda logits, _: choose([allowed(logits)])[0]
         count = s.top_k
         if count is None or count > CANDIDATES:
-            return None
+            return lambda logits, uniforms: choose_token(allowed(logits)[:, 0].float(), uniforms, s)
         find = self._choosing("candidates")
 
         def drawn(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
