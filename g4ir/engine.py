@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from .backends.base import Backend, Limits, Runtime, checked_settings
 from .cache_sizes import cache_bytes
 from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
 from .errors import EngineError, G4Error, InputError, MissingError, SpecError
-from .fit import device_memory, require_fit
+from .fit import device_memory, fitting_placement, require_fit
 from .ir import Graph, Program, Value
 from .media.audio import read_extractor
 from .media.choice import AUDIO, Media, find_media, listed
@@ -181,14 +182,18 @@ def prepare(
     program = run_program(
         build_program(spec, all_logits, kind, taken), skip=skip, dump=dump, options=options
     )
-    placement = find_placement(ple_placement, spec)
     room = memory if memory is not None else _memory(device, dry)
+    more = found.cache_bytes(program, limits)
+    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
+    placement = find_placement(ple_placement, spec, device)
+    if ple_placement is None and placement == "device" and room is not None:
+        placement = fitting_placement(
+            spec, program, limits, dtype=kind, device=device, memory=room, more=more, media=taken
+        )
     if room is not None:
-        planned = cache_bytes(program, limits.max_batch, limits.max_seq)
         require_fit(
             spec, program, limits, dtype=kind, device=device, ple_placement=placement,
-            memory=room, more=found.cache_bytes(program, limits) - planned,
-            all_logits=all_logits, skip=skip, options=options, media=taken,
+            memory=room, more=more, all_logits=all_logits, skip=skip, options=options, media=taken,
         )  # fmt: skip
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
     if found.packs_weights and weights["kind"] == "random":
@@ -229,7 +234,8 @@ def build(
     every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
     instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
     (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
-    the table of per-layer embeddings lies: `device`, `host` or `mmap`. memory: bytes that the
+    the table of per-layer embeddings lies: `device`, `host` or `mmap` (default: on CUDA the device
+    where it fits with the rest, else the file). memory: bytes that the
     engine may need of its device (default: all that the device has); a build that would need
     more is refused before anything is loaded. settings: what the backend lets a build choose,
     by name. media: `all` that the variant takes, `none`, or some of image, video, audio;
@@ -564,7 +570,8 @@ def load_engine(
         program, limits, manifest["device"], path, manifest["compiled"], params,
         _prefixed(progress, "load"), cuda_graph,
     )  # fmt: skip
-    placed = find_placement(ple_placement or manifest.get("ple_placement"), spec)
+    given = ple_placement or manifest.get("ple_placement")
+    placed = find_placement(given, spec, manifest["device"])
     tables = {
         v.name: _table(runtime, params, v, placed, manifest["device"])
         for v in program.graphs["embed"].params
@@ -596,6 +603,10 @@ def _table(
     if resident is not None:
         return resident
     placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
+    if device == "cuda" and placement != "device" and find_spec("triton"):
+        from .backends.torch_compile.host_table import open_host_table
+
+        return open_host_table(params, v, placement, device)
     return packings.open_table(params, v, placement, device)
 
 
