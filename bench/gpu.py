@@ -444,6 +444,7 @@ def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
     for context in wanted:
         cell = partial(peer_cell, engine, model, batch, context)
         report.cell(f"{variant} peer b{batch} c{context}", cell)
+    torch._dynamo.reset()  # what was compiled holds the model, whose room the next engine needs
 
 
 def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str, Any]:

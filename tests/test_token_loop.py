@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import cuda_graph
+from g4ir.backends.torch_compile import cuda_graph, host_table
+from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.engine import Engine
 from g4ir.errors import CheckError, EngineError, InputError
 from g4ir.sampling import Sampler, Sampling
@@ -88,6 +89,25 @@ def test_rows_end_at_their_stop_tokens(engine: Engine, looped: Loops) -> None:
     )
     assert got == want
     assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
+
+
+def test_tables_that_the_device_reads_in_host_memory(
+    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the loop: nothing of a step waits for the host."""
+    want = engine.generate(rows(engine), 12, stop_ids=())
+    looped()
+    memory = {t.data_ptr(): t for t in engine.tables.values()}
+    monkeypatch.setattr(
+        host_table, "gather_host_rows", lambda address, ids, *_: memory[address][ids]
+    )
+    here = torch.device("cpu")
+    tables = zip(engine.tables, memory.values(), strict=True)
+    monkeypatch.setattr(engine, "tables", {n: HostTable(t, here) for n, t in tables})
+    assert engine.embeds_on_device
+    monkeypatch.setattr(engine, "_idle", None)
+    assert engine.generate(rows(engine), 12, stop_ids=()) == want
+    assert looped() == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
