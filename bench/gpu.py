@@ -1,7 +1,8 @@
 """The kernels and the decode step on a GPU: right first, then how near to the hardware's limit.
 
-    python bench/gpu.py kernels [--variants e2b,...] [--minutes 9] [--tune]
-    python bench/gpu.py models  [--variants e2b,...] [--minutes 9] [--peers]
+    python bench/gpu.py preflight [--out DIR]
+    python bench/gpu.py kernels [--variants e2b,...] [--minutes 9] [--tune] [--out DIR]
+    python bench/gpu.py models  [--variants e2b,...] [--minutes 9] [--peers] [--out DIR]
     TRITON_INTERPRET=1 python bench/gpu.py kernels --interpret
 
 `kernels`: every kernel that the variants use, at their sizes, against the op's reference on fresh
@@ -9,19 +10,32 @@ random inputs, and its time against its own bytes at the measured bandwidth; --t
 settings first and writes them to the table. `models`: engines with random weights made on the
 device; decode at batch 1, 8, 32 and contexts 1K, 8K, 32K over caches filled with noise, prefill at
 batch 1; with --peers transformers with a static cache, compiled, in the same process, and the
-agreement of logits. Both write bench/results/gpu-*.json after every cell and go on where they
-stopped, so that runs of ten minutes add up. --interpret checks the numbers without a GPU, on the
-tiny specs.
+agreement of logits. `preflight`: what the machine is, and the few numbers that the others are read
+by: the gap between dependent kernels of a graph, copy, read and product rates.
+
+All write gpu-*.json into bench/results, or into --out, after every cell and go on where they
+stopped, so that runs of ten minutes add up; with --out the table of settings goes there too. A cell
+in which the device fails is kept as `crashed` and ends the run, one that takes longer than --limit
+seconds as `hung`; neither is tried again. --interpret checks the numbers without a GPU, on the tiny
+specs.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import hashlib
 import json
+import multiprocessing
 import os
+import shutil
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -32,12 +46,21 @@ import torch
 from common import RESULTS
 
 import g4ir
-from g4ir.backends.torch_compile.kernel_cases import Case, all_cases, bytes_of_case, errors_of_case
+from g4ir.backends.torch_compile.cuda_graph import recorded
+from g4ir.backends.torch_compile.kernel_cases import (
+    Case,
+    all_cases,
+    bytes_of_case,
+    errors_of_case,
+    launches_of_case,
+)
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.segment import canonical
 from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.backends.torch_compile.tunings import TABLE
 from g4ir.bench.breakdown import kernels_per_step
 from g4ir.bench.peers import HfRunner, peer_model
-from g4ir.bench.roof import Meter
+from g4ir.bench.roof import Meter, passes_seconds
 from g4ir.bench.stats import percentile
 from g4ir.bench.system import environment
 from g4ir.cost import Step, decode_costs, graph_costs, total
@@ -49,6 +72,7 @@ from g4ir.packing import split_program
 from g4ir.pipeline import run_program
 from g4ir.sampling import Sampling
 from g4ir.spec import load_spec
+from g4ir.text import print_graph
 
 VARIANTS = "e2b,e4b,26b-a4b,31b"
 TINY = "tiny-dense,tiny-moe,tiny-ple"
@@ -66,31 +90,60 @@ class Report:
 
     path: Path
     minutes: float
+    #: seconds that a cell may take
+    limit: float = 240.0
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.body: dict[str, Any] = {"cells": {}}
-        if self.path.exists():
-            self.body = json.loads(self.path.read_text())
+        before = self.path if self.path.exists() else RESULTS / self.path.name
+        if before.exists():
+            self.body = json.loads(before.read_text())
         self.body["environment"] = environment("cuda" if torch.cuda.is_available() else "cpu")
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         if name in self.body["cells"] or self.out_of_time():
             return
         begun = time.monotonic()
+        with self.watched(name):
+            try:
+                found = measure()
+            except G4Error as e:
+                found = {"refused": str(e)}
+            except torch.OutOfMemoryError as e:
+                found = {"out_of_memory": str(e)[:300]}
+            except Exception as e:  # one cell must not cost the others
+                if device_is_lost(e):
+                    raise
+                found = {"failed": repr(e)[:500]}
+        self.keep(name, {**found, "seconds": round(time.monotonic() - begun, 1)})
+
+    @contextmanager
+    def watched(self, name: str) -> Iterator[None]:
+        """Within it a lost device is kept as a cell and then raised, since nothing works in this
+        process any more; a hang is kept as a cell and ends the process."""
+        timer = threading.Timer(self.limit, self.give_up, (name,))
+        timer.daemon = True
+        timer.start()
         try:
-            found = measure()
-        except G4Error as e:
-            found = {"refused": str(e)}
-        except torch.OutOfMemoryError as e:
-            found = {"out_of_memory": str(e)[:300]}
-        except torch.AcceleratorError:
-            raise  # nothing works in this process any more
-        except Exception as e:  # one cell must not cost the others
-            found = {"failed": repr(e)[:500]}
-        self.body["cells"][name] = {**found, "seconds": round(time.monotonic() - begun, 1)}
+            yield
+        except Exception as e:
+            if device_is_lost(e):
+                self.keep(name, {"crashed": repr(e)[:500]})
+            raise
+        finally:
+            timer.cancel()
+
+    def give_up(self, name: str) -> None:
+        """From the watching thread: the main one waits for the device."""
+        faulthandler.dump_traceback()
+        self.keep(name, {"hung": self.limit})
+        os._exit(1)
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        self.body["cells"][name] = found
         self.write()
-        print(name, json.dumps(self.body["cells"][name]), flush=True)
+        print(name, json.dumps(found), flush=True)
 
     def out_of_time(self) -> bool:
         return time.monotonic() - self.started > self.minutes * 60
@@ -100,6 +153,67 @@ class Report:
         draft = self.path.with_suffix(".part")
         draft.write_text(json.dumps(self.body, indent=1) + "\n")
         os.replace(draft, self.path)
+
+
+def device_is_lost(e: Exception) -> bool:
+    """After an illegal access every call fails, whatever error the first one was."""
+    if isinstance(e, torch.OutOfMemoryError | G4Error):
+        return False
+    if isinstance(e, torch.AcceleratorError):
+        return True
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def report_at(args: argparse.Namespace, name: str) -> Report:
+    return Report((args.out or RESULTS) / f"{name}.json", args.minutes, args.limit)
+
+
+# --- preflight --------------------------------------------------------------------------------
+
+#: kernels of the graph whose gap is measured
+CHAIN = 500
+
+
+def preflight(args: argparse.Namespace) -> None:
+    report = report_at(args, "gpu-preflight")
+    report.body["cells"] = {}  # of this machine, now
+    for name, measure in (("versions", versions), ("gap", gap_cell), ("rates", rates_cell)):
+        report.cell(name, measure)
+
+
+def versions() -> dict[str, Any]:
+    """Of what programs are made with and run by."""
+    import triton
+
+    said = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit,"
+         "temperature.gpu,memory.total", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return {"triton": triton.__version__, "cuda": torch.version.cuda, "gpu": said.stdout.strip(),
+            "cores": os.cpu_count()}  # fmt: skip
+
+
+def gap_cell() -> dict[str, Any]:
+    """Microseconds from one dependent kernel of a graph to the next, work of nearly none each."""
+    t = torch.zeros(1, device="cuda")
+
+    def chain() -> None:
+        for _ in range(CHAIN):
+            t.add_(1.0)
+
+    replay = recorded(chain)
+    times = sorted(passes_seconds(replay, 10) / CHAIN * 1e6 for _ in range(10))
+    return {"kernels": CHAIN, "us_p50": percentile(times, 50), "us_best": times[0]}
+
+
+def rates_cell() -> dict[str, Any]:
+    return Meter("cuda", torch.bfloat16).measure().to_dict()
 
 
 # --- kernels ----------------------------------------------------------------------------------
@@ -116,21 +230,54 @@ def programs(variants: list[str]) -> Iterator[Program]:
 
 
 def kernels(args: argparse.Namespace) -> None:
-    report = Report(RESULTS / f"gpu-kernels{'-interpreted' if args.interpret else ''}.json",
-                    args.minutes)  # fmt: skip
+    report = report_at(args, f"gpu-kernels{'-interpreted' if args.interpret else ''}")
     device, gpu = ("cpu", "h200") if args.interpret else ("cuda", find_target("cuda", 1).gpu)
     tokens, rows = (48, (1, 3)) if args.interpret else (4096, ROWS)
     targets = [Target(device, gpu, n) for n in rows]
     chunk = 16 if args.interpret else 1024
-    cases = all_cases(programs(args.variants), targets, tokens, chunk)
+    cases = {cell_name(c): c for c in all_cases(programs(args.variants), targets, tokens, chunk)}
+    open_cases = {k: c for k, c in cases.items() if k not in report.body["cells"]}
+    if not args.interpret:
+        compile_ahead(list(open_cases.values()))
     bandwidth = 0.0 if args.interpret else Meter("cuda", torch.bfloat16).measure().bandwidth
     report.body["bandwidth"] = bandwidth
     with interpreted() if args.interpret else torch.no_grad():
-        for i, case in enumerate(cases):
-            cell = partial(one_kernel, case, device, bandwidth, args.tune)
-            report.cell(f"{i} {case.name}", cell)
+        for name, case in open_cases.items():
+            report.cell(name, partial(one_kernel, case, device, bandwidth, args.tune))
+            if args.tune and args.out:
+                shutil.copyfile(TABLE, args.out / TABLE.name)
     wrong = [k for k, c in report.body["cells"].items() if not c.get("ok", False)]
     print(f"{len(report.body['cells'])} kernels, {len(wrong)} out of budget", *wrong, sep="\n  ")
+
+
+def cell_name(case: Case) -> str:
+    """What it is, whatever else is measured: the same with other variants beside it."""
+    text = f"{case.target} {case.tokens}\n{print_graph(canonical(case.graph))}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{case.name} rows={case.target.rows} {digest}"
+
+
+def compile_ahead(cases: list[Case]) -> None:
+    """Fill Triton's cache by as many processes as there are cores: a kernel takes seconds."""
+    jobs = min(os.cpu_count() or 1, 16, len(cases))
+    if jobs < 2:
+        return
+    begun = time.monotonic()
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failed = sum(pool.map(compile_launches, cases))
+    took = time.monotonic() - begun
+    print(f"compiled ahead in {took:.0f} s, {failed} kernels refused", flush=True)
+
+
+def compile_launches(case: Case) -> int:
+    """Compile what a case starts, run nothing; how many kernels were refused (a cell says why)."""
+    refused = 0
+    for kernel, grid, args, meta in launches_of_case(case):
+        try:
+            kernel.warmup(*args, grid=grid, **meta)
+        except Exception:
+            refused += 1
+    return refused
 
 
 def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[str, Any]:
@@ -159,7 +306,7 @@ def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[st
 
 
 def models(args: argparse.Namespace) -> None:
-    report = Report(RESULTS / "gpu-models.json", args.minutes)
+    report = report_at(args, "gpu-models")
     rates = Meter("cuda", torch.bfloat16).measure()
     report.body["rates"] = rates.to_dict()
     for variant in args.variants:
@@ -171,11 +318,14 @@ def models(args: argparse.Namespace) -> None:
                 cells += [f"{variant} peer b{batch} c{c}" for c in PEER_CONTEXTS]
             if report.out_of_time() or all(c in report.body["cells"] for c in cells):
                 continue
+            name = f"{variant} build b{batch}"
+            if not worth_trying(report.body["cells"].get(name, {})):
+                continue
             try:
-                engine = built(variant, batch)
+                with report.watched(name):
+                    engine = built(variant, batch)
             except G4Error as e:
-                refusal = {"refused": str(e)}
-                report.cell(f"{variant} build b{batch}", refusal.copy)
+                report.keep(name, {"refused": str(e)})
                 continue
             for c in CONTEXTS:
                 cell = partial(decode_cell, engine, batch, c, rates)
@@ -188,6 +338,11 @@ def models(args: argparse.Namespace) -> None:
             del engine, cell
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def worth_trying(found: dict[str, Any]) -> bool:
+    """Whether a build did not take the device, or the time, before."""
+    return not {"crashed", "hung"} & found.keys()
 
 
 def built(variant: str, batch: int) -> Engine:
@@ -205,8 +360,7 @@ def longest(variant: str, batch: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "backend": "torch", "device": "cuda", "dtype": "bf16", "random_weights": 0,
         "max_batch": batch, "prefill_chunk": 2048,
-        "ple_placement": "device" if load_spec(variant).text.ple else None,
-    }  # fmt: skip
+            }  # fmt: skip
     for context in reversed(CONTEXTS):
         options["max_seq"] = context + WARMUP + 2 * STEPS
         try:
@@ -290,6 +444,7 @@ def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
     for context in wanted:
         cell = partial(peer_cell, engine, model, batch, context)
         report.cell(f"{variant} peer b{batch} c{context}", cell)
+    torch._dynamo.reset()  # what was compiled holds the model, whose room the next engine needs
 
 
 def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str, Any]:
@@ -330,9 +485,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("kernels", "models"))
+    parser.add_argument("stage", choices=("preflight", "kernels", "models"))
     parser.add_argument("--variants", type=lambda s: s.split(","))
     parser.add_argument("--minutes", type=float, default=6.0, help="start no cell after these")
+    parser.add_argument("--limit", type=float, default=240.0,
+                        help="seconds after which a cell counts as hung")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="folder of the results (bench/results)")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--interpret", action="store_true")
@@ -340,7 +498,7 @@ def main() -> None:
     if not args.interpret and not torch.cuda.is_available():
         parser.error("this torch sees no GPU; --interpret checks the kernels without one")
     args.variants = args.variants or (TINY if args.interpret else VARIANTS).split(",")
-    {"kernels": kernels, "models": models}[args.stage](args)
+    {"preflight": preflight, "kernels": kernels, "models": models}[args.stage](args)
 
 
 if __name__ == "__main__":

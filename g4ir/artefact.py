@@ -370,7 +370,7 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
     if not limits.prefill_chunk <= limits.max_seq <= most:
         raise fail(where, "limits", f"expected prefill_chunk <= max_seq <= {most}")
     try:
-        if find_placement(m.ple_placement, spec) != m.ple_placement:
+        if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")
         check_media(m.media, spec, MOST_SIZES)
         for name in m.skipped_passes:

@@ -12,11 +12,13 @@ import logging
 import os
 import platform
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,7 +57,7 @@ from .checkpoint import (
     sha256,
 )
 from .errors import EngineError, InputError, MissingError, SpecError
-from .fit import device_memory, require_fit
+from .fit import device_memory, fitting_placement, require_fit
 from .ir import Program, Value
 from .media.audio import read_extractor
 from .media.choice import AUDIO, Media, find_media, listed
@@ -190,14 +192,18 @@ def prepare(
     options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
     packing = make_packing(spec, all_logits, kind, taken, skip, options, dump)
     program = packing.program
-    placement = find_placement(ple_placement, spec)
     room = memory if memory is not None else _memory(device, dry)
+    more = found.cache_bytes(program, limits)
+    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
+    placement = find_placement(ple_placement, spec, device)
+    if ple_placement is None and placement == "device" and room is not None:
+        placement = fitting_placement(
+            spec, program, limits, dtype=kind, device=device, memory=room, more=more, media=taken
+        )
     if room is not None:
-        planned = cache_bytes(program, limits.max_batch, limits.max_seq)
         require_fit(
             spec, program, limits, dtype=kind, device=device, ple_placement=placement,
-            memory=room, more=found.cache_bytes(program, limits) - planned,
-            all_logits=all_logits, skip=skip, options=options, media=taken,
+            memory=room, more=more, all_logits=all_logits, skip=skip, options=options, media=taken,
         )  # fmt: skip
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
     if found.packs_weights and isinstance(weights, RandomWeights):
@@ -253,7 +259,8 @@ def build(
     every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
     instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
     (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
-    the table of per-layer embeddings lies: `device`, `host` or `mmap`. memory: bytes that the
+    the table of per-layer embeddings lies: `device`, `host` or `mmap` (default: on CUDA the device
+    where it fits with the rest, else the file). memory: bytes that the
     engine may need of its device (default: all that the device has); a build that would need
     more is refused before anything is loaded. settings: what the backend lets a build choose,
     by name. media: `all` that the variant takes, `none`, or some of image, video, audio;
@@ -384,6 +391,8 @@ class Engine:
     media: Media = field(default_factory=Media)
     #: of the last `generate`: its caches, and what was recorded over them, serve the next one
     _idle: Session | None = field(default=None, init=False)
+    #: held while that one is taken
+    _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
@@ -508,7 +517,8 @@ class Engine:
     @contextmanager
     def lent_session(self, batch: int) -> Iterator[Session]:
         """An empty session that the engine keeps afterwards, in place of the one it kept."""
-        session, self._idle = self._idle, None
+        with self._lending:  # no two threads get the same one
+            session, self._idle = self._idle, None
         if session is None or session.batch != batch:
             session = self.session(batch)
         session.reset()
@@ -599,7 +609,7 @@ def _generate(
     running = [True] * len(prompts)
     with engine.lent_session(len(prompts)) as session:
         steps = session.stream(
-            session.prefill(padded, lengths, soft=soft), count, sampler, stop
+            session.append(padded, lengths, soft), count, sampler, stop
         )
         for tokens, going in steps:
             for row, token in enumerate(tokens):
@@ -637,7 +647,7 @@ def load_engine(
         program, m.limits, m.device, found.path, kept, params, _prefixed(progress, "load"),
         cuda_graph,
     )
-    placed = find_placement(ple_placement or m.ple_placement, found.spec)
+    placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
     tables = {
         v.name: _table(runtime, params, v, placed, m.device)
         for v in program.graphs["embed"].params
@@ -675,6 +685,10 @@ def _table(
     if resident is not None:
         return resident
     placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
+    if device == "cuda" and placement != "device" and find_spec("triton"):
+        from .backends.torch_compile.host_table import open_host_table
+
+        return open_host_table(params, v, placement, device)
     return packings.open_table(params, v, placement, device)
 
 

@@ -25,7 +25,12 @@ def require_finite(value: torch.Tensor, what: str, dtype: str) -> torch.Tensor:
     """The same; CheckError where a number in it is NaN or infinite."""
     if bool(value.isfinite().all()):
         return value
-    raise CheckError(f"{what}: NaN or infinite; {advice(dtype)}")
+    raise not_finite(what, dtype)
+
+
+def not_finite(what: str, dtype: str) -> CheckError:
+    """The error that names a value."""
+    return CheckError(f"{what}: NaN or infinite; {advice(dtype)}")
 
 
 def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .ir import Program
 from .media.choice import Media
 from .memory import Needs
 from .model import BLOCKS, build_graph
-from .packing import split_program
+from .packing import DEFAULT_PLACEMENT, split_program
 from .params import DTYPE_BYTES
 from .pipeline import Options, run_passes
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve
@@ -143,13 +143,31 @@ def require_fit(
         made = {g.name: run_passes(g, skip=skip, options=options) for g in graphs}
         return _needs(Program(made))
 
-    least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
-    needs = _needs(program)
-    made = Footprint(spec, dtype, device, ple_placement, needs, needs)
-    build = _Build(made, limits, remake, least)
+    build = _build(spec, program, limits, dtype, device, ple_placement, media, remake)
     room = memory - reserve(memory) - more
     if build.need() > room:
         raise PlanError(_message(build, memory, room, more))
+
+
+def fitting_placement(
+    spec: Spec, program: Program, limits: Limits, *, dtype: str, device: str, memory: int,
+    more: int = 0, media: Media = TEXT_ALONE,
+) -> str:  # fmt: skip
+    """Where the table of per-layer embeddings lies by default: on the device if all fits there,
+    else in its file. Arguments as those of `require_fit`."""
+    needs = _needs(program)
+    build = _build(spec, program, limits, dtype, device, "device", media, lambda _: needs)
+    fits = build.need() <= memory - reserve(memory) - more
+    return "device" if fits else DEFAULT_PLACEMENT
+
+
+def _build(
+    spec: Spec, program: Program, limits: Limits, dtype: str, device: str, placement: str | None,
+    media: Media, remake: Callable[[str], Needs],
+) -> _Build:  # fmt: skip
+    least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
+    needs = _needs(program)
+    return _Build(Footprint(spec, dtype, device, placement, needs, needs), limits, remake, least)
 
 
 def _needs(program: Program) -> Needs:

@@ -15,7 +15,7 @@ params, so both are what the runtime allocates; activations and workspace are es
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -359,7 +359,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as the
     model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
-    fits. The other options are those of `g4ir.build`.
+    fits. The other options are those of `g4ir.build`; by default the table of per-layer embeddings
+    lies on the device where that leaves room for every row on every device of `memory`.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
@@ -368,11 +369,14 @@ def make_plan(
     (chunk,) = _positive("prefill-chunk", prefill_chunk)
     kind = find_dtype(dtype or spec.dtype)
     form = find_latent(latent, spec, device, kind, max(contexts))
-    placement = find_placement(ple_placement, spec)
+    placement = find_placement(ple_placement, spec, device)
     skip, taken = tuple(skip), find_media(spec, media)
     made, costs = _footprint(spec, kind, device, placement, form, all_logits, skip, taken)
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
+    if ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
+        placement = DEFAULT_PLACEMENT
+        made = replace(made, ple_placement=placement)
     formats = (kind, *INTEGERS)
     return Plan(
         spec, kind, device, form, placement, chunk, skip, counts(spec), ple_parts(spec),
@@ -381,6 +385,12 @@ def make_plan(
         tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
         taken.kinds, media_plan(spec),
     )  # fmt: skip
+
+
+def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
+    """Every row on every device."""
+    rooms = [gpu.memory_bytes - reserve(gpu.memory_bytes) for gpu in gpus]
+    return all(made.need(r, made.dtype, "built") <= room for r in rows for room in rooms)
 
 
 def _many(value: Any) -> list[Any]:

@@ -549,7 +549,7 @@ class Desk:
         tokens = request.tokens
         kept = self._keep(tokens)
         self._held = []  # unknown until the prefill is through
-        logits = self.session.prefill(torch.tensor([tokens[kept:]]), soft=request.soft)
+        logits = self.session.append(torch.tensor([tokens[kept:]]), soft=request.soft)
         self._held = self._remembered(tokens)
         return kept, logits
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import InputError
-from .finite import require_finite
+from .finite import not_finite, require_finite
 from .interpret import interpret
 from .media.choice import check_list, check_taken, listed, placeholders
 from .media.merge import Piece, Prompt, check_softs, merged
@@ -74,10 +74,31 @@ class Session:
             raise InputError(
                 "all_logits: this engine was built without --all-logits; build it with"
             )
+        prompt = self._prompt(tokens, lengths, soft, images=images, videos=videos, audio=audio)
+        return self._append_all(prompt) if all_logits else _on_host(self._append(prompt))
+
+    def append(
+        self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = ()
+    ) -> torch.Tensor:
+        """`prefill` whose logits [B, vocab] stay on the engine's device, in the dtype that they are
+        made in. They are the session's own: the next step may write over them."""
+        return self._append(self._prompt(tokens, lengths, soft))
+
+    def advance(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
+        """`decode` whose logits stay on the device, as those of `append` do."""
+        tokens = _tensor(next_tokens, "decode: tokens")
+        if tokens.shape != (self.batch,):
+            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
+        lengths = None if active is None else self._checked_active(active)
+        return self._append(Prompt(*self._checked(tokens[:, None], lengths)))
+
+    def _prompt(
+        self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
+    ) -> Prompt:
+        """What is given, checked and put together."""
         tokens, lengths = self._checked(tokens, lengths)
-        softs = self._softs(soft, images=images, videos=videos, audio=audio)
-        prompt = merged(tokens, lengths, softs, self._media, self._has_blocks)
-        return self._append(prompt, all_logits)
+        softs = self._softs(soft, **lists)
+        return merged(tokens, lengths, softs, self._media, self._has_blocks)
 
     def _softs(self, soft: Sequence[Soft], **lists: Sequence[Any]) -> list[Soft]:
         """What is given and what is encoded here, checked."""
@@ -94,28 +115,42 @@ class Session:
         """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`
         (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
         the padding token."""
-        tokens = _tensor(next_tokens, "decode: tokens")
-        if tokens.shape != (self.batch,):
-            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
-        lengths = None if active is None else self._checked_active(active)
-        return self._append(Prompt(*self._checked(tokens[:, None], lengths)), False)
+        return _on_host(self.advance(next_tokens, active))
 
-    def _append(self, prompt: Prompt, all_logits: bool) -> torch.Tensor:
-        """Logits as `prefill` returns them."""
-        vocab = self.engine.spec.text.vocab_size
-        width = (prompt.tokens.shape[1],) if all_logits else ()
-        out = torch.zeros(self.batch, *width, vocab)
-        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
-            end = piece.start + piece.count
-            ends = (piece.count > 0) & (end == prompt.lengths)
-            logits = self._step(prompt, piece, wanted=all_logits or bool(ends.any()))
-            if all_logits:
-                assert logits is not None
-                for row, (i, j) in enumerate(zip(piece.start.tolist(), end.tolist(), strict=True)):
-                    out[row, i:j] = logits[row, : j - i]
-            elif logits is not None:
-                out[ends] = _last(logits, piece.count)[ends]
+    def _append(self, prompt: Prompt) -> torch.Tensor:
+        """Logits as `append` returns them."""
+        found: torch.Tensor | None = None
+        for piece, ends, logits in self._chunks(prompt, every=False):
+            if logits is not None:
+                rows = _last(logits, piece.count)
+                if not bool(ends.all()):
+                    before = torch.zeros_like(rows) if found is None else found
+                    rows = torch.where(ends.to(rows.device)[:, None], rows, before)
+                found = rows
+        return self._zeros() if found is None else found
+
+    def _append_all(self, prompt: Prompt) -> torch.Tensor:
+        """float32 [B, S, vocab] on the host, zeros behind a row's last."""
+        out = self._zeros(prompt.tokens.shape[1])
+        for piece, _, logits in self._chunks(prompt, every=True):
+            assert logits is not None
+            starts, ends = piece.start.tolist(), (piece.start + piece.count).tolist()
+            rows = logits.float().cpu()
+            for row, (i, j) in enumerate(zip(starts, ends, strict=True)):
+                out[row, i:j] = rows[row, : j - i]
         return out
+
+    def _zeros(self, *width: int) -> torch.Tensor:
+        return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
+
+    def _chunks(
+        self, prompt: Prompt, every: bool
+    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
+        """Each chunk as it is run, the rows that end in it, and its logits where they are needed
+        ([B, 1 or S, vocab] on the device)."""
+        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
+            ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
+            yield piece, ends, self._step(prompt, piece, wanted=every or bool(ends.any()))
 
     def stream(
         self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
@@ -124,10 +159,11 @@ class Session:
         [batch, vocab] after what the rows hold. Yields the tokens of each step and which rows go
         on: a row ends with one of `stops`, and what is yielded for it later means nothing.
 
-        CheckError where logits are NaN or infinite; steps recorded on a GPU do not look.
+        CheckError where logits are NaN or infinite. Where the device chooses, that is seen when
+        the tokens are, and a step more may have been made by then.
         """
         stop = torch.tensor(sorted(stops), dtype=torch.int64)
-        tokens = sampler.next(self._finite(logits))
+        tokens = self._chosen(sampler, logits)
         active = ~torch.isin(tokens, stop)
         yield tokens.tolist(), active.tolist()
         if count < 2 or not active.any():
@@ -137,16 +173,29 @@ class Session:
             yield from self._looped(loop, tokens, active, count - 1, sampler)
             return
         for _ in range(count - 1):
-            logits = self.decode(tokens, None if active.all() else active)
-            tokens = sampler.next(self._finite(logits))
+            logits = self.advance(tokens, None if active.all() else active)
+            tokens = self._chosen(sampler, logits)
             active &= ~torch.isin(tokens, stop)
             yield tokens.tolist(), active.tolist()
             if not active.any():
                 return
 
+    def _chosen(self, sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
+        """The next token of each row, int64 [B] on the host; from a device they come with the
+        word that the logits are finite, so that it is waited for once."""
+        if not logits.is_cuda:
+            return sampler.next(self._finite(logits))
+        tokens = sampler.next(logits)
+        *chosen, finite = torch.cat((tokens, logits.isfinite().all()[None])).tolist()
+        if not finite:
+            self._finite(logits)
+        return torch.tensor(chosen)
+
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
-        what = f"{self.engine.path}: logits after {self.length.tolist()} tokens"
-        return require_finite(logits, what, self.engine.dtype)
+        return require_finite(logits, self._what(), self.engine.dtype)
+
+    def _what(self) -> str:
+        return f"{self.engine.path}: logits after {self.length.tolist()} tokens"
 
     def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
         """Steps on the device, where the runtime has them and every table lies there too."""
@@ -167,7 +216,11 @@ class Session:
         uniforms = (lambda: sampler.uniforms(self.batch)) if drawing else None
         loop.start(tokens, self.length, active)
         try:
-            yield from loop.run(steps, uniforms)
+            for chosen, running, finite in loop.run(steps, uniforms):
+                if not finite:
+                    self.length = loop.lengths.cpu()  # which the message names
+                    raise not_finite(self._what(), self.engine.dtype)
+                yield chosen, running
         finally:
             self.length = loop.lengths.cpu().clone()
             self._written = torch.maximum(self._written, self.length)
@@ -302,10 +355,12 @@ class Session:
             phase = BLOCKS
             feeds["block_ids"] = ids.to(device)
         after = self.length + piece.count
-        logits = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
+        logits: torch.Tensor | None = self.engine.runtime.run(
+            phase, feeds, self.state, int(after.max()), wanted
+        )
         self.length = after
         self._written = torch.maximum(self._written, after)
-        return None if logits is None else logits.float().cpu()
+        return logits
 
 
 def _tensor(value: Any, what: str) -> torch.Tensor:
@@ -321,6 +376,11 @@ def _whole(value: Any, what: str) -> torch.Tensor:
     if t.numel() and (t.is_floating_point() or t.is_complex()):
         raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
     return t.to(torch.int64)
+
+
+def _on_host(logits: torch.Tensor) -> torch.Tensor:
+    """A float32 copy for the caller to keep."""
+    return logits.to("cpu", torch.float32, copy=True)
 
 
 def _last(logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,13 @@ def find_latent(given: str, spec: Spec, device: str, dtype: str, max_seq: int) -
     return choose_form(spec, device, dtype, max_seq) if given == "auto" else given
 
 
-def find_placement(given: str | None, spec: Spec) -> str | None:
-    """Where the table of per-layer embeddings lies; None where there is none."""
+def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
+    """Where the table of per-layer embeddings lies; None where there is none. Nothing given: on
+    CUDA the device, if it has room for it."""
     if given is not None and given not in PLACEMENTS:
         raise InputError(f"ple-placement {given!r}: expected one of {', '.join(PLACEMENTS)}")
     if spec.text.ple is None:
         if given is not None:
             raise InputError(f"ple-placement {given}: this spec has no per-layer embeddings")
         return None
-    return given or DEFAULT_PLACEMENT
+    return given or ("device" if device == "cuda" else DEFAULT_PLACEMENT)

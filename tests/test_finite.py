@@ -80,7 +80,7 @@ def test_later_steps_are_looked_at(narrow: Engine, monkeypatch: pytest.MonkeyPat
     """Finite after the prompt, not after the first token."""
     session = narrow.session()
     vocab = narrow.spec.text.vocab_size
-    monkeypatch.setattr(session, "decode", lambda *_: torch.full((1, vocab), torch.inf))
+    monkeypatch.setattr(session, "advance", lambda *_: torch.full((1, vocab), torch.inf))
     steps = session.stream(torch.zeros(1, vocab), 3, Sampler(Sampling()), ())
     next(steps)
     with pytest.raises(CheckError, match="NaN or infinite"):

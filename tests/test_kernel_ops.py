@@ -23,6 +23,8 @@ from g4ir.backends.torch_compile.kernel_cases import (
     operands,
     run_case,
 )
+from g4ir.backends.torch_compile.kernels.base import recorded
+from g4ir.backends.torch_compile.kernels.gather import gather_host_rows
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.target import Target
@@ -180,6 +182,16 @@ def check(found: list[Resources]) -> None:
 @pytest.mark.parametrize("rows", [1])
 def test_kernels_fit_hopper(rows: int) -> None:
     check(compiled(real_cases(("26b-a4b",), (rows,))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
+    """E2B's table: the address is known to be a multiple of 16."""
+    with recorded() as launches:
+        gather_host_rows(1 << 44, torch.zeros(1, 1, dtype=torch.int64), 35 * 256, dtype)
+    (found,) = [resources(launch) for launch in launches]
+    check([found])
+    assert found.wide_loads and not found.shared_bytes
 
 
 @pytest.mark.full

@@ -296,7 +296,7 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
         engine = package.build(
             spec, tmp_path / str(max_seq), **engine_options(form, max_batch=3, max_seq=max_seq)
         )
-        plan = make_plan(spec, ctx=max_seq, batch=(1, 2, 3), latent=form)
+        plan = make_plan(spec, ctx=max_seq, batch=(1, 2, 3), latent=form, device="cpu")
         for found in plan.rows:
             session = engine.session(found.batch)
             assert session.nbytes() == found.built
@@ -312,7 +312,7 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
     spec = spec_called(name)
     program = run_program(build_program(spec), options={"latent_kv": {"form": form}})
     mains = split_program(program).program
-    plan = make_plan(spec, ctx=100, batch=2, latent=form)
+    plan = make_plan(spec, ctx=100, batch=2, latent=form, device="cpu")
     weights = plan.weights_as(spec.dtype)
     assert sum(v.type.nbytes() for v in mains.params().values()) == weights.sizes.total
     running = {v.name: v for p in ("prefill", "decode") for v in mains.graphs[p].params}
@@ -617,6 +617,32 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
             assert c.decode_floor_s == pytest.approx(floors(costs, gpu.roof).total.seconds)
     sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
     assert {c.decode_floor_s for c in sized.cells} == {None}
+
+
+@pytest.mark.parametrize("device, memory, place", [
+    ("cuda", 80 * GB, "device"), ("cuda", 9 * GIB, "mmap"), ("cpu", 80 * GB, "mmap"),
+])  # fmt: skip
+def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -> None:
+    """A plan and a build say the same, and its bytes are counted there."""
+    spec = load_spec("e2b")
+    plan = make_plan(spec, ctx=8192, device=device, memory=memory)
+    built = prepare(
+        spec, random_weights=0, backend="reference", device=device, memory=memory, media="none",
+        dry=True,
+    )  # fmt: skip
+    assert plan.ple_placement == built.ple_placement == place
+    found = plan.weights_as("bf16")
+    assert {"device": found.device, "mmap": found.mapped}[place] >= found.sizes.ple_table
+    assert plan.to_dict()["ple_placement"] == place and f"per-layer table: {place}" in str(plan)
+
+
+def test_one_placement_serves_every_row_of_a_plan() -> None:
+    spec = load_spec("e2b")
+    sizes = [80 * GB, 9 * GIB]
+    assert [make_plan(spec, ctx=4096, memory=m).ple_placement for m in sizes] == ["device", "mmap"]
+    assert make_plan(spec, ctx=4096, memory=sizes).ple_placement == "mmap"
+    assert make_plan(spec).ple_placement == "device"
+    assert make_plan(spec, memory=9 * GIB, ple_placement="device").ple_placement == "device"
 
 
 # --- refusing a build ---------------------------------------------------------------------------

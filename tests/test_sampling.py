@@ -10,9 +10,20 @@ import pytest
 import torch
 
 import g4ir
+from g4ir import sampling
 from g4ir.engine import Engine
 from g4ir.errors import InputError, WeightsError
-from g4ir.sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
+from g4ir.sampling import (
+    Defaults,
+    Sampler,
+    Sampling,
+    checked_ids,
+    checked_prompt,
+    choose,
+    draw,
+    largest,
+    read_defaults,
+)
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 DRAWS = 20_000
@@ -112,6 +123,60 @@ def test_suppressed_tokens_are_never_chosen(settings: dict[str, Any]) -> None:
     sampler = Sampler(Sampling(suppress=(1, 4), seed=0, **settings))
     found = sampler.next(LOGITS.expand(1000, -1)).unique().tolist()
     assert 2 in found and not {1, 4} & set(found)
+
+
+@pytest.mark.parametrize("k", [1, 7, 64, 300])
+def test_largest_are_those_of_a_stable_sort(k: int) -> None:
+    """With many equal ones, both zeros, and infinities."""
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(k)).bfloat16().float()
+    logits[0, ::5], logits[0, 1::5] = 0.0, -0.0
+    logits[1, 100:2000] = -float("inf")
+    logits[2, 7:9] = float("inf")
+    values, index = largest(logits, k)
+    want = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(index, want.indices[:, :k]) and torch.equal(values, want.values[:, :k])
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"top_k": 50}, {"top_p": 0.7}, {"top_k": 1500, "top_p": 0.5}, {"top_p": 0.9999},
+])  # fmt: skip
+def test_short_cuts_draw_the_same(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """As everything sorted, which is what a device does for top_p."""
+    s = Sampling(temperature=1.5, **settings)
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 3000, generator=random) * 3
+    uniforms = torch.rand(40, dtype=torch.float64, generator=random)
+    got = choose(logits, uniforms, s)
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    k = s.top_k or 3000
+    if settings:
+        want = draw(order.values[:, :k], order.indices[:, :k], uniforms, s)
+    else:  # tokens lie side by side in [0, 1) in the order of their ids
+        edges = (logits.double() / 1.5).softmax(-1).cumsum(-1)
+        want = (edges <= uniforms[:, None]).sum(-1)
+    assert torch.equal(got, want)
+    monkeypatch.setattr(sampling, "FEW", 3000)  # no short cut
+    assert torch.equal(choose(logits, uniforms, s), got)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}])
+def test_random_numbers_next_to_the_ends(settings: dict[str, Any]) -> None:
+    """The last token that can be drawn, not one that cannot."""
+    logits = torch.tensor([[0.0, 5.0, 4.0, -torch.inf], [-torch.inf, 5.0, 4.0, -torch.inf]])
+    s = Sampling(temperature=1.0, **settings)
+    for number, allowed in ((0.0, {0, 1}), (1 - 2**-53, {0, 2})):
+        uniforms = torch.full((2,), number, dtype=torch.float64)
+        assert set(choose(logits, uniforms, s).tolist()) <= allowed
+
+
+def test_what_is_no_number_draws_a_token() -> None:
+    """Which token does not matter: the step is refused. It has to be one that exists."""
+    logits = torch.full((1, 9), torch.nan)
+    for settings in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        chosen = choose(logits, torch.tensor([0.5]).double(), Sampling(1.0, **settings))
+        assert 0 <= int(chosen) < 9
 
 
 @pytest.mark.parametrize("settings, message", [

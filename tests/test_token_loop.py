@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import cuda_graph
+from g4ir.backends.torch_compile import cuda_graph, host_table
+from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.engine import Engine
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import CheckError, EngineError, InputError
 from g4ir.sampling import Sampler, Sampling
 from tests.engines import some_tokens
 
@@ -51,7 +52,8 @@ def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
 
 @pytest.mark.parametrize("settings", [
     {}, {"temperature": 1.0, "top_k": 5, "seed": 3},
-    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
+    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4}, {"temperature": 1.0, "seed": 5},
+    {"temperature": 1.0, "top_k": 65, "seed": 6}, {"temperature": 1.0, "top_p": 0.9, "seed": 7},
 ])  # fmt: skip
 def test_same_tokens_as_the_host(
     engine: Engine, looped: Loops, settings: dict[str, Any]
@@ -87,6 +89,25 @@ def test_rows_end_at_their_stop_tokens(engine: Engine, looped: Loops) -> None:
     )
     assert got == want
     assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
+
+
+def test_tables_that_the_device_reads_in_host_memory(
+    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the loop: nothing of a step waits for the host."""
+    want = engine.generate(rows(engine), 12, stop_ids=())
+    looped()
+    memory = {t.data_ptr(): t for t in engine.tables.values()}
+    monkeypatch.setattr(
+        host_table, "gather_host_rows", lambda address, ids, *_: memory[address][ids]
+    )
+    here = torch.device("cpu")
+    tables = zip(engine.tables, memory.values(), strict=True)
+    monkeypatch.setattr(engine, "tables", {n: HostTable(t, here) for n, t in tables})
+    assert engine.embeds_on_device
+    monkeypatch.setattr(engine, "_idle", None)
+    assert engine.generate(rows(engine), 12, stop_ids=()) == want
+    assert looped() == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -129,16 +150,32 @@ def test_a_stream_that_is_left_early(engine: Engine, looped: Loops) -> None:
     )[3]
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 65}])
-def test_wide_choices_are_the_hosts(
-    engine: Engine, looped: Loops, settings: dict[str, Any]
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite(
+    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, odd: float
 ) -> None:
-    wide = {"temperature": 1.0, "seed": 1, **settings}
-    want = engine.generate(PROMPTS[0], 6, **wide)
+    """Seen with the tokens that were chosen from them; the session holds what was started."""
     looped()
-    loop = engine.runtime.token_loop(engine.embed, None, 1, Sampling(**wide), ())
-    assert loop is None
-    assert engine.generate(PROMPTS[0], 6, **wide) == want
+    session = engine.session(1)
+    logits = session.prefill(torch.tensor([PROMPTS[0]]))
+    decode, steps = engine.runtime._decode, []
+
+    def broken(views: Any) -> Callable[[Any], torch.Tensor]:
+        def step(feeds: Any) -> torch.Tensor:
+            made = decode(views)(feeds)
+            steps.append(1)
+            if len(steps) == 4:  # the third that counts: recording runs one
+                made[..., 7] = odd
+            return made
+
+        return step
+
+    monkeypatch.setattr(engine.runtime, "_decode", broken)
+    seen = session.stream(logits, 20, Sampler(Sampling()), ())
+    assert [next(seen) for _ in range(3)]
+    with pytest.raises(CheckError, match=r"logits after \[1\d\] tokens: NaN or infinite"):
+        next(seen)
+    assert len(steps) <= 1 + 4 and int(session.length) == 11 + len(steps) - 1
 
 
 def test_no_room(engine: Engine, looped: Loops) -> None:
@@ -165,7 +202,7 @@ def test_a_step_that_cannot_be_recorded(
             pass
 
     class Broken:
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_: Any, **__: Any) -> None:
             pass
 
         def __enter__(self) -> None:

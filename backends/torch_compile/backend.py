@@ -47,7 +47,7 @@ def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
     }
 
 
-#: most candidates that a device draws from; a wider choice is the host's
+#: most candidates that a compiled program finds; a wider choice takes torch's own kernels
 CANDIDATES = 64
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,8 @@ from g4ir.errors import EngineError
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 #: makes of work what repeats it
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+#: held while a step is recorded, which one thread does at a time
+_RECORDING = threading.Lock()
 
 
 class Captured:
@@ -47,7 +50,8 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # What other threads do meanwhile, in sessions of their own, must not end the recording.
+        with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except RuntimeError as e:
         raise EngineError(

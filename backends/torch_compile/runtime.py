@@ -17,6 +17,7 @@ from g4ir.ops.base import as_tuple
 from g4ir.packing import ParamSource
 from g4ir.places import unpacking
 from g4ir.sampling import Sampling, draw
+from g4ir.sampling import choose as choose_token
 
 from ..base import Limits, Progress, Tensors, Watch
 from ..caches import Caches
@@ -36,25 +37,22 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 @dataclass(frozen=True)
 class Bound:
     """A step with its params in place: `slots` says which operand comes from which value, `last`
-    which values no later step reads."""
+    which values no later step reads. All sessions share it."""
 
     call: Call
-    operands: list[torch.Tensor]
+    operands: tuple[torch.Tensor, ...]
     slots: tuple[tuple[int, str], ...]
     outputs: tuple[str, ...]
     last: tuple[str, ...] = ()
 
     def run(self, env: dict[str, torch.Tensor], watch: Watch | None = None) -> None:
-        operands = self.operands
+        operands = [*self.operands]  # of this run alone: sessions of other threads run it too
         for i, name in self.slots:
             operands[i] = env[name]
         for name, t in zip(self.outputs, self.call(operands)):
             env[name] = t
             if watch:
                 watch(name, t)
-        # What is kept here would stay in memory until the next token.
-        for i, _ in self.slots:
-            operands[i] = NOTHING
         for name in self.last:
             del env[name]
 
@@ -157,11 +155,11 @@ class TorchRuntime:
     def token_loop(
         self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
     ) -> TokenLoop | None:
-        """Steps that choose their own tokens; None where the host has to choose, or where a step
-        depends on how much of the caches is in use. It belongs to the session's caches."""
-        choose = self._chooser(sampling)
-        if self.record is None or not self.any_length or choose is None:
+        """Steps that choose their own tokens; None where a step depends on how much of the caches
+        is in use. It belongs to the session's caches."""
+        if self.record is None or not self.any_length:
             return None
+        choose = self._chooser(sampling)
         key = (replace(sampling, seed=None), tuple(stops))
         if key not in state.captured:
             step = self._decode(state.views(self.limits.max_seq))
@@ -171,9 +169,9 @@ class TorchRuntime:
         loop: TokenLoop = state.captured[key]
         return loop
 
-    def _chooser(self, s: Sampling) -> Choose | None:
-        """Greedy, or a draw from a few candidates. Nothing here may come from the host once the
-        step is recorded."""
+    def _chooser(self, s: Sampling) -> Choose:
+        """Greedy, or a draw: from few candidates by a compiled program. Nothing here may come from
+        the host once the step is recorded."""
         never = torch.tensor(s.suppress, dtype=torch.int64, device=self.device)
 
         def allowed(logits: torch.Tensor) -> torch.Tensor:
@@ -184,7 +182,7 @@ class TorchRuntime:
             return lambda logits, _: choose([allowed(logits)])[0]
         count = s.top_k
         if count is None or count > CANDIDATES:
-            return None
+            return lambda logits, uniforms: choose_token(allowed(logits)[:, 0].float(), uniforms, s)
         find = self._choosing("candidates")
 
         def drawn(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -279,7 +277,7 @@ def _bind(
         return _bind_glue(s, alias)
     assert call
     names = [*s.inputs, *s.params, *s.state]
-    operands = [weights.get(n, NOTHING) for n in names]
+    operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return Bound(call, operands, slots, s.outputs)
 
@@ -292,4 +290,4 @@ def _bind_glue(s: Glue, alias: Mapping[str, str]) -> Bound:
         return as_tuple(reference(*operands, **attrs))
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
-    return Bound(call, [NOTHING] * len(slots), slots, s.outputs)
+    return Bound(call, (NOTHING,) * len(slots), slots, s.outputs)

@@ -25,8 +25,10 @@ def empty_f32(*shape: int) -> torch.Tensor:
     size = torch.Size(shape).numel()
     if 4 * size < FROM:
         return torch.empty(shape)
-    free = _free[size]
-    memory = free.pop() if free else torch.empty(size).numpy()
+    try:  # not by looking first: another thread may take the last one in between
+        memory = _free[size].pop()
+    except IndexError:
+        memory = torch.empty(size).numpy()
     lent = memory.view()  # the tensor's storage holds this array, and nothing else does
     weakref.finalize(lent, _give_back, memory).atexit = False
     return torch.from_numpy(lent).view(shape)
@@ -34,7 +36,8 @@ def empty_f32(*shape: int) -> torch.Tensor:
 
 def kept_bytes() -> int:
     """Of all memory kept, what nothing uses."""
-    return sum(4 * size * len(many) for size, many in _free.items())
+    # A copy: threads change it meanwhile.
+    return sum(4 * size * len(many) for size, many in _free.copy().items())
 
 
 def _give_back(memory: Any) -> None:

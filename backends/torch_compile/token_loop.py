@@ -36,6 +36,8 @@ class TokenLoop:
         #: i64[B]: to be fed next; tokens that each row holds; 1 where the row takes the token
         self.tokens, self.lengths, self.active = zeros(), zeros(), zeros()
         self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
+        #: f32[B]: 0, or NaN once a row that runs has had logits that are not finite
+        self.flaws = torch.zeros(batch, device=device)
         self.stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self._record = record
         self._replay: Callable[[], None] | None = None
@@ -54,12 +56,17 @@ class TokenLoop:
             self._replay = self._record(self._once)
             for own, t in zip(state, given, strict=True):
                 own.copy_(t)
+        self.flaws.zero_()
 
     def _once(self) -> None:
         """One step, in place. A row at rest keeps its token and its caches."""
         feeds = self.embed(self.tokens[:, None])
         feeds |= {"positions": self.lengths[:, None], "lengths": self.active}
-        chosen = self.choose(self.step(feeds), self.uniforms)
+        logits = self.step(feeds)
+        # One pass: the sum is finite where all of them are.
+        flaws = logits.sum((1, 2), dtype=torch.float32) * 0
+        self.flaws += flaws.where(self.active > 0, 0.0)
+        chosen = self.choose(logits, self.uniforms)
         self.lengths += self.active
         self.tokens.copy_(torch.where(self.active > 0, chosen, self.tokens))
         self.active *= (self.tokens[:, None] != self.stops).all(-1)
@@ -75,8 +82,9 @@ class TokenLoop:
 
     def run(
         self, steps: int, uniforms: Callable[[], torch.Tensor] | None
-    ) -> Iterator[tuple[list[int], list[bool]]]:
-        """Up to `steps` steps, until no row runs: the tokens after each, and which rows go on.
+    ) -> Iterator[tuple[list[int], list[bool], bool]]:
+        """Up to `steps` steps, until no row runs: the tokens after each, which rows go on, and
+        whether all logits were finite so far.
 
         `uniforms` makes the random numbers of a step. The host reads a step's tokens after it has
         started the next one; what that one did to rows that had ended is nothing.
@@ -86,7 +94,7 @@ class TokenLoop:
             if uniforms:
                 self._set_uniforms(uniforms())
             self.advance()
-            waiting.append(_Result(self.tokens, self.active))
+            waiting.append(_Result(self.tokens, self.active, self.flaws))
             if len(waiting) < AHEAD and i + 1 < steps:
                 continue
             yield waiting[0].read()
@@ -99,18 +107,18 @@ class TokenLoop:
 class _Result:
     """Tokens of a step on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor, active: torch.Tensor) -> None:
-        self._both = torch.stack((tokens, active))
+    def __init__(self, tokens: torch.Tensor, active: torch.Tensor, flaws: torch.Tensor) -> None:
+        self._all = torch.stack((tokens, active, flaws.isnan()))
         self._there: torch.cuda.Event | None = None
-        if self._both.is_cuda:
-            host = torch.empty(self._both.shape, dtype=self._both.dtype, pin_memory=True)
-            self._both = host.copy_(self._both, non_blocking=True)
+        if self._all.is_cuda:
+            host = torch.empty(self._all.shape, dtype=self._all.dtype, pin_memory=True)
+            self._all = host.copy_(self._all, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
 
-    def read(self) -> tuple[list[int], list[bool]]:
+    def read(self) -> tuple[list[int], list[bool], bool]:
         if self._there:
             self._there.synchronize()
-        tokens, active = self._both.tolist()
+        tokens, active, flaws = self._all.tolist()
         self.running = [a > 0 for a in active]
-        return tokens, self.running
+        return tokens, self.running, not any(flaws)

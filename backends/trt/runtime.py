@@ -3,6 +3,7 @@ torch owns. Of towers: one static shape each."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ class Runner:
         check_engine(api, engine, io)
         # Not the default stream, on which TensorRT waits for the device at every step.
         self.side = torch.cuda.Stream() if device == "cuda" else None
+        #: held during a step: contexts and scratch memory serve the sessions of all threads
+        self.turn = threading.RLock()
 
     def _new_context(self, what: str) -> Any:
         """An execution context whose scratch memory is given to it."""
@@ -209,6 +212,13 @@ class TrtRuntime(Runner):
         self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
+        with self.turn:
+            return self._run(phase, feeds, state, context, logits, watch)
+
+    def _run(
+        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
+        watch: Watch | None,
+    ) -> torch.Tensor | None:  # fmt: skip
         slots = step_slots(context, self.limits.max_seq)
         if self.record and phase == "decode":
             out = self._replay(feeds, state, slots)
@@ -261,9 +271,10 @@ class TrtRuntime(Runner):
         return torch.full((batch, size), NO_BLOCK, device=self.device)
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if tower not in self.towers:
-            self.towers[tower] = self.open_tower(tower)
-        return self.towers[tower].run(feeds)
+        with self.turn:
+            if tower not in self.towers:
+                self.towers[tower] = self.open_tower(tower)
+            return self.towers[tower].run(feeds)
 
     def token_loop(
         self, embed: Callable[[torch.Tensor], Feeds], state: TrtState, batch: int,

@@ -39,6 +39,11 @@ from .work import Work, find_work
 from .workload import Workload, draw_tokens
 
 ENGINE_ROLES = ("engine", "engine-b")
+#: what a step is, for whomever is measured
+SAME_WORK = (
+    "every runner leaves its logits on the device that made them and takes the largest there; the "
+    "chosen tokens come to the host at each step"
+)
 
 
 @dataclass
@@ -419,7 +424,7 @@ def _speedup(
 
 
 def _notes(engine: Engine, w: Workload) -> list[str]:
-    notes = []
+    notes = [SAME_WORK]
     if engine.manifest["weights"]["kind"] == "random":
         notes.append(
             "random weights: routing is near uniform and text means nothing; speed of dense parts "

@@ -1,5 +1,11 @@
 """What this machine can do now: bytes and FLOPs per second, measured in the process that uses
-them."""
+them.
+
+On a GPU one pass over the buffer takes a quarter of a millisecond, of which starting it and waiting
+for it would be a tenth: there many passes lie between two events of the device. And its clock
+depends on the power that it draws, which is less for operands that are all equal: there they are
+random, and the median counts, not the luckiest.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,10 @@ from .system import free_memory
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30
 TRIES = 5
+#: on a GPU: bytes that the passes between two events move, the most passes, and measurements
+TIMED_BYTES = 8 << 30
+MOST_PASSES = 20
+REPEATS = 10
 #: columns of the buffer as a matrix
 COLUMNS = 4096
 #: a product may take this long
@@ -28,7 +38,7 @@ SIDES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 class Rates:
     """Bytes per second of a plain read (the faster of a sum and a matrix-vector product) and of a
     copy (both directions counted), FLOPs per second of a square matrix product: each the best of
-    TRIES."""
+    TRIES on a CPU, the median of REPEATS on a GPU."""
 
     read: float
     copy: float
@@ -57,34 +67,42 @@ class Meter:
         self.device = device
         room = torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory()
         rows = min(BUFFER_BYTES, room // 8) // 4 // (2 * COLUMNS) * 2
-        self.buffer = torch.ones(rows, COLUMNS, device=device)
-        self.vector, self.result = (torch.ones(n, device=device) for n in (COLUMNS, rows))
+        self.buffer = self._filled(rows, COLUMNS)
+        self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))
         self.matrix = self._largest(dtype)
+
+    def _filled(self, *shape: int) -> torch.Tensor:
+        make = torch.randn if self.device == "cuda" else torch.ones
+        return make(*shape, device=self.device)
 
     def _largest(self, dtype: torch.dtype) -> torch.Tensor:
         """The largest matrix whose product is quick enough."""
         for side in SIDES[self.device]:
-            m = torch.ones(side, side, dtype=dtype, device=self.device)
+            m = self._filled(side, side).to(dtype)
             self._seconds(lambda m=m: m @ m)  # type: ignore[misc]
             if 4 * self._seconds(lambda m=m: m @ m) > MATMUL_S:  # type: ignore[misc]
                 break
         return m
 
     def measure(self) -> Rates:
-        """About half a second on a CPU."""
+        """About half a second."""
         m, source, target = self.matrix, *self.buffer.chunk(2)
         flops = 2 * m.shape[0] ** 3
+        passes = min(MOST_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
         read = min(
-            self._best(self.buffer.sum),
-            self._best(lambda: torch.mv(self.buffer, self.vector, out=self.result)),
+            self._typical(self.buffer.sum, passes),
+            self._typical(lambda: torch.mv(self.buffer, self.vector, out=self.result), passes),
         )
         return Rates(
             self.buffer.nbytes / read,
-            2 * source.nbytes / self._best(lambda: target.copy_(source)),
-            flops / self._best(lambda: m @ m),
+            2 * source.nbytes / self._typical(lambda: target.copy_(source), passes),
+            flops / self._typical(lambda: m @ m, MOST_PASSES),
         )
 
-    def _best(self, f: Callable[[], Any]) -> float:
+    def _typical(self, f: Callable[[], Any], passes: int) -> float:
+        """Seconds of one pass: the best that a CPU takes, the median of a GPU."""
+        if self.device == "cuda":
+            return median([passes_seconds(f, passes) for _ in range(REPEATS)])
         return min(self._seconds(f) for _ in range(TRIES))
 
     def _seconds(self, f: Callable[[], Any]) -> float:
@@ -93,6 +111,17 @@ class Meter:
         f()
         synchronize(self.device)
         return time.perf_counter() - start
+
+
+def passes_seconds(f: Callable[[], Any], passes: int) -> float:
+    """Seconds that a GPU takes for one of so many passes, by its own clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(passes):
+        f()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / passes
 
 
 def synchronize(device: str) -> None:

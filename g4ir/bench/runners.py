@@ -28,7 +28,8 @@ class Runner(Protocol):
         """Hold again what was last given to `hold`."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B, n]; logits [B, vocab] after the last one, on whatever device."""
+        """Append i64[B, n]; logits [B, vocab] after the last one, left on the device that made
+        them. They are good until the next step."""
 
 
 class EngineRunner:
@@ -51,7 +52,7 @@ class EngineRunner:
         self.session.restore(self._kept)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.session.prefill(tokens)
+        return self.session.append(tokens)
 
 
 def prepare(runner: Runner, w: Workload, tokens: torch.Tensor) -> None:

@@ -97,7 +97,8 @@ def add_layout(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ple-placement", metavar="P",
-        help="where the per-layer table lies: device, host or mmap",
+        help="where the per-layer table lies: device, host or mmap (default: on cuda the device "
+        "where it fits, else mmap)",
     )  # fmt: skip
 
 

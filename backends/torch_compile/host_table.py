@@ -1,0 +1,86 @@
+"""Tables that lie in host memory and are read by the GPU, row by row, where they lie."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from typing import Any
+
+import torch
+
+from g4ir.ir import Value
+from g4ir.packing import ParamSource, StoredParams, open_table
+from g4ir.types import torch_dtype
+
+from .kernels.gather import gather_host_rows
+
+#: flags of cudaHostRegister: for every context, at a device address, and never written
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
+#: rows of a table are copied in pieces of about so many bytes
+PIECE_BYTES = 64 << 20
+
+log = logging.getLogger(__name__)
+
+
+class HostTable:
+    """A table in registered host memory; indexed by ids on the device, its rows are made there.
+    The memory stays registered as long as the table lives."""
+
+    def __init__(self, table: torch.Tensor, device: torch.device) -> None:
+        self.table, self.dtype = table, table.dtype
+        #: where rows are made
+        self.device = device
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(self.device)
+        return gather_host_rows(self.table.data_ptr(), ids, self.table.shape[1], self.dtype)
+
+
+def open_host_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
+    """A table param for the embed graph of an engine on CUDA, of which nothing lies on the device.
+
+    `mmap`: the mapped file itself, where it can be registered, else as `host`: a copy of it. Where
+    no memory can be registered the host gathers rows, and says so.
+    """
+    cuda = torch.cuda.cudart()
+    if placement == "mmap" and (table := registered_file(source, v, cuda)) is not None:
+        return HostTable(table, torch.device(device))
+    table = copied(source, v)
+    if register(table, PORTABLE | MAPPED, cuda):
+        return HostTable(table, torch.device(device))
+    log.warning("%s: %d bytes of host memory cannot be registered with CUDA: each token waits for "
+                "the host to gather its rows", v.name, table.nbytes)  # fmt: skip
+    return open_table(source, v, placement, device) if placement == "mmap" else table
+
+
+def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | None:
+    """The param as a registered mapping of its file, or None where there is none."""
+    if not isinstance(source, StoredParams):
+        return None
+    table = source.tensor(v.name)
+    return table if register(table, PORTABLE | MAPPED | READ_ONLY, cuda) else None
+
+
+def copied(source: ParamSource, v: Value) -> torch.Tensor:
+    """The param in memory of its own, made piece by piece. Not torch's pinned memory, which comes
+    in powers of two."""
+    rows, columns = (int(d) for d in v.type.shape)
+    table = torch.empty(rows, columns, dtype=torch_dtype(v.type.dtype))
+    step = max(1, PIECE_BYTES // (columns * table.element_size()))
+    for at in range(0, rows, step):
+        piece = table[at : at + step]
+        piece.copy_(source.rows(v.name, torch.arange(at, at + len(piece))))
+    source.release(v.name)
+    return table
+
+
+def register(table: torch.Tensor, flags: int, cuda: Any) -> bool:
+    """Whether the table's pages are now the device's to read; they are until the table is gone."""
+    begin = table.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = table.data_ptr() + table.nbytes - begin
+    if int(cuda.cudaHostRegister(begin, size, flags)):
+        return False
+    # Of the storage: views of the table may outlive it.
+    weakref.finalize(table.untyped_storage(), cuda.cudaHostUnregister, begin).atexit = False
+    return True

@@ -1,0 +1,67 @@
+"""Sessions of one engine in several threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4ir.backends.torch_compile import scratch
+from g4ir.engine import Engine
+from g4ir.session import Session
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_each_thread_gets_its_own_results(engines: Any) -> None:
+    """What sessions shared ended the process, or gave one thread the tensors of another."""
+    engine = engines("torch", "tiny-moe")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.threads_session", str(engine.path)], cwd=ROOT, text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_no_session_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though both threads look for it at the same time."""
+    engine = engines("reference", "tiny-ple")
+
+    class Slow(Engine):
+        @property
+        def _idle(self) -> Any:
+            time.sleep(0.05)
+            return vars(self)["kept"]
+
+        @_idle.setter
+        def _idle(self, session: Any) -> None:
+            vars(self)["kept"] = session
+
+    def lend(_: int) -> Session:
+        with engine.lent_session(1) as session:
+            both.wait()
+            return session
+
+    monkeypatch.setitem(vars(engine), "kept", engine.session(1))
+    monkeypatch.setattr(engine, "__class__", Slow)
+    both = threading.Barrier(2, timeout=20)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lend, range(2))
+    assert one is not other
+
+
+def test_memory_of_results_is_given_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block that is free goes to one thread; others get new memory."""
+
+    class Last(list[Any]):
+        def __bool__(self) -> bool:
+            return True  # as it seemed, before another thread took it
+
+    monkeypatch.setitem(scratch._free, scratch.FROM // 4, Last())
+    assert scratch.empty_f32(scratch.FROM // 4).numel() == scratch.FROM // 4
