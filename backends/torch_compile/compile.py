@@ -40,6 +40,12 @@ GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.p
 OLDEST = (8, 0)
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "C": 16}
+#: Round where eager mode rounds; one thread of each worker process compiles; numbers that a kernel
+#: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
+#: refuses a name that it does not know.
+INDUCTOR = {
+    "emulate_precision_casts": True, "compile_threads": 1, "_use_fp64_for_unbacked_floats": False,
+}  # fmt: skip
 
 
 def program_name(text: str, target: Target) -> str:
@@ -306,7 +312,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
     with _any_size():
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=str(path), inductor_configs=_inductor_options()
+            exported(text, target), package_path=str(path), inductor_configs=INDUCTOR
         )
 
 
@@ -335,16 +341,6 @@ def exported(text: str, target: Target) -> Any:
         return torch.export.export(
             SegmentModule(g, target), tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
         )
-
-
-def _inductor_options() -> dict[str, Any]:
-    """Round where eager mode rounds; one thread per worker process compiles; numbers that a
-    kernel is given are fp32, as they are where it is started by hand."""
-    from torch._inductor import config
-
-    options: dict[str, Any] = {"emulate_precision_casts": True, "compile_threads": 1}
-    wide = "_use_fp64_for_unbacked_floats"
-    return options | ({wide: False} if wide in dir(config) else {})
 
 
 def _quiet_compiler() -> Any:
