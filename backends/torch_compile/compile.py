@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,11 +28,13 @@ from g4ir.errors import G4Error, LowerError, MissingError
 from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
+from .cuda_toolkit import find_toolkit, toolkit_found
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
 SOURCES = (
-    "attention.py", "compile.py", "lower.py", "pyops.py", "scratch.py", "target.py", "towers.py",
+    "attention.py", "compile.py", "cuda_toolkit.py", "lower.py", "pyops.py", "scratch.py",
+    "target.py", "towers.py",
 )  # fmt: skip
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
@@ -91,8 +93,6 @@ def check_toolchain(device: str) -> None:
     """MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
     from torch._inductor import cpp_builder, exc
 
-    if device == "cuda":
-        _check_cuda()
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as e:
@@ -100,6 +100,8 @@ def check_toolchain(device: str) -> None:
             "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
             "install one, for example with `apt-get install g++`"
         ) from e
+    if device == "cuda":
+        _check_cuda()
 
 
 def _check_cuda() -> None:
@@ -122,6 +124,7 @@ def _check_cuda() -> None:
             "--device cuda needs triton, which comes with CUDA builds of torch for Linux: "
             "`pip install triton`"
         )
+    find_toolkit()
 
 
 def compile_all(
@@ -310,7 +313,8 @@ def _kernels_understood() -> Iterator[None]:
 def _compile(text: str, target: Target, path: Path) -> None:
     import torch
 
-    with _any_size():
+    toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
+    with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
             exported(text, target), package_path=str(path), inductor_configs=INDUCTOR
         )
