@@ -85,6 +85,7 @@ def on_the_idle_gpu(out: Path) -> dict[str, str]:
         **os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent),
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"), "TRITON_CACHE_DIR": str(out / "triton"),
         "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # instead of several processes that try it
     }  # fmt: skip
 
 
