@@ -173,9 +173,13 @@ def build(found: Sequence[Program], out: Path, jobs: int) -> Iterator[Built]:
 
 
 def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
-    """The kernels of a package: each has its assembly beside it in what triton kept."""
-    from g4ir.backends.torch_compile.kernels.resources import _assembled
+    """The kernels of a package: each has its assembly beside it in what triton kept. Inductor has
+    them assembled by the program that torch came with, which is newer than triton's."""
+    import torch
 
+    from g4ir.backends.torch_compile.kernels.resources import assembled
+
+    ptxas = Path(torch.__file__).parent / "bin" / "ptxas"
     sources = {
         hashlib.sha256(cubin.read_bytes()).hexdigest(): cubin.with_suffix(".ptx")
         for folder in ("triton", "inductor") for cubin in (out / folder).rglob("*.cubin")
@@ -185,7 +189,7 @@ def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
         for name in package.namelist():
             if name.endswith(".cubin"):
                 ptx = sources[hashlib.sha256(package.read(name)).hexdigest()].read_text()
-                registers, spills = _assembled(ptx, 90)
+                registers, spills = assembled(ptx, 90, ptxas)
                 yield Kernel(entry_name(ptx), registers, spills, wide_numbers(ptx))
 
 

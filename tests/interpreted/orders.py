@@ -4,8 +4,8 @@ Triton's interpreter runs the first program to its end, then the second. So a pr
 what another has not written yet, or counts itself before it has stored its part, is right there
 and wrong on a GPU. Here the programs run in an order that is drawn (`shuffled`), or many of them
 live at once, as threads of which one runs, and whenever it is about to touch memory another one
-goes on (`interleaved`). What a program does between two accesses is seen by nobody, so that these are all
-orders that matter, but for those within one program: its threads are not modelled.
+goes on (`interleaved`). What a program does between two accesses is seen by nobody, so that these
+are all orders that matter, but for those within one program: its threads are not modelled.
 
 `poisoned` fills fresh memory with what no sum survives.
 """
