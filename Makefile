@@ -12,10 +12,10 @@ DEMO        = build/demo
 PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
               --no-loadscope-reorder
 FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/media g4ir/ops passes backends backends/primitives \
-              backends/onnx_graph backends/torch_compile backends/trt specs tests tests/passes bench
+              backends/onnx_graph backends/torch_compile backends/trt specs tests tests/cuda_programs tests/passes bench
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units test-full lint lines bench clean distclean
+.PHONY: setup demo test units test-full cuda-programs lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -37,6 +37,22 @@ demo: $(READY)
 	$(BIN)/g4ir verify $(DEMO)/engine
 	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
 	$(BIN)/python bench/tiny.py --engine $(DEMO)/engine
+
+# The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
+# environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.
+# The headers of the last two are no dependency of torch, and its C++ part includes them.
+CUDA_ENV    = build/cuda-env
+CUDA_PIP    = $(CUDA_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
+CUDA_TORCH  = torch==2.11.0
+
+cuda-programs: $(CUDA_ENV)/.ready
+	$(CUDA_ENV)/bin/python -m tests.cuda_programs.build $(CUDA_ARGS)
+
+$(CUDA_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CUDA_ENV)
+	$(CUDA_PIP) $(CUDA_TORCH) 'setuptools>=77' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	$(CUDA_PIP) --no-build-isolation -e .
+	@touch $@
 
 # Types are checked on one core while the first tests run.
 test: $(READY)

@@ -7,14 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("tests/interpreted", "tests/trt/interpreted")
 
 
 def test_under_the_interpreter(full: bool) -> None:
+    interpret(*FOLDERS, *(["--full"] if full else []))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["shuffled", "interleaved"])
+def test_in_other_orders(order: str) -> None:
+    """Programs of a grid as a GPU may run them, in memory that is not zero."""
+    interpret(FOLDERS[0], "--order", order, "--seed", "1", "--poison")
+
+
+def interpret(*args: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, *FOLDERS, *(["--full"] if full else [])], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1"},
+        [*command, *args], cwd=ROOT, text=True, capture_output=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.common import SizeArg
+from torch._inductor.codegen.triton_utils import signature_of
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.base import Limits
 from g4ir.backends.torch_compile.backend import choice_texts, phase_steps
-from g4ir.backends.torch_compile.compile import exported
+from g4ir.backends.torch_compile.compile import INDUCTOR, exported
 from g4ir.backends.torch_compile.kernel_cases import (
     Case,
     all_cases,
@@ -140,6 +146,23 @@ def test_every_step_exports_for_a_gpu(
             graph = exported(text, target).graph
         called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
     assert {"norm_residual", "decode_attention" + "_latent" * (form != "off")} <= called
+
+
+def type_of_number(number: float) -> str:
+    """The type that Inductor gives a kernel's operand of this value on CUDA."""
+    arg = SizeArg("x", sympy.Float(number))
+    with V.set_graph_handler(SimpleNamespace(current_device=torch.device("cuda"))):
+        return str(signature_of(arg, size_dtype=None))
+
+
+def test_numbers_reach_kernels_as_fp32() -> None:
+    """Without the options of the build they are fp64, and no product of a kernel compiles."""
+    launches = [x for case in tiny_cases(1) for x in launches_of_case(case)]
+    numbers = {a for _, _, args, _ in launches for a in args if isinstance(a, float)}
+    assert len(numbers) > 2
+    with inductor_config.patch(INDUCTOR):
+        assert {type_of_number(a) for a in numbers} == {"fp32"}
+    assert {type_of_number(a) for a in numbers} == {"fp64"}
 
 
 # --- Hopper -----------------------------------------------------------------------------------

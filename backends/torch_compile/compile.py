@@ -22,7 +22,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,11 +35,13 @@ from g4ir.places import cache_root, check_private, keep_inductor_private, privat
 from g4ir.tensorfile import open_regular, write_file
 from g4ir.text import parse_graph
 
+from .cuda_toolkit import find_toolkit, toolkit_found
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
 SOURCES = (
-    "attention.py", "compile.py", "lower.py", "pyops.py", "scratch.py", "target.py", "towers.py",
+    "attention.py", "compile.py", "cuda_toolkit.py", "lower.py", "pyops.py", "scratch.py",
+    "target.py", "towers.py",
 )  # fmt: skip
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
@@ -51,6 +53,12 @@ PRINTED_LINES, LAST_WORDS_S = 200, 2.0
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
 _TRACE = {"B": 2, "S": 4, "C": 16}
+#: Round where eager mode rounds; one thread of each worker process compiles; numbers that a kernel
+#: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
+#: refuses a name that it does not know.
+INDUCTOR = {
+    "emulate_precision_casts": True, "compile_threads": 1, "_use_fp64_for_unbacked_floats": False,
+}  # fmt: skip
 
 
 def program_name(text: str, target: Target) -> str:
@@ -96,8 +104,6 @@ def check_toolchain(device: str) -> None:
     """MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
     from torch._inductor import cpp_builder, exc
 
-    if device == "cuda":
-        _check_cuda()
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as e:
@@ -105,6 +111,8 @@ def check_toolchain(device: str) -> None:
             "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
             "install one, for example with `apt-get install g++`"
         ) from e
+    if device == "cuda":
+        _check_cuda()
 
 
 def _check_cuda() -> None:
@@ -127,6 +135,7 @@ def _check_cuda() -> None:
             "--device cuda needs triton, which comes with CUDA builds of torch for Linux: "
             "`pip install triton`"
         )
+    find_toolkit()
 
 
 def compile_all(
@@ -410,9 +419,10 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
     # Written here: where torch's own writer finds the disk full, it ends the process.
     package = io.BytesIO()
-    with _any_size():
+    toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
+    with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=package, inductor_configs=_inductor_options()
+            exported(text, target), package_path=package, inductor_configs=INDUCTOR
         )
     with zipfile.ZipFile(package, "a") as archive:
         archive.comment = marker(text)
@@ -467,16 +477,6 @@ def exported(text: str, target: Target) -> Any:
         return torch.export.export(
             SegmentModule(g, target), tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
         )
-
-
-def _inductor_options() -> dict[str, Any]:
-    """Round where eager mode rounds; one thread per worker process compiles; numbers that a
-    kernel is given are fp32, as they are where it is started by hand."""
-    from torch._inductor import config
-
-    options: dict[str, Any] = {"emulate_precision_casts": True, "compile_threads": 1}
-    wide = "_use_fp64_for_unbacked_floats"
-    return options | ({wide: False} if wide in dir(config) else {})
 
 
 def _quiet_compiler() -> Any:

@@ -1,13 +1,15 @@
 """Tests of the Triton kernels under Triton's interpreter.
 
 They need TRITON_INTERPRET=1 before triton is imported, so tests/test_interpreted.py runs them in a
-process of its own; elsewhere they are not collected.
+process of its own; elsewhere they are not collected. `--order interleaved --seed 3 --poison` runs
+all of them with the programs of each grid in another order (see orders.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -15,11 +17,25 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options of orders: known where this folder is named on the command line."""
+    parser.addoption("--order", choices=("shuffled", "interleaved"), help="of programs in a grid")
+    parser.addoption("--seed", type=int, default=0, help="of the order")
+    parser.addoption("--poison", action="store_true", help="new tensors hold NaN")
+
+
 @pytest.fixture(autouse=True)
-def kernels_are_interpreted() -> Iterator[None]:
+def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     from g4ir.backends.torch_compile.kernels.interpreter import interpreted
 
-    with interpreted():
+    from .orders import ORDERS, poisoned
+
+    given = request.config.getoption
+    order, seed = given("order", None), given("seed", 0)
+    with (
+        interpreted(), ORDERS[order](seed) if order else nullcontext(),
+        poisoned() if given("poison", False) else nullcontext(),
+    ):  # fmt: skip
         yield
 
 

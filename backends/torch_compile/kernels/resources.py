@@ -49,7 +49,7 @@ def resources(launch: Launch, capability: int = 90) -> Resources:
     source = _source(kernel, args, {k: v for k, v in meta.items() if k not in options})
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
-    registers, spills = _assembled(ptx, capability)
+    registers, spills = assembled(ptx, capability)
     return Resources(
         kernel.__name__, made.metadata.num_warps, registers, spills, made.metadata.shared,
         any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
@@ -82,9 +82,9 @@ def _kind(value: Any) -> str:
     return "fp32"
 
 
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """(registers of a thread, spilled bytes)"""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+def assembled(ptx: str, capability: int, ptxas: Path | None = None) -> tuple[int, int]:
+    """(registers of a thread, spilled bytes), by triton's assembler or another."""
+    ptxas = ptxas or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
