@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import EngineError
 from g4ir.fit import device_memory
 from g4ir.ir import Graph, Program
-from g4ir.packing import ParamSource
+from g4ir.packing import ParamSource, StoredParams
+from g4ir.plan import reserve
 from g4ir.tensorfile import write_file
 
 from ..base import Limits, Progress, Setting
@@ -23,18 +24,19 @@ from . import probe
 if TYPE_CHECKING:
     from g4ir.engine import Prepared
 
+    from ..torch_compile.cuda_graph import Record
     from .runtime import TrtRuntime
 
 #: the network of the text model; those of towers are called as their graphs
 ENGINE = "engine"
 
 
-def files(name: str) -> tuple[str, str]:
-    """Of a network: its plan, and what it is fed."""
-    return f"{name}.plan", f"{name}.io.json"
+def files(name: str) -> tuple[str, str, str]:
+    """Of a network: its plan, what it is fed, and the constants of a plan without weights."""
+    return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
 
 
-PLAN, TENSORS = files(ENGINE)
+PLAN, TENSORS, CONSTANTS = files(ENGINE)
 
 
 def cache_dir() -> Path:
@@ -42,16 +44,22 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "g4ir" / "tensorrt"
 
 
+def recorder_of(device: str) -> Record | None:
+    from ..torch_compile.cuda_graph import recorded
+
+    return recorded if device == "cuda" else None
+
+
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
         ("explicit", "fused", "plugin"), "explicit",
-        "products and a softmax; TensorRT's own attention layer, in towers too; or kernels of "
-        "this project for decode steps",
+        "products and a softmax; TensorRT's own attention layer, in towers too; or, over "
+        "full-length caches, kernels of this project that are made for decode steps",
     ),
     "experts": Setting(
         ("auto", "gather", "all", "plugin"), "auto",
-        "weights of the chosen experts gathered, all experts multiplied, the first for single "
-        "tokens only (auto), or kernels of this project",
+        "kernels of this project, which sort tokens by expert, where triton can compile them "
+        "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
     ),
     "weights": Setting(
         ("baked", "streamed", "refit"), "baked",
@@ -74,7 +82,10 @@ class Host:
     gpu: Callable[[], str] = probe.gpu
     architecture: Callable[[], str] = probe.architecture
     memory: Callable[[str], int] = device_memory
+    free: Callable[[str], int] = probe.free_memory
     timings: Callable[[], Path] = cache_dir
+    #: device -> what makes of a step one that is replayed; None: steps run launch by launch
+    record: Callable[[str], Record | None] = recorder_of
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,13 @@ class TrtBackend:
         memory = self.host.memory(device)
         timing = build.timing_file(self.host.timings(), self.machine(device))
         for name, w in written.items():
-            plan, tensors = files(name)
+            plan, tensors, constants = files(name)
             config = build.configure(api, w, settings, memory)
             build.build_plan(api, w, config, timing, out / plan, progress)
             text = json.dumps(w.interface.as_json(), indent=1) + "\n"
             write_file(out / tensors, [text.encode()])
+            if settings["weights"] == "refit":
+                build.write_constants(w, out / constants)
         return {
             "plan": PLAN, "tensors": TENSORS, "tensorrt": api.version, "gpu": self.host.gpu(),
             "settings": dict(settings), "layers": written[ENGINE].network.num_layers,
@@ -154,7 +167,6 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> TrtRuntime:  # fmt: skip
-        from ..torch_compile.cuda_graph import recorded
         from . import runtime
         from .interface import interface
         from .log import logger
@@ -163,11 +175,17 @@ class TrtBackend:
         self._check_plan(kept, api)
         log = logger(api.trt)
         graphs, plans = networks(program), {ENGINE: kept["plan"], **kept["towers"]}
+        weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
             progress(f"reading {plans[name]}")
             engine = _read_plan(folder / plans[name], api, log)
-            runtime.give_weights(api, engine, log, params, kept["settings"]["weights"])
+            if weights == "streamed":
+                runtime.stream_weights(engine, self._spare(program, limits, device))
+            if weights == "refit":
+                constants = StoredParams.open([folder / files(name)[2]])
+                runtime.refit(api, engine, log, constants.tensor, params.tensor)
+                constants.close()
             return engine, interface(graphs[name], limits)
 
         def tower(name: str) -> runtime.TrtTower:
@@ -175,10 +193,17 @@ class TrtBackend:
             return runtime.TrtTower(api, engine, log, io, device)
 
         engine, io = opened(ENGINE)
-        return runtime.TrtRuntime(
-            api, engine, log, io, limits, device, params, tower,
-            recorded if cuda_graph and device == "cuda" else None,
-        )  # fmt: skip
+        record = self.host.record(device) if cuda_graph else None
+        if record and runtime.is_streaming(engine):
+            progress("weights are streamed: decode steps run launch by launch")
+            record = None
+        return runtime.TrtRuntime(api, engine, log, io, limits, device, params, tower, record)
+
+    def _spare(self, program: Program, limits: Limits, device: str) -> int:
+        """Free bytes of the device, without what caches, tables and the reserve will take."""
+        tables = sum(v.type.nbytes() for v in program.graphs["embed"].params)
+        taken = self.cache_bytes(program, limits) + tables + reserve(self.host.memory(device))
+        return self.host.free(device) - taken
 
     def _check_plan(self, kept: Mapping[str, Any], api: probe.Api) -> None:
         """EngineError where the plan is another TensorRT's or another GPU's. A patch version

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,41 +16,27 @@ from ..primitives.emitter import Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
 from ..primitives.network import Lowering, Network
 from ..primitives.pointwise import times
+from . import plugins
 from .emitter import TrtEmitter
 from .probe import offers
 
-#: products and softmax as layers of their own, or one attention per layer
-ATTENTION = ("explicit", "fused")
+#: products and softmax as layers of their own, one attention per layer, or kernels of this project
+ATTENTION = ("explicit", "fused", "plugin")
+#: kernels of this project, weights of the chosen experts gathered, or all experts multiplied
+EXPERTS = ("plugin", "gather", "all")
 
 
 def lowerings(attention: str = "explicit") -> Mapping[str, Lowering]:
     """op -> lowering, attention in one of these forms."""
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **(_FUSED if attention == "fused" else {})}
+    return {**SHARED, "experts": experts, **_FORMS[attention]}
 
 
-def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
-    down: Operand,
-) -> Operand:  # fmt: skip
-    """As the shared one; inside the branch for single tokens their dim is 1 at build time, so that
-    weights gathered for a whole chunk, which would be too many, are never planned for."""
-    e = net.e
-    assert isinstance(e, TrtEmitter)
-    if net.experts != "auto" or x.shape[1] == 1:
-        return moe.experts(net, n, x, weights, index, gate_up, down)
-
-    def one() -> Operand:
-        first, chosen, at = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
-        gather = replace(net, experts="gather")
-        out = moe.experts(gather, n, first, chosen, at, gate_up, down)
-        return e.repeat(out, 1, x)
-
-    def every() -> Operand:
-        return moe.experts(replace(net, experts="all"), n, x, weights, index, gate_up, down)
-
-    return e.when_one(x, 1, one, every)
+def experts(net: Network, n: Node, *operands: Operand) -> Operand:
+    """One form for single tokens and chunks: what would choose between two is a conditional."""
+    form = plugins.experts if net.experts == "plugin" else moe.experts
+    return form(net, n, *operands)
 
 
 # --- fused attention --------------------------------------------------------------------------
@@ -88,9 +73,7 @@ def attend_patches(
     return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
 
 
-def _fused(
-    e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand
-) -> Operand:
+def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
     """q [B,S,heads,d] scaled; mask [B,1,S,T]"""
     q = e.transpose(q, 0, 2, 1, 3)
     layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
@@ -113,8 +96,12 @@ def _attention(e: TrtEmitter, *tensors: Any) -> Any:
     return e.network.add_attention(*tensors, norm, False)
 
 
-_FUSED: Mapping[str, Lowering] = {
-    "attention": partial(shared.attention, form=attend),
-    "attention_latent": partial(shared.attention_latent, form=attend),
-    "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+_FORMS: Mapping[str, Mapping[str, Lowering]] = {
+    "explicit": {},
+    "fused": {
+        "attention": partial(shared.attention, form=attend),
+        "attention_latent": partial(shared.attention_latent, form=attend),
+        "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+    },
+    "plugin": plugins.ATTENTION,
 }

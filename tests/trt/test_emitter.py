@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from g4ir.backends.base import Limits
-from g4ir.backends.primitives.emitter import Operand
 from g4ir.backends.primitives.lowerings import OUTSIDE
-from g4ir.backends.primitives.network import EXPERTS
 from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, without_weights
-from g4ir.backends.trt.lowerings import ATTENTION, lowerings
+from g4ir.backends.trt.lowerings import ATTENTION, EXPERTS, lowerings
 from g4ir.backends.trt.recorder import recorder
 from g4ir.backends.trt.recorder.execute import execute
 from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer
@@ -191,10 +189,6 @@ PRIMITIVES: dict[str, Any] = {
         lambda e, x, y: e.prefix(x, 2, y), lambda x, y: x[..., :2], [BSD[0], "i64[C]"], X,
         torch.arange(2),
     ),
-    "repeat": primitive(
-        lambda e, x, y: e.repeat(x, 1, y), lambda x, y: x.expand(2, 3, 4),
-        ["f32[B,1,4]", BSD[1]], X[:, :1], Y,
-    ),
     "gather": primitive(
         lambda e, x, at: e.gather(x, at, 2), lambda x, at: x[:, :, at], [BSD[0], "i64[B,S]"], X,
         INDEX,
@@ -231,39 +225,13 @@ def test_primitive(name: str) -> None:
         assert torch.allclose(got, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_when_one(size: int) -> None:
-    """Either side, with a value of 64 bits and constants of each on the way."""
-
-    def build(e: TrtEmitter, x: Operand, at: Operand) -> Operand:
-        big = e.constant(torch.full((2048,), 2.0))
-
-        def then() -> Operand:
-            return e.repeat(e.mul(e.slice(x, 1, 0, 1), 2.0), 1, x)
-
-        def otherwise() -> Operand:
-            row = e.gather(big, e.add(at, 1), 0)
-            return e.mul(x, e.unsqueeze(row, 2))
-
-        return e.add(e.when_one(x, 1, then, otherwise), e.when_one(x, 1, otherwise, then))
-
-    feeds = [X[:, :size], INDEX[:, :size]]
-    (got,) = run(build, [BSD[0], "i64[B,S]"], feeds)
-    first = X[:, :1].expand(2, size, 4)
-    assert torch.allclose(got, 2 * X[:, :size] + 2 * first)
-
-
-def test_weights_in_a_conditional_are_there_once() -> None:
-    """Both sides read one constant, so that an engine holds experts once."""
+def test_no_conditionals() -> None:
+    """Who would write one hears why not."""
     e = new_emitter()
-    x = e.input("x", parse_type("f32[B,S,2048]"))
-    w = e.param(Value("w", parse_type("f32[2048,2048]")))
-    out = e.when_one(x, 1, lambda: e.linear(x, w), lambda: e.linear(e.mul(x, 2.0), w))
-    e.output("y", out)
-    check(e.network)
-    big = [x for x in e.network._layers if isinstance(x, IConstantLayer)
-           and x._types[0][1][-1:] == (2048,)]  # fmt: skip
-    assert len(big) == 1
+    e.scope = "L3.mlp.experts"
+    x = e.input("x", parse_type(BSD[0]))
+    with pytest.raises(LowerError, match=r"L3\.mlp\.experts: a conditional.*CUDA graph"):
+        e.when_one(x, 1, lambda: x, lambda: x)
 
 
 # --- constants, weights, names ----------------------------------------------------------------
@@ -433,7 +401,7 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     tied = text.full.k_eq_v or text.sliding.k_eq_v
     for attention, version in product(ATTENTION, ("11.4.0", VERSION)):
         for latent in ("off", "value", "raw") if tied else ("off",):
-            for experts in EXPERTS if text.moe else ("auto",):
+            for experts in EXPERTS if text.moe else ("all",):
                 yield name, {
                     "attention": attention, "version": version, "latent_kv": latent,
                     "experts": experts,
@@ -547,6 +515,7 @@ def test_full_size(name: str, attention: str) -> None:
     sizes = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
     assert min(sizes.values()) > 0
     assert max(sizes.values()) < 2**31
+    assert not made.network._conditionals  # which could not be recorded
 
 
 def _wide(text: Any, i: int) -> bool:
@@ -559,7 +528,7 @@ def _bound(x: Any, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def test_unknown_attention() -> None:
-    with pytest.raises(ValueError, match="one of explicit, fused"):
+    with pytest.raises(ValueError, match="one of explicit, fused, plugin"):
         lowerings("flash")
 
 

@@ -497,6 +497,15 @@ def test_branches_are_lazy() -> None:
         execute(n.network, yes)
 
 
+def test_constants_of_a_conditional() -> None:
+    """Big ones would be copied at each step."""
+    n = Net()
+    x = n.x(512, 1024)
+    big = n.constant(torch.zeros(512, 1024))
+    with pytest.raises(RuleError, match="2097152 bytes of constants are copied at each step"):
+        _conditional(n, lambda n: _entered(n, big), lambda n: _entered(n, x))
+
+
 def test_attention() -> None:
     n = Net()
     layer = n.attention(n.x(1, 4, 3, 8), n.x(1, 2, 5, 8), n.x(1, 2, 5, 8))

@@ -27,13 +27,15 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.backend import PLAN, TENSORS
+from g4ir.backends.trt.backend import CONSTANTS, PLAN, TENSORS
 from g4ir.backends.trt.interface import interface
 from g4ir.backends.trt.recorder import engine as fake
-from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.recorder import recorder, recording
 from g4ir.cli import main
 from g4ir.engine import Engine, load_engine, prepare
 from g4ir.errors import CheckError, EngineError, G4Error, InputError, LowerError, MissingError
+from g4ir.packing import StoredParams
+from g4ir.plan import reserve
 from g4ir.spec import load_spec
 from tests.cli_tools import g4ir
 from tests.configs import SMALL, VARIANTS, spec_called
@@ -175,6 +177,68 @@ def test_recorded_steps(trt: Build) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert set(s.state.captured) == {(256, 0), (256, 1), (384, 0), (384, 1)}
     assert len(made) == 4
+
+
+def test_steps_that_cannot_be_recorded(
+    trt: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streamed weights are not recorded at all; where a recording fails the step runs without, and
+    that is said once."""
+    api = emulated_api("11.4.0")
+    backend = emulated(tmp_path, free=0)
+    host = replace(backend.host, record=lambda device: recording(api.trt))
+    engine = trt(backend=replace(backend, host=host), settings={"weights": "streamed"})
+    made = cast(Any, engine.runtime)
+    assert made.record is None
+    plain, s, t = engine.session(2), engine.session(2), tokens(2, 5)
+    expected = [plain.decode(t[:, i]) for i in range(4)]
+    made.record = recording(api.trt)
+    with caplog.at_level("WARNING"):
+        got = [s.decode(t[:, i]) for i in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert made.record is None
+    (said,) = caplog.messages
+    assert "launch by launch" in said and "weights are streamed" in said
+
+
+def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
+    """What is free, but for caches, scratch memory, tables and the reserve."""
+    free = 200 << 20
+    engine = trt(backend=emulated(tmp_path, free=free), settings={"weights": "streamed"})
+    made = cast(Any, engine.runtime)
+    tables = sum(v.type.nbytes() for v in engine.program.graphs["embed"].params)
+    caches = engine.session(ROWS).nbytes()
+    taken = tables + caches + made.engine.device_memory_size_v2
+    size = made.engine.streamable_weights_size
+    backend = emulated(tmp_path, free=reserve(80 << 30) + taken + size // 2)
+    again = reload(engine, backend)
+    assert again.engine.weight_streaming_budget_v2 == size // 2
+    assert runtime.is_streaming(again.engine) and made.engine.weight_streaming_budget_v2 == 0
+    again = reload(engine, emulated(tmp_path))
+    assert again.engine.weight_streaming_budget_v2 == size
+    assert not runtime.is_streaming(again.engine)
+
+
+def test_weights_out_of_the_plan(trt: Build, tmp_path: Path) -> None:
+    """By the pair of flags that NVIDIA documents: params come from the engine's safetensors, all
+    constants from a file of their own."""
+    engine = trt(settings={"weights": "refit"})
+    made = cast(Any, engine.runtime).engine._built
+    assert not made.weights and CONSTANTS in engine.manifest["files"]
+    constants = StoredParams.open([engine.path / CONSTANTS])
+    names = set(constants.headers[0].entries)
+    assert names and names < made.refittable.keys()
+    assert made.refittable.keys() - names <= {v.name for v in engine.program.params().values()}
+    api = emulated_api()
+
+    def other(name: str) -> torch.Tensor:
+        return constants.tensor(name) + 1
+
+    fresh = cast(Any, engine.runtime).engine
+    with pytest.raises(EngineError, match="not the weights that it was built with"):
+        runtime.refit(api, fresh, fresh._logger, other, engine.runtime.source.tensor)
+    with pytest.raises(EngineError, match="neither a param nor a constant"):
+        runtime.refit(api, fresh, fresh._logger, constants.tensor)
 
 
 def test_state(shared: Engine) -> None:
@@ -585,6 +649,18 @@ def test_profiles_cover_every_dim() -> None:
     assert plan is not None
     with pytest.raises(ValueError, match="does not hold"):
         small_build(lambda c, p: p.set_shape("x", (3, 4), (2, 4), (3, 4)))
+
+
+def test_flags_that_exclude_each_other() -> None:
+    """A plan is stripped for equal weights; to refit some is another thing."""
+
+    def change(config: Any, profile: Any) -> None:
+        config.add_optimization_profile(profile)
+        for name in ("STRIP_PLAN", "REFIT_INDIVIDUAL"):
+            config.set_flag(getattr(config._module.BuilderFlag, name))
+
+    _, plan, log = small_build(change)
+    assert plan is None and "cannot be used together with STRIP_PLAN" in log.errors[0]
 
 
 def test_contexts_check_what_they_are_given() -> None:

@@ -40,6 +40,8 @@ CASTABLE = {*NUMBERS, DataType.BOOL, DataType.INT8, DataType.UINT8}
 BRANCHED = {DataType.BOOL, DataType.INT32, *FLOATS}
 MAX_DIMS = 8
 MAX_TOP_K = 3840
+#: bytes of constants that may come in through an input layer of a conditional
+MAX_ENTERING = 1 << 20
 #: elements of a tensor that an operator takes
 MAX_VOLUME = 2**31 - 1
 ITEMSIZE = {
@@ -684,8 +686,7 @@ class IAttention(Layer):
         self._joined([t._dims[0] for t in (q, k, v)], text)
         self._joined([k._dims[2], v._dims[2]], text)
         self._need(
-            held(self, "norm_op") is AttentionNormalizationOp.SOFTMAX
-            or held(self, "decomposable"),
+            held(self, "norm_op") is AttentionNormalizationOp.SOFTMAX or held(self, "decomposable"),
             "without a norm it must be decomposable",
         )
         self._check_mask(q, k, held(self, "mask"))
@@ -756,8 +757,12 @@ class IIfConditionalInputLayer(IIfConditionalBoundaryLayer):
     _kind = "conditional input"
 
     def _infer(self) -> list[Output]:
-        self._kinds(self._in(), BRANCHED, "a branch")
-        return [self._in()._type]
+        x = self._in()
+        self._kinds(x, BRANCHED, "a branch")
+        if isinstance(x._layer, IConstantLayer):
+            count = volume(x._dims) * ITEMSIZE[x._dtype]
+            self._need(count <= MAX_ENTERING, f"{count} bytes of constants are copied at each step")
+        return [x._type]
 
     def _values(self) -> list[int | None] | None:
         return self._in()._known()

@@ -43,7 +43,6 @@ class INetworkDefinition(Recorded):
         #: of an execution: constants by layer
         self._constants: dict[int, Any] = {}
         self._weight_names: dict[int, str] = {}
-        self._refittable: set[str] = set()
 
     name = Attribute("str", "")
     error_recorder = Attribute("Any")
@@ -77,13 +76,6 @@ class INetworkDefinition(Recorded):
         self._weight_names[id(weights)] = name
         return True
 
-    @api
-    def mark_weights_refittable(self, name: str) -> bool:
-        if name not in self._weight_names.values():
-            return False
-        self._refittable.add(name)
-        return True
-
     # --- inputs and outputs -------------------------------------------------------------------
 
     @api
@@ -107,9 +99,7 @@ class INetworkDefinition(Recorded):
 
     # --- layers -------------------------------------------------------------------------------
 
-    def _add(
-        self, kind: type[L], inputs: Sequence[ITensor], outputs: int = 1, **members: Any
-    ) -> L:
+    def _add(self, kind: type[L], inputs: Sequence[ITensor], outputs: int = 1, **members: Any) -> L:
         layer = kind(self, inputs, outputs)
         for member, value in members.items():
             keep(layer, member, value)
@@ -134,9 +124,7 @@ class INetworkDefinition(Recorded):
         return self._add(kinds.IUnaryLayer, [input], op=op)
 
     @api
-    def add_activation(
-        self, input: ITensor, type: ActivationType
-    ) -> kinds.IActivationLayer:
+    def add_activation(self, input: ITensor, type: ActivationType) -> kinds.IActivationLayer:
         return self._add(kinds.IActivationLayer, [input], type=type)
 
     @api
@@ -163,9 +151,7 @@ class INetworkDefinition(Recorded):
     def add_reduce(
         self, input: ITensor, op: ReduceOperation, axes: int, keep_dims: bool
     ) -> kinds.IReduceLayer:
-        return self._add(
-            kinds.IReduceLayer, [input], op=op, axes=axes, keep_dims=keep_dims
-        )
+        return self._add(kinds.IReduceLayer, [input], op=op, axes=axes, keep_dims=keep_dims)
 
     @api
     def add_topk(
@@ -239,9 +225,7 @@ class INetworkDefinition(Recorded):
         causal: bool,
     ) -> kinds.IAttention:
         _need(not causal, "attention: causal is UPPER_LEFT, which hides what lies before a chunk")
-        return self._add(
-            self._attention, [query, key, value], norm_op=norm_op, causal=causal
-        )
+        return self._add(self._attention, [query, key, value], norm_op=norm_op, causal=causal)
 
     @api
     def add_plugin(self, func: Callable, aot: bool) -> kinds.IPluginV3Layer:
