@@ -34,7 +34,7 @@ from .backends import find_backend
 from .backends.base import Backend, Limits, Runtime, checked_settings
 from .cache_sizes import cache_bytes
 from .checkpoint import Checkpoint, WeightSource, hub_snapshot, sha256
-from .errors import EngineError, G4Error, InputError, MissingError, SpecError
+from .errors import EngineError, G4Error, InputError, MissingError, PlanError, SpecError
 from .fit import device_memory, require_fit
 from .ir import Graph, Program, Value
 from .media.audio import read_extractor
@@ -104,6 +104,8 @@ class Prepared:
     source: WeightSource
     weights: dict[str, Any]
     side_files: tuple[Path, ...]
+    #: of a dry run: why the engine does not fit its device, or nothing
+    short: str = ""
 
     def param_bytes(self) -> int:
         """Bytes of the packed params, tables included."""
@@ -111,7 +113,7 @@ class Prepared:
 
     def disk_bytes(self) -> int:
         """Bytes of weights that the engine directory will hold."""
-        if self.weights["kind"] != "packed":
+        if self.weights["kind"] not in ("packed", "absent"):
             return 0
         repeated = self.backend.repeated_bytes(self.packing.program, self.settings)
         return self.param_bytes() + repeated
@@ -182,20 +184,27 @@ def prepare(
     )
     placement = find_placement(ple_placement, spec)
     room = memory if memory is not None else _memory(device, dry)
+    short = ""
     if room is not None:
         planned = cache_bytes(program, limits.max_batch, limits.max_seq)
-        require_fit(
-            spec, program, limits, dtype=kind, device=device, ple_placement=placement,
-            memory=room, more=found.cache_bytes(program, limits) - planned,
-            all_logits=all_logits, skip=skip, options=options, media=taken,
-        )  # fmt: skip
+        try:
+            require_fit(
+                spec, program, limits, dtype=kind, device=device, ple_placement=placement,
+                memory=room, more=found.cache_bytes(program, limits) - planned,
+                scratch=found.scratch_bytes(program, limits, chosen),
+                all_logits=all_logits, skip=skip, options=options, media=taken,
+            )  # fmt: skip
+        except PlanError as e:
+            if not dry:
+                raise
+            short = str(e)
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
     if found.packs_weights and weights["kind"] == "random":
         weights = {"kind": "packed"}
     side = [directory / n for n in SIDE_FILES if (directory / n).is_file()] if directory else []
     return Prepared(
         spec, found, device, kind, limits, all_logits, skip, options, chosen, placement, taken,
-        packings.split_program(program), source, weights, tuple(side),
+        packings.split_program(program), source, weights, tuple(side), short,
     )  # fmt: skip
 
 

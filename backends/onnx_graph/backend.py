@@ -55,6 +55,11 @@ class OnnxBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        return 0
+
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 

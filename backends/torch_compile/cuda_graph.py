@@ -47,7 +47,8 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # The stream of the warm-up: what works on it may have made events and streams for it.
+        with torch.cuda.graph(graph, stream=side):
             work()
     except RuntimeError as e:
         raise EngineError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,30 +12,18 @@ from g4ir.fit import device_memory
 from g4ir.ir import Graph, Program
 from g4ir.packing import ParamSource, StoredParams
 from g4ir.plan import reserve
-from g4ir.tensorfile import write_file
 
 from ..base import Limits, Progress, Setting
 from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.network import stored_bytes
 from . import probe
+from .files import ENGINE, files
 
 if TYPE_CHECKING:
     from g4ir.engine import Prepared
 
     from ..torch_compile.cuda_graph import Record
     from .runtime import TrtRuntime
-
-#: the network of the text model; those of towers are called as their graphs
-ENGINE = "engine"
-
-
-def files(name: str) -> tuple[str, str, str]:
-    """Of a network: its plan, what it is fed, and the constants of a plan without weights."""
-    return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
-
-
-PLAN, TENSORS, CONSTANTS = files(ENGINE)
-
 
 def cache_dir() -> Path:
     """Where timing caches are kept between builds."""
@@ -52,9 +38,10 @@ def recorder_of(device: str) -> Record | None:
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        ("explicit", "fused", "plugin"), "explicit",
-        "products and a softmax; TensorRT's own attention layer, in towers too; or, over "
-        "full-length caches, kernels of this project that are made for decode steps",
+        ("explicit", "plain", "fused", "plugin"), "explicit",
+        "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
+        "layer, in towers too; or, over full-length caches, kernels of this project that are made "
+        "for decode steps",
     ),
     "experts": Setting(
         ("auto", "gather", "all", "plugin"), "auto",
@@ -114,42 +101,24 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
         params: ParamSource, settings: Mapping[str, str],
     ) -> dict[str, Any]:  # fmt: skip
-        from . import build
-        from .dry_run import EMULATED, check_sizes
-        from .recorder import recorder
+        from .make import Make
 
-        api, graphs = self.host.tensorrt(), networks(program)
-        progress("checking sizes")
-        emulated = probe.probe(recorder(EMULATED))
-        for graph in graphs.values():
-            check_sizes(emulated, graph, limits, settings)
-        progress("writing the network")
-        written = {
-            name: build.write_network(api, g, limits, params, settings)
-            for name, g in graphs.items()
-        }
-        for w in written.values():
-            for note in w.emitter.notes:
-                progress(note)
-        progress(f"TensorRT's builder: {build.estimate([*graphs.values()], settings)}")
-        memory = self.host.memory(device)
-        timing = build.timing_file(self.host.timings(), self.machine(device))
-        for name, w in written.items():
-            plan, tensors, constants = files(name)
-            config = build.configure(api, w, settings, memory)
-            build.build_plan(api, w, config, timing, out / plan, progress)
-            text = json.dumps(w.interface.as_json(), indent=1) + "\n"
-            write_file(out / tensors, [text.encode()])
-            if settings["weights"] == "refit":
-                build.write_constants(w, out / constants)
-        return {
-            "plan": PLAN, "tensors": TENSORS, "tensorrt": api.version, "gpu": self.host.gpu(),
-            "settings": dict(settings), "layers": written[ENGINE].network.num_layers,
-            "towers": {name: files(name)[0] for name in written if name != ENGINE},
-        }  # fmt: skip
+        return Make(
+            self.host, networks(program), limits, device, out, progress, params, dict(settings),
+            self.machine(device), self.cache_bytes(program, limits),
+        ).run()  # fmt: skip
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
+
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        """The scores of attention, unless one layer hides them."""
+        from .lowerings import score_bytes
+
+        fused = settings["attention"] == "fused"
+        return 0 if fused else score_bytes(program.graphs["prefill"], limits)
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """A tower of several sizes is in several plans."""
@@ -167,7 +136,7 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> TrtRuntime:  # fmt: skip
-        from . import runtime
+        from . import make, runtime
         from .interface import interface
         from .log import logger
 
@@ -179,7 +148,7 @@ class TrtBackend:
 
         def opened(name: str) -> Any:
             progress(f"reading {plans[name]}")
-            engine = _read_plan(folder / plans[name], api, log)
+            engine = make.read_plan(folder / plans[name], api, log)
             if weights == "streamed":
                 runtime.stream_weights(engine, self._spare(program, limits, device))
             if weights == "refit":
@@ -224,14 +193,6 @@ class TrtBackend:
 def networks(program: Program) -> dict[str, Graph]:
     """The graph of every network of an engine directory, by name."""
     return {ENGINE: network_graph(program), **tower_graphs(program)}
-
-
-def _read_plan(path: Path, api: probe.Api, log: Any) -> Any:
-    """Mapped, not read: a plan is as large as the weights."""
-    from .runtime import deserialize
-
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-        return deserialize(api, plan, log)
 
 
 BACKEND = TrtBackend()

@@ -6,6 +6,7 @@ recorder as well.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +23,12 @@ from g4ir.tensorfile import CODES, write_file, write_tensors
 
 from ..base import Limits, Progress
 from ..primitives.network import Lowering, Network
-from .emitter import MappedWeights, TrtEmitter, without_weights
+from .emitter import SHARED_BYTES, MappedWeights, TrtEmitter, without_weights
 from .interface import PROFILES, Interface, interface
 from .log import logger, progress_monitor
 from .lowerings import lowerings
 from .plugin_kernels import has_triton
+from .plugins import MOST_SHARED_BYTES
 from .probe import Api
 
 GIB = 1 << 30
@@ -41,13 +43,16 @@ WEIGHTS: Mapping[str, tuple[str, ...]] = {
 }
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+#: part of a refusal in which TensorRT took layers for attention, and failed at their mask
+WRAPPER = "wrap_attention"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
+    WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
-    "attention": "--set attention=explicit, whose attention is products and a softmax",
+    "attention": "--set attention=plain, whose attention is products and the plainest layers",
     "plugin": "--set attention=explicit --set experts=all, which need no plugin",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
-    "": "--set attention=explicit --set experts=all, the plainest form of the network",
+    "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
 
 
@@ -83,15 +88,17 @@ class NamedWeights:
 
 def write_network(
     api: Api, graph: Graph, limits: Limits, params: ParamSource | None,
-    settings: Mapping[str, str],
+    settings: Mapping[str, str], log: Any = None, shared: int = SHARED_BYTES,
 ) -> Written:  # fmt: skip
-    """A graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
-    value."""
-    log = logger(api.trt)
+    """A graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to `shared`
+    bytes of shared memory. LowerError names the op and the value, and ends with what TensorRT
+    said."""
+    log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = builder.create_network(_network_flags(api, settings))
+    plugins = "plugin" in (settings["attention"], chosen_experts(settings))
+    network = builder.create_network(network_flags(api, plugins))
     weights = NamedWeights(params)
-    emitter = TrtEmitter(api.trt, network, weights)
+    emitter = TrtEmitter(api.trt, network, weights, shared, log.said)
     Network(emitter, graph, limits, chosen_lowerings(settings), chosen_experts(settings)).emit()
     return Written(builder, network, graph, interface(graph, limits), log, emitter, weights)
 
@@ -108,11 +115,11 @@ def chosen_experts(settings: Mapping[str, str]) -> str:
     return "plugin" if has_triton() else "all"
 
 
-def _network_flags(api: Api, settings: Mapping[str, str]) -> int:
+def network_flags(api: Api, plugins: bool) -> int:
     """Types are what the network says; kernels of plugins are compiled into the plan."""
     flags = api.trt.NetworkDefinitionCreationFlag
     bits = 1 << int(flags.STRONGLY_TYPED) if api.has("weak typing") else 0
-    if "plugin" in (settings["attention"], chosen_experts(settings)):
+    if plugins:
         bits |= 1 << int(flags.PREFER_AOT_PYTHON_PLUGINS)
     return bits
 
@@ -132,6 +139,9 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
     )
     level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
     config.hardware_compatibility_level = level
+    if settings["hardware"] != "exact":
+        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
+        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     for name in w.interface.profiles:
         _add_profile(w, config, name)
@@ -238,6 +248,8 @@ def build_plan(
     builder's own words where it refuses.
     """
     _begin_with(config, timing)
+    w.builder.max_threads = max(1, os.cpu_count() or 1)
+    w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
     with _interruptible(monitor):
@@ -246,8 +258,12 @@ def build_plan(
     if monitor.stopped:
         raise KeyboardInterrupt
     if serialized is None:
-        raise LowerError(refusal(w.log.errors, _layer_names(w.network)))
+        raise RefusedError(refusal(w.log.errors, _layer_names(w.network)))
     write_file(plan, [memoryview(serialized)])
+
+
+class RefusedError(LowerError):
+    """The builder takes every layer and not the network."""
 
 
 def _begin_with(config: Any, timing: Path) -> None:

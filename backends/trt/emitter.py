@@ -104,9 +104,12 @@ class TrtEmitter(Emitter):
     """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
 
     def __init__(
-        self, trt: Any, network: Any, weights: WeightsSource, shared: int = SHARED_BYTES
-    ) -> None:
+        self, trt: Any, network: Any, weights: WeightsSource, shared: int = SHARED_BYTES,
+        said: Callable[[], str] = lambda: "its log says why",
+    ) -> None:  # fmt: skip
         self.trt, self.network, self.weights = trt, network, weights
+        #: TensorRT's last errors
+        self.said = said
         #: bytes of dynamic shared memory that kernels of plugins may use
         self.shared = shared
         #: tensors whose memory the network points to
@@ -136,7 +139,7 @@ class TrtEmitter(Emitter):
         """Name a layer after what it is for. LowerError where TensorRT did not make it."""
         name = self._name(primitive)
         if layer is None:
-            raise LowerError(f"TensorRT refused {name}; its log says why")
+            raise LowerError(f"TensorRT refused {name}: {self.said()}")
         layer.name = name
         return layer
 
@@ -148,9 +151,16 @@ class TrtEmitter(Emitter):
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
         tensor = layer.get_output(index)
         want = _data_type(self.trt, t.dtype), _dims(t)
-        found = tensor.dtype, tuple(tensor.shape)
+        try:
+            found = tensor.dtype, tuple(tensor.shape)
+        except ValueError as e:  # a shape of -1 dims: TensorRT could not infer it
+            raise LowerError(
+                f"{layer.name}: expected {t}, TensorRT finds no shape: {self.said()}"
+            ) from e
         if not _agree(want, found):
-            raise LowerError(f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}")
+            raise LowerError(
+                f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}: {self.said()}"
+            )
         self._all.append(tensor)
         return Operand(t, tensor)
 
@@ -163,7 +173,7 @@ class TrtEmitter(Emitter):
     def input(self, name: str, t: Type) -> Operand:
         tensor = self.network.add_input(name, _data_type(self.trt, t.dtype), _dims(t))
         if tensor is None:
-            raise LowerError(f"TensorRT refused the input {name}: {t}; its log says why")
+            raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
         self._all.append(tensor)
         x = Operand(t, tensor)
         for i, d in enumerate(t.shape):
@@ -327,6 +337,39 @@ class TrtEmitter(Emitter):
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         size = self._size_of(x, t, {axis: like})
         return self._sliced(x, (0,) * x.rank, size, (1,) * x.rank, "prefix", t)
+
+    def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
+        """Entries first .. first + count - 1 of an axis whose size has a name, as far as it has
+        them: it may have none."""
+        name = str(x.shape[axis])
+        t = x.type.with_shape(*(f"{name}@{first}" if i == axis else d
+                                for i, d in enumerate(x.shape)))  # fmt: skip
+        start, size = self._within(x, axis, first, count)
+        starts = self._joined_sizes([start if i == axis else 0 for i in range(x.rank)])
+        sizes = self._joined_sizes([
+            size if i == axis else d if isinstance(d, int) else self._dim(x, i)
+            for i, d in enumerate(x.shape)
+        ])  # fmt: skip
+        ones = (1,) * x.rank
+        layer = self.named(self.network.add_slice(self.tensor(x), ones, ones, ones), "block")
+        layer.set_input(1, starts)
+        layer.set_input(2, sizes)
+        return self.checked(layer, t)
+
+    def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
+        """i64[1] each: where a block of an axis begins, and its size."""
+        import torch
+
+        key = ("block", x.shape[axis], first, count)
+        if key not in self._sizes:
+            whole = Operand(Type("i64", (1,)), self._dim(x, axis))
+            start, stop = (
+                self.binary("min", whole, self.constant(torch.tensor([n])))
+                for n in (first, first + count)
+            )
+            self._sizes[key] = self.tensor(start), self.tensor(self.sub(stop, start))
+        found: tuple[Any, Any] = self._sizes[key]
+        return found
 
     def _sliced(
         self, x: Operand, start: tuple[int, ...], size: Any, stride: tuple[int, ...],

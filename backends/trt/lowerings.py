@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir import Graph, Node
 
+from ..base import Limits
 from ..primitives import attention as shared
 from ..primitives import moe, vision
-from ..primitives.emitter import Operand
+from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network
+from ..primitives.network import Lowering, Network, is_ring
 from ..primitives.pointwise import times
 from . import plugins
 from .emitter import TrtEmitter
 from .probe import offers
 
-#: products and softmax as layers of their own, one attention per layer, or kernels of this project
-ATTENTION = ("explicit", "fused", "plugin")
+#: products and a softmax as layers of their own, the same with the softmax in plain layers, one
+#: attention per layer, or kernels of this project
+ATTENTION = ("explicit", "plain", "fused", "plugin")
 #: kernels of this project, weights of the chosen experts gathered, or all experts multiplied
 EXPERTS = ("plugin", "gather", "all")
 
@@ -39,6 +41,68 @@ def experts(net: Network, n: Node, *operands: Operand) -> Operand:
     return form(net, n, *operands)
 
 
+# --- attention in layers of its own -------------------------------------------------------------
+
+#: what the scores of an attention may take: bytes of one, in the network's dtype and in fp32 ...
+BYTES_PER_SCORE = 6
+#: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
+MOST_SCORE_BYTES = 2 << 30
+
+
+def slots_of(n: Node, limits: Limits) -> int:
+    """Most keys that an attention looks at: all of a full-length cache, or a ring and a chunk."""
+    cache = n.inputs[{"attention": 3, "attention_latent": 4}[n.op]].type
+    return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
+
+
+def block_rows(n: Node, limits: Limits) -> int:
+    """How many queries of a chunk are computed together."""
+    heads = n.inputs[0].type.shape[2]
+    assert isinstance(heads, int)
+    row = limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
+    return min(max(1, MOST_SCORE_BYTES // row), limits.prefill_chunk)
+
+
+def score_bytes(g: Graph, limits: Limits) -> int:
+    """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
+    return max(
+        (
+            limits.max_batch * int(n.inputs[0].type.shape[2]) * slots_of(n, limits)
+            * BYTES_PER_SCORE * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            for n in g.find("attention", "attention_latent")
+        ), default=0,
+    )  # fmt: skip
+
+
+def in_blocks(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand,
+    softmax: Callable[[Emitter, Operand], Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Products and a softmax over q [B,S,heads,d], a static number of blocks of queries one after
+    the other; for the last blocks of a short chunk nothing is left. `softmax` in the place of the
+    layer."""
+    e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
+    assert isinstance(e, TrtEmitter)
+    scale, cap = n.number("scale"), n.number("softcap")
+    if rows == chunk or isinstance(q.shape[1], int):
+        return shared.weigh(e, q, keys, values, seen, scale, cap, softmax)
+
+    def block(first: int) -> Operand:
+        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 3, first, rows))
+        part = e.block(q, 1, first, rows)
+        return shared.weigh(e, part, keys, values, mask, scale, cap, softmax)
+
+    return e.reshape(e.concat([block(i) for i in range(0, chunk, rows)], 1), *q.shape)
+
+
+def plain_softmax(e: Emitter, x: Operand) -> Operand:
+    """Of the last dim in five layers: TensorRT looks for attention around its softmax layer, and
+    fails at some masks that it finds there."""
+    last = x.rank - 1
+    powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
+    return e.div(powers, e.reduce("sum", powers, last))
+
+
 # --- fused attention --------------------------------------------------------------------------
 
 
@@ -52,7 +116,7 @@ def attend(
     assert isinstance(e, TrtEmitter)
     if n.number("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
-        return shared.attend(net, n, q, keys, values, seen)
+        return in_blocks(net, n, q, keys, values, seen)
     mask = net.shared(("mask of 4", id(seen)), lambda: _four_dims(e, seen))
     return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
 
@@ -97,11 +161,25 @@ def _attention(e: TrtEmitter, *tensors: Any) -> Any:
 
 
 _FORMS: Mapping[str, Mapping[str, Lowering]] = {
-    "explicit": {},
+    "explicit": {
+        "attention": partial(shared.attention, form=in_blocks),
+        "attention_latent": partial(shared.attention_latent, form=in_blocks),
+    },
+    "plain": {
+        "attention": partial(shared.attention, form=partial(in_blocks, softmax=plain_softmax)),
+        "attention_latent": partial(
+            shared.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
+        ),
+        "encoder_attention": partial(
+            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
+        ),
+    },
     "fused": {
         "attention": partial(shared.attention, form=attend),
         "attention_latent": partial(shared.attention_latent, form=attend),
         "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
     },
-    "plugin": plugins.ATTENTION,
+    "plugin": {
+        op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()
+    },
 }

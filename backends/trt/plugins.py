@@ -331,33 +331,36 @@ class Decode:
 
 
 def attention(
-    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand
-) -> Operand:
-    """Over full-length caches by the decode kernels, as usual over rings; and where the kernels
+    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand,
+    form: Callable[..., Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
     do not fit, which is said."""
     e: Any = net.e
     if is_ring(n.inputs[3].type) or len(held) != 2:
-        return plain.attention(net, n, q, positions, written, *held)
+        return plain.attention(net, n, q, positions, written, *held, form=form)
     plans = decode_of(net, n, q, held[0]).plans(e.shared)
     try:
         fitted(plans[0], str(n.out), e.shared)
     except LowerError as reason:
         e.notes.append(f"{n.out}: explicit attention, since {str(reason).partition(':')[0]}")
-        return plain.attention(net, n, q, positions, written, *held)
+        return plain.attention(net, n, q, positions, written, *held, form=form)
     at = net.shared(("i32", n.inputs[1]), lambda: net.e.cast(positions, "i32"))
     slots = net.shared(("i32", SLOTS), lambda: net.e.cast(net.env[SLOTS], "i32"))
     parts, stats = add_plugin(net, plans[0], q, *held, at, slots)
     return add_plugin(net, plans[1], parts, stats, at, slots)[0]
 
 
-def attention_latent(net: Network, n: Node, *operands: Operand) -> Operand:
-    """As usual, and said so."""
+def attention_latent(
+    net: Network, n: Node, *operands: Operand, form: Callable[..., Operand] | None = None
+) -> Operand:
+    """By `form`, and said so."""
     e: Any = net.e
     e.notes.append(
         f"{n.out}: explicit attention, since the decode kernels read K and V, not the form "
         f"{n.word('form')} of latent_kv"
     )
-    return plain.attention_latent(net, n, *operands)
+    return plain.attention_latent(net, n, *operands, form=form)
 
 
 def decode_of(net: Network, n: Node, q: Operand, keys: Operand) -> Decode:

@@ -25,6 +25,8 @@ from .probe import Api
 log = logging.getLogger(__name__)
 
 Feeds = dict[str, torch.Tensor]
+#: bytes; TensorRT asks for addresses of tensors that are multiples of it
+ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
 LEAST_SLOTS = 256
 
@@ -139,6 +141,12 @@ class Runner:
         current.wait_stream(self.side)
 
     def _bind(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
+        for name, t in (*inputs.items(), *outputs.items()):
+            if self.device == "cuda" and t.data_ptr() % ALIGNMENT:
+                raise EngineError(
+                    f"TensorRT engine: {name} lies at {t.data_ptr():#x}, which is no multiple of "
+                    f"{ALIGNMENT}: feed a tensor that is not a view into another"
+                )
         for name, t in inputs.items():
             fits = context.set_input_shape(name, tuple(t.shape))
             if not fits or not context.set_tensor_address(name, t.data_ptr()):
@@ -148,7 +156,10 @@ class Runner:
         for name, t in outputs.items():
             if not context.set_tensor_address(name, t.data_ptr()):
                 raise self._error(f"it does not write {name} {list(t.shape)}", "build it again")
-        missing = context.infer_shapes()
+        try:
+            missing = context.infer_shapes()
+        except RuntimeError as e:  # what the binding makes of an answer of -1
+            raise self._error(f"it finds no shapes for this step ({e})", "build it again") from e
         if missing:
             raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
 
@@ -165,13 +176,18 @@ class TrtTower(Runner):
         self.context = self._new_context("a tower")
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its one output. Scratch memory is torch's again afterwards, for the steps that follow."""
+        """Its one output."""
+        (out,) = self.run_all(feeds).values()
+        return out
+
+    def run_all(self, feeds: Mapping[str, torch.Tensor]) -> Feeds:
+        """Outputs by name. Scratch memory is torch's again afterwards, for the steps that
+        follow."""
         scratch = self._scratch()
         self.context.set_device_memory(scratch.data_ptr(), scratch.numel())
-        (name,) = self.io.outputs
-        out = self._output(name, {})
-        self._execute(self.context, dict(feeds), {name: out}, "build it again")
-        return out
+        made = {name: self._output(name, {}) for name in self.io.outputs}
+        self._execute(self.context, dict(feeds), made, "build it again")
+        return made
 
 
 class TrtRuntime(Runner):

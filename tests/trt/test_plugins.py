@@ -19,12 +19,13 @@ import torch
 
 from g4ir.backends.base import Limits
 from g4ir.backends.torch_compile.kernels.resources import _assembled
-from g4ir.backends.trt import plugins
+from g4ir.backends.trt import plugins, trial
 from g4ir.backends.trt.emitter import SHARED_BYTES, MappedWeights, without_weights
 from g4ir.backends.trt.plugin_kernels import ptx as compiler
 from g4ir.backends.trt.plugin_kernels.reference import run as meaning
 from g4ir.backends.trt.plugin_kernels.table import PLUGINS, Plan
 from g4ir.backends.trt.plugins import MOST_SHARED_BYTES, Decode, Experts
+from g4ir.backends.trt.probe import probe
 from g4ir.backends.trt.recorder import recorder
 from g4ir.backends.trt.recorder.execute import execute
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
@@ -284,6 +285,21 @@ def test_registering_again_changes_nothing() -> None:
     first = dict(vars(trt.plugin.op.g4ir))
     plugins.register_plugins(trt)
     assert vars(trt.plugin.op.g4ir) == first and first.keys() == PLUGINS.keys()
+
+
+def test_more_shared_memory_where_a_trial_build_shows_it() -> None:
+    """A network of one kernel alone is built and run: refused, wrong, and right."""
+    api = probe(recorder())
+    assert trial.shared_memory(api, "cpu") == SHARED_BYTES
+    api.trt._shared_memory = MOST_SHARED_BYTES
+    assert trial.shared_memory(api, "cpu") == MOST_SHARED_BYTES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Instance, "run", lambda self, *t: [x + 1 for x in meaning(plan_of(self), *t)])
+        assert trial.shared_memory(api, "cpu") == SHARED_BYTES
+
+
+def plan_of(instance: Instance) -> Plan:
+    return Plan.parse(instance.attributes["plan"])
 
 
 # ---- what they mean ------------------------------------------------------------------------------

@@ -227,6 +227,7 @@ class Builder(Recorded):
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
 
+    max_threads = Attribute("int", 1)
     logger = Attribute(None, read=lambda b: b._logger)
 
     @api

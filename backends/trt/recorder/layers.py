@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .enums import (
@@ -47,6 +48,12 @@ MAX_VOLUME = 2**31 - 1
 ITEMSIZE = {
     DataType.FLOAT: 4, DataType.HALF: 2, DataType.BF16: 2, DataType.INT32: 4, DataType.INT64: 8,
     DataType.INT8: 1, DataType.BOOL: 1, DataType.UINT8: 1, DataType.FP8: 1,
+}  # fmt: skip
+
+
+#: elementwise operations on sizes
+ON_SIZES: dict[str, Callable[[Any, Any], int]] = {
+    "SUM": operator.add, "SUB": operator.sub, "MIN": min, "MAX": max,
 }  # fmt: skip
 
 
@@ -366,6 +373,14 @@ class IElementWiseLayer(ILayer):
         # Whole powers are new in 11; neither version needs them.
         self._kinds(a, FLOATS if op is ElementWiseOperation.POW else kinds, op.name)
         return [(DataType.BOOL if op.name in compares else a._dtype, self._broadcast(a, b))]
+
+    def _values(self) -> list[int | None] | None:
+        """Of shape tensors, for what is done with sizes."""
+        f = ON_SIZES.get(held(self, "op").name)
+        one, two = self._in(0)._known(), self._in(1)._known()
+        if f is None or one is None or two is None or len(one) != len(two):
+            return None
+        return [None if a is None or b is None else f(a, b) for a, b in zip(one, two)]
 
 
 class IMatrixMultiplyLayer(ILayer):

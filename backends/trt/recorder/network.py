@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from . import layers as kinds
@@ -395,19 +396,74 @@ def _check_enclosed(network: INetworkDefinition, found: Branches) -> None:
         _need(not hidden, f"output {tensor._title} lies inside a conditional")
 
 
-def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
-    """Elements of each tensor where inputs have these shapes: name, or layer name, -> count."""
+@contextmanager
+def bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[None]:
+    """Inputs have these shapes."""
     network._bound = inputs
     network._epoch += 1
     try:
-        return {
-            held(t, "name") or f"{layer._title} {i}": volume(t._dims)
-            for layer in network._layers
-            for i, t in enumerate(layer._outputs)
-        }
+        yield
     finally:
         network._bound = {}
         network._epoch += 1
+
+
+def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
+    """Elements of each tensor where inputs have these shapes: name, or layer name, -> count."""
+    with bound(network, inputs):
+        return _volumes(network)
+
+
+def _volumes(network: INetworkDefinition) -> dict[str, int]:
+    return {
+        held(t, "name") or f"{layer._title} {i}": volume(t._dims)
+        for layer in network._layers
+        for i, t in enumerate(layer._outputs)
+    }
+
+
+def sizes(
+    network: INetworkDefinition, inputs: Mapping[str, Shape]
+) -> tuple[dict[str, int], int]:
+    """`volumes`, and the most bytes of tensors that exist at a time, where no two layers are fused
+    and each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
+    elsewhere."""
+    with bound(network, inputs):
+        return _volumes(network), _live_bytes(network)
+
+
+def _live_bytes(network: INetworkDefinition) -> int:
+    roots: dict[ITensor, ITensor] = {}
+    last: dict[ITensor, int] = {}
+    for i, layer in enumerate(network._layers):
+        ins = [t for t in layer._inputs if t is not None]
+        for t in ins:
+            last[roots.get(t, t)] = i
+        if _is_view(layer):
+            roots[layer._outputs[0]] = roots.get(ins[0], ins[0])
+    ends: dict[int, int] = {}
+    live = most = 0
+    for i, layer in enumerate(network._layers):
+        size = sum(_own_bytes(layer, t) for t in layer._outputs if t in last)
+        for t in layer._outputs:
+            if t in last:
+                ends[last[t]] = ends.get(last[t], 0) + _own_bytes(layer, t)
+        live += size
+        most = max(most, live)
+        live -= ends.pop(i, 0)
+    return most
+
+
+def _is_view(layer: Layer) -> bool:
+    """Whether its output is its input's memory."""
+    if isinstance(layer, kinds.IShuffleLayer):
+        return held(layer, "first_transpose") is None and held(layer, "second_transpose") is None
+    return isinstance(layer, kinds.IIdentityLayer | kinds.IKVCacheUpdateLayer)
+
+
+def _own_bytes(layer: Layer, t: ITensor) -> int:
+    elsewhere = isinstance(layer, kinds.IConstantLayer) or t._is_output or _is_view(layer)
+    return 0 if elsewhere else volume(t._dims) * kinds.ITEMSIZE[t._dtype]
 
 
 _COMMON: Mapping[str, Any] = {
