@@ -128,6 +128,11 @@ class Backend(Protocol):
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         """Bytes of the caches of a session of max_batch rows."""
 
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        """Bytes that a step needs beside what `g4ir plan` counts as its workspace."""
+
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Of the packed params, bytes that the compiled files hold once more."""
 

@@ -293,10 +293,9 @@ class _Untouched:
 
 
 def read_compiled(found: Artefact, record: Any) -> Any:
-    """What the manifest keeps of compiled files, checked against what its backend writes."""
+    """What the manifest keeps of compiled files, plain values as its backend wrote them: of the
+    type `record`, nothing more and nothing less."""
     kept = found.manifest.compiled
-    if record is Any:
-        return kept
     where = Where(str(found.path / MANIFEST), 0)
     try:
         node = tree_of({"compiled": kept}, where)
@@ -306,7 +305,7 @@ def read_compiled(found: Artefact, record: Any) -> Any:
     plain = asdict(_Compiled(read))["compiled"]
     if json.dumps(plain) != json.dumps(kept):
         raise EngineError(f"{where}: compiled is not as g4ir writes it; build the engine again")
-    return read
+    return plain
 
 
 @dataclass(frozen=True)

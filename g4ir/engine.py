@@ -56,7 +56,7 @@ from .checkpoint import (
     read_side_files,
     sha256,
 )
-from .errors import EngineError, InputError, MissingError, SpecError
+from .errors import EngineError, InputError, MissingError, PlanError, SpecError
 from .fit import device_memory, fitting_placement, require_fit
 from .ir import Program, Value
 from .media.audio import read_extractor
@@ -118,6 +118,8 @@ class Prepared:
     weights: Any
     #: of the checkpoint, name -> content
     side_files: Mapping[str, bytes]
+    #: of a dry run: why the engine does not fit its device, or nothing
+    short: str = ""
 
     def param_bytes(self) -> int:
         """Bytes of the packed params, tables included."""
@@ -125,7 +127,7 @@ class Prepared:
 
     def disk_bytes(self) -> int:
         """Bytes of weights that the engine directory will hold."""
-        if not isinstance(self.weights, PackedWeights):
+        if isinstance(self.weights, RandomWeights | LinkedWeights):
             return 0
         repeated = self.backend.repeated_bytes(self.packing.program, self.settings)
         return self.param_bytes() + repeated
@@ -195,22 +197,30 @@ def prepare(
     room = memory if memory is not None else _memory(device, dry)
     more = found.cache_bytes(program, limits)
     more -= cache_bytes(program, limits.max_batch, limits.max_seq)
-    placement = find_placement(ple_placement, spec, device)
+    scratch = found.scratch_bytes(program, limits, chosen)
+    placement, short = find_placement(ple_placement, spec, device), ""
     if ple_placement is None and placement == "device" and room is not None:
         placement = fitting_placement(
-            spec, program, limits, dtype=kind, device=device, memory=room, more=more, media=taken
-        )
-    if room is not None:
-        require_fit(
-            spec, program, limits, dtype=kind, device=device, ple_placement=placement,
-            memory=room, more=more, all_logits=all_logits, skip=skip, options=options, media=taken,
+            spec, program, limits, dtype=kind, device=device, memory=room, more=more + scratch,
+            media=taken,
         )  # fmt: skip
+    if room is not None:
+        try:
+            require_fit(
+                spec, program, limits, dtype=kind, device=device, ple_placement=placement,
+                memory=room, more=more, scratch=scratch, all_logits=all_logits, skip=skip,
+                options=options, media=taken,
+            )  # fmt: skip
+        except PlanError as e:
+            if not dry:
+                raise
+            short = str(e)
     source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
     if found.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
         spec, found, device, kind, limits, all_logits, skip, options, chosen, placement, taken,
-        packing, source, weights, side,
+        packing, source, weights, side, short,
     )  # fmt: skip
 
 

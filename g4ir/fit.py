@@ -122,6 +122,7 @@ def require_fit(
     device: str,
     memory: int,
     more: int = 0,
+    scratch: int = 0,
     ple_placement: str | None = None,
     all_logits: bool = False,
     skip: Iterable[str] = (),
@@ -131,7 +132,8 @@ def require_fit(
     """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
     number short and each single setting that would fit.
 
-    `more`: bytes of caches that a backend's layouts need beyond the planned ones.
+    `more`: bytes of caches that a backend's layouts need beyond the planned ones; `scratch`: of
+    workspace that its steps need beyond the planned one.
     `program` holds the optimised graphs, with or without their prologue; the other arguments are
     those of `prepare`, resolved.
     """
@@ -144,9 +146,9 @@ def require_fit(
         return _needs(Program(made))
 
     build = _build(spec, program, limits, dtype, device, ple_placement, media, remake)
-    room = memory - reserve(memory) - more
+    room = memory - reserve(memory) - more - scratch
     if build.need() > room:
-        raise PlanError(_message(build, memory, room, more))
+        raise PlanError(_message(build, memory, room, more, scratch))
 
 
 def fitting_placement(
@@ -175,11 +177,12 @@ def _needs(program: Program) -> Needs:
     return Needs(tuple(g for name, g in mains.items() if name != "embed"))
 
 
-def _message(build: _Build, memory: int, room: int, more: int) -> str:
+def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
     row, limits, made = build.row(), build.limits, build.made
     parts = {
         "weights": made.resident(made.dtype), "caches": row.built + more,
-        "activations": row.activations, "workspace": row.workspace, "reserve": memory - room - more,
+        "activations": row.activations, "workspace": row.workspace + scratch,
+        "reserve": memory - room - more - scratch,
     }  # fmt: skip
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())

@@ -67,6 +67,11 @@ class OnnxBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        return 0
+
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 
@@ -83,7 +88,7 @@ class OnnxBackend:
         return {"onnx": summary(model), **({"towers": towers} if towers else {})}
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: Exported,
+        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> Any:  # fmt: skip
         require("onnxruntime")

@@ -263,11 +263,11 @@ def attend(
 
 def weigh(
     e: Emitter, q: Operand, keys: Operand, values: Operand, seen: Operand, scale: float,
-    cap: float = 0.0,
+    cap: float = 0.0, softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:  # fmt: skip
     """softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and a
     mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
-    softmax in fp32 (rule 15)."""
+    softmax in fp32 (rule 15), by `softmax` where a target has its own."""
     (b, s, heads, d), count = q.shape, keys.shape[1]
     assert isinstance(heads, int) and isinstance(count, int)
     grouped = e.reshape(q, b, s, count, heads // count, d)
@@ -278,7 +278,7 @@ def weigh(
         scores = wide(e, scores, lambda x: e.div(x, cap))
         scores = times(e, wide(e, scores, lambda x: e.unary("tanh", x)), cap)
     scores = e.where(seen, scores, least(scores.dtype))
-    weights = e.cast(e.softmax(e.cast(scores, "f32")), q.dtype)
+    weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
     out = e.matmul(weights, e.unsqueeze(values, 2))
     return e.reshape(e.transpose(out, 0, 3, 1, 2, 4), b, s, heads, d)
 

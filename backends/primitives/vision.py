@@ -103,18 +103,20 @@ def encoder_attention(
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
     seen = net.shared(("valid keys", n.inputs[3]), lambda: e.unsqueeze(valid, 1, 2, 3))
-    return (form or _in_parts)(net, n, q, keys, values, seen)
+    return (form or in_parts)(net, n, q, keys, values, seen)
 
 
-def _in_parts(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
-) -> Operand:
-    """Queries in parts of one size, but the last."""
+def in_parts(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand,
+    softmax: Callable[[Emitter, Operand], Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Queries in parts of one size, but the last; `softmax` as in `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
     parts = math.ceil(b * heads * p * p / SCORES)
     size = math.ceil(p / parts)
     cuts = [e.slice(q, 1, i, min(i + size, p)) for i in range(0, p, size)]
-    made = [weigh(e, part, keys, values, seen, n.number("scale")) for part in cuts]
+    scale = n.number("scale")
+    made = [weigh(e, part, keys, values, seen, scale, softmax=softmax) for part in cuts]
     return made[0] if len(made) == 1 else e.concat(made, 1)
 
 

@@ -112,6 +112,11 @@ class TorchBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        return 0
+
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         return 0
 

@@ -50,8 +50,10 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # What other threads do meanwhile, in sessions of their own, must not end the recording.
-        with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # The stream of the warm-up: what works on it may have made events and streams for it. What
+        # other threads do meanwhile, in sessions of their own, must not end the recording.
+        capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        with _RECORDING, capture:
             work()
     except RuntimeError as e:
         raise EngineError(

@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import EngineError
 from g4ir.fit import device_memory
 from g4ir.ir import Graph, Program
-from g4ir.packing import ParamSource
-from g4ir.tensorfile import write_file
+from g4ir.packing import ParamSource, StoredParams
+from g4ir.places import cache_root
+from g4ir.plan import reserve
+from g4ir.schema import Count, Line, Range, Shaped
 
 from ..base import Limits, Progress, Setting
 from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.network import stored_bytes
 from . import probe
+from .files import ENGINE, files
 
 if TYPE_CHECKING:
     from g4ir.engine import Prepared
 
+    from ..torch_compile.cuda_graph import Record
     from .runtime import TrtRuntime
-
-#: the network of the text model; those of towers are called as their graphs
-ENGINE = "engine"
-
-
-def files(name: str) -> tuple[str, str]:
-    """Of a network: its plan, and what it is fed."""
-    return f"{name}.plan", f"{name}.io.json"
-
-
-PLAN, TENSORS = files(ENGINE)
 
 
 def cache_dir() -> Path:
     """Where timing caches are kept between builds."""
-    return Path.home() / ".cache" / "g4ir" / "tensorrt"
+    return cache_root() / "tensorrt"
+
+
+def recorder_of(device: str) -> Record | None:
+    from ..torch_compile.cuda_graph import recorded
+
+    return recorded if device == "cuda" else None
 
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        ("explicit", "fused", "plugin"), "explicit",
-        "products and a softmax; TensorRT's own attention layer, in towers too; or kernels of "
-        "this project for decode steps",
+        ("explicit", "plain", "fused", "plugin"), "explicit",
+        "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
+        "layer, in towers too; or, over full-length caches, kernels of this project that are made "
+        "for decode steps",
     ),
     "experts": Setting(
         ("auto", "gather", "all", "plugin"), "auto",
-        "weights of the chosen experts gathered, all experts multiplied, the first for single "
-        "tokens only (auto), or kernels of this project",
+        "kernels of this project, which sort tokens by expert, where triton can compile them "
+        "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
     ),
     "weights": Setting(
         ("baked", "streamed", "refit"), "baked",
@@ -65,6 +63,35 @@ SETTINGS: Mapping[str, Setting] = {
 }  # fmt: skip
 
 
+#: a file beside the manifest
+PlainName = Annotated[str, Shaped(r"(?a:\w[\w.]*)", "engine.plan")]
+Bytes = Annotated[int, Range(0, 1 << 60)]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Bytes of scratch memory: as estimated, and as the engine says."""
+
+    estimated: Bytes
+    engine: Bytes
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What the manifest keeps of a build. `settings` are those that were built in the end."""
+
+    plan: PlainName
+    tensors: PlainName
+    tensorrt: str
+    gpu: str
+    settings: dict[str, str]
+    layers: Count
+    shared_bytes: Bytes
+    notes: tuple[Line, ...]
+    scratch_bytes: Scratch
+    towers: dict[str, PlainName]
+
+
 @dataclass(frozen=True)
 class Host:
     """What a machine offers; other values stand for another machine."""
@@ -74,7 +101,10 @@ class Host:
     gpu: Callable[[], str] = probe.gpu
     architecture: Callable[[], str] = probe.architecture
     memory: Callable[[str], int] = device_memory
+    free: Callable[[str], int] = probe.free_memory
     timings: Callable[[], Path] = cache_dir
+    #: device -> what makes of a step one that is replayed; None: steps run launch by launch
+    record: Callable[[str], Record | None] = recorder_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +120,7 @@ class TrtBackend:
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True
     native: bool = True
-    record: Any = Any
+    record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = Host()
 
@@ -105,40 +135,24 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
         params: ParamSource, settings: Mapping[str, str],
     ) -> dict[str, Any]:  # fmt: skip
-        from . import build
-        from .dry_run import EMULATED, check_sizes
-        from .recorder import recorder
+        from .make import Make
 
-        api, graphs = self.host.tensorrt(), networks(program)
-        progress("checking sizes")
-        emulated = probe.probe(recorder(EMULATED))
-        for graph in graphs.values():
-            check_sizes(emulated, graph, limits, settings)
-        progress("writing the network")
-        written = {
-            name: build.write_network(api, g, limits, params, settings)
-            for name, g in graphs.items()
-        }
-        for w in written.values():
-            for note in w.emitter.notes:
-                progress(note)
-        progress(f"TensorRT's builder: {build.estimate([*graphs.values()], settings)}")
-        memory = self.host.memory(device)
-        timing = build.timing_file(self.host.timings(), self.machine(device))
-        for name, w in written.items():
-            plan, tensors = files(name)
-            config = build.configure(api, w, settings, memory)
-            build.build_plan(api, w, config, timing, out / plan, progress)
-            text = json.dumps(w.interface.as_json(), indent=1) + "\n"
-            write_file(out / tensors, [text.encode()])
-        return {
-            "plan": PLAN, "tensors": TENSORS, "tensorrt": api.version, "gpu": self.host.gpu(),
-            "settings": dict(settings), "layers": written[ENGINE].network.num_layers,
-            "towers": {name: files(name)[0] for name in written if name != ENGINE},
-        }  # fmt: skip
+        return Make(
+            self.host, networks(program), limits, device, out, progress, params, dict(settings),
+            self.machine(device), self.cache_bytes(program, limits),
+        ).run()  # fmt: skip
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
+
+    def scratch_bytes(
+        self, program: Program, limits: Limits, settings: Mapping[str, str]
+    ) -> int:
+        """The scores of attention, unless one layer hides them."""
+        from .lowerings import score_bytes
+
+        fused = settings["attention"] == "fused"
+        return 0 if fused else score_bytes(program.graphs["prefill"], limits)
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """A tower of several sizes is in several plans."""
@@ -156,8 +170,7 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
         params: ParamSource, progress: Progress, cuda_graph: bool = True,
     ) -> TrtRuntime:  # fmt: skip
-        from ..torch_compile.cuda_graph import recorded
-        from . import runtime
+        from . import make, runtime
         from .interface import interface
         from .log import logger
 
@@ -165,11 +178,17 @@ class TrtBackend:
         self._check_plan(kept, api)
         log = logger(api.trt)
         graphs, plans = networks(program), {ENGINE: kept["plan"], **kept["towers"]}
+        weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
             progress(f"reading {plans[name]}")
-            engine = _read_plan(folder / plans[name], api, log)
-            runtime.give_weights(api, engine, log, params, kept["settings"]["weights"])
+            engine = make.read_plan(folder / plans[name], api, log)
+            if weights == "streamed":
+                runtime.stream_weights(engine, self._spare(program, limits, device))
+            if weights == "refit":
+                constants = StoredParams.open([folder / files(name)[2]])
+                runtime.refit(api, engine, log, constants.tensor, params.tensor)
+                constants.close()
             return engine, interface(graphs[name], limits)
 
         def tower(name: str) -> runtime.TrtTower:
@@ -177,10 +196,17 @@ class TrtBackend:
             return runtime.TrtTower(api, engine, log, io, device)
 
         engine, io = opened(ENGINE)
-        return runtime.TrtRuntime(
-            api, engine, log, io, limits, device, params, tower,
-            recorded if cuda_graph and device == "cuda" else None,
-        )  # fmt: skip
+        record = self.host.record(device) if cuda_graph else None
+        if record and runtime.is_streaming(engine):
+            progress("weights are streamed: decode steps run launch by launch")
+            record = None
+        return runtime.TrtRuntime(api, engine, log, io, limits, device, params, tower, record)
+
+    def _spare(self, program: Program, limits: Limits, device: str) -> int:
+        """Free bytes of the device, without what caches, tables and the reserve will take."""
+        tables = sum(v.type.nbytes() for v in program.graphs["embed"].params)
+        taken = self.cache_bytes(program, limits) + tables + reserve(self.host.memory(device))
+        return self.host.free(device) - taken
 
     def _check_plan(self, kept: Mapping[str, Any], api: probe.Api) -> None:
         """EngineError where the plan is another TensorRT's or another GPU's. A patch version
@@ -201,14 +227,6 @@ class TrtBackend:
 def networks(program: Program) -> dict[str, Graph]:
     """The graph of every network of an engine directory, by name."""
     return {ENGINE: network_graph(program), **tower_graphs(program)}
-
-
-def _read_plan(path: Path, api: probe.Api, log: Any) -> Any:
-    """Mapped, not read: a plan is as large as the weights."""
-    from .runtime import deserialize
-
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-        return deserialize(api, plan, log)
 
 
 BACKEND = TrtBackend()

@@ -6,6 +6,7 @@ recorder as well.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,36 +19,41 @@ from typing import Any
 from g4ir.errors import LowerError
 from g4ir.ir import Graph, Value
 from g4ir.packing import ParamSource
-from g4ir.tensorfile import write_file
+from g4ir.tensorfile import CODES, write_file, write_tensors
 from g4ir.units import size_text
 
 from ..base import Limits, Progress
 from ..primitives.network import Lowering, Network
-from .emitter import MappedWeights, TrtEmitter, without_weights
+from .emitter import SHARED_BYTES, MappedWeights, TrtEmitter, without_weights
 from .interface import PROFILES, Interface, interface
 from .log import logger, progress_monitor
 from .lowerings import lowerings
-from .plugins import plugin_lowerings
+from .plugin_kernels import has_triton
+from .plugins import MOST_SHARED_BYTES
 from .probe import Api
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
 LEAST_WORKSPACE = GIB
-#: how weights lie in an engine -> builder flags
+#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
+#: only then are its kernels those of one that has them. It takes all weights, constants too.
 WEIGHTS: Mapping[str, tuple[str, ...]] = {
     "baked": (),
     "streamed": ("WEIGHT_STREAMING",),
-    "refit": ("STRIP_PLAN", "REFIT_INDIVIDUAL"),
+    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
 }
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+#: part of a refusal in which TensorRT took layers for attention, and failed at their mask
+WRAPPER = "wrap_attention"
 #: part of the name of a layer that was refused, or of the message -> what to try
 REMEDIES: Mapping[str, str] = {
+    WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
-    "attention": "--set attention=explicit, whose attention is products and a softmax",
-    "plugin": "--set attention=explicit --set experts=auto, which need no plugin",
+    "attention": "--set attention=plain, whose attention is products and the plainest layers",
+    "plugin": "--set attention=explicit --set experts=all, which need no plugin",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
-    "": "--set attention=explicit --set experts=auto, the plainest form of the network",
+    "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
 
 
@@ -83,31 +89,38 @@ class NamedWeights:
 
 def write_network(
     api: Api, graph: Graph, limits: Limits, params: ParamSource | None,
-    settings: Mapping[str, str],
+    settings: Mapping[str, str], log: Any = None, shared: int = SHARED_BYTES,
 ) -> Written:  # fmt: skip
-    """A graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
-    value."""
-    log = logger(api.trt)
+    """A graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to `shared`
+    bytes of shared memory. LowerError names the op and the value, and ends with what TensorRT
+    said."""
+    log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = builder.create_network(_network_flags(api, settings))
+    plugins = "plugin" in (settings["attention"], chosen_experts(settings))
+    network = builder.create_network(network_flags(api, plugins))
     weights = NamedWeights(params)
-    emitter = TrtEmitter(api.trt, network, weights)
-    experts = "auto" if settings["experts"] == "plugin" else settings["experts"]
-    Network(emitter, graph, limits, chosen_lowerings(settings), experts).emit()
+    emitter = TrtEmitter(api.trt, network, weights, shared, log.said)
+    Network(emitter, graph, limits, chosen_lowerings(settings), chosen_experts(settings)).emit()
     return Written(builder, network, graph, interface(graph, limits), log, emitter, weights)
 
 
 def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
-    """op -> lowering, plugins in the place of plain ones where they are asked for."""
-    fused = settings["attention"] == "fused"
-    return {**lowerings("fused" if fused else "explicit"), **plugin_lowerings(settings)}
+    """op -> lowering."""
+    return lowerings(settings["attention"])
 
 
-def _network_flags(api: Api, settings: Mapping[str, str]) -> int:
+def chosen_experts(settings: Mapping[str, str]) -> str:
+    """The form of experts; that of `auto` is the sorted kernels, where they can be compiled."""
+    if settings["experts"] != "auto":
+        return settings["experts"]
+    return "plugin" if has_triton() else "all"
+
+
+def network_flags(api: Api, plugins: bool) -> int:
     """Types are what the network says; kernels of plugins are compiled into the plan."""
     flags = api.trt.NetworkDefinitionCreationFlag
     bits = 1 << int(flags.STRONGLY_TYPED) if api.has("weak typing") else 0
-    if "plugin" in (settings["attention"], settings["experts"]):
+    if plugins:
         bits |= 1 << int(flags.PREFER_AOT_PYTHON_PLUGINS)
     return bits
 
@@ -127,23 +140,36 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
     )
     level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
     config.hardware_compatibility_level = level
+    if settings["hardware"] != "exact":
+        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
+        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     for name in w.interface.profiles:
         _add_profile(w, config, name)
     if settings["weights"] == "refit":
-        _mark_refittable(w)
+        _name_weights(w)
     return config
 
 
-def _mark_refittable(w: Written) -> None:
-    """Each param by its name; constants stay in the plan."""
-    for name, weights in w.weights.given.items():
-        named = w.network.set_weights_name(weights, name)
-        if not named or not w.network.mark_weights_refittable(name):
+def _name_weights(w: Written) -> None:
+    """Params and constants by names under which they are asked for when the plan is loaded."""
+    constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
+    for name, weights in {**w.weights.given, **constants}.items():
+        if not w.network.set_weights_name(weights, name):
             raise LowerError(
                 f"TensorRT cannot leave weights {name} out of the plan: "
                 f"{' | '.join(w.log.errors)}; try --set weights=baked"
             )
+
+
+def write_constants(w: Written, path: Path) -> None:
+    """The constants of a network as a safetensors file, for a plan that was built without them."""
+    held = {name: t.reshape(-1) for name, (_, t) in w.emitter.constants.items()}
+    # Each lies at a multiple of its size.
+    names = sorted(held, key=lambda n: (-held[n].itemsize, n))
+    table = {n: (CODES[str(held[n].dtype).removeprefix("torch.")], (held[n].numel(),))
+             for n in names}  # fmt: skip
+    write_tensors(path, table, held.__getitem__)
 
 
 def workspace_bytes(memory: int, weights: int) -> int:
@@ -223,6 +249,8 @@ def build_plan(
     builder's own words where it refuses.
     """
     _begin_with(config, timing)
+    w.builder.max_threads = max(1, os.cpu_count() or 1)
+    w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
     with _interruptible(monitor):
@@ -231,8 +259,12 @@ def build_plan(
     if monitor.stopped:
         raise KeyboardInterrupt
     if serialized is None:
-        raise LowerError(refusal(w.log.errors, _layer_names(w.network)))
+        raise RefusedError(refusal(w.log.errors, _layer_names(w.network)))
     write_file(plan, [memoryview(serialized)])
+
+
+class RefusedError(LowerError):
+    """The builder takes every layer and not the network."""
 
 
 def _begin_with(config: Any, timing: Path) -> None:
@@ -290,4 +322,3 @@ def _interruptible(monitor: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from g4ir.errors import CheckError, LowerError
+from g4ir.fit import device_memory
 from g4ir.interpret import interpret
 from g4ir.ir import Graph, Program, Value
 
@@ -31,8 +32,9 @@ from .interface import PROFILES
 from .probe import Api, probe
 from .recorder import RuleError, recorder
 from .recorder.layers import MAX_VOLUME
-from .recorder.network import check, volumes
-from .runtime import TrtRuntime, TrtTower, deserialize, give_weights
+from .recorder.network import check
+from .recorder.network import sizes as network_sizes
+from .runtime import TrtRuntime, TrtTower, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.engine import Prepared
@@ -62,9 +64,22 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     progress("writing the network at full size")
     found = {
         "tensorrt": f"emulated {api.version}", **_by_output(errors), **full_size(api, p),
-        "dry_run_s": round(time.monotonic() - start, 1), "peak_bytes": _peak_bytes(),
+        "short": _too_small(p), "dry_run_s": round(time.monotonic() - start, 1),
+        "peak_bytes": _peak_bytes(),
     }  # fmt: skip
     return found
+
+
+def _too_small(p: Prepared) -> list[str]:
+    """What this machine lacks for the builder."""
+    graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
+    need, has = build.estimate(graphs, p.settings).host_bytes, device_memory("cpu")
+    if need <= has:
+        return []
+    return [
+        f"TensorRT's builder needs {need / build.GIB:.1f} GiB of host memory, this machine has "
+        f"{has / build.GIB:.1f} GiB: build on a larger one, or with --set weights=refit"
+    ]
 
 
 def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -75,9 +90,10 @@ def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
 
 def check_sizes(
     api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]
-) -> build.Written:
-    """The network at full size, without weights, on the recorder. LowerError where it breaks a
-    rule, or where a tensor would have more elements than TensorRT takes."""
+) -> tuple[build.Written, int]:
+    """The network at full size, without weights, on the recorder, and bytes of scratch memory in
+    the largest chunk where nothing is fused. LowerError where it breaks a rule, or where a tensor
+    would have more elements than TensorRT takes."""
     written = build.write_network(api, graph, limits, None, settings)
     try:
         check(written.network)
@@ -86,7 +102,7 @@ def check_sizes(
     io = written.interface
     # Those of prefill are the largest: in all else, decode has the same ranges.
     largest = {name: io.shapes(name, PROFILES[-1])[2] for name in io.dynamic()}
-    sizes = volumes(written.network, largest)
+    sizes, scratch = network_sizes(written.network, largest)
     name = max(sizes, key=lambda n: sizes[n])
     if sizes[name] > MAX_VOLUME:
         raise LowerError(
@@ -94,14 +110,12 @@ def check_sizes(
             f"the largest chunk: build with a smaller --prefill-chunk, --max-batch or "
             f"--max-seq{_smaller(name, settings)}"
         )
-    return written
+    return written, scratch
 
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
     """The setting under which this tensor does not exist."""
-    if settings["attention"] == "explicit" and "attn" in name:
-        return ", or with --set attention=fused, which keeps no scores"
-    if settings["experts"] != "plugin" and "experts" in name:
+    if build.chosen_experts(settings) != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
 
@@ -109,10 +123,11 @@ def _smaller(name: str, settings: Mapping[str, str]) -> str:
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     """The networks of the build, without weights: their size and what the text model is fed."""
     program = p.packing.program
-    written = check_sizes(api, network_graph(program), p.limits, p.settings)
-    towers = {
+    written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
+    checked = {
         name: check_sizes(api, g, p.limits, p.settings) for name, g in _largest(program).items()
     }
+    towers = {name: w for name, (w, _) in checked.items()}
     graphs = [written.graph, *tower_graphs(program).values()]
     io = written.interface
     found = {
@@ -121,6 +136,8 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.caches.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
         "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
+        "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
+        "conditionals": len(written.network._conditionals),
         "builder": str(build.estimate(graphs, p.settings)),
         "notes": written.emitter.notes,
     }
@@ -161,7 +178,8 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     if tower_graphs(packing.program):
         rows["soft"] = compare_towers(packing.program, one, two)
     errors = {name: _worst(found, SHARES[dtype]) for name, found in rows.items()}
-    budget = BUDGETS[dtype] if dtype == "f32" or _rounds_alike(p.settings) else float("inf")
+    strict = dtype == "f32" or _rounds_alike(p.settings, packing.program)
+    budget = BUDGETS[dtype] if strict else float("inf")
     for name, error in errors.items():
         if not error <= budget:
             raise CheckError(
@@ -172,10 +190,12 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     return errors
 
 
-def _rounds_alike(settings: Mapping[str, str]) -> bool:
+def _rounds_alike(settings: Mapping[str, str], program: Program) -> bool:
     """Whether the network rounds where the reference does. Fused kernels keep more digits, and in
     a small model with experts that is enough for a token to choose others."""
-    return settings["attention"] == "explicit" and settings["experts"] != "plugin"
+    mixed = any(True for _ in program.graphs["prefill"].find("experts"))
+    sorted_ = mixed and build.chosen_experts(settings) == "plugin"
+    return settings["attention"] in ("explicit", "plain") and not sorted_
 
 
 def emulated(
@@ -190,7 +210,11 @@ def emulated(
         if plan is None:
             raise LowerError(build.refusal(written.log.errors, []))
         engine = deserialize(api, memoryview(plan), written.log)
-        give_weights(api, engine, written.log, params, settings["weights"])
+        if settings["weights"] == "streamed":
+            stream_weights(engine, 0)
+        if settings["weights"] == "refit":
+            constants = {name: t for name, (_, t) in written.emitter.constants.items()}
+            refit(api, engine, written.log, constants.__getitem__, params.tensor)
         return engine, written
 
     def tower(name: str) -> TrtTower:

@@ -8,8 +8,7 @@ numpy dtype.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +36,9 @@ ELEMENTWISE = {
 }  # fmt: skip
 REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 MAX_DIMS = 8
+#: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
+#: attribute is to be set first, and nothing says that TensorRT does so for a plugin's
+SHARED_BYTES = 48 * 1024
 MAX_TOP_K = 3840
 
 
@@ -81,15 +83,13 @@ def _data_type(trt: Any, dtype: str) -> Any:
 
 @dataclass
 class Stored:
-    """What constants are made of: weights, once there is a layer for them, and that layer's
-    output in each part of the network that reads it."""
+    """What constants are made of: weights, once there is a layer for them, and the output of that
+    layer in each shape."""
 
     name: str
     dtype: str
     weights: Callable[[], Any]
-    #: small ones are repeated in each branch that reads them; big ones come in as its inputs
-    small: bool
-    tensors: dict[Any, Any] = field(default_factory=dict)
+    tensors: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,22 @@ class Constant:
     shape: tuple[int, ...]
 
 
-@dataclass
-class Branch:
-    """A side of a conditional that is being written."""
-
-    conditional: Any
-    #: tensors from outside -> outputs of input layers; the same for both sides
-    inputs: dict[int, Any]
-    #: tensors from outside -> what they are called on this side
-    local: dict[int, Any] = field(default_factory=dict)
-    #: tensors that are made inside, by id
-    inside: set[int] = field(default_factory=set)
-
-
 class TrtEmitter(Emitter):
     """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
 
-    def __init__(self, trt: Any, network: Any, weights: WeightsSource) -> None:
+    def __init__(
+        self, trt: Any, network: Any, weights: WeightsSource, shared: int = SHARED_BYTES,
+        said: Callable[[], str] = lambda: "its log says why",
+    ) -> None:  # fmt: skip
         self.trt, self.network, self.weights = trt, network, weights
+        #: TensorRT's last errors
+        self.said = said
+        #: bytes of dynamic shared memory that kernels of plugins may use
+        self.shared = shared
         #: tensors whose memory the network points to
         self.held: list[torch.Tensor] = []
+        #: weights of constants that have a layer, and the tensor they are, by name
+        self.constants: dict[str, tuple[Any, torch.Tensor]] = {}
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
@@ -128,7 +124,6 @@ class TrtEmitter(Emitter):
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
-        self._branch: Branch | None = None
         #: keeps handles alive, so that their ids stay theirs
         self._all: list[Any] = []
 
@@ -144,7 +139,7 @@ class TrtEmitter(Emitter):
         """Name a layer after what it is for. LowerError where TensorRT did not make it."""
         name = self._name(primitive)
         if layer is None:
-            raise LowerError(f"TensorRT refused {name}; its log says why")
+            raise LowerError(f"TensorRT refused {name}: {self.said()}")
         layer.name = name
         return layer
 
@@ -156,57 +151,29 @@ class TrtEmitter(Emitter):
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
         tensor = layer.get_output(index)
         want = _data_type(self.trt, t.dtype), _dims(t)
-        found = tensor.dtype, tuple(tensor.shape)
+        try:
+            found = tensor.dtype, tuple(tensor.shape)
+        except ValueError as e:  # a shape of -1 dims: TensorRT could not infer it
+            raise LowerError(
+                f"{layer.name}: expected {t}, TensorRT finds no shape: {self.said()}"
+            ) from e
         if not _agree(want, found):
-            raise LowerError(f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}")
-        self._remember(tensor)
+            raise LowerError(
+                f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}: {self.said()}"
+            )
+        self._all.append(tensor)
         return Operand(t, tensor)
 
-    def _remember(self, tensor: Any) -> None:
-        self._all.append(tensor)
-        if self._branch:
-            self._branch.inside.add(id(tensor))
-
     def tensor(self, x: Operand) -> Any:
-        """The network's tensor; inside a conditional what it is called there."""
-        if isinstance(x.handle, Constant):
-            return self._stored(x.handle)
-        return self._entering(x.handle)
-
-    def _entering(self, tensor: Any) -> Any:
-        branch = self._branch
-        if branch is None or id(tensor) in branch.inside:
-            return tensor
-        if id(tensor) not in branch.local:
-            branch.local[id(tensor)] = self._entered(branch, tensor)
-        return branch.local[id(tensor)]
-
-    def _entered(self, branch: Branch, tensor: Any) -> Any:
-        """Conditionals take no 64-bit integers: positions, indexes and counts enter in 32 bits."""
-        whole = tensor.dtype == self.trt.DataType.INT64
-        if id(tensor) not in branch.inputs:
-            outside = self._cast_to(tensor, "i32", None) if whole else tensor
-            layer = self.named(branch.conditional.add_input(outside), "enter")
-            branch.inputs[id(tensor)] = layer.get_output(0)
-            self._all += [tensor, branch.inputs[id(tensor)]]
-        inner = branch.inputs[id(tensor)]
-        return self._cast_to(inner, "i64", branch) if whole else inner
-
-    def _cast_to(self, tensor: Any, dtype: str, branch: Branch | None) -> Any:
-        """In this branch, or outside of all."""
-        before, self._branch = self._branch, branch
-        layer = self.named(self.network.add_cast(tensor, _data_type(self.trt, dtype)), dtype)
-        made = layer.get_output(0)
-        self._remember(made)
-        self._branch = before
-        return made
+        """The network's tensor."""
+        return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     # --- sources ------------------------------------------------------------------------------
 
     def input(self, name: str, t: Type) -> Operand:
         tensor = self.network.add_input(name, _data_type(self.trt, t.dtype), _dims(t))
         if tensor is None:
-            raise LowerError(f"TensorRT refused the input {name}: {t}; its log says why")
+            raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
         self._all.append(tensor)
         x = Operand(t, tensor)
         for i, d in enumerate(t.shape):
@@ -217,9 +184,7 @@ class TrtEmitter(Emitter):
 
     def param(self, v: Value) -> Operand:
         if v.name not in self._params:
-            self._params[v.name] = Stored(
-                v.name, v.type.dtype, lambda: self.weights(self.trt, v), small=False
-            )
+            self._params[v.name] = Stored(v.name, v.type.dtype, lambda: self.weights(self.trt, v))
         return Operand(v.type, Constant(self._params[v.name], _dims(v.type)))
 
     def constant(self, tensor: torch.Tensor) -> Operand:
@@ -234,26 +199,20 @@ class TrtEmitter(Emitter):
 
     def _once(self, t: torch.Tensor, dtype: str) -> Stored:
         """Equal small constants are one."""
-        small = t.numel() <= 1024
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
-            self._small[key] = Stored(
-                f"constant.{len(self._small)}", dtype,
-                lambda: _weights(self.trt, t, self.held), small,
-            )  # fmt: skip
+            name = f"constant.{len(self._small)}"
+            self._small[key] = Stored(name, dtype, lambda: self._given(name, t))
         return self._small[key]
+
+    def _given(self, name: str, t: torch.Tensor) -> Any:
+        weights = _weights(self.trt, t, self.held)
+        self.constants[name] = weights, t
+        return weights
 
     def _stored(self, c: Constant) -> Any:
         """A constant layer where it is read first; other shapes of it are shuffles."""
-        if c.stored.small and self._branch:
-            return self._in_part(c, id(self._branch))
-        branch, self._branch = self._branch, None
-        tensor = self._in_part(c, None)
-        self._branch = branch
-        return self._entering(tensor)
-
-    def _in_part(self, c: Constant, part: Any) -> Any:
-        made = c.stored.tensors.setdefault(part, {})
+        made = c.stored.tensors
         if c.shape not in made:
             first = next(iter(made.values()), None)
             scope, self.scope = self.scope, c.stored.name
@@ -379,14 +338,38 @@ class TrtEmitter(Emitter):
         size = self._size_of(x, t, {axis: like})
         return self._sliced(x, (0,) * x.rank, size, (1,) * x.rank, "prefix", t)
 
-    def repeat(self, x: Operand, axis: int, like: Operand) -> Operand:
-        """A dim of one, as often as `like` has entries along that axis."""
-        t = x.type.with_shape(*(like.shape[i] if i == axis else d for i, d in enumerate(x.shape)))
-        if t == x.type:
-            return x
-        stride = tuple(int(i != axis) for i in range(x.rank))
-        size = self._size_of(x, t, {axis: (like, axis)})
-        return self._sliced(x, (0,) * x.rank, size, stride, "repeat", t)
+    def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
+        """Entries first .. first + count - 1 of an axis whose size has a name, as far as it has
+        them: it may have none."""
+        name = str(x.shape[axis])
+        t = x.type.with_shape(*(f"{name}@{first}" if i == axis else d
+                                for i, d in enumerate(x.shape)))  # fmt: skip
+        start, size = self._within(x, axis, first, count)
+        starts = self._joined_sizes([start if i == axis else 0 for i in range(x.rank)])
+        sizes = self._joined_sizes([
+            size if i == axis else d if isinstance(d, int) else self._dim(x, i)
+            for i, d in enumerate(x.shape)
+        ])  # fmt: skip
+        ones = (1,) * x.rank
+        layer = self.named(self.network.add_slice(self.tensor(x), ones, ones, ones), "block")
+        layer.set_input(1, starts)
+        layer.set_input(2, sizes)
+        return self.checked(layer, t)
+
+    def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
+        """i64[1] each: where a block of an axis begins, and its size."""
+        import torch
+
+        key = ("block", x.shape[axis], first, count)
+        if key not in self._sizes:
+            whole = Operand(Type("i64", (1,)), self._dim(x, axis))
+            start, stop = (
+                self.binary("min", whole, self.constant(torch.tensor([n])))
+                for n in (first, first + count)
+            )
+            self._sizes[key] = self.tensor(start), self.tensor(self.sub(stop, start))
+        found: tuple[Any, Any] = self._sizes[key]
+        return found
 
     def _sliced(
         self, x: Operand, start: tuple[int, ...], size: Any, stride: tuple[int, ...],
@@ -395,20 +378,17 @@ class TrtEmitter(Emitter):
         """A slice whose size is a tensor."""
         layer = self.network.add_slice(self.tensor(x), start, (1,) * x.rank, stride)
         self.named(layer, primitive)
-        layer.set_input(2, self._entering(size))
+        layer.set_input(2, size)
         return self.checked(layer, t)
 
-    def _size_of(
-        self, x: Operand, t: Type, source: Mapping[int, Any] | None = None
-    ) -> Any:
-        """i64[rank]: the sizes of `t`; dims with a name are those of x, or of what `source` says
-        for the axis: an operand of rank 1, or an operand and its axis."""
+    def _size_of(self, x: Operand, t: Type, source: Mapping[int, Operand] | None = None) -> Any:
+        """i64[rank]: the sizes of `t`; dims with a name are those of x, or that of the operand of
+        rank 1 which `source` has for the axis."""
         parts: list[Any] = []
         for i, d in enumerate(t.shape):
-            given = (source or {}).get(i, (x, i))
-            operand, axis = given if isinstance(given, tuple) else (given, 0)
+            operand, axis = (source[i], 0) if source and i in source else (x, i)
             parts.append(d if isinstance(d, int) else self._dim(operand, axis))
-        key = (id(self._branch), tuple(p if isinstance(p, int) else id(p) for p in parts))
+        key = tuple(p if isinstance(p, int) else id(p) for p in parts)
         if key not in self._sizes:
             self._sizes[key] = self._joined_sizes(parts)
         return self._sizes[key]
@@ -427,12 +407,12 @@ class TrtEmitter(Emitter):
         return self.checked(layer, Type("i64", (len(pieces),))).handle
 
     def _dim(self, x: Operand, axis: int) -> Any:
-        """i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for all;
-        outside of branches an input's, where one has it."""
+        """i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for all,
+        an input's where one has it."""
         name = x.shape[axis]
-        key = ("dim", id(self._branch), name)
+        key = ("dim", name)
         if key not in self._sizes:
-            source, at = (None if self._branch else self._inputs.get(str(name))) or (x, axis)
+            source, at = self._inputs.get(str(name)) or (x, axis)
             layer = self.network.add_shape(self.tensor(source))
             shape = self.made(layer, "shape", Type("i64", (source.rank,)))
             layer = self.network.add_slice(shape.handle, (at,), (1,), (1,))
@@ -468,39 +448,12 @@ class TrtEmitter(Emitter):
     def when_one(
         self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
     ) -> Operand:
-        if self._branch:
-            raise ValueError("when_one inside when_one")
-        condition = self._is_one(x, axis)
-        conditional = self.network.add_if_conditional()
-        conditional.name = self._name("when_one")
-        self.named(conditional.set_condition(condition), "condition")
-        inputs: dict[int, Any] = {}
-        ends = []
-        for side in (then, otherwise):
-            with self._within(Branch(conditional, inputs)):
-                ends.append(side())
-                ends[-1] = Operand(ends[-1].type, self.tensor(ends[-1]))
-        if ends[0].type != ends[1].type:
-            raise ValueError(f"when_one: {ends[0].type} and {ends[1].type}")
-        layer = conditional.add_output(ends[0].handle, ends[1].handle)
-        return self.made(layer, "either", ends[0].type)
-
-    @contextmanager
-    def _within(self, branch: Branch) -> Iterator[None]:
-        self._branch = branch
-        self._all.append(branch)
-        try:
-            yield
-        finally:
-            self._branch = None
-
-    def _is_one(self, x: Operand, axis: int) -> Any:
-        """bool[]: whether a dim has one entry."""
-        import torch
-
-        size = Operand(Type("i64", (1,)), self._dim(x, axis))
-        scalar = self.reshape(size)
-        return self.tensor(self.binary("eq", scalar, self.constant(torch.tensor(1))))
+        """LowerError: TensorRT asks the host which side to launch, so a step with a conditional
+        cannot be recorded as a CUDA graph."""
+        raise LowerError(
+            f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
+            f"the op one form for every number of tokens (backends/trt/lowerings.py)"
+        )
 
 
 def _dims(t: Type) -> tuple[int, ...]:
@@ -515,4 +468,3 @@ def _agree(want: tuple[Any, tuple[int, ...]], found: tuple[Any, tuple[int, ...]]
     pairs = list(zip(want[1], found[1]))
     same = want[0] == found[0] and len(want[1]) == len(found[1])
     return same and all(a == b or -1 in (a, b) for a, b in pairs)
-

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..base import Progress
 
 
-def logger(trt: Any) -> Any:
-    """An ILogger that keeps errors, and the last of the warnings."""
+def logger(trt: Any, file: Path | None = None) -> Any:
+    """An ILogger that keeps errors, and the last of the warnings; every message goes to `file`, as
+    soon as it is there. TensorRT keeps the first logger that a process gives it, so there is to be
+    one for all networks of a build."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
             self.warnings: list[str] = []
+            self.file = file.open("a", buffering=1, errors="replace") if file else None
 
         def log(self, severity: Any, msg: str) -> None:
+            if self.file:
+                self.file.write(f"[{severity.name}] {msg}\n")
             levels = trt.ILogger.Severity
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
                 self.errors.append(msg)
             elif severity == levels.WARNING:
                 self.warnings = [*self.warnings[-19:], msg]
+
+        def close(self) -> None:
+            if self.file:
+                self.file.close()
+                self.file = None
+
+        def said(self) -> str:
+            """The last errors, as the end of a message."""
+            return " | ".join(dict.fromkeys(self.errors[-3:])) or "TensorRT gave no reason"
 
     return Log()
 

@@ -2,56 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir import Graph, Node
 
+from ..base import Limits
 from ..primitives import attention as shared
 from ..primitives import moe, vision
-from ..primitives.emitter import Operand
+from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network
+from ..primitives.network import Lowering, Network, is_ring
 from ..primitives.pointwise import times
+from . import plugins
 from .emitter import TrtEmitter
 from .probe import offers
 
-#: products and softmax as layers of their own, or one attention per layer
-ATTENTION = ("explicit", "fused")
+#: products and a softmax as layers of their own, the same with the softmax in plain layers, one
+#: attention per layer, or kernels of this project
+ATTENTION = ("explicit", "plain", "fused", "plugin")
+#: kernels of this project, weights of the chosen experts gathered, or all experts multiplied
+EXPERTS = ("plugin", "gather", "all")
 
 
 def lowerings(attention: str = "explicit") -> Mapping[str, Lowering]:
     """op -> lowering, attention in one of these forms."""
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **(_FUSED if attention == "fused" else {})}
+    return {**SHARED, "experts": experts, **_FORMS[attention]}
 
 
-def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
-    down: Operand,
+def experts(net: Network, n: Node, *operands: Operand) -> Operand:
+    """One form for single tokens and chunks: what would choose between two is a conditional."""
+    form = plugins.experts if net.experts == "plugin" else moe.experts
+    return form(net, n, *operands)
+
+
+# --- attention in layers of its own -------------------------------------------------------------
+
+#: what the scores of an attention may take: bytes of one, in the network's dtype and in fp32 ...
+BYTES_PER_SCORE = 6
+#: ... and of all that exist at a time. Queries are computed in blocks that keep to it.
+MOST_SCORE_BYTES = 2 << 30
+
+
+def slots_of(n: Node, limits: Limits) -> int:
+    """Most keys that an attention looks at: all of a full-length cache, or a ring and a chunk."""
+    cache = n.inputs[{"attention": 3, "attention_latent": 4}[n.op]].type
+    return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
+
+
+def block_rows(n: Node, limits: Limits) -> int:
+    """How many queries of a chunk are computed together."""
+    heads = n.inputs[0].type.shape[2]
+    assert isinstance(heads, int)
+    row = limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
+    return min(max(1, MOST_SCORE_BYTES // row), limits.prefill_chunk)
+
+
+def score_bytes(g: Graph, limits: Limits) -> int:
+    """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
+    return max(
+        (
+            limits.max_batch * int(n.inputs[0].type.shape[2]) * slots_of(n, limits)
+            * BYTES_PER_SCORE * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            for n in g.find("attention", "attention_latent")
+        ), default=0,
+    )  # fmt: skip
+
+
+def in_blocks(
+    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand,
+    softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:  # fmt: skip
-    """As the shared one; inside the branch for single tokens their dim is 1 at build time, so that
-    weights gathered for a whole chunk, which would be too many, are never planned for."""
-    e = net.e
+    """Products and a softmax over q [B,S,heads,d], a static number of blocks of queries one after
+    the other; for the last blocks of a short chunk nothing is left. `softmax` in the place of the
+    layer."""
+    e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     assert isinstance(e, TrtEmitter)
-    if net.experts != "auto" or x.shape[1] == 1:
-        return moe.experts(net, n, x, weights, index, gate_up, down)
+    scale, cap = n.number("scale"), n.number("softcap")
+    if rows == chunk or isinstance(q.shape[1], int):
+        return shared.weigh(e, q, keys, values, seen, scale, cap, softmax)
 
-    def one() -> Operand:
-        first, chosen, at = (e.slice(t, 1, 0, 1) for t in (x, weights, index))
-        gather = replace(net, experts="gather")
-        out = moe.experts(gather, n, first, chosen, at, gate_up, down)
-        return e.repeat(out, 1, x)
+    def block(first: int) -> Operand:
+        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 3, first, rows))
+        part = e.block(q, 1, first, rows)
+        return shared.weigh(e, part, keys, values, mask, scale, cap, softmax)
 
-    def every() -> Operand:
-        return moe.experts(replace(net, experts="all"), n, x, weights, index, gate_up, down)
+    return e.reshape(e.concat([block(i) for i in range(0, chunk, rows)], 1), *q.shape)
 
-    return e.when_one(x, 1, one, every)
+
+def plain_softmax(e: Emitter, x: Operand) -> Operand:
+    """Of the last dim in five layers: TensorRT looks for attention around its softmax layer, and
+    fails at some masks that it finds there."""
+    last = x.rank - 1
+    powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
+    return e.div(powers, e.reduce("sum", powers, last))
 
 
 # --- fused attention --------------------------------------------------------------------------
@@ -67,7 +116,7 @@ def attend(
     assert isinstance(e, TrtEmitter)
     if n.number("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
-        return shared.attend(net, n, q, keys, values, seen)
+        return in_blocks(net, n, q, keys, values, seen)
     mask = net.shared(("mask of 4", id(seen)), lambda: _four_dims(e, seen))
     return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
 
@@ -88,9 +137,7 @@ def attend_patches(
     return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
 
 
-def _fused(
-    e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand
-) -> Operand:
+def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
     """q [B,S,heads,d] scaled; mask [B,1,S,T]"""
     q = e.transpose(q, 0, 2, 1, 3)
     layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
@@ -113,8 +160,26 @@ def _attention(e: TrtEmitter, *tensors: Any) -> Any:
     return e.network.add_attention(*tensors, norm, False)
 
 
-_FUSED: Mapping[str, Lowering] = {
-    "attention": partial(shared.attention, form=attend),
-    "attention_latent": partial(shared.attention_latent, form=attend),
-    "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+_FORMS: Mapping[str, Mapping[str, Lowering]] = {
+    "explicit": {
+        "attention": partial(shared.attention, form=in_blocks),
+        "attention_latent": partial(shared.attention_latent, form=in_blocks),
+    },
+    "plain": {
+        "attention": partial(shared.attention, form=partial(in_blocks, softmax=plain_softmax)),
+        "attention_latent": partial(
+            shared.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
+        ),
+        "encoder_attention": partial(
+            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
+        ),
+    },
+    "fused": {
+        "attention": partial(shared.attention, form=attend),
+        "attention_latent": partial(shared.attention_latent, form=attend),
+        "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+    },
+    "plugin": {
+        op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()
+    },
 }

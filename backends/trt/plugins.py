@@ -2,9 +2,9 @@
 
 A plugin layer holds PTX, a grid in terms of the inputs' sizes and nothing else: an engine with
 such layers needs neither Python nor triton. They serve what TensorRT has no kernels for on Hopper:
-the experts of a mixture, and decode attention with heads of 512. PLUGIN_LOWERINGS takes the place
-of the plain lowerings of these ops. Kernels are compiled while the network is written, where an
-error can still name the layer; the builder's callbacks find them made.
+the experts of a mixture, and decode attention with heads of 512. They have one form for every
+number of tokens: a step with a conditional could not be recorded. Kernels are compiled while the
+network is written, where an error can still name the layer; the builder's callbacks find them made.
 
 TensorRT passes a kernel the pointers of its inputs, 32-bit whole numbers, and the pointers of its
 outputs. It gives it no scratch memory, and zeroes nothing.
@@ -28,14 +28,20 @@ from g4ir.types import Type
 from ..primitives import attention as plain
 from ..primitives.emitter import Operand
 from ..primitives.network import SLOTS, Lowering, Network, is_ring
-from ..torch_compile.select import UNSORTED
 from ..torch_compile.tunings import find_tuning
+from .emitter import SHARED_BYTES
 from .plugin_kernels.ptx import Kernel, compile_kernel
-from .plugin_kernels.table import PLUGINS, Plan, Plugin, Shapes, Whole
+from .plugin_kernels.table import PLUGINS, Named, Plan, Plugin, Shapes, Whole
 
 NAMESPACE = "g4ir"
-#: bytes of shared memory that a block of sm_90 may use
-SHARED_BYTES = 227 * 1024
+#: what a block of sm_90 has
+MOST_SHARED_BYTES = 227 * 1024
+#: plugin -> most of some constants, and of stages, with which 16-bit kernels keep to SHARED_BYTES
+TIGHT: Mapping[str, tuple[Mapping[str, int], int]] = {
+    "moe_gate_up_grouped": ({"BLOCK_K": 32}, 3),
+    "moe_down_grouped": ({"BLOCK_K": 32}, 3),
+    "decode_parts": ({"N": 16}, 1),
+}
 #: whose tunings count
 GPU = "h100"
 
@@ -69,7 +75,7 @@ def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
     def describe(*inputs: Any, plan: str) -> Any:
         made = Plan.parse(plan)
         kinds = plugin.kinds(made.dtype)[-len(plugin.outputs) :]
-        shapes = plugin.shapes(_expressions(plugin, inputs), made.constants)
+        shapes = plugin.shapes(trtp, _expressions(plugin, inputs), made.constants)
         return tuple(
             trtp.from_shape_expr(tuple(shape), getattr(trt.DataType, _DATA_TYPES[kind]))
             for shape, kind in zip(shapes, kinds, strict=True)
@@ -152,17 +158,27 @@ def kernel_of(plugin: Plugin) -> Any:
     return getattr(module, plugin.name)
 
 
-def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
-    """With as many stages, at most its own, as `shared` bytes have room for.
+def tightened(plan: Plan, shared: int) -> Plan:
+    """With smaller tiles, where `shared` bytes are no more than every launch has."""
+    most, stages = TIGHT.get(plan.plugin, ({}, plan.stages))
+    if shared > SHARED_BYTES:
+        return plan
+    constants = {k: min(v, most[k]) if k in most else v for k, v in plan.constants.items()}
+    return replace(plan, constants=constants, stages=min(plan.stages, stages))
 
-    LowerError where there is no room for one.
+
+def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
+    """With tiles and stages, at most its own, that `shared` bytes have room for.
+
+    LowerError where there is no room for one stage.
     """
+    plan = tightened(plan, shared)
     while compiled(plan).shared > shared:
         if plan.stages == 1:
             raise LowerError(
                 f"plugin {plan.plugin} of {layer} needs {compiled(plan).shared} bytes of shared "
-                f"memory, of which sm_{plan.capability} has {shared}: build without plugins, "
-                f"--set experts=auto --set attention=explicit"
+                f"memory, of which a launch may ask for {shared}: build without plugins, "
+                f"--set experts=all --set attention=explicit"
             )
         plan = replace(plan, stages=plan.stages - 1)
     return plan
@@ -178,7 +194,7 @@ def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...
     if [t.dtype for t in types.values()] != wanted:
         given = ", ".join(map(str, types.values()))
         raise LowerError(f"plugin {layer}: {given}; expected {', '.join(wanted)}")
-    plan = fitted(plan, layer)
+    plan = fitted(plan, layer, e.shared)
     register_plugins(e.trt)
     creator = getattr(getattr(plugin_module(e.trt).op, NAMESPACE), plan.plugin)
     create = creator(*map(e.tensor, inputs), plan=plan.text())
@@ -188,7 +204,7 @@ def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...
 
 def result_types(plan: Plan, inputs: Mapping[str, Type]) -> list[Type]:
     plugin = PLUGINS[plan.plugin]
-    shapes = plugin.shapes({n: t.shape for n, t in inputs.items()}, plan.constants)
+    shapes = plugin.shapes(Named(), {n: t.shape for n, t in inputs.items()}, plan.constants)
     kinds = plugin.kinds(plan.dtype)[-len(shapes) :]
     return [Type(kind, tuple(shape)) for kind, shape in zip(kinds, shapes, strict=True)]
 
@@ -220,20 +236,7 @@ class Experts:
         }  # fmt: skip
         return {n: known[n] for n in names}
 
-    def few(self) -> tuple[Plan, Plan]:
-        """Gate and up, then down with the weighted sum: slot by slot."""
-        use = find_tuning("moe_gate_up", GPU, {"rows": 1}).use
-        all_sizes = self.sizes("HIDDEN", "INNER", "EXPERTS", "TOP_K")
-        block = {"BLOCK_N": use["block_n"], "BLOCK_K": use["block_k"]}
-        # A step takes all of a slot's products where it can: nothing to pipeline within a slot.
-        whole = {"BLOCK_N": 4, "BLOCK_K": min(1024, max(16, _power_of_2(self.inner)))}
-        return (
-            Plan("moe_gate_up", self.dtype, {**all_sizes, **self.sizes("ACT"), **block},
-                 use["warps"], use["stages"]),
-            Plan("moe_down", self.dtype, {**all_sizes, **whole}, 4, 1),
-        )  # fmt: skip
-
-    def many(self) -> tuple[Plan, Plan, Plan, Plan]:
+    def plans(self) -> tuple[Plan, Plan, Plan, Plan]:
         """Sort, gate and up, down, weighted sum: sorted by expert."""
         block, warps, stages = self._tile()
         wide = {**block, "BLOCK_N": 2 * block["BLOCK_N"]}
@@ -265,25 +268,13 @@ def experts(
     net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
     down: Operand,
 ) -> Operand:  # fmt: skip
-    """Slot by slot for single tokens of few rows, where no two share an expert, else sorted."""
-    sizes = experts_of(net, n, x.dtype)
-    index = net.e.cast(index, "i32")
-
-    def few() -> Operand:
-        first, second = sizes.few()
-        (act,) = add_plugin(net, first, x, index, gate_up)
-        return add_plugin(net, second, act, weights, index, down)[0]
-
-    def many() -> Operand:
-        sort, first, second, combine = sizes.many()
-        listed = add_plugin(net, sort, index)
-        (act,) = add_plugin(net, first, x, *listed, gate_up)
-        (parts,) = add_plugin(net, second, act, *listed, down)
-        return add_plugin(net, combine, parts, weights)[0]
-
-    if net.limits.max_batch > UNSORTED:
-        return many()
-    return few() if x.shape[1] == 1 else net.e.when_one(x, 1, few, many)
+    """Sorted by expert, whatever the number of tokens: a step with a conditional, which could
+    choose another form for single tokens, cannot be recorded."""
+    sort, first, second, combine = experts_of(net, n, x.dtype).plans()
+    listed = add_plugin(net, sort, net.e.cast(index, "i32"))
+    (act,) = add_plugin(net, first, x, *listed, gate_up)
+    (parts,) = add_plugin(net, second, act, *listed, down)
+    return add_plugin(net, combine, parts, weights)[0]
 
 
 def experts_of(net: Network, n: Node, dtype: str) -> Experts:
@@ -311,8 +302,8 @@ class Decode:
     scale: float
     softcap: float
 
-    def plans(self) -> tuple[Plan, Plan]:
-        """The shares, and their sum."""
+    def plans(self, shared: int = SHARED_BYTES) -> tuple[Plan, Plan]:
+        """The shares, and their sum, which counts with the same blocks of keys."""
         shape = {
             "d": self.d, "kv_heads": self.heads, "group": self.group, "window": self.window,
             "programs": self.rows * self.heads,
@@ -323,14 +314,14 @@ class Decode:
             "WINDOW": self.window, "N": use["block_n"], "SPLITS": use["splits"],
         }  # fmt: skip
         inner, outer = self._factors()
-        first = both | {
+        own = {
             "INNER": inner, "OUTER": outer, "CAPPED": self.softcap > 0,
             "M": max(16, _power_of_2(self.group)), "DP": max(16, _power_of_2(self.d)),
         }  # fmt: skip
-        return (
-            Plan("decode_parts", self.dtype, first, use["warps"], use["stages"]),
-            Plan("decode_merge", self.dtype, both | {"BLOCK": math.gcd(self.d, 64)}, 4, 4),
-        )
+        plan = Plan("decode_parts", self.dtype, both | own, use["warps"], use["stages"])
+        first = tightened(plan, shared)
+        both |= {"N": first.constants["N"], "BLOCK": math.gcd(self.d, 64)}
+        return first, Plan("decode_merge", self.dtype, both, 4, 4)
 
     def _factors(self) -> tuple[float, float]:
         """The score in base 2 is inner * x, or, capped, outer * tanh(inner * x)."""
@@ -340,35 +331,36 @@ class Decode:
 
 
 def attention(
-    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand
-) -> Operand:
-    """Single tokens over full-length caches by the decode kernels, everything else as usual."""
+    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand,
+    form: Callable[..., Operand] | None = None,
+) -> Operand:  # fmt: skip
+    """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
+    do not fit, which is said."""
+    e: Any = net.e
     if is_ring(n.inputs[3].type) or len(held) != 2:
-        return plain.attention(net, n, q, positions, written, *held)
-    plans = decode_of(net, n, q, held[0]).plans()
+        return plain.attention(net, n, q, positions, written, *held, form=form)
+    plans = decode_of(net, n, q, held[0]).plans(e.shared)
+    try:
+        fitted(plans[0], str(n.out), e.shared)
+    except LowerError as reason:
+        e.notes.append(f"{n.out}: explicit attention, since {str(reason).partition(':')[0]}")
+        return plain.attention(net, n, q, positions, written, *held, form=form)
     at = net.shared(("i32", n.inputs[1]), lambda: net.e.cast(positions, "i32"))
     slots = net.shared(("i32", SLOTS), lambda: net.e.cast(net.env[SLOTS], "i32"))
-
-    def decode() -> Operand:
-        parts, stats = add_plugin(net, plans[0], q, *held, at, slots)
-        return add_plugin(net, plans[1], parts, stats, at, slots)[0]
-
-    def usual() -> Operand:
-        # What is made in a branch must not be shared with what lies outside of it.
-        branch = replace(net, _shared=dict(net._shared))
-        return plain.attention(branch, n, q, positions, written, *held)
-
-    return decode() if q.shape[1] == 1 else net.e.when_one(q, 1, decode, usual)
+    parts, stats = add_plugin(net, plans[0], q, *held, at, slots)
+    return add_plugin(net, plans[1], parts, stats, at, slots)[0]
 
 
-def attention_latent(net: Network, n: Node, *operands: Operand) -> Operand:
-    """As usual, and said so."""
+def attention_latent(
+    net: Network, n: Node, *operands: Operand, form: Callable[..., Operand] | None = None
+) -> Operand:
+    """By `form`, and said so."""
     e: Any = net.e
     e.notes.append(
         f"{n.out}: explicit attention, since the decode kernels read K and V, not the form "
         f"{n.word('form')} of latent_kv"
     )
-    return plain.attention_latent(net, n, *operands)
+    return plain.attention_latent(net, n, *operands, form=form)
 
 
 def decode_of(net: Network, n: Node, q: Operand, keys: Operand) -> Decode:
@@ -382,19 +374,7 @@ def decode_of(net: Network, n: Node, q: Operand, keys: Operand) -> Decode:
 
 
 #: op -> (network, node, *operands) -> results, in the place of primitives/lowerings.py's
-PLUGIN_LOWERINGS: Mapping[str, Lowering] = {
-    "experts": experts,
+ATTENTION: Mapping[str, Lowering] = {
     "attention": attention,
     "attention_latent": attention_latent,
 }
-#: setting that asks for them -> ops
-ASKED_BY = {"experts": ("experts",), "attention": ("attention", "attention_latent")}
-
-
-def plugin_lowerings(settings: Mapping[str, str]) -> dict[str, Lowering]:
-    """Those whose setting is `plugin`."""
-    return {
-        op: PLUGIN_LOWERINGS[op]
-        for setting, ops in ASKED_BY.items() if settings[setting] == "plugin"
-        for op in ops
-    }  # fmt: skip

@@ -39,17 +39,18 @@ FEATURES: Mapping[str, tuple[str, str]] = {
 #: what every supported version has, and builds or engines here use
 NEEDED: tuple[tuple[str, str], ...] = (
     ("INetworkDefinition", "add_kv_cache_update"),
-    ("INetworkDefinition", "mark_weights_refittable"),
+    ("INetworkDefinition", "set_weights_name"),
     ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED"),
     ("NetworkDefinitionCreationFlag", "PREFER_AOT_PYTHON_PLUGINS"),
     ("BuilderFlag", "WEIGHT_STREAMING"),
     ("BuilderFlag", "STRIP_PLAN"),
-    ("BuilderFlag", "REFIT_INDIVIDUAL"),
+    ("BuilderFlag", "REFIT_IDENTICAL"),
     ("HardwareCompatibilityLevel", "SAME_COMPUTE_CAPABILITY"),
     ("ExecutionContextAllocationStrategy", "USER_MANAGED"),
     ("ICudaEngine", "get_aliased_input_tensor"),
     ("ICudaEngine", "device_memory_size_v2"),
     ("ICudaEngine", "weight_streaming_budget_v2"),
+    ("ICudaEngine", "streamable_weights_size"),
 )
 
 
@@ -145,6 +146,13 @@ def architecture() -> str:
 
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def free_memory(device: str) -> int:
+    """Bytes of the current GPU that nobody has taken."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def _dotted(capability: tuple[int, ...]) -> str:

@@ -3,9 +3,10 @@ torch owns. Of towers: one static shape each."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,11 @@ from ..torch_compile.cuda_graph import Captured, Record, recorded
 from .interface import PROFILES, Interface
 from .probe import Api
 
+log = logging.getLogger(__name__)
+
 Feeds = dict[str, torch.Tensor]
+#: bytes; TensorRT asks for addresses of tensors that are multiples of it
+ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
 LEAST_SLOTS = 256
 
@@ -139,6 +144,12 @@ class Runner:
         current.wait_stream(self.side)
 
     def _bind(self, context: Any, inputs: Feeds, outputs: Feeds) -> None:
+        for name, t in (*inputs.items(), *outputs.items()):
+            if self.device == "cuda" and t.data_ptr() % ALIGNMENT:
+                raise EngineError(
+                    f"TensorRT engine: {name} lies at {t.data_ptr():#x}, which is no multiple of "
+                    f"{ALIGNMENT}: feed a tensor that is not a view into another"
+                )
         for name, t in inputs.items():
             fits = context.set_input_shape(name, tuple(t.shape))
             if not fits or not context.set_tensor_address(name, t.data_ptr()):
@@ -148,7 +159,10 @@ class Runner:
         for name, t in outputs.items():
             if not context.set_tensor_address(name, t.data_ptr()):
                 raise self._error(f"it does not write {name} {list(t.shape)}", "build it again")
-        missing = context.infer_shapes()
+        try:
+            missing = context.infer_shapes()
+        except RuntimeError as e:  # what the binding makes of an answer of -1
+            raise self._error(f"it finds no shapes for this step ({e})", "build it again") from e
         if missing:
             raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
 
@@ -165,13 +179,18 @@ class TrtTower(Runner):
         self.context = self._new_context("a tower")
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its one output. Scratch memory is torch's again afterwards, for the steps that follow."""
+        """Its one output."""
+        (out,) = self.run_all(feeds).values()
+        return out
+
+    def run_all(self, feeds: Mapping[str, torch.Tensor]) -> Feeds:
+        """Outputs by name. Scratch memory is torch's again afterwards, for the steps that
+        follow."""
         scratch = self._scratch()
         self.context.set_device_memory(scratch.data_ptr(), scratch.numel())
-        (name,) = self.io.outputs
-        out = self._output(name, {})
-        self._execute(self.context, dict(feeds), {name: out}, "build it again")
-        return out
+        made = {name: self._output(name, {}) for name in self.io.outputs}
+        self._execute(self.context, dict(feeds), made, "build it again")
+        return made
 
 
 class TrtRuntime(Runner):
@@ -223,9 +242,7 @@ class TrtRuntime(Runner):
         if self.record and phase == "decode":
             out = self._replay(feeds, state, slots)
         else:
-            room = self._logits(state.batch, feeds["positions"].shape[1])
-            profile = "decode" if phase == "decode" else "prefill"
-            out = self._step(self.contexts[profile], feeds, state, slots, state.side, room)
+            out = self._launched(phase, feeds, state, slots)
         state.side = 1 - state.side
         if watch:
             watch(self.logits, out)
@@ -235,16 +252,35 @@ class TrtRuntime(Runner):
         """One launch. The graph belongs to these caches, to this many slots of them, and to the
         buffers that rings are in. A context of its own, which nothing else changes, is what
         TensorRT asks of a context that was recorded."""
-        assert self.record
-        key, side = (slots, state.side), state.side
+        key = slots, state.side
         if key not in state.captured:
-            context, out = self._context("decode"), self._logits(state.batch, 1)
-            state.captured[key] = Captured(
+            captured = self._recorded(feeds, state, slots)
+            if captured is None:
+                return self._launched("decode", feeds, state, slots)
+            state.captured[key] = captured
+        logits: torch.Tensor = state.captured[key].replay(feeds)
+        return logits
+
+    def _recorded(self, feeds: Feeds, state: TrtState, slots: int) -> Captured | None:
+        """None, from here on, where TensorRT's work cannot be recorded: that is said once. What is
+        wrong with the step itself shows when it runs without."""
+        assert self.record
+        context, out, side = self._context("decode"), self._logits(state.batch, 1), state.side
+        try:
+            return Captured(
                 lambda given: self._step(context, given, state, slots, side, out), feeds,
                 self.record,
             )  # fmt: skip
-        logits: torch.Tensor = state.captured[key].replay(feeds)
-        return logits
+        except EngineError as e:
+            self.record = None
+            log.warning("decode steps run launch by launch, which is slower: %s", e)
+            return None
+
+    def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
+        """A step that is not recorded."""
+        room = self._logits(state.batch, feeds["positions"].shape[1])
+        profile = "decode" if phase == "decode" else "prefill"
+        return self._step(self.contexts[profile], feeds, state, slots, state.side, room)
 
     def _logits(self, batch: int, count: int) -> torch.Tensor:
         """Where a step writes them."""
@@ -338,25 +374,31 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
     return engine
 
 
-def give_weights(
-    api: Api, engine: Any, log: Any, params: ParamSource, weights: str
+def stream_weights(engine: Any, free: int) -> None:
+    """Keep as many of a plan's weights on the device as `free` bytes, beside the engine's scratch
+    memory, have room for; the others are copied there at every step. TensorRT's own choice would
+    be all that is free now, before caches exist."""
+    engine.weight_streaming_budget_v2 = 0
+    room = free - engine.device_memory_size_v2  # with what streaming itself takes
+    engine.weight_streaming_budget_v2 = min(max(0, room), engine.streamable_weights_size)
+
+
+def is_streaming(engine: Any) -> bool:
+    """Whether steps wait for weights, which no recording can."""
+    budget, size = engine.weight_streaming_budget_v2, engine.streamable_weights_size
+    return bool(budget < size)
+
+
+def refit(
+    api: Api, engine: Any, log: Any, *sources: Callable[[str], torch.Tensor]
 ) -> None:
-    """What a new engine still needs of the setting `weights`."""
-    if weights == "streamed":
-        # TensorRT decides how much of them stays on the device.
-        engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
-    if weights == "refit":
-        _refit(api, engine, log, params)
-
-
-def _refit(api: Api, engine: Any, log: Any, params: ParamSource) -> None:
-    """Give a plan without weights its weights, straight from the mapped files. EngineError where
-    TensorRT does not take one."""
+    """Give a plan without weights its weights, each from the first source that has it, straight
+    from the mapped files. EngineError where TensorRT does not take one, or none has it."""
     trt = api.trt
     refitter = trt.Refitter(engine, log)
     kept = []
     for name in refitter.get_all_weights():
-        t = params.tensor(name).contiguous()
+        t = _weights_called(name, sources)
         kept.append(t)
         weights = trt.Weights(refitter.get_weights_prototype(name).dtype, t.data_ptr(), t.numel())
         if not refitter.set_named_weights(name, weights, trt.TensorLocation.HOST):
@@ -367,3 +409,15 @@ def _refit(api: Api, engine: Any, log: Any, params: ParamSource) -> None:
             f"TensorRT engine: its weights cannot be set: {' | '.join(log.errors)}; missing: "
             f"{missing}; build it again"
         )
+
+
+def _weights_called(
+    name: str, sources: Sequence[Callable[[str], torch.Tensor]]
+) -> torch.Tensor:
+    for source in sources:
+        with suppress(LookupError, StopIteration):
+            return source(name).contiguous()
+    raise EngineError(
+        f"TensorRT engine: it asks for weights {name}, which are neither a param nor a constant; "
+        f"build it again"
+    )

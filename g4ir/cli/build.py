@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir import console
-from g4ir.errors import InputError
+from g4ir.errors import EngineError, InputError
 from g4ir.finite import TOO_LARGE
 from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
@@ -144,8 +144,13 @@ def _escaped(name: str) -> str:
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
     from g4ir.engine import check_space
 
-    check_space(p, out)
-    plan = _plan(p, out) | p.backend.dry_run(p, progress)
+    short = [p.short] if p.short else []
+    try:
+        check_space(p, out)
+    except EngineError as e:
+        short.append(str(e))
+    found = p.backend.dry_run(p, progress)
+    plan = _plan(p, out) | found | {"short": short + found.pop("short", [])}
     if as_json:
         emit(plan)
         return 0

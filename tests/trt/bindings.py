@@ -240,9 +240,7 @@ class Bindings:
         if overloads and all(reasons):
             yield f"{where}: {'; '.join(map(str, reasons))}"
 
-    def _problems_of_set(
-        self, call: Any, found: Mapping[str, Any], where: str
-    ) -> Iterator[str]:
+    def _problems_of_set(self, call: Any, found: Mapping[str, Any], where: str) -> Iterator[str]:
         if found["set"] is None:
             yield f"{where} cannot be set"
             return

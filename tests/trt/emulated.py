@@ -28,7 +28,8 @@ def emulated_api(version: str = "11.4.0") -> Api:
 
 
 def emulated(
-    folder: Path, version: str = "11.4.0", gpu: str = H100, api: Callable[[], Api] | None = None
+    folder: Path, version: str = "11.4.0", gpu: str = H100, api: Callable[[], Api] | None = None,
+    free: int = 80 << 30,
 ) -> TrtBackend:
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
     host = Host(
@@ -37,7 +38,9 @@ def emulated(
         gpu=lambda: gpu,
         architecture=lambda: "sm_90",
         memory=lambda device: 80 << 30,
+        free=lambda device: free,
         timings=lambda: folder / "timings",
+        record=lambda device: None,
     )
     return replace(BACKEND, devices=("cpu",), host=host)
 

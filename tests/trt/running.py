@@ -36,7 +36,7 @@ class Emitted:
 
 def emit(
     graph: Graph, limits: Limits, weights: WeightsSource, version: str = "11.4.0",
-    attention: str = "explicit", experts: str = "auto",
+    attention: str = "explicit", experts: str = "plugin",
 ) -> Emitted:  # fmt: skip
     module = recorder(version)
     network = new_network(module)

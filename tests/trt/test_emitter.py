@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from g4ir.backends.base import Limits
-from g4ir.backends.primitives.emitter import Operand
 from g4ir.backends.primitives.lowerings import OUTSIDE
-from g4ir.backends.primitives.network import EXPERTS
+from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, without_weights
-from g4ir.backends.trt.lowerings import ATTENTION, lowerings
+from g4ir.backends.trt.lowerings import ATTENTION, EXPERTS, lowerings
 from g4ir.backends.trt.recorder import recorder
 from g4ir.backends.trt.recorder.execute import execute
-from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer
+from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer, ISoftMaxLayer
 from g4ir.backends.trt.recorder.network import check, volumes
 from g4ir.errors import LowerError
 from g4ir.interpret import interpret
@@ -191,10 +190,6 @@ PRIMITIVES: dict[str, Any] = {
         lambda e, x, y: e.prefix(x, 2, y), lambda x, y: x[..., :2], [BSD[0], "i64[C]"], X,
         torch.arange(2),
     ),
-    "repeat": primitive(
-        lambda e, x, y: e.repeat(x, 1, y), lambda x, y: x.expand(2, 3, 4),
-        ["f32[B,1,4]", BSD[1]], X[:, :1], Y,
-    ),
     "gather": primitive(
         lambda e, x, at: e.gather(x, at, 2), lambda x, at: x[:, :, at], [BSD[0], "i64[B,S]"], X,
         INDEX,
@@ -231,39 +226,13 @@ def test_primitive(name: str) -> None:
         assert torch.allclose(got, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_when_one(size: int) -> None:
-    """Either side, with a value of 64 bits and constants of each on the way."""
-
-    def build(e: TrtEmitter, x: Operand, at: Operand) -> Operand:
-        big = e.constant(torch.full((2048,), 2.0))
-
-        def then() -> Operand:
-            return e.repeat(e.mul(e.slice(x, 1, 0, 1), 2.0), 1, x)
-
-        def otherwise() -> Operand:
-            row = e.gather(big, e.add(at, 1), 0)
-            return e.mul(x, e.unsqueeze(row, 2))
-
-        return e.add(e.when_one(x, 1, then, otherwise), e.when_one(x, 1, otherwise, then))
-
-    feeds = [X[:, :size], INDEX[:, :size]]
-    (got,) = run(build, [BSD[0], "i64[B,S]"], feeds)
-    first = X[:, :1].expand(2, size, 4)
-    assert torch.allclose(got, 2 * X[:, :size] + 2 * first)
-
-
-def test_weights_in_a_conditional_are_there_once() -> None:
-    """Both sides read one constant, so that an engine holds experts once."""
+def test_no_conditionals() -> None:
+    """Who would write one hears why not."""
     e = new_emitter()
-    x = e.input("x", parse_type("f32[B,S,2048]"))
-    w = e.param(Value("w", parse_type("f32[2048,2048]")))
-    out = e.when_one(x, 1, lambda: e.linear(x, w), lambda: e.linear(e.mul(x, 2.0), w))
-    e.output("y", out)
-    check(e.network)
-    big = [x for x in e.network._layers if isinstance(x, IConstantLayer)
-           and x._types[0][1][-1:] == (2048,)]  # fmt: skip
-    assert len(big) == 1
+    e.scope = "L3.mlp.experts"
+    x = e.input("x", parse_type(BSD[0]))
+    with pytest.raises(LowerError, match=r"L3\.mlp\.experts: a conditional.*CUDA graph"):
+        e.when_one(x, 1, lambda: x, lambda: x)
 
 
 # --- constants, weights, names ----------------------------------------------------------------
@@ -317,8 +286,27 @@ def test_refused_layer() -> None:
     x = e.input("x", parse_type("f32[B,4]"))
     e.scope = "L7.attn"
     e.network = SimpleNamespace(add_softmax=lambda x: None)
-    with pytest.raises(LowerError, match=r"refused L7\.attn/softmax"):
+    e.said = lambda: "no such axis"
+    with pytest.raises(LowerError, match=r"refused L7\.attn/softmax: no such axis"):
         e.softmax(x)
+
+
+def test_shape_that_tensorrt_does_not_find() -> None:
+    """Its binding raises, where a tensor has -1 dims; its own words come last."""
+
+    class Nothing:
+        def __len__(self) -> int:
+            return -1
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    module = recorder()
+    e = TrtEmitter(module, new_network(module), without_weights, said=lambda: "dims do not match")
+    tensor = SimpleNamespace(dtype=module.DataType.FLOAT, shape=Nothing())
+    layer = SimpleNamespace(name="L1.attn/matmul", get_output=lambda i: tensor)
+    with pytest.raises(LowerError, match=r"L1\.attn/matmul: .*no shape: dims do not match"):
+        e.checked(layer, parse_type("f32[2,5]"))
 
 
 def test_type_that_tensorrt_sees_differently() -> None:
@@ -419,7 +407,7 @@ def compare(oracle: Oracle, **options: Any) -> tuple[list[Any], Emitted]:
 MODELS = [
     *((name, {}) for name in (*SMALL, "combined")),
     ("combined", {"attention": "fused"}),
-    ("31b-small", {"attention": "fused", "version": VERSION}),
+    ("31b-small", {"attention": "plain", "version": VERSION}),
     ("12b-small", {"latent_kv": "value"}),
     ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
     ("26b-a4b-small", {"experts": "all", "version": VERSION}),
@@ -431,15 +419,17 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """All options that concern a spec."""
     text = spec_called(name).text
     tied = text.full.k_eq_v or text.sliding.k_eq_v
-    for attention, version in product(ATTENTION, ("11.4.0", VERSION)):
+    for attention, version in product(FORMS, ("11.4.0", VERSION)):
         for latent in ("off", "value", "raw") if tied else ("off",):
-            for experts in EXPERTS if text.moe else ("auto",):
+            for experts in EXPERTS if text.moe else ("all",):
                 yield name, {
                     "attention": attention, "version": version, "latent_kv": latent,
                     "experts": experts,
                 }  # fmt: skip
 
 
+#: those of plugins are tested in test_plugins.py
+FORMS = [a for a in ATTENTION if a != "plugin"]
 EVERY = [
     form for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
     for form in every_form(name)
@@ -476,6 +466,38 @@ def test_model_in_bf16(name: str, options: dict[str, str]) -> None:
         assert got.dtype == torch.bfloat16
         assert cosine(got, want).min() > BF16_COSINE
         assert relative(got, want).max() < BF16_BUDGET
+
+
+def test_no_softmax_layer_in_plain_attention() -> None:
+    """Nothing for TensorRT to recognise; the router's softmax stays."""
+    program = built_program(spec_called("12b-small"))
+    for attention, count in (("plain", 0), ("explicit", 4)):
+        made = emit(prepared(program), Limits(2, 64, 9), without_weights, attention=attention)
+        found = [x for x in made.network._layers if isinstance(x, ISoftMaxLayer)]
+        assert (len(found) > 0) == (count > 0)
+
+
+def largest_scores(made: Emitted, dims: Mapping[str, int]) -> int:
+    found = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
+    return max(n for name, n in found.items() if "attn" in name and "/exp" in name)
+
+
+def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that would take more than they may are made block by block, each row as before; of a
+    short chunk the last blocks have nothing."""
+    oracle = weighted("12b-small")
+    tokens, lengths = random_tokens(oracle.spec, 3, 28), torch.tensor([19, 0, 13])
+
+    def outputs() -> tuple[list[torch.Tensor], Emitted]:
+        session, made = recorded_session(oracle, 3, 11, attention="plain")
+        return steps(session, tokens, lengths), made
+
+    whole, one = outputs()
+    monkeypatch.setattr(lowered, "MOST_SCORE_BYTES", 3 * 4 * 64 * 6 * 4)
+    parts, several = outputs()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, parts, strict=True))
+    scores = [largest_scores(m, {"B": 3, "S": 11, "C": 64}) for m in (one, several)]
+    assert scores[1] * 2 <= scores[0]
 
 
 def test_softcapped_attention_is_explicit_and_noted() -> None:
@@ -520,7 +542,7 @@ QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"), ("31b",
     ("name", "attention"),
     [
         pytest.param(*form, marks=() if form in QUICK else full)
-        for form in product(VARIANTS, ATTENTION)
+        for form in product(VARIANTS, FORMS)
     ],
 )
 def test_full_size(name: str, attention: str) -> None:
@@ -547,6 +569,7 @@ def test_full_size(name: str, attention: str) -> None:
     sizes = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
     assert min(sizes.values()) > 0
     assert max(sizes.values()) < 2**31
+    assert not made.network._conditionals  # which could not be recorded
 
 
 def _wide(text: Any, i: int) -> bool:
@@ -559,7 +582,7 @@ def _bound(x: Any, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def test_unknown_attention() -> None:
-    with pytest.raises(ValueError, match="one of explicit, fused"):
+    with pytest.raises(ValueError, match="one of explicit, plain, fused, plugin"):
         lowerings("flash")
 
 

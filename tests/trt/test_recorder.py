@@ -10,7 +10,7 @@ import torch
 
 from g4ir.backends.trt.recorder import VERSIONS, RuleError, recorder
 from g4ir.backends.trt.recorder.execute import execute
-from g4ir.backends.trt.recorder.network import aliases, check, volumes
+from g4ir.backends.trt.recorder.network import aliases, check, sizes, volumes
 from tests.trt.running import new_network
 
 Build = Callable[["Net"], Any]
@@ -495,6 +495,27 @@ def test_branches_are_lazy() -> None:
     assert execute(n.network, no)["y"].tolist() == [0]
     with pytest.raises(RuleError, match="index outside of 4"):
         execute(n.network, yes)
+
+
+def test_bytes_that_are_there_at_a_time() -> None:
+    """Of tensors between layers; a view is no copy, inputs, outputs and constants lie elsewhere."""
+    n = Net()
+    x = n.x(-1, 4)
+    first = n.exp(n.exp(x))
+    view = n.network.add_shuffle(first)
+    view.reshape_dims = (4, -1)
+    second = n.exp(view.get_output(0))
+    n.output(n.exp(second))
+    assert sizes(n.network, {"x0": (100, 4)})[1] == 2 * 100 * 4 * 4
+
+
+def test_constants_of_a_conditional() -> None:
+    """Big ones would be copied at each step."""
+    n = Net()
+    x = n.x(512, 1024)
+    big = n.constant(torch.zeros(512, 1024))
+    with pytest.raises(RuleError, match="2097152 bytes of constants are copied at each step"):
+        _conditional(n, lambda n: _entered(n, big), lambda n: _entered(n, x))
 
 
 def test_attention() -> None:

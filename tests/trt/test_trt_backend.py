@@ -27,13 +27,24 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.backend import PLAN, TENSORS
+from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS
 from g4ir.backends.trt.interface import interface
 from g4ir.backends.trt.recorder import engine as fake
-from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.recorder import recorder, recording
+from g4ir.backends.trt.recorder.layers import ISoftMaxLayer
 from g4ir.cli import main
 from g4ir.engine import Engine, load_engine, prepare
-from g4ir.errors import CheckError, EngineError, G4Error, InputError, LowerError, MissingError
+from g4ir.errors import (
+    CheckError,
+    EngineError,
+    G4Error,
+    InputError,
+    LowerError,
+    MissingError,
+    PlanError,
+)
+from g4ir.packing import StoredParams
+from g4ir.plan import reserve
 from g4ir.spec import load_spec
 from tests.cli_tools import g4ir
 from tests.configs import SMALL, VARIANTS, spec_called
@@ -177,6 +188,68 @@ def test_recorded_steps(trt: Build) -> None:
     assert len(made) == 4
 
 
+def test_steps_that_cannot_be_recorded(
+    trt: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streamed weights are not recorded at all; where a recording fails the step runs without, and
+    that is said once."""
+    api = emulated_api("11.4.0")
+    backend = emulated(tmp_path, free=0)
+    host = replace(backend.host, record=lambda device: recording(api.trt))
+    engine = trt(backend=replace(backend, host=host), settings={"weights": "streamed"})
+    made = cast(Any, engine.runtime)
+    assert made.record is None
+    plain, s, t = engine.session(2), engine.session(2), tokens(2, 5)
+    expected = [plain.decode(t[:, i]) for i in range(4)]
+    made.record = recording(api.trt)
+    with caplog.at_level("WARNING"):
+        got = [s.decode(t[:, i]) for i in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert made.record is None
+    (said,) = caplog.messages
+    assert "launch by launch" in said and "weights are streamed" in said
+
+
+def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
+    """What is free, but for caches, scratch memory, tables and the reserve."""
+    free = 200 << 20
+    engine = trt(backend=emulated(tmp_path, free=free), settings={"weights": "streamed"})
+    made = cast(Any, engine.runtime)
+    tables = sum(v.type.nbytes() for v in engine.program.graphs["embed"].params)
+    caches = engine.session(ROWS).nbytes()
+    taken = tables + caches + made.engine.device_memory_size_v2
+    size = made.engine.streamable_weights_size
+    backend = emulated(tmp_path, free=reserve(80 << 30) + taken + size // 2)
+    again = reload(engine, backend)
+    assert again.engine.weight_streaming_budget_v2 == size // 2
+    assert runtime.is_streaming(again.engine) and made.engine.weight_streaming_budget_v2 == 0
+    again = reload(engine, emulated(tmp_path))
+    assert again.engine.weight_streaming_budget_v2 == size
+    assert not runtime.is_streaming(again.engine)
+
+
+def test_weights_out_of_the_plan(trt: Build, tmp_path: Path) -> None:
+    """By the pair of flags that NVIDIA documents: params come from the engine's safetensors, all
+    constants from a file of their own."""
+    engine = trt(settings={"weights": "refit"})
+    made = cast(Any, engine.runtime).engine._built
+    assert not made.weights and CONSTANTS in engine.manifest["files"]
+    constants = StoredParams.open([engine.path / CONSTANTS])
+    names = set(constants.headers[0].entries)
+    assert names and names < made.refittable.keys()
+    assert made.refittable.keys() - names <= {v.name for v in engine.program.params().values()}
+    api = emulated_api()
+
+    def other(name: str) -> torch.Tensor:
+        return constants.tensor(name) + 1
+
+    fresh = cast(Any, engine.runtime).engine
+    with pytest.raises(EngineError, match="not the weights that it was built with"):
+        runtime.refit(api, fresh, fresh._logger, other, engine.runtime.source.tensor)
+    with pytest.raises(EngineError, match="neither a param nor a constant"):
+        runtime.refit(api, fresh, fresh._logger, constants.tensor)
+
+
 def test_state(shared: Engine) -> None:
     """Bytes of the caches, rings twice; zero empties all of them."""
     s = shared.session(2)
@@ -252,7 +325,9 @@ def test_manifest(shared: Engine) -> None:
     assert engine.manifest["machine"] == "cpu sm_90 tensorrt-11.4"
     assert (kept["tensorrt"], kept["gpu"]) == ("11.4.0", H100)
     assert kept["settings"]["hardware"] == "same-capability"
-    assert {PLAN, TENSORS} <= engine.manifest["files"].keys()
+    assert kept["scratch_bytes"]["engine"] == fake.SCRATCH
+    assert kept["scratch_bytes"]["estimated"] > 0
+    assert {PLAN, TENSORS, LOG} <= engine.manifest["files"].keys()
     assert engine.manifest["weights"]["kind"] == "packed"
 
 
@@ -346,10 +421,15 @@ def test_estimate_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_timing_cache_is_kept(trt: Build, tmp_path: Path) -> None:
     """One file per GPU and TensorRT; the next build begins with it."""
     trt()
-    build(tmp_path / "second", "tiny-ple")
     (kept,) = (tmp_path / "timings").iterdir()
+    first = builds_in(kept)
+    build(tmp_path / "second", "tiny-ple")
     assert kept.name == "cpu-sm_90-tensorrt-11.4.timing"
-    assert kept.read_text() == "recorder timing 2"
+    assert first > 1 and builds_in(kept) == 2 * first  # trial builds among them
+
+
+def builds_in(timing: Path) -> int:
+    return int(timing.read_text().removeprefix("recorder timing "))
 
 
 def test_interrupted_build(
@@ -368,10 +448,11 @@ def test_interrupted_build(
         trt()
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
-    assert [p.read_text() for p in (tmp_path / "timings").iterdir()] == ["recorder timing 1"]
+    assert [*map(builds_in, (tmp_path / "timings").iterdir())] == [1]
     monkeypatch.setattr(fake, "_told", told)
     trt()
-    assert [p.read_text() for p in (tmp_path / "timings").iterdir()] == ["recorder timing 2"]
+    (kept,) = (tmp_path / "timings").iterdir()
+    assert builds_in(kept) > 2
 
 
 def test_timing_cache_of_something_else(trt: Build, tmp_path: Path) -> None:
@@ -380,7 +461,7 @@ def test_timing_cache_of_something_else(trt: Build, tmp_path: Path) -> None:
     kept.parent.mkdir()
     kept.write_bytes(b"\x00no timing cache")
     trt()
-    assert kept.read_text() == "recorder timing 1"
+    assert builds_in(kept) > 1
 
 
 def test_timing_cache_that_cannot_be_kept(trt: Build, tmp_path: Path) -> None:
@@ -395,16 +476,77 @@ def test_refused_network(
     """The builder's words, our layer, what to try; no engine is left."""
     said = "no kernel for {ForeignNode[L1.attn.out/matmul]}"
 
-    def refuse(self: Any, network: Any, config: Any) -> None:
+    build_once = fake.Builder.build_serialized_network
+
+    def refuse(self: Any, network: Any, config: Any) -> Any:
+        if len(network._layers) < 200:
+            return build_once(self, network, config)
         self._logger.log(fake.Severity.ERROR, said)
+        return None
 
     monkeypatch.setattr(fake.Builder, "build_serialized_network", refuse)
     with pytest.raises(LowerError) as error:
         trt()
     message = str(error.value)
-    assert f"at layer L1.attn.out/matmul: {said}; try --set attention=explicit" in message
+    assert f"at layer L1.attn.out/matmul: {said}; try --set attention=plain" in message
     assert not (tmp_path / "engine").exists()
     assert [*(tmp_path / "timings").iterdir()]
+
+
+WRAPPER = "wrap_attention_op_in_kgen.cpp:251: CHECK failed. Expected 3 live inputs, got 4."
+
+
+@pytest.mark.parametrize("least", [0, 200], ids=["alone", "in the whole network only"])
+def test_attention_that_tensorrt_takes_for_its_own(
+    trt: Build, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """A second try in plain layers; what was chosen is in the manifest."""
+    build_once, refused = fake.Builder.build_serialized_network, list[int]()
+
+    def build_or_refuse(self: Any, network: Any, config: Any) -> Any:
+        found = any(isinstance(x, ISoftMaxLayer) for x in network._layers)
+        if found and len(network._layers) > least:
+            refused.append(len(network._layers))
+            self._logger.log(fake.Severity.ERROR, WRAPPER)
+            return None
+        return build_once(self, network, config)
+
+    monkeypatch.setattr(fake.Builder, "build_serialized_network", build_or_refuse)
+    engine = trt()
+    kept = engine.manifest["compiled"]
+    assert kept["settings"]["attention"] == "plain" and len(refused) == 1
+    assert (refused[0] > 200) == (least > 0)
+    assert any("attention: plain" in note for note in kept["notes"])
+    assert WRAPPER in (engine.path / LOG).read_text()
+
+
+def test_attention_that_is_refused_alone(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the whole network is built; the log is kept beside, and is not in the way later."""
+    sizes = list[int]()
+
+    def refuse(self: Any, network: Any, config: Any) -> None:
+        sizes.append(len(network._layers))
+        self._logger.log(fake.Severity.VERBOSE, "looked at everything")
+        self._logger.log(fake.Severity.ERROR, "no kernel for {attn.out/matmul}")
+
+    monkeypatch.setattr(fake.Builder, "build_serialized_network", refuse)
+    with pytest.raises(LowerError, match=r"attention of L\d.*attention=plain") as e:
+        trt()
+    assert len(sizes) == 1 and sizes[0] < 200
+    kept = Path(str(e.value).rpartition("TensorRT's log: ")[2])
+    assert kept.name == "engine.trt.log"
+    assert "[VERBOSE] looked at everything\n[ERROR] no kernel" in kept.read_text()
+    assert not kept.with_name("engine").exists()
+    monkeypatch.undo()
+
+
+def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch memory is known when the engine is made."""
+    size = fake.Attribute(None, read=lambda e: 79 << 30)
+    size.__set_name__(fake.ICudaEngine, "device_memory_size_v2")
+    monkeypatch.setattr(fake.ICudaEngine, "device_memory_size_v2", size)
+    with pytest.raises(PlanError, match=r"scratch 79.*which has 80.*prefill-chunk"):
+        trt()
 
 
 @pytest.mark.parametrize(
@@ -413,7 +555,8 @@ def test_refused_network(
         (["L1.mlp.experts/linear failed"], "L1.mlp.experts/linear", "experts=all"),
         (["L1.mlp.experts/linear.2 failed"], "L1.mlp.experts/linear.2", "experts=all"),
         (["could not allocate memory"], "", "--prefill-chunk"),
-        (["one", "two", "one"], "", "attention=explicit"),
+        ([WRAPPER], "", "attention=plain"),
+        (["one", "two", "one"], "", "attention=plain"),
         ([], "", "it gave no reason"),
     ],
 )
@@ -433,7 +576,7 @@ def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
         dry.check_sizes(emulated_api(), network_graph(p.packing.program), p.limits, p.settings)
     message = str(error.value)
     assert "2147483647 elements" in message and "attn" in message and "prefill-chunk" in message
-    assert "attention=fused" in message
+
 
 
 # --- what the environment lacks ---------------------------------------------------------------
@@ -585,6 +728,18 @@ def test_profiles_cover_every_dim() -> None:
     assert plan is not None
     with pytest.raises(ValueError, match="does not hold"):
         small_build(lambda c, p: p.set_shape("x", (3, 4), (2, 4), (3, 4)))
+
+
+def test_flags_that_exclude_each_other() -> None:
+    """A plan is stripped for equal weights; to refit some is another thing."""
+
+    def change(config: Any, profile: Any) -> None:
+        config.add_optimization_profile(profile)
+        for name in ("STRIP_PLAN", "REFIT_INDIVIDUAL"):
+            config.set_flag(getattr(config._module.BuilderFlag, name))
+
+    _, plan, log = small_build(change)
+    assert plan is None and "cannot be used together with STRIP_PLAN" in log.errors[0]
 
 
 def test_contexts_check_what_they_are_given() -> None:

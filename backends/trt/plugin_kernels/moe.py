@@ -1,4 +1,4 @@
-"""Routed experts: for a few tokens expert by expert, for many tokens sorted by expert first.
+"""Routed experts, sorted by expert first: one form for a single token and for a chunk.
 
 A slot is a token's choice of one expert; slot s belongs to token s // TOP_K. Everything between the
 products lies in the order of the slots, so that nothing has to be sorted back: `moe_sort` lists the
@@ -16,9 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...torch_compile.kernels.base import rounded
-from ...torch_compile.kernels.linear import _one_row
-from ...torch_compile.kernels.moe import _row_glu, _sum_slots, _tile_glu, _tile_linear
+from ...torch_compile.kernels.moe import _sum_slots, _tile_glu, _tile_linear
 
 #: out[row] = sum over the slots of weight * part: its parameters are in a plugin's order already
 moe_combine = _sum_slots
@@ -28,53 +26,6 @@ moe_combine = _sum_slots
 def _within(i, count):
     """i, or the nearest of 0 .. count - 1, i64."""
     return tl.minimum(tl.maximum(i, 0), count - 1).to(tl.int64)
-
-
-@triton.jit
-def moe_gate_up(
-    x, index, gate_up, act, HIDDEN: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of one slot; grid (tokens, slots of a token * blocks of columns).
-
-    x [tokens, HIDDEN], index i32[tokens, TOP_K], gate_up [EXPERTS, 2 INNER, HIDDEN];
-    act [tokens, TOP_K, INNER].
-    """
-    token = tl.program_id(0).to(tl.int64)
-    per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    slot = token * TOP_K + tl.program_id(1) // per_slot
-    n = tl.program_id(1) % per_slot * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = _within(tl.load(index + slot), EXPERTS)
-    _row_glu(
-        x + token * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), act + slot * INNER, n, INNER,
-        HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES,
-    )  # fmt: skip
-
-
-@triton.jit
-def moe_down(
-    act, weights, index, down, out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of a token, all its slots; grid (tokens, blocks of columns).
-
-    act [tokens, TOP_K, INNER], weights f32 and index i32 [tokens, TOP_K],
-    down [EXPERTS, HIDDEN, INNER]; out [tokens, HIDDEN].
-    """
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    chunk: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for j in range(TOP_K):
-        slot = token * TOP_K + j
-        w = down + (_within(tl.load(index + slot), EXPERTS) * HIDDEN + n) * INNER
-        y = _one_row(
-            act + slot * INNER, w, n < HIDDEN, 0, INNER, chunk, BLOCK_K, BLOCK_N, STAGES
-        )  # fmt: skip
-        total += tl.load(weights + slot) * rounded(tl.sum(y, 1), out)
-    tl.store(out + token * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def require_triton() -> Any:
     except ImportError as e:
         raise MissingError(
             f"plugins are compiled by triton, which cannot be imported ({e}): `pip install triton`,"
-            f" or build without plugins: --set experts=auto --set attention=explicit"
+            f" or build without plugins: --set experts=all --set attention=explicit"
         ) from e
     return triton
 

@@ -35,16 +35,6 @@ def _glu(x: Tensor, index: Tensor, gate_up: Tensor, act: str) -> Tensor:
     return out
 
 
-def _gate_up(c: Constants, x: Tensor, index: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
-    return (_glu(x, index, gate_up, c["ACT"]),)
-
-
-def _down(
-    c: Constants, act: Tensor, weights: Tensor, index: Tensor, down: Tensor
-) -> tuple[Tensor, ...]:
-    return _combine(c, _per_slot(act, down, index), weights)
-
-
 def _sort(c: Constants, index: Tensor) -> tuple[Tensor, ...]:
     flat = index.flatten()
     order = flat.argsort(stable=True).to(torch.int32).view_as(index)
@@ -78,13 +68,13 @@ def _combine(c: Constants, parts: Tensor, weights: Tensor) -> tuple[Tensor, ...]
 
 
 def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
-    """[B, SPLITS, SLOTS]: keys of each share of each row."""
-    end = (positions[:, 0].clamp(max=min(len(slots), c["SLOTS"]) - 1) + 1).clamp(min=1)
+    """[B, S, shares, SLOTS]: keys of each share of each token."""
+    shares = -(-c["SPLITS"] // positions.shape[1])
+    end = (positions.clamp(max=min(len(slots), c["SLOTS"]) - 1) + 1).clamp(min=1)
     first = (end - c["WINDOW"]).clamp(min=0) if c["WINDOW"] else torch.zeros_like(end)
-    share = (-(-(end - first) // c["SPLITS"])).clamp(min=c["N"])
-    split = torch.arange(c["SPLITS"])
-    low = first[:, None] + split * share[:, None]
-    high = torch.minimum(low + share[:, None], end[:, None])
+    share = (-(-(end - first) // shares)).clamp(min=c["N"])
+    low = first[..., None] + torch.arange(shares) * share[..., None]
+    high = torch.minimum(low + share[..., None], end[..., None])
     j = torch.arange(c["SLOTS"])
     return (j >= low[..., None]) & (j < high[..., None])
 
@@ -93,30 +83,29 @@ def _parts(
     c: Constants, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor
 ) -> tuple[Tensor, ...]:
     """Shares without keys have maximum -inf and sum 0."""
-    b, d = q.shape[0], c["D"]
-    query = wide(q).view(b, c["HEADS"], 1, c["GROUP"], d)
-    s = query @ wide(keys)[:, :, None].transpose(-1, -2) * c["INNER"]
+    query = wide(q).view(*q.shape[:2], c["HEADS"], 1, c["GROUP"], c["D"])
+    s = query @ wide(keys)[:, None, :, None].transpose(-1, -2) * c["INNER"]
     s = c["OUTER"] * s.tanh() if c["CAPPED"] else s
-    seen = _seen(c, positions, slots)[:, None, :, None]
+    seen = _seen(c, positions, slots)[:, :, None, :, None]
     s = s.masked_fill(~seen, -torch.inf)
     top = s.amax(-1)
     p = torch.where(seen, torch.exp2(s - top[..., None].clamp(min=-1e30)), 0.0)
     rounded = wide(p.to(values.dtype))
-    rows = wide(values)[:, :, None]
-    return rounded @ rows, torch.stack((top, p.sum(-1)), 3)
+    rows = wide(values)[:, None, :, None]
+    return rounded @ rows, torch.stack((top, p.sum(-1)), 4)
 
 
 def _merge(
     c: Constants, parts: Tensor, stats: Tensor, positions: Tensor, slots: Tensor
 ) -> tuple[Tensor, ...]:
-    top, total = stats.unbind(3)
-    gain = torch.exp2(top - top.amax(2, keepdim=True))
-    out = (parts * gain[..., None]).sum(2) / (total * gain).sum(2)[..., None]
-    return (out.flatten(1, 2)[:, None],)
+    top, total = stats.unbind(4)
+    gain = torch.exp2(top - top.amax(3, keepdim=True))
+    out = (parts * gain[..., None]).sum(3) / (total * gain).sum(3)[..., None]
+    return (out.flatten(2, 3),)
 
 
 _MEANING: Mapping[str, Callable[..., Any]] = {
-    "moe_gate_up": _gate_up, "moe_down": _down, "moe_sort": _sort,
+    "moe_sort": _sort,
     "moe_gate_up_grouped": _gate_up_grouped, "moe_down_grouped": _down_grouped,
     "moe_combine": _combine, "decode_parts": _parts, "decode_merge": _merge,
 }  # fmt: skip

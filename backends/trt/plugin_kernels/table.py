@@ -27,6 +27,18 @@ class Arithmetic(Protocol):
     def min(self, a: Any, b: Any) -> Any: ...
 
 
+class Named:
+    """The arithmetic of shapes whose dims have names: what follows from a name has another one."""
+
+    @staticmethod
+    def cdiv(a: int, b: Any) -> Any:
+        return f"{a}/{b}" if isinstance(b, str) else Whole.cdiv(a, b)
+
+    @staticmethod
+    def min(a: Any, b: Any) -> Any:
+        raise ValueError(f"min of {a} and {b}: no shape needs it")
+
+
 class Whole:
     """The arithmetic of numbers that are known."""
 
@@ -51,8 +63,8 @@ class Plugin:
     module: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
-    #: one shape per output, of input dims and constants
-    shapes: Callable[[Shapes, Constants], tuple[Shape, ...]]
+    #: one shape per output
+    shapes: Callable[[Arithmetic, Shapes, Constants], tuple[Shape, ...]]
     grid: Sizes
     whole: Mapping[str, Callable[[Shapes, Constants], Any]]
 
@@ -103,10 +115,6 @@ def _count(s: Shapes, c: Constants) -> Any:
     return b * n * k
 
 
-def _gate_up_grid(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    return _tokens(s), c["TOP_K"] * blocks(c["INNER"], c["BLOCK_N"])
-
-
 def _columns(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
     """A program for each token and block of columns of the result."""
     return _tokens(s), blocks(c["HIDDEN"], c["BLOCK_N"] if "BLOCK_N" in c else c["BLOCK"])
@@ -126,50 +134,47 @@ def _looked_at(s: Shapes, c: Constants) -> Any:
     return s["slots"][0]
 
 
-_SPLIT = ("HEADS", "SPLITS", "GROUP", "D")
+def _shares(a: Arithmetic, tokens: Shape, c: Constants) -> Any:
+    """Among how many programs a token's keys are split, of a tensor [B, S, ...]."""
+    return a.cdiv(c["SPLITS"], tokens[1])
+
+
+_LOOK = {"looked_at": _looked_at, "tokens": lambda s, c: s["positions"][1]}
 
 PLUGINS: Mapping[str, Plugin] = {p.name: p for p in (
     Plugin(
-        "moe_gate_up", "moe", {"x": T, "index": "i32", "gate_up": T}, {"act": T},
-        lambda s, c: ((*s["index"], c["INNER"]),), _gate_up_grid, {},
-    ),
-    Plugin(
-        "moe_down", "moe", {"act": T, "weights": "f32", "index": "i32", "down": T}, {"out": T},
-        lambda s, c: ((*s["index"][:2], c["HIDDEN"]),), _columns, {},
-    ),
-    Plugin(
         "moe_sort", "moe", {"index": "i32"}, {"order": "i32", "offsets": "i32"},
-        lambda s, c: (s["index"], (c["EXPERTS"] + 1,)), lambda a, s, c: (c["EXPERTS"],),
+        lambda a, s, c: (s["index"], (c["EXPERTS"] + 1,)), lambda a, s, c: (c["EXPERTS"],),
         {"count": _count},
     ),
     Plugin(
         "moe_gate_up_grouped", "moe", {"x": T, "order": "i32", "offsets": "i32", "gate_up": T},
-        {"act": T}, lambda s, c: ((*s["order"], c["INNER"]),), _tiles("INNER"), {"count": _count},
+        {"act": T}, lambda a, s, c: ((*s["order"], c["INNER"]),), _tiles("INNER"),
+        {"count": _count},
     ),
     Plugin(
         "moe_down_grouped", "moe", {"act": T, "order": "i32", "offsets": "i32", "down": T},
-        {"parts": T}, lambda s, c: ((*s["order"], c["HIDDEN"]),), _tiles("HIDDEN"),
+        {"parts": T}, lambda a, s, c: ((*s["order"], c["HIDDEN"]),), _tiles("HIDDEN"),
         {"count": _count},
     ),
     Plugin(
         "moe_combine", "moe", {"parts": T, "weights": "f32"}, {"out": T},
-        lambda s, c: ((*s["weights"][:2], c["HIDDEN"]),), _columns, {},
+        lambda a, s, c: ((*s["weights"][:2], c["HIDDEN"]),), _columns, {},
     ),
     Plugin(
         "decode_parts", "attention",
         {"q": T, "keys": T, "values": T, "positions": "i32", "slots": "i32"},
         {"parts": "f32", "stats": "f32"},
-        lambda s, c: (
-            (s["q"][0], *(c[k] for k in _SPLIT)),
-            (s["q"][0], c["HEADS"], c["SPLITS"], 2, c["GROUP"]),
+        lambda a, s, c: (
+            (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), c["GROUP"], c["D"]),
+            (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), 2, c["GROUP"]),
         ),
-        lambda a, s, c: (c["SPLITS"], c["HEADS"], s["q"][0]), {"looked_at": _looked_at},
+        lambda a, s, c: (_tokens(s), c["HEADS"], _shares(a, s["q"], c)), _LOOK,
     ),
     Plugin(
         "decode_merge", "attention",
         {"parts": "f32", "stats": "f32", "positions": "i32", "slots": "i32"}, {"out": T},
-        lambda s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
-        lambda a, s, c: (c["D"] // c["BLOCK"], c["HEADS"], s["positions"][0]),
-        {"looked_at": _looked_at},
+        lambda a, s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
+        lambda a, s, c: (_tokens(s), c["HEADS"], c["D"] // c["BLOCK"]), _LOOK,
     ),
 )}  # fmt: skip

@@ -13,6 +13,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,11 @@ class Recorder(ModuleType):
     """The module: its names, and `calls`, everything that was asked of them."""
 
     calls: list[Call]
+    #: bytes of dynamic shared memory that a launch may ask for; another number stands for a
+    #: TensorRT that sets a kernel's attribute first
+    _shared_memory: int
+    #: whether a CUDA graph is being recorded
+    _capturing: bool
 
 
 def recorder(version: str = "11.4.0") -> Any:
@@ -36,13 +42,29 @@ def recorder(version: str = "11.4.0") -> Any:
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
     module = Recorder("tensorrt")
-    module.calls = []
+    module.calls, module._shared_memory, module._capturing = [], 48 * 1024, False
     vars(module)["__version__"] = version
     for part in _PARTS:
         for name, thing in part.NAMES[version].items():
             vars(module)[name] = _bound(name, thing, module)
     vars(module)["plugin"] = plugin.plugin_module()
     return module
+
+
+def recording(module: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """What records a step on the CPU: as torch_compile/cuda_graph.py, it is run, and then run again
+    under the rules of a CUDA graph."""
+
+    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        module._capturing = True
+        try:
+            work()
+        finally:
+            module._capturing = False
+        return work
+
+    return recorded
 
 
 def _bound(name: str, thing: Any, module: Recorder) -> Any:
@@ -52,4 +74,4 @@ def _bound(name: str, thing: Any, module: Recorder) -> Any:
     return type(name, (thing,), {"_calls": module.calls, "_module": module, "_api_name": name})
 
 
-__all__ = ["VERSIONS", "Call", "Recorder", "RuleError", "recorder"]
+__all__ = ["VERSIONS", "Call", "Recorder", "RuleError", "recorder", "recording"]

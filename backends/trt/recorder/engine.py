@@ -22,7 +22,7 @@ import torch
 from . import network as networks
 from .enums import ApiEnum, DataType, TensorLocation, _enum
 from .execute import execute
-from .layers import Dims, IConstantLayer, ITensor, Shape, Weights, torch_dtype
+from .layers import Dims, IConstantLayer, IPluginV3Layer, ITensor, Shape, Weights, torch_dtype
 from .network import INetworkDefinition
 from .record import Attribute, Recorded, RuleError, api, held
 
@@ -210,6 +210,8 @@ class Built:
     weights: Mapping[int, torch.Tensor]
     refittable: Mapping[str, int]
     streamed: bool
+    #: digests of the weights that were stripped
+    stripped: Mapping[str, bytes]
 
 
 #: digest -> what was built in this process
@@ -225,6 +227,7 @@ class Builder(Recorded):
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
 
+    max_threads = Attribute("int", 1)
     logger = Attribute(None, read=lambda b: b._logger)
 
     @api
@@ -242,12 +245,12 @@ class Builder(Recorded):
         return self._module.IOptimizationProfile(self._module)
 
     @api
-    def build_serialized_network(
-        self, network: INetworkDefinition, config: IBuilderConfig
-    ) -> Any:
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
         try:
             networks.check(network)
             _check_profiles(network, config)
+            _check_flags(config)
+            _check_launches(network, self._module._shared_memory)
             if config._timing:
                 config._timing._builds += 1
             if not _told(held(config, "progress_monitor"), len(network._layers)):
@@ -286,6 +289,23 @@ def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None
             _check_range(profile, index, tensor)
 
 
+def _check_flags(config: IBuilderConfig) -> None:
+    """Of the ways to refit there is one; to strip a plan sets REFIT_IDENTICAL by default."""
+    ways = [f for f in ("REFIT", "REFIT_IDENTICAL") if config._named(f)]
+    ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
+    both = config._named("REFIT_INDIVIDUAL") and ways
+    _need(not both, f"REFIT_INDIVIDUAL cannot be used together with {', '.join(both or [])}")
+
+
+def _check_launches(network: INetworkDefinition, room: int) -> None:
+    """Kernels of plugins ask for no more shared memory than their launch is given."""
+    for layer in network._layers:
+        if isinstance(layer, IPluginV3Layer):
+            types = [t._type for t in layer._inputs if t is not None]
+            need = held(layer, "plugin").launch(types).params["shared_mem"]
+            layer._need(need <= room, f"{need} bytes of dynamic shared memory, of {room}")
+
+
 def _check_range(profile: IOptimizationProfile, index: int, tensor: ITensor) -> None:
     name = held(tensor, "name")
     ranges = profile._ranges.get(name)
@@ -303,17 +323,22 @@ def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
     constants = [x for x in network._layers if isinstance(x, IConstantLayer)]
     names: dict[str, int] = {}
     if config._named("STRIP_PLAN"):
-        marked = network._refittable
-        names = {
-            n: x._index for x in constants
-            if (n := network._weight_names.get(id(held(x, "weights")))) in marked
-        }  # fmt: skip
+        for x in constants:
+            name = network._weight_names.get(id(held(x, "weights")), "")
+            x._need(name, "it is stripped, and has no name under which it could be set again")
+            names[name] = x._index
     kept = {
         x._index: held(x, "weights")._tensor().clone().view(tuple(held(x, "shape")))
         for x in constants if x._index not in names.values()
     }  # fmt: skip
     profiles = tuple(dict(p._ranges) for p in config._profiles)
-    return Built(network, profiles, kept, names, config._named("WEIGHT_STREAMING"))
+    stripped = {n: _hash(held(network._layers[i], "weights")._tensor()) for n, i in names.items()}
+    streamed = config._named("WEIGHT_STREAMING")
+    return Built(network, profiles, kept, names, streamed, stripped)
+
+
+def _hash(values: torch.Tensor) -> bytes:
+    return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _digest(built: Built) -> str:
@@ -400,10 +425,10 @@ class ICudaEngine(Recorded):
     def get_aliased_input_tensor(self, name: str) -> Any:
         return self._aliases.get(name)
 
-    @api
-    def get_weight_streaming_automatic_budget(self) -> int:
-        _need(self._built.streamed, "the engine was not built with WEIGHT_STREAMING")
-        return int(sum(t.nbytes for t in self._weights.values()) // 2)
+    def _streams(self) -> bool:
+        """Whether some weights are copied to the device at each step."""
+        size = sum(t.nbytes for t in self._weights.values()) * self._built.streamed
+        return held(self, "weight_streaming_budget_v2") < size
 
     def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._network._constants = dict(self._weights)
@@ -447,6 +472,9 @@ class Refitter(Recorded):
             self._logger.log(Severity.ERROR, f"{name}: other weights were expected")
             return False
         _need(location is TensorLocation.HOST, f"{name}: the recorder has no device")
+        if _hash(weights._tensor()) != self._engine._built.stripped[name]:
+            self._logger.log(Severity.ERROR, f"{name}: not the weights that it was built with")
+            return False
         self._given[name] = weights._tensor().clone()
         return True
 
@@ -535,7 +563,7 @@ class IExecutionContext(Recorded):
 
     @api
     def execute_async_v3(self, stream_handle: int) -> bool:
-        wrong = self._unready()
+        wrong = self._unready() or self._unrecordable()
         if wrong:
             return self._refuse(wrong)
         inputs = {n: _at(self._addresses[n], t, self._shape(n)) for n, t in self._inputs().items()}
@@ -571,6 +599,15 @@ class IExecutionContext(Recorded):
 
     def _shapeless(self) -> list[str]:
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
+
+    def _unrecordable(self) -> str:
+        """Why the step cannot be recorded, where it is being."""
+        if not self._engine._module._capturing:
+            return ""
+        if self._engine._network._conditionals:
+            return "a conditional's side is chosen by the host: the step cannot be captured"
+        streaming = self._engine._streams()
+        return "weights are streamed: the step waits, and cannot be captured" if streaming else ""
 
     def _misplaced(self) -> str:
         """An aliased output lies where its input lies, any other where no input does."""

@@ -76,9 +76,7 @@ class _Run:
         return self.env[end._in(side)]
 
 
-def _fed(
-    tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, int]
-) -> torch.Tensor:
+def _fed(tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, int]) -> torch.Tensor:
     name = held(tensor, "name")
     if name not in feeds:
         raise RuleError(f"input {name} was not fed")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .enums import (
@@ -40,11 +41,19 @@ CASTABLE = {*NUMBERS, DataType.BOOL, DataType.INT8, DataType.UINT8}
 BRANCHED = {DataType.BOOL, DataType.INT32, *FLOATS}
 MAX_DIMS = 8
 MAX_TOP_K = 3840
+#: bytes of constants that may come in through an input layer of a conditional
+MAX_ENTERING = 1 << 20
 #: elements of a tensor that an operator takes
 MAX_VOLUME = 2**31 - 1
 ITEMSIZE = {
     DataType.FLOAT: 4, DataType.HALF: 2, DataType.BF16: 2, DataType.INT32: 4, DataType.INT64: 8,
     DataType.INT8: 1, DataType.BOOL: 1, DataType.UINT8: 1, DataType.FP8: 1,
+}  # fmt: skip
+
+
+#: elementwise operations on sizes
+ON_SIZES: dict[str, Callable[[Any, Any], int]] = {
+    "SUM": operator.add, "SUB": operator.sub, "MIN": min, "MAX": max,
 }  # fmt: skip
 
 
@@ -365,6 +374,14 @@ class IElementWiseLayer(ILayer):
         self._kinds(a, FLOATS if op is ElementWiseOperation.POW else kinds, op.name)
         return [(DataType.BOOL if op.name in compares else a._dtype, self._broadcast(a, b))]
 
+    def _values(self) -> list[int | None] | None:
+        """Of shape tensors, for what is done with sizes."""
+        f = ON_SIZES.get(held(self, "op").name)
+        one, two = self._in(0)._known(), self._in(1)._known()
+        if f is None or one is None or two is None or len(one) != len(two):
+            return None
+        return [None if a is None or b is None else f(a, b) for a, b in zip(one, two)]
+
 
 class IMatrixMultiplyLayer(ILayer):
     _kind = "matrix multiply"
@@ -684,8 +701,7 @@ class IAttention(Layer):
         self._joined([t._dims[0] for t in (q, k, v)], text)
         self._joined([k._dims[2], v._dims[2]], text)
         self._need(
-            held(self, "norm_op") is AttentionNormalizationOp.SOFTMAX
-            or held(self, "decomposable"),
+            held(self, "norm_op") is AttentionNormalizationOp.SOFTMAX or held(self, "decomposable"),
             "without a norm it must be decomposable",
         )
         self._check_mask(q, k, held(self, "mask"))
@@ -756,8 +772,12 @@ class IIfConditionalInputLayer(IIfConditionalBoundaryLayer):
     _kind = "conditional input"
 
     def _infer(self) -> list[Output]:
-        self._kinds(self._in(), BRANCHED, "a branch")
-        return [self._in()._type]
+        x = self._in()
+        self._kinds(x, BRANCHED, "a branch")
+        if isinstance(x._layer, IConstantLayer):
+            count = volume(x._dims) * ITEMSIZE[x._dtype]
+            self._need(count <= MAX_ENTERING, f"{count} bytes of constants are copied at each step")
+        return [x._type]
 
     def _values(self) -> list[int | None] | None:
         return self._in()._known()

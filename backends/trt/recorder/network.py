@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from . import layers as kinds
@@ -43,7 +44,6 @@ class INetworkDefinition(Recorded):
         #: of an execution: constants by layer
         self._constants: dict[int, Any] = {}
         self._weight_names: dict[int, str] = {}
-        self._refittable: set[str] = set()
 
     name = Attribute("str", "")
     error_recorder = Attribute("Any")
@@ -77,13 +77,6 @@ class INetworkDefinition(Recorded):
         self._weight_names[id(weights)] = name
         return True
 
-    @api
-    def mark_weights_refittable(self, name: str) -> bool:
-        if name not in self._weight_names.values():
-            return False
-        self._refittable.add(name)
-        return True
-
     # --- inputs and outputs -------------------------------------------------------------------
 
     @api
@@ -107,9 +100,7 @@ class INetworkDefinition(Recorded):
 
     # --- layers -------------------------------------------------------------------------------
 
-    def _add(
-        self, kind: type[L], inputs: Sequence[ITensor], outputs: int = 1, **members: Any
-    ) -> L:
+    def _add(self, kind: type[L], inputs: Sequence[ITensor], outputs: int = 1, **members: Any) -> L:
         layer = kind(self, inputs, outputs)
         for member, value in members.items():
             keep(layer, member, value)
@@ -134,9 +125,7 @@ class INetworkDefinition(Recorded):
         return self._add(kinds.IUnaryLayer, [input], op=op)
 
     @api
-    def add_activation(
-        self, input: ITensor, type: ActivationType
-    ) -> kinds.IActivationLayer:
+    def add_activation(self, input: ITensor, type: ActivationType) -> kinds.IActivationLayer:
         return self._add(kinds.IActivationLayer, [input], type=type)
 
     @api
@@ -163,9 +152,7 @@ class INetworkDefinition(Recorded):
     def add_reduce(
         self, input: ITensor, op: ReduceOperation, axes: int, keep_dims: bool
     ) -> kinds.IReduceLayer:
-        return self._add(
-            kinds.IReduceLayer, [input], op=op, axes=axes, keep_dims=keep_dims
-        )
+        return self._add(kinds.IReduceLayer, [input], op=op, axes=axes, keep_dims=keep_dims)
 
     @api
     def add_topk(
@@ -239,9 +226,7 @@ class INetworkDefinition(Recorded):
         causal: bool,
     ) -> kinds.IAttention:
         _need(not causal, "attention: causal is UPPER_LEFT, which hides what lies before a chunk")
-        return self._add(
-            self._attention, [query, key, value], norm_op=norm_op, causal=causal
-        )
+        return self._add(self._attention, [query, key, value], norm_op=norm_op, causal=causal)
 
     @api
     def add_plugin(self, func: Callable, aot: bool) -> kinds.IPluginV3Layer:
@@ -411,19 +396,74 @@ def _check_enclosed(network: INetworkDefinition, found: Branches) -> None:
         _need(not hidden, f"output {tensor._title} lies inside a conditional")
 
 
-def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
-    """Elements of each tensor where inputs have these shapes: name, or layer name, -> count."""
+@contextmanager
+def bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[None]:
+    """Inputs have these shapes."""
     network._bound = inputs
     network._epoch += 1
     try:
-        return {
-            held(t, "name") or f"{layer._title} {i}": volume(t._dims)
-            for layer in network._layers
-            for i, t in enumerate(layer._outputs)
-        }
+        yield
     finally:
         network._bound = {}
         network._epoch += 1
+
+
+def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
+    """Elements of each tensor where inputs have these shapes: name, or layer name, -> count."""
+    with bound(network, inputs):
+        return _volumes(network)
+
+
+def _volumes(network: INetworkDefinition) -> dict[str, int]:
+    return {
+        held(t, "name") or f"{layer._title} {i}": volume(t._dims)
+        for layer in network._layers
+        for i, t in enumerate(layer._outputs)
+    }
+
+
+def sizes(
+    network: INetworkDefinition, inputs: Mapping[str, Shape]
+) -> tuple[dict[str, int], int]:
+    """`volumes`, and the most bytes of tensors that exist at a time, where no two layers are fused
+    and each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
+    elsewhere."""
+    with bound(network, inputs):
+        return _volumes(network), _live_bytes(network)
+
+
+def _live_bytes(network: INetworkDefinition) -> int:
+    roots: dict[ITensor, ITensor] = {}
+    last: dict[ITensor, int] = {}
+    for i, layer in enumerate(network._layers):
+        ins = [t for t in layer._inputs if t is not None]
+        for t in ins:
+            last[roots.get(t, t)] = i
+        if _is_view(layer):
+            roots[layer._outputs[0]] = roots.get(ins[0], ins[0])
+    ends: dict[int, int] = {}
+    live = most = 0
+    for i, layer in enumerate(network._layers):
+        size = sum(_own_bytes(layer, t) for t in layer._outputs if t in last)
+        for t in layer._outputs:
+            if t in last:
+                ends[last[t]] = ends.get(last[t], 0) + _own_bytes(layer, t)
+        live += size
+        most = max(most, live)
+        live -= ends.pop(i, 0)
+    return most
+
+
+def _is_view(layer: Layer) -> bool:
+    """Whether its output is its input's memory."""
+    if isinstance(layer, kinds.IShuffleLayer):
+        return held(layer, "first_transpose") is None and held(layer, "second_transpose") is None
+    return isinstance(layer, kinds.IIdentityLayer | kinds.IKVCacheUpdateLayer)
+
+
+def _own_bytes(layer: Layer, t: ITensor) -> int:
+    elsewhere = isinstance(layer, kinds.IConstantLayer) or t._is_output or _is_view(layer)
+    return 0 if elsewhere else volume(t._dims) * kinds.ITEMSIZE[t._dtype]
 
 
 _COMMON: Mapping[str, Any] = {

@@ -9,6 +9,7 @@ where roundings fall: 2 ulps, any quarter of the values.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,15 @@ import torch
 
 from g4ir.backends.trt.plugin_kernels.reference import run as meaning
 from g4ir.backends.trt.plugin_kernels.table import PLUGINS, Plan
-from g4ir.backends.trt.plugins import Decode, Experts, grid_of, kernel_of, result_types
+from g4ir.backends.trt.plugins import (
+    SHARED_BYTES,
+    Decode,
+    Experts,
+    grid_of,
+    kernel_of,
+    result_types,
+    tightened,
+)
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
 from g4ir.types import Type, dtype_name, torch_dtype
@@ -137,18 +146,6 @@ def small(plan: Plan) -> Plan:
     )
 
 
-def few(data: Data, plans: tuple[Plan, ...], check: bool = False) -> Tensor:
-    first, second = plans
-    act = start(first, data.x, data.index, data.gate_up)[0]
-    if check:
-        agree(act, meaning(first, data.x, data.index, data.gate_up)[0])
-    given = act, data.weights, data.index, data.down
-    out = start(second, *given)[0]
-    if check:
-        agree(out, meaning(second, *given)[0])
-    return out
-
-
 def many(data: Data, plans: tuple[Plan, ...], check: bool = False) -> Tensor:
     sort, first, second, combine = plans
     listed = start(sort, data.index)
@@ -163,52 +160,43 @@ def many(data: Data, plans: tuple[Plan, ...], check: bool = False) -> Tensor:
     return out
 
 
-FORMS = {"few": few, "many": many}
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.rows}x{c.tokens}-{c.top_k}of{c.count}")
-def test_experts(case: Case, form: str) -> None:
+def test_experts(case: Case) -> None:
     """fp32 against the op in fp64; bf16 each kernel against its meaning."""
-    if form == "few" and case.rows * case.tokens > 4:
-        case = replace(case, tokens=1)
     for name in ("f32", "bf16"):
         data = Data(case, torch_dtype(name))
-        sizes = case.sizes(name)
-        plans = tuple(small(p) for p in (sizes.few() if form == "few" else sizes.many()))
-        got = FORMS[form](data, plans, check=True)
+        got = many(data, tuple(map(small, case.sizes(name).plans())), check=True)
         if name == "f32":
             want = data.expected(case)
             assert float((got.double() - want).abs().max()) < 1e-5 * float(rms(want))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_experts_with_the_blocks_of_a_build(form: str) -> None:
+def test_experts_with_the_blocks_of_a_build() -> None:
+    """Those within the shared memory of every launch too."""
     case = Case(1, 2, hidden=130, inner=70, count=4)
     data = Data(case, torch.bfloat16)
-    sizes = case.sizes("bf16")
-    FORMS[form](data, sizes.few() if form == "few" else sizes.many(), check=True)
+    plans = case.sizes("bf16").plans()
+    many(data, plans, check=True)
+    many(data, tuple(tightened(p, SHARED_BYTES) for p in plans), check=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_indices_without_meaning_are_put_into_their_range(form: str) -> None:
+def test_indices_without_meaning_are_put_into_their_range() -> None:
     """As when TensorRT times a layer on memory that nobody wrote."""
     case = Case(1, 3)
     data = Data(case, torch.float32)
     data.gate_up.nan_to_num_(), data.down.nan_to_num_()
-    sizes = case.sizes("f32")
-    plans = tuple(small(p) for p in (sizes.few() if form == "few" else sizes.many()))
+    plans = tuple(map(small, case.sizes("f32").plans()))
     data.index = torch.tensor([[[-5, 3], [2**31 - 1, 0], [-(2**31), 6]]], dtype=torch.int32)
-    got = FORMS[form](data, plans)
+    got = many(data, plans)
     data.index = torch.tensor([[[0, 3], [5, 0], [0, 5]]], dtype=torch.int32)
-    assert torch.equal(got, FORMS[form](data, plans))
+    assert torch.equal(got, many(data, plans))
 
 
 def test_a_list_without_meaning_is_not_followed() -> None:
     """The grouped products end, and write where they may."""
     case = Case(1, 3)
     data = Data(case, torch.float32)
-    plan = small(case.sizes("f32").many()[1])
+    plan = small(case.sizes("f32").plans()[1])
     g = torch.Generator().manual_seed(0)
     for _ in range(3):
         order = torch.randint(-(2**31), 2**31 - 1, (1, 3, 2), generator=g).to(torch.int32)
@@ -219,7 +207,7 @@ def test_a_list_without_meaning_is_not_followed() -> None:
 def test_equal_inputs_give_equal_bits() -> None:
     case = CASES[3]
     data = Data(case, torch.bfloat16)
-    plans = tuple(map(small, case.sizes("bf16").many()))
+    plans = tuple(map(small, case.sizes("bf16").plans()))
     assert torch.equal(many(data, plans), many(data, plans))
 
 
@@ -257,15 +245,19 @@ ATTENTIONS = [
 POSITIONS = (0, 37, 79)
 
 
-def rows_of(case: Heads, dtype: torch.dtype, positions: tuple[int, ...]) -> list[Tensor]:
+def rows_of(
+    case: Heads, dtype: torch.dtype, positions: tuple[int, ...], tokens: int = 1
+) -> list[Tensor]:
+    """Inputs of `decode_parts`: the last tokens of a row up to its position."""
     g = torch.Generator().manual_seed(case.d)
     b = len(positions)
-    q = torch.randn(b, 1, case.heads * case.group, case.d, generator=g) * case.d**-0.5
+    q = torch.randn(b, tokens, case.heads * case.group, case.d, generator=g) * case.d**-0.5
     caches = [torch.randn(b, case.heads, 96, case.d, generator=g) for _ in range(2)]
     for row, end in enumerate(positions):
         for cache in caches:  # what is not visible must not count
             cache[row, :, max(0, min(end, case.looked_at - 1)) + 1 :] = torch.nan
-    at = torch.tensor(positions, dtype=torch.int32)[:, None]
+    at = torch.tensor(positions)[:, None] - torch.arange(tokens - 1, -1, -1)
+    at = at.to(torch.int32)
     slots = torch.arange(case.looked_at, dtype=torch.int32)
     return [q.to(dtype), *(c.to(dtype) for c in caches), at, slots]
 
@@ -273,22 +265,23 @@ def rows_of(case: Heads, dtype: torch.dtype, positions: tuple[int, ...]) -> list
 def expected(case: Heads, q: Tensor, k: Tensor, v: Tensor, at: Tensor, slots: Tensor) -> Tensor:
     """Softmax over the visible keys, in fp64."""
     out = torch.empty(q.shape, dtype=torch.float64)
-    for b in range(len(q)):
-        end = max(min(int(at[b, 0]), len(slots) - 1) + 1, 1)
+    for b, i, h in itertools.product(*map(range, q.shape[:3])):
+        end = max(min(int(at[b, i]), len(slots) - 1) + 1, 1)
         first = max(0, end - case.window) if case.window else 0
-        for h in range(q.shape[2]):
-            keys, values = (t[b, h // case.group, first:end].double() for t in (k, v))
-            s = keys @ q[b, 0, h].double() * 0.7
-            s = case.softcap * (s / case.softcap).tanh() if case.softcap else s
-            out[b, 0, h] = s.softmax(0) @ values
+        keys, values = (t[b, h // case.group, first:end].double() for t in (k, v))
+        s = keys @ q[b, i, h].double() * 0.7
+        s = case.softcap * (s / case.softcap).tanh() if case.softcap else s
+        out[b, i, h] = s.softmax(0) @ values
     return out
 
 
 @pytest.mark.parametrize("case", ATTENTIONS, ids=lambda c: f"{c.heads}x{c.group}x{c.d}-{c.splits}")
 @pytest.mark.parametrize("name", ["f32", "bf16"])
-def test_decode_attention(case: Heads, name: str) -> None:
-    """One key, some, and all; most splits of the first row have none."""
-    given = rows_of(case, torch_dtype(name), POSITIONS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_attention(case: Heads, name: str, tokens: int) -> None:
+    """One key, some, and all; most splits of the first row have none. A chunk's tokens share fewer
+    splits, and the first of a row may lie before it."""
+    given = rows_of(case, torch_dtype(name), POSITIONS, tokens)
     first, second = case.plans(name, len(POSITIONS))
     made = start(first, *given)
     got = start(second, *made, *given[3:])[0]

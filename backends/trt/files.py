@@ -1,0 +1,25 @@
+"""What the files of an engine are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: the network of the text model; those of towers are called as their graphs
+ENGINE = "engine"
+#: what the builder said, all of it
+LOG = "trt.log"
+
+
+def files(name: str) -> tuple[str, str, str]:
+    """Of a network: its plan, what it is fed, and the constants of a plan without weights."""
+    return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
+
+
+PLAN, TENSORS, CONSTANTS = files(ENGINE)
+
+
+def log_beside(folder: Path) -> Path:
+    """Where the log of a build that fails is kept: beside the engine that it would have been, of
+    which `folder` is the unfinished directory `.NAME.building-...`."""
+    name = folder.name.removeprefix(".").partition(".building-")[0]
+    return folder.parent / f"{name}.{LOG}"

@@ -1,0 +1,182 @@
+"""A build from its graphs to its plans: what is tried first, and what is tried again."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import PlanError
+from g4ir.ir import Graph
+from g4ir.packing import ParamSource
+from g4ir.plan import reserve
+from g4ir.tensorfile import write_file
+from g4ir.units import size_text
+
+from ..base import Limits, Progress
+from . import build, probe, trial
+from .dry_run import EMULATED, check_sizes
+from .emitter import SHARED_BYTES
+from .files import ENGINE, LOG, files, log_beside
+from .log import logger
+from .recorder import recorder
+from .runtime import deserialize
+
+if TYPE_CHECKING:
+    from .backend import Host
+
+
+@dataclass
+class Make:
+    """One build. `settings` become those that it ends with; `cache_bytes`: of a session."""
+
+    host: Host
+    graphs: Mapping[str, Graph]
+    limits: Limits
+    device: str
+    out: Path
+    progress: Progress
+    params: ParamSource
+    settings: dict[str, str]
+    machine: str
+    cache_bytes: int
+    notes: list[str] = field(default_factory=list)
+    shared: int = SHARED_BYTES
+
+    def run(self) -> dict[str, Any]:
+        """Write the plans; returns what the manifest keeps. Where it fails, TensorRT's log is kept
+        beside the engine, and the error ends with its name."""
+        self.api = self.host.tensorrt()
+        self.log = logger(self.api.trt, self.out / LOG)
+        try:
+            return self._made()
+        except Exception as e:
+            self._keep_log(e)
+            raise
+        finally:
+            self.log.close()
+
+    def _keep_log(self, error: Exception) -> None:
+        with suppress(OSError):
+            kept = shutil.copy(self.out / LOG, log_beside(self.out))
+            if error.args:
+                error.args = (f"{error.args[0]}; TensorRT's log: {kept}", *error.args[1:])
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.progress(text)
+
+    def _made(self) -> dict[str, Any]:
+        scratch = self._check_sizes()
+        self._choose()
+        self.progress(
+            f"TensorRT's builder: {build.estimate([*self.graphs.values()], self.settings)}"
+        )
+        layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
+        found = self._check_memory()
+        return {
+            "plan": files(ENGINE)[0], "tensors": files(ENGINE)[1], "tensorrt": self.api.version,
+            "gpu": self.host.gpu(), "settings": self.settings, "layers": layers[ENGINE],
+            "shared_bytes": self.shared, "notes": self.notes,
+            "scratch_bytes": {"estimated": scratch, "engine": found},
+            "towers": {name: files(name)[0] for name in self.graphs if name != ENGINE},
+        }  # fmt: skip
+
+    def _check_sizes(self) -> int:
+        """The estimate of scratch memory."""
+        self.progress("checking sizes")
+        emulated = probe.probe(recorder(EMULATED))
+        return max(
+            check_sizes(emulated, g, self.limits, self.settings)[1] for g in self.graphs.values()
+        )
+
+    def _choose(self) -> None:
+        """Forms, by trial builds."""
+        graph, asked = self.graphs[ENGINE], self.settings["experts"]
+        mixed = any(True for _ in graph.find("experts"))
+        if mixed and asked == "auto":
+            self.settings["experts"] = build.chosen_experts(self.settings)
+            if self.settings["experts"] == "all":
+                self._note("experts: all of them are multiplied, since there is no triton here")
+        sorted_ = mixed and self.settings["experts"] == "plugin"
+        if sorted_ or self.settings["attention"] == "plugin":
+            self.progress("trial build of a plugin")
+            self.shared = trial.shared_memory(self.api, self.device, self.log)
+            self._note(f"plugins use up to {self.shared} bytes of shared memory")
+        form = trial.attention_form(
+            self.api, graph, self.limits, self.settings, self._memory(), self._timing(),
+            self.progress, self.log,
+        )  # fmt: skip
+        self._use_form(form)
+
+    def _use_form(self, form: str) -> None:
+        if form != self.settings["attention"]:
+            self.settings["attention"] = form
+            self._note(
+                f"attention: {form}, since TensorRT takes the layers of the other form for an "
+                f"attention of its own and fails"
+            )
+
+    def _timing(self) -> Path:
+        return build.timing_file(self.host.timings(), self.machine)
+
+    def _memory(self) -> int:
+        return self.host.memory(self.device)
+
+    def _plan(self, name: str, graph: Graph) -> int:
+        """One network's files; the number of its layers. Where its attention is refused, it is
+        tried once more in plain layers."""
+        try:
+            return self._plan_once(name, graph)
+        except build.RefusedError as e:
+            if self.settings["attention"] == "plain" or build.WRAPPER not in str(e):
+                raise
+            self._use_form("plain")
+            return self._plan_once(name, graph)
+
+    def _plan_once(self, name: str, graph: Graph) -> int:
+        plan, tensors, constants = files(name)
+        self.progress(f"writing the network {name}")
+        w = build.write_network(
+            self.api, graph, self.limits, self.params, self.settings, self.log, self.shared
+        )
+        for note in w.emitter.notes:
+            self._note(note)
+        config = build.configure(self.api, w, self.settings, self._memory())
+        build.build_plan(self.api, w, config, self._timing(), self.out / plan, self.progress)
+        text = json.dumps(w.interface.as_json(), indent=1) + "\n"
+        write_file(self.out / tensors, [text.encode()])
+        if self.settings["weights"] == "refit":
+            build.write_constants(w, self.out / constants)
+        return int(w.network.num_layers)
+
+    def _check_memory(self) -> int:
+        """Bytes of scratch memory of the text model's engine. PlanError where they do not fit the
+        device beside weights and caches."""
+        self.progress("checking the engine's memory")
+        engine = read_plan(self.out / files(ENGINE)[0], self.api, self.log)
+        scratch, memory = int(engine.device_memory_size_v2), self._memory()
+        streamed = self.settings["weights"] == "streamed"
+        parts = {
+            "weights": 0 if streamed else build.weight_bytes(self.graphs[ENGINE]),
+            "caches": self.cache_bytes, "scratch": scratch, "reserve": reserve(memory),
+        }  # fmt: skip
+        if sum(parts.values()) > memory:
+            shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
+            raise PlanError(
+                f"the engine that TensorRT made needs {size_text(sum(parts.values()))} on "
+                f"{self.device} ({shares}), which has {size_text(memory)}: build with a smaller "
+                f"--prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
+            )
+        return scratch
+
+
+def read_plan(path: Path, api: probe.Api, log: Any) -> Any:
+    """Mapped, not read: a plan is as large as the weights."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+        return deserialize(api, plan, log)
