@@ -413,7 +413,7 @@ def test_estimate_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     said: list[str] = []
     build(tmp_path / "engine", "tiny-ple", progress=said.append)
     at = next(i for i, line in enumerate(said) if "TensorRT's builder: about" in line)
-    assert "GiB of host memory" in said[at] and "GiB of device memory" in said[at]
+    assert "MiB of host memory" in said[at] and "GiB of device memory" in said[at]
     assert any("Building the network" in line for line in said[at + 1 :])
     assert not any("Building the network" in line for line in said[:at])
 
