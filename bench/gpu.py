@@ -254,7 +254,7 @@ def cell_name(case: Case) -> str:
     """What it is, whatever else is measured: the same with other variants beside it."""
     text = f"{case.target} {case.tokens}\n{print_graph(canonical(case.graph))}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f"{case.name} rows={case.target.rows} {digest}"
+    return f"{case.name} B={case.target.rows} {digest}"
 
 
 def compile_ahead(cases: list[Case]) -> None:

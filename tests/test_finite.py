@@ -87,6 +87,29 @@ def test_later_steps_are_looked_at(narrow: Engine, monkeypatch: pytest.MonkeyPat
         next(steps)
 
 
+class Away(torch.Tensor):
+    """A tensor that says it lies on a device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_a_device_chooses_and_says_that_its_logits_are_finite(
+    narrow: Engine, settings: dict[str, float]
+) -> None:
+    """In one answer, and as the host would."""
+    session, vocab = narrow.session(), narrow.spec.text.vocab_size
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
+    samplers = [Sampler(Sampling(seed=1, **settings)) for _ in range(2)]
+    for _ in range(3):
+        one = session._chosen(samplers[0], logits)
+        other = session._chosen(samplers[1], logits.as_subclass(Away))
+        assert one.tolist() == other.tolist() and other.dtype == torch.int64
+    logits[0, 5] = torch.nan
+    with pytest.raises(CheckError, match=r"logits after \[0\] tokens: NaN or infinite"):
+        session._chosen(samplers[1], logits.as_subclass(Away))
+
+
 def test_verify_fails_and_names_the_value(narrow: Engine) -> None:
     """Though the interpreter, on the same weights, makes the same."""
     report = verify_engine(narrow)

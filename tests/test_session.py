@@ -400,3 +400,30 @@ def test_generate_within_generate(engine: Engine) -> None:
     with pytest.raises(KeyError):
         engine.generate([9, 9], 4, stop_ids=(), on_token=stop)
     assert engine.generate([2, 5, 7], 4, stop_ids=()) == want
+
+
+# --- logits that stay where they are ------------------------------------------------------------
+
+
+def test_append_and_advance_hand_out_what_the_runtime_made(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers as those of prefill and decode, which are copies for the caller to keep."""
+    engine = engines("reference", "tiny-ple")
+    made, run = list[Any](), engine.runtime.run
+
+    def kept(*args: Any) -> Any:
+        made.append(run(*args))
+        return made[-1]
+
+    monkeypatch.setattr(engine.runtime, "run", kept)
+    tokens = some_tokens(2, CHUNK + 3)
+    own, plain = engine.session(2), engine.session(2)
+    for step in (tokens, tokens[:, :1]):
+        held, copy = own.append(step), plain.prefill(step)
+        assert torch.equal(held, copy)
+        assert copy.data_ptr() != made[-1].data_ptr() and copy.dtype == torch.float32
+    assert held.data_ptr() == made[-2].data_ptr()  # nothing is copied
+    active = torch.tensor([True, False])
+    held, copy = own.advance(tokens[:, 0], active), plain.decode(tokens[:, 0], active)
+    assert torch.equal(held, copy) and not copy[1].any() and copy[0].any()
