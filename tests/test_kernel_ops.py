@@ -208,4 +208,4 @@ def test_kernels_fit_hopper(rows: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kernel_fits_hopper(name: str) -> None:
-    check(compiled(real_cases((name,), (*ROWS, 16))))
+    check(compiled(real_cases((name,), (*ROWS, 16, 32))))
