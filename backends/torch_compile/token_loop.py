@@ -56,9 +56,11 @@ class TokenLoop:
                 own.copy_(t)
 
     def _once(self) -> None:
-        """One step, in place. A row at rest keeps its token and its caches."""
+        """One step, in place. A row at rest keeps its token and its caches; it is at position 0,
+        so that its attention has nothing to read."""
         feeds = self.embed(self.tokens[:, None])
-        feeds |= {"positions": self.lengths[:, None], "lengths": self.active}
+        positions = (self.lengths * self.active)[:, None]
+        feeds |= {"positions": positions, "lengths": self.active}
         chosen = self.choose(self.step(feeds), self.uniforms)
         self.lengths += self.active
         self.tokens.copy_(torch.where(self.active > 0, chosen, self.tokens))
