@@ -46,8 +46,9 @@ def test_kernels_of_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_follow_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    eight, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "32"))
-    assert "moe_gate_up_sorted" in eight["moe_mlp"]
+    eight, most, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "32", "33"))
+    assert "moe_gate_up_sorted" in eight["moe_mlp"] & most["moe_mlp"]
+    assert "skinny_linear" in most["linear"]
     assert many["moe_mlp"] == many["linear"] == {OTHER}
     assert many["attention"] == {"decode_attention"}
 

@@ -220,4 +220,4 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kernel_fits_hopper(name: str) -> None:
-    check(compiled(real_cases((name,), (*ROWS, 16))))
+    check(compiled(real_cases((name,), (*ROWS, 16, 32))))

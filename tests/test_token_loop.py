@@ -11,6 +11,7 @@ import torch
 
 from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
+from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine import Engine
 from g4ir.errors import CheckError, EngineError, InputError
 from g4ir.sampling import Sampler, Sampling
@@ -226,3 +227,22 @@ def test_a_step_that_cannot_be_recorded(
     monkeypatch.setattr(engine, "_idle", None)  # nothing is recorded yet
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
         engine.generate(PROMPTS[0], 4)
+
+
+def test_rows_at_rest_have_nothing_to_attend_to() -> None:
+    """They are at position 0 with no token; where they stopped is kept."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append((feeds["positions"][:, 0].tolist(), feeds["lengths"].tolist()))
+        return torch.zeros(2, 1, 4)
+
+    def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([3, len(seen)])
+
+    loop = TokenLoop(lambda tokens: {}, step, choose, 2, [3], "cpu", lambda work: work)
+    loop.start(torch.tensor([1, 1]), torch.tensor([7, 5]), torch.tensor([True, True]))
+    read = list(loop.run(2, None))
+    assert seen == [([7, 5], [1, 1]), ([0, 6], [0, 1])]
+    assert read == [([3, 1], [False, True]), ([3, 2], [False, True])]
+    assert loop.lengths.tolist() == [8, 7]

@@ -24,11 +24,13 @@ import torch
 from g4ir.backends.base import Limits
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.attention import _pairs, _rotate
 from g4ir.backends.torch_compile.backend import phase_steps
-from g4ir.backends.torch_compile.lower import SegmentModule, grouped_experts
+from g4ir.backends.torch_compile.lower import SegmentModule, _list_write, grouped_experts
+from g4ir.backends.torch_compile.runtime import check_aligned
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, schedule, state_steps
 from g4ir.backends.torch_compile.target import Target
-from g4ir.errors import LowerError
+from g4ir.errors import EngineError, LowerError
 from g4ir.ir import Graph, Program
 from g4ir.ops import OPS
 from g4ir.packing import split_program
@@ -665,3 +667,40 @@ def test_programs_of_one_row_have_a_fixed_batch() -> None:
         steps = phase_steps(program, Limits(max_batch=rows))["decode"]
         text = next(s.text for s in steps if isinstance(s, Segment))
         assert dim in text.splitlines()[1]
+
+
+# --- writes of a chunk --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chunk", "start", "lengths"), [
+    (5, [0, 3, 11], [5, 2, 4]), (5, [14, 11, 15], [2, 5, 0]), (16, [0, 4, 16], [16, 9, 0]),
+    (1, [2, 15, 0], [1, 1, 0]),
+])  # fmt: skip
+def test_a_chunk_goes_to_its_slots_of_a_list(
+    chunk: int, start: list[int], lengths: list[int]
+) -> None:
+    """As the op says, in place; padding, also behind the last slot, leaves what was there."""
+    g = torch.Generator().manual_seed(0)
+    cache, new = torch.randn(16, 3, 2, 4, generator=g), torch.randn(3, chunk, 2, 4, generator=g)
+    where = torch.tensor(start), torch.tensor(lengths)
+    want = OPS["cache_write"].reference(cache, new, *where)
+    got = _list_write(cache, new, *where)
+    assert got is cache and torch.equal(cache, want)
+
+
+def test_angles_are_no_product_of_the_library_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it may round positions above 2048."""
+    p = built_program(spec_called("31b-small"), latent_kv="raw", dtype="bf16")
+    n = next(n for n in p.graphs["prefill"].nodes if n.op == "attention_latent")
+    pairs = _pairs(n)
+    low, position = torch.empty(6, 2, 1, pairs, device="meta"), torch.zeros(6, 2, device="meta")
+    monkeypatch.delattr(torch, "mm")
+    assert _rotate(n, low, low, position)[0].shape == low.shape
+
+
+def test_caches_are_aligned() -> None:
+    """What is not would be written to as a copy."""
+    store = torch.zeros(64, dtype=torch.bfloat16)
+    check_aligned({"k": store[8:]})
+    with pytest.raises(EngineError, match=r"cache v .* multiple of 16"):
+        check_aligned({"k": store, "v": store[4:]})

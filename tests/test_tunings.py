@@ -9,6 +9,7 @@ import pytest
 
 from g4ir.backends.torch_compile import tunings
 from g4ir.backends.torch_compile.target import Target, gpu_name
+from g4ir.backends.torch_compile.tune import COPIES, SPREAD, VALUES, copies
 from g4ir.backends.torch_compile.tunings import (
     Tuning,
     add_measured,
@@ -114,3 +115,15 @@ def test_targets_differ_as_programs_do() -> None:
         Target("cuda", "h200", 8),
     )}) == 5  # fmt: skip
     assert str(Target("cuda", rows=8)) == str(Target("cuda"))
+
+
+def test_copies_of_small_operands_do_not_fit_the_cache_either() -> None:
+    assert copies(800 << 10) * (800 << 10) > SPREAD - (800 << 10) > 100 << 20
+    assert copies(1 << 30) == 2 and copies(0) == COPIES
+
+
+def test_a_search_tries_every_setting_of_the_table() -> None:
+    """One that it does not know stays as it is in the entry."""
+    entries = [entry for entries in read_tunings().values() for entry in entries]
+    assert {name for entry in entries for name in entry["use"]} <= VALUES.keys()
+    assert {1, 2} <= {*VALUES["parts"]} & {*VALUES["block_n"]} and 128 in VALUES["splits"]

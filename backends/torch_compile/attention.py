@@ -233,9 +233,12 @@ def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor
     theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     with torch.device(key_pos.device):
         table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
-    # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
-    # vectorise, with nothing: sums of one term are exact.
-    angles = torch.mm(key_pos.float().flatten()[:, None], table[None])
-    angles = angles.view(*key_pos.shape, -1)
+    if key_pos.device.type == "cpu":
+        # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
+        # vectorise, with nothing: sums of one term are exact.
+        angles = torch.mm(key_pos.float().flatten()[:, None], table[None])
+        angles = angles.view(*key_pos.shape, -1)
+    else:  # a library's product may round late positions to 11 bits
+        angles = key_pos.float()[..., None] * table
     cos, sin = (x.to(dtype)[:, :, None] for x in (angles.cos(), angles.sin()))
     return low * cos - high * sin, high * cos + low * sin

@@ -109,7 +109,7 @@ def _counters(run: Run, n: Node, q: Tensor) -> Tensor:
     made = run.env.get(_arrivals(n.inputs[0].name))
     if made is not None:
         return made
-    return torch.zeros((q.shape[0], kv_heads(n)), dtype=torch.int32, device=q.device)
+    return torch.zeros((q.shape[0], kv_heads(n)), dtype=torch.int64, device=q.device)
 
 
 def _masking(n: Node) -> dict[str, Any]:

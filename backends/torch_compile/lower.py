@@ -104,9 +104,10 @@ def grouped_experts(
 
     tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
     k = slots.shape[1]
-    ids = slots.flatten()
+    experts = gate_up.shape[0]
+    ids = slots.flatten().to(torch.int16 if experts < 2**15 else torch.int64)  # fewer bits to sort
     order = ids.argsort(stable=True)
-    bounds = torch.arange(1, gate_up.shape[0] + 1, device=x.device)
+    bounds = torch.arange(1, experts + 1, device=x.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids[order], bounds).to(torch.int32)
     rows = tokens[order // k]
     gate, up = torch.ops.g4ir.grouped_mm(rows, gate_up, ends).chunk(2, -1)
@@ -120,17 +121,34 @@ def _cache_write(
     m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """In place. One token goes to its slot; a chunk is gathered, since two of its tokens may
-    share a slot and only the newer one may stay."""
+    """In place. One token goes to its slot, and so do those of a chunk in a list, of which a chunk
+    fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may stay:
+    there the chunk is gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
     if n.inputs[1].type.shape[1] == 1:
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
         return cache
+    if m.device != "cpu" and isinstance(n.inputs[0].type.shape[0], str):
+        return _list_write(cache, new, start, lengths)
     source = slot_positions(start + lengths, cache.shape[0]) - start
     picked = new[rows, source.clamp(min=0)]
     cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
+    return cache
+
+
+def _list_write(
+    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """The list [C,B,n,d], slots start .. start + lengths - 1 of each row written. Padding writes
+    what was there, to slots of its own: no chunk is longer than the list."""
+    torch._check(new.shape[1] <= cache.shape[0])
+    tokens = torch.arange(new.shape[1], device=new.device)[:, None]
+    rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)
+    slot = torch.remainder(start + tokens, cache.shape[0])
+    real = (tokens < lengths)[:, :, None, None]
+    cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
     return cache
 
 

@@ -111,7 +111,9 @@ class TorchRuntime:
         return self.weights.get(param)
 
     def new_state(self, batch: int) -> Caches:
-        return Caches(self.program, batch, self.limits.max_seq, self.device)
+        caches = Caches(self.program, batch, self.limits.max_seq, self.device)
+        check_aligned(caches.tensors)
+        return caches
 
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: Caches, context: int, logits: bool,
@@ -209,6 +211,17 @@ class TorchRuntime:
         self.plans.clear()
         self.weights.clear()
         self.source.close()
+
+
+def check_aligned(caches: Tensors) -> None:
+    """EngineError for a cache whose address is no multiple of 16: a program copies such an operand,
+    and what it writes would be lost."""
+    for name, t in caches.items():
+        if t.data_ptr() % 16:
+            raise EngineError(
+                f"cache {name} lies at {t.data_ptr():#x}, which is no multiple of 16: a program "
+                f"would write to a copy; use an allocator that aligns its memory"
+            )
 
 
 def _any_length(program: Program, limits: Limits, device: str) -> bool:

@@ -16,7 +16,7 @@ from .target import Target
 from .tunings import Tuning, find_tuning
 
 #: most rows that products with few rows take; more are the library's
-SKINNY = 16
+SKINNY = 32
 #: most rows whose experts are read row by row; more are sorted by expert first
 UNSORTED = 3
 #: most candidates of a row that are found at once

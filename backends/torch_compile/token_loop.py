@@ -59,9 +59,11 @@ class TokenLoop:
         self.flaws.zero_()
 
     def _once(self) -> None:
-        """One step, in place. A row at rest keeps its token and its caches."""
+        """One step, in place. A row at rest keeps its token and its caches; it is at position 0,
+        so that its attention has nothing to read."""
         feeds = self.embed(self.tokens[:, None])
-        feeds |= {"positions": self.lengths[:, None], "lengths": self.active}
+        positions = (self.lengths * self.active)[:, None]
+        feeds |= {"positions": positions, "lengths": self.active}
         logits = self.step(feeds)
         # One pass: the sum is finite where all of them are.
         flaws = logits.sum((1, 2), dtype=torch.float32) * 0

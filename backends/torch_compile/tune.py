@@ -37,10 +37,11 @@ CHUNK = 1024
 #: setting -> values tried; those that a kernel does not have are left out
 VALUES: dict[str, tuple[int, ...]] = {
     "block_m": (1, 16, 32, 64, 128),
-    "block_n": (4, 8, 16, 32, 64, 128),
+    "block_n": (1, 2, 4, 8, 16, 32, 64, 128),
     "block_k": (64, 128, 256, 512, 1024),
     "split": (1, 2, 4, 8),
-    "splits": (1, 2, 4, 8, 16, 32, 64),
+    "splits": (1, 2, 4, 8, 16, 32, 64, 128),
+    "parts": (1, 2),
     "warps": (1, 2, 4, 8, 16),
     "stages": (1, 2, 3, 4, 5),
 }
@@ -48,8 +49,8 @@ VALUES: dict[str, tuple[int, ...]] = {
 SWEEPS = 2
 #: bytes of operands that are gone through, several times the L2 cache
 SPREAD = 512 << 20
-#: most copies of the operands, and launches that are timed together
-COPIES, LAUNCHES = 32, 64
+#: most copies of the operands, and least launches that are timed together
+COPIES, LAUNCHES = 1024, 64
 TRIES = 5
 
 
@@ -128,9 +129,8 @@ def _or_fail(
 
 def time_case(case: Case) -> float:
     """Microseconds of one run, operands not in the cache."""
-    count = max(2, min(COPIES, SPREAD // max(bytes_of_case(case), 1)))
-    given = [operands(case, "cuda", seed) for seed in range(count)]
-    turns = list(_turns(given, LAUNCHES))
+    given = [operands(case, "cuda", seed) for seed in range(copies(bytes_of_case(case)))]
+    turns = list(_turns(given, max(LAUNCHES, len(given))))
 
     def work() -> None:
         for one in turns:
@@ -138,6 +138,11 @@ def time_case(case: Case) -> float:
 
     replay = recorded(work)
     return median([_elapsed(replay) for _ in range(TRIES)]) / len(turns)
+
+
+def copies(nbytes: int) -> int:
+    """How many sets of operands of that size do not fit the cache together, at most `COPIES`."""
+    return max(2, min(COPIES, SPREAD // max(nbytes, 1)))
 
 
 def _turns(given: list[Any], count: int) -> Iterator[Any]:

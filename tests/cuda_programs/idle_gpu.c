@@ -4,7 +4,7 @@
  * One library is both of the libraries that they ask: `libcuda.so.1`, the driver, by its soname,
  * and, loaded before anything else (LD_PRELOAD), the part of the CUDA runtime that torch calls. Its
  * memory is the host's, zero and not touched until somebody reads it; copies copy; a kernel that is
- * launched changes nothing. So what Inductor runs while it compiles gets operands, and each kernel
+ * launched changes nothing, nor does a product of the library. So what Inductor runs while it compiles gets operands, and each kernel
  * is made, loaded and launched through the code that a real build goes through.
  *
  * What is not here is left to the real runtime, which finds this driver and refuses: a call that a
@@ -111,6 +111,14 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
 cudaError_t cudaMemset(void *to, int value, size_t bytes) OK
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) OK
 
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+  return cudaMalloc(pointer, bytes);
+}
+
+cudaError_t cudaFreeHost(void *pointer) OK
+cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) OK
+cudaError_t cudaHostUnregister(void *pointer) OK
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *pointer) {
   memset(a, 0, sizeof *a);
   a->type = cudaMemoryTypeDevice;
@@ -128,6 +136,13 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int pr
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes,
+                                     const cudaGraphEdgeData **edges, size_t *count) {
+  return cudaStreamIsCapturing(s, status);
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) OK
@@ -250,4 +265,39 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdeviceptr pointer) {
   *(CUdeviceptr *)value = pointer; /* the one that triton's launcher asks for */
   return CUDA_SUCCESS;
+}
+
+/* --- cuBLAS: handles, settings and products of the types that models have ------------------ */
+
+#define CALL(name) int name() { return 0; }
+#define MAKE(name) int name(void **made) { *made = &thing; return 0; }
+
+MAKE(cublasCreate_v2)
+CALL(cublasDestroy_v2)
+CALL(cublasSetStream_v2)
+CALL(cublasSetWorkspace_v2)
+CALL(cublasSetMathMode)
+CALL(cublasSetPointerMode_v2)
+int cublasGetMathMode(void *handle, int *mode) { *mode = 0; return 0; }
+int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return 0; }
+CALL(cublasGemmEx)
+CALL(cublasGemmStridedBatchedEx)
+CALL(cublasSgemm_v2)
+CALL(cublasSgemmStridedBatched)
+CALL(cublasSgemmEx)
+MAKE(cublasLtMatmulDescCreate)
+CALL(cublasLtMatmulDescDestroy)
+CALL(cublasLtMatmulDescSetAttribute)
+MAKE(cublasLtMatrixLayoutCreate)
+CALL(cublasLtMatrixLayoutDestroy)
+CALL(cublasLtMatrixLayoutSetAttribute)
+MAKE(cublasLtMatmulPreferenceCreate)
+CALL(cublasLtMatmulPreferenceDestroy)
+CALL(cublasLtMatmulPreferenceSetAttribute)
+CALL(cublasLtMatmul)
+
+int cublasLtMatmulAlgoGetHeuristic(void *handle, void *op, void *a, void *b, void *c, void *d,
+                                   void *preference, int wanted, void *results, int *found) {
+  *found = 1;
+  return 0;
 }

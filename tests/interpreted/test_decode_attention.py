@@ -18,6 +18,7 @@ from g4ir.backends.torch_compile.kernels import decode_attention as module
 from g4ir.backends.torch_compile.kernels.base import recorded, start
 from g4ir.backends.torch_compile.kernels.decode_attention import (
     _cos_sin,
+    _span,
     decode_attention,
     decode_attention_latent,
     launch_decode_attention,
@@ -52,6 +53,13 @@ def _turn(x, cos, sin, N: tl.constexpr):
     tl.store(sin + i, s)
 
 
+@triton.jit
+def _shares(seen, used, SPLITS: tl.constexpr, N: tl.constexpr):
+    i = tl.program_id(0)
+    _, _, _, shares = _span(tl.load(seen + i), 1 << 30, 0, 0, SPLITS, N)
+    tl.store(used + i, shares)
+
+
 @dataclass
 class Case:
     """One call: operands of the kernel (unseen slots NaN) and of the reference (unseen slots 0)."""
@@ -70,7 +78,7 @@ class Case:
         return self.end > 0
 
     def arrivals(self) -> torch.Tensor:
-        return torch.zeros(*self.caches[0].shape[1:3], dtype=torch.int32)
+        return torch.zeros(*self.caches[0].shape[1:3], dtype=torch.int64)
 
     def freqs(self) -> torch.Tensor:
         assert self.w is not None and self.rotation
@@ -331,6 +339,21 @@ def test_cos_sin() -> None:
     assert (sin.double() - x.double().sin()).abs().max() < 2e-7
 
 
+def test_shares_of_short_and_long_contexts() -> None:
+    """128 shares where each has 256 keys and more; below, 64, and for a few keys a block each."""
+    seen = torch.tensor([0, 1, 32, 64, 2048, 16384, 16385, 24000, 32768, 131072])
+    used = torch.empty_like(seen)
+    start(_shares, (len(seen),), seen, used, SPLITS=128, N=32)
+    assert used.tolist() == [1, 1, 1, 2, 64, 64, 65, 94, 128, 128]
+
+
+def test_many_shares_of_many_keys() -> None:
+    """Counters of 11 groups are wider than an int32."""
+    assert tree(128, 16384) == (12, 4)
+    case = plain((700,), 1024, 0, n=1)
+    case.check(case.run(128))
+
+
 @pytest.mark.parametrize("size", [1, 2048, 8192, 32768])
 def test_counters_fit(size: int) -> None:
     for splits in range(1, 509):
@@ -340,7 +363,7 @@ def test_counters_fit(size: int) -> None:
             assert fan < 1 << bits <= 1 << 31
             continue
         assert fan < 1 << bits
-        assert groups * bits + groups.bit_length() <= 31
+        assert groups * bits + groups.bit_length() <= 63
         assert fan + groups < splits
 
 

@@ -15,9 +15,9 @@ from g4ir.backends.torch_compile.kernels.linear import (
 from g4ir.ops.mlp import ACTIVATIONS, glu
 
 #: (block_m, block_n, block_k, warps, stages)
-ONE, MANY = (1, 4, 32, 1, 2), (16, 16, 32, 1, 2)
+ONE, MANY, WIDE = (1, 4, 32, 1, 2), (16, 16, 32, 1, 2), (32, 16, 32, 1, 2)
 #: rows and sizes: both kernels with every number of rows, more of them than block_m too
-ROWS = [(ONE, 1), (ONE, 3), (MANY, 1), (MANY, 2), (MANY, 3), (MANY, 16), (MANY, 19)]
+ROWS = [(ONE, 1), (ONE, 3), (MANY, 1), (MANY, 2), (MANY, 3), (MANY, 16), (MANY, 19), (WIDE, 27)]
 #: (n, k): tiny, odd, not whole blocks, whole blocks
 SHAPES = [(1, 1), (3, 7), (5, 33), (17, 100), (32, 96)]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -32,7 +32,7 @@ def _fail(word):
 @triton.jit
 def _last_without_an_atomic(word, shift, size, BITS: tl.constexpr):
     before = tl.load(word)
-    tl.store(word, before + (1 << shift))
+    tl.store(word, before + (tl.full([], 1, tl.int64) << shift))
     return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
 
 
@@ -60,7 +60,7 @@ def decode(splits: int) -> float:
     """The largest difference from the reference, of two rows over 70 and 9 keys."""
     g = torch.Generator().manual_seed(0)
     q, (k, v) = torch.randn(2, 1, 4, 16, generator=g), torch.randn(2, 80, 2, 2, 16, generator=g)
-    end, arrivals = torch.tensor([70, 9]), torch.zeros(2, 2, dtype=torch.int32)
+    end, arrivals = torch.tensor([70, 9]), torch.zeros(2, 2, dtype=torch.int64)
     attrs = {"window": 0, "scale": 0.25, "softcap": 0.0}
     got = launch_decode_attention(
         q, end, k, v, arrivals, **attrs, splits=splits, block_n=4, warps=4, stages=2

@@ -208,7 +208,7 @@ def check(call: Call, pair: int = 2) -> None:
     """The kernel against the ops: q, arrivals, and the whole rooms."""
     q, arrivals, rooms = call.run(module.launch_qkv_write)
     want_q, caches = (call if q.dtype == torch.bfloat16 else call.double()).wanted()
-    assert arrivals.dtype == torch.int32 and not arrivals.any()
+    assert arrivals.dtype == torch.int64 and not arrivals.any()
     assert arrivals.shape == (len(call.case.start), call.case.kv)
     compare(q, want_q, pair)
     untouched(call, rooms)
@@ -341,4 +341,4 @@ def test_off_the_gpu(
     untouched(call, rooms)
     c, (x, w, _, cos, sin, *_) = call.case, call.operands
     q, zeros = module.q_heads(x[..., : c.heads * c.d], w, cos, sin, c.heads, c.kv, EPS, 1)
-    assert torch.equal(q, want) and torch.equal(zeros, arrivals) and zeros.dtype == torch.int32
+    assert torch.equal(q, want) and torch.equal(zeros, arrivals) and zeros.dtype == torch.int64

@@ -8,7 +8,7 @@ results in a workspace; whoever arrives last, by a counter, adds them in the ord
 the result does not depend on who that was. Many or large partial results are added in two steps, by
 the last of each group and then by the last group.
 
-Counters of a (row, key head) are fields of one int32 of `arrivals`, which is 0 before and after.
+Counters of a (row, key head) are fields of one int64 of `arrivals`, which is 0 before and after.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
 cache's dtype before they multiply V, and the sum that divides is the sum before that rounding. So
@@ -40,18 +40,21 @@ from .base import blocks, power_of_2, rounded, start, takes, tanh
 STEP, ROUND = 96 * 1024, 8 * 1024
 #: Bytes of partial results that are on their way while one is added, and their number at most.
 ON_THE_WAY, AHEAD = 64 * 1024, 8
+#: More shares than `SHORT` are for contexts in which each has more keys than `LONG`: a share less
+#: to add up is worth more in shorter ones.
+SHORT, LONG = tl.constexpr(64), tl.constexpr(256)
 
 
 def tree(splits: int, size: int) -> tuple[int, int]:
     """(partial results of `size` bytes in a group, bits of a group's counter).
 
     One group where all are added at once. Else groups of about sqrt(splits), whose counters and
-    that of the groups, above them, fit into 31 bits.
+    that of the groups, above them, fit into 63 bits.
     """
     root = isqrt(splits - 1) + 1
     if (splits - 2 * root) * max(size, ROUND) > STEP:
         for bits in range(2, 9):
-            most = max(g for g in range(1, 16) if g * bits + g.bit_length() <= 31)
+            most = max(g for g in range(1, 32) if g * bits + g.bit_length() <= 63)
             fan = max(root, -(-splits // most))
             if fan < 1 << bits:
                 return fan, bits
@@ -69,6 +72,8 @@ def _span(end, slots, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, N: tl.c
     first = end - seen
     seen = seen.to(tl.int32)
     share = tl.maximum(tl.cdiv(seen, SPLITS), N)
+    if SPLITS > SHORT:
+        share = tl.maximum(share, tl.minimum(tl.cdiv(seen, SHORT), LONG))
     used = tl.maximum(tl.cdiv(seen, share), 1)
     return first, split * share, tl.minimum((split + 1) * share, seen), used
 
@@ -129,7 +134,8 @@ def _last(word, shift, size, BITS: tl.constexpr):
     """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
     what the others stored: the barrier puts all threads' stores before the one atomic."""
     tl.debug_barrier()
-    before = tl.atomic_add(word, 1 << shift, sem="acq_rel", scope="gpu")
+    one = tl.full([], 1, tl.int64)
+    before = tl.atomic_add(word, one << shift, sem="acq_rel", scope="gpu")
     return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
 
 
@@ -185,7 +191,7 @@ def _finish(
             elif GROUPS > 1:
                 _put(parts, stats, SPLITS + group, o1, top1, total1, GROUP, D)
                 groups = tl.cdiv(used, FAN)
-                if _last(arrivals, GROUPS * BITS, groups, 31 - GROUPS * BITS):
+                if _last(arrivals, GROUPS * BITS, groups, 63 - GROUPS * BITS):
                     o2, _, total2 = _merge(parts, stats, SPLITS, groups, GROUP, D, DP, STAGES)
                     _write(out, o2, total2, GROUP, D)
                     tl.store(arrivals, 0)
@@ -446,7 +452,7 @@ def decode_attention(
     """`attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    k, v [C,B,n,d], any strides but the last; arrivals i32[B,n], 0 before and after. A row without
+    k, v [C,B,n,d], any strides but the last; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
     """
     if not takes(q):

@@ -170,10 +170,10 @@ def _check(
 
 
 def _empty(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Room for the results: q [B,1,nq,d], arrivals i32[B,n]."""
+    """Room for the results: q [B,1,nq,d], arrivals i64[B,n]."""
     rows = x.shape[0]
     q = x.new_empty((rows, 1, heads, d))
-    return q, x.new_empty((rows, kv_heads), dtype=torch.int32)
+    return q, x.new_empty((rows, kv_heads), dtype=torch.int64)
 
 
 def launch_qkv_write(
@@ -220,7 +220,7 @@ def _q_reference(
     q: Tensor, norm_q: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     x = q.unflatten(-1, (heads, norm_q.shape[0]))
-    arrivals = torch.zeros(q.shape[0], kv_heads, dtype=torch.int32, device=q.device)
+    arrivals = torch.zeros(q.shape[0], kv_heads, dtype=torch.int64, device=q.device)
     return _norm_rope(x, norm_q, cos, sin, eps), arrivals
 
 
