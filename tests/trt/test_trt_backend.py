@@ -634,7 +634,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_settings(tmp_path: Path) -> None:
     for words, message in (
-        (["--set", "attention=flash"], "explicit, fused, plugin"),
+        (["--set", "attention=flash"], "explicit, plain, fused, plugin"),
         (["--set", "tactics=all"], "attention"),
     ):
         outcome = g4ir(
