@@ -103,6 +103,8 @@ class Host:
     memory: Callable[[str], int] = device_memory
     free: Callable[[str], int] = probe.free_memory
     timings: Callable[[], Path] = cache_dir
+    #: whether a build has a process of its own
+    apart: bool = True
     #: device -> what makes of a step one that is replayed; None: steps run launch by launch
     record: Callable[[str], Record | None] = recorder_of
 
@@ -135,8 +137,20 @@ class TrtBackend:
         self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
         params: ParamSource, settings: Mapping[str, str],
     ) -> dict[str, Any]:  # fmt: skip
+        if self.host.apart:
+            from .child import build_apart
+
+            return build_apart(program, limits, device, out, settings, progress)
+        return self.make(program, limits, device, out, progress, params, settings)
+
+    def make(
+        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
+        params: ParamSource, settings: Mapping[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
+        """`compile` in this process, which a crash of the builder would end."""
         from .make import Make
 
+        self.host.tensorrt()
         return Make(
             self.host, networks(program), limits, device, out, progress, params, dict(settings),
             self.machine(device), self.cache_bytes(program, limits),

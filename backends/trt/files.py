@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 #: the network of the text model; those of towers are called as their graphs
@@ -18,8 +19,11 @@ def files(name: str) -> tuple[str, str, str]:
 PLAN, TENSORS, CONSTANTS = files(ENGINE)
 
 
-def log_beside(folder: Path) -> Path:
-    """Where the log of a build that fails is kept: beside the engine that it would have been, of
-    which `folder` is the unfinished directory `.NAME.building-...`."""
+def keep_log(folder: Path) -> str:
+    """Where the log of a build that fails is kept from now on: beside the engine that it would have
+    been, of which `folder` is the unfinished directory `.NAME.building-...`."""
     name = folder.name.removeprefix(".").partition(".building-")[0]
-    return folder.parent / f"{name}.{LOG}"
+    try:
+        return f"TensorRT's log: {shutil.copy(folder / LOG, folder.parent / f'{name}.{LOG}')}"
+    except OSError as e:
+        return f"TensorRT's log could not be kept ({e.strerror})"

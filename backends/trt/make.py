@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from ..base import Limits, Progress
 from . import build, probe, trial
 from .dry_run import EMULATED, check_sizes
 from .emitter import SHARED_BYTES
-from .files import ENGINE, LOG, files, log_beside
+from .files import ENGINE, LOG, files, keep_log
 from .log import logger
 from .recorder import recorder
 from .runtime import deserialize
@@ -62,10 +60,8 @@ class Make:
             self.log.close()
 
     def _keep_log(self, error: Exception) -> None:
-        with suppress(OSError):
-            kept = shutil.copy(self.out / LOG, log_beside(self.out))
-            if error.args:
-                error.args = (f"{error.args[0]}; TensorRT's log: {kept}", *error.args[1:])
+        if error.args:
+            error.args = (f"{error.args[0]}; {keep_log(self.out)}", *error.args[1:])
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

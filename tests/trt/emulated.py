@@ -41,6 +41,7 @@ def emulated(
         free=lambda device: free,
         timings=lambda: folder / "timings",
         record=lambda device: None,
+        apart=False,
     )
     return replace(BACKEND, devices=("cpu",), host=host)
 

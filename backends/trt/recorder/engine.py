@@ -345,6 +345,8 @@ def _digest(built: Built) -> str:
     hasher = hashlib.sha256()
     layers = [(type(x).__name__, held(x, "name")) for x in built.network._layers]
     hasher.update(json.dumps([layers, built.profiles, built.refittable]).encode())
+    for name, digest in built.stripped.items():
+        hasher.update(name.encode() + digest)
     for index, values in built.weights.items():
         hasher.update(f"{index} {values.dtype}".encode())
         hasher.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,149 @@
+"""The builder in a process of its own: where it crashes, this one goes on and says so.
+
+    python -m g4ir.backends.trt.child FOLDER
+
+builds what `job.json` in FOLDER asks for, from the graphs and packed weights beside it. It prints a
+JSON object a line: `progress`, and at the end `made` (what the manifest keeps) or `error`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir import errors
+from g4ir.errors import G4Error, LowerError
+from g4ir.ir import Program
+from g4ir.packing import StoredParams
+from g4ir.tensorfile import write_file
+from g4ir.text import parse_graph
+
+from ..base import Limits, Progress
+from .files import keep_log
+
+if TYPE_CHECKING:
+    from .backend import TrtBackend
+
+JOB = "job.json"
+#: prctl's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends
+PARENT_DEATH = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is built, beside graphs and weights."""
+
+    limits: Mapping[str, int]
+    device: str
+    settings: Mapping[str, str]
+    graphs: tuple[str, ...]
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "g4ir.backends.trt.child", str(folder)]
+
+
+def build_apart(
+    program: Program, limits: Limits, device: str, out: Path, settings: Mapping[str, str],
+    progress: Progress, argv: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """What the child process made in `out`. Its errors are raised here; LowerError where it ended
+    without one, as when the builder crashes."""
+    job = Job(asdict(limits), device, dict(settings), tuple(program.graphs))
+    given = {JOB: json.dumps(asdict(job))}
+    given |= {_graph_file(name): str(g) for name, g in program.graphs.items()}
+    for name, text in given.items():
+        write_file(out / name, [text.encode()])
+    try:
+        return _listen(argv or command(out), out, progress)
+    finally:
+        for name in given:
+            (out / name).unlink(missing_ok=True)
+
+
+def _graph_file(name: str) -> str:
+    return f"{name}.job.g4ir"
+
+
+def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") as child:
+        assert child.stdout
+        try:
+            for line in child.stdout:
+                said |= _heard(line, progress)
+        except KeyboardInterrupt:
+            # It ends at the builder's next step, and keeps what was timed.
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+    if "made" in said:
+        made: dict[str, Any] = said["made"]
+        return made
+    if "error" in said:
+        raise getattr(errors, said["error"], LowerError)(said["message"])
+    raise LowerError(
+        f"TensorRT's builder crashed ({_ending(child.returncode)}); {keep_log(out)}; build again: "
+        f"kernels that were timed are not timed again, and --set attention=plain or --set "
+        f"experts=all is another network"
+    )
+
+
+def _heard(line: str, progress: Progress) -> dict[str, Any]:
+    """What a line says, beside progress; libraries may print lines of their own."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    if "progress" in said:
+        progress(said.pop("progress"))
+    return said
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def run_job(folder: Path, backend: TrtBackend) -> dict[str, Any]:
+    """The last line of the child process."""
+    job = Job(**json.loads((folder / JOB).read_text()))
+    program = Program({n: parse_graph((folder / _graph_file(n)).read_text()) for n in job.graphs})
+    params = StoredParams.open(sorted(folder.glob("*.safetensors")))
+
+    def progress(message: str) -> None:
+        _say({"progress": message})
+
+    limits = Limits(**job.limits)
+    try:
+        made = backend.make(program, limits, job.device, folder, progress, params, job.settings)
+    except G4Error as e:
+        kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
+        return {"error": kind, "message": str(e)}
+    return {"made": made}
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main(folder: Path) -> None:
+    from .backend import BACKEND
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
+    _say(run_job(folder, BACKEND))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+

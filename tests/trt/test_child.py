@@ -1,0 +1,94 @@
+"""The builder in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4ir import packing
+from g4ir.backends.trt import child
+from g4ir.backends.trt.backend import BACKEND
+from g4ir.backends.trt.files import LOG, PLAN
+from g4ir.engine import Prepared, prepare
+from g4ir.errors import LowerError, MissingError
+from g4ir.spec import load_spec
+from tests.trt.emulated import emulated
+
+Said = list[str]
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    return prepare(
+        load_spec("tiny-ple"), backend="trt", dry=True, random_weights=0, media="none",
+        max_seq=64, prefill_chunk=16,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An unfinished engine directory."""
+    made = tmp_path / ".engine.building-x1"
+    made.mkdir()
+    return made
+
+
+def run(p: Prepared, folder: Path, code: str, progress: Callable[[str], None]) -> dict[str, Any]:
+    argv = [sys.executable, "-c", code]
+    return child.build_apart(
+        p.packing.program, p.limits, "cpu", folder, p.settings, progress, argv
+    )
+
+
+def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
+    """What was told before it comes through; the log is kept, and of the job nothing is left."""
+    said: Said = []
+    code = (
+        "import json, os, signal, pathlib; print('no json'); "
+        "print(json.dumps({'progress': 'timing kernels'}), flush=True); "
+        f"pathlib.Path({str(folder / LOG)!r}).write_text('[INFO] the last message'); "
+        "os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    with pytest.raises(LowerError, match=r"crashed \(signal SIGSEGV\).*engine\.trt\.log"):
+        run(prepared, folder, code, said.append)
+    assert said == ["timing kernels"]
+    assert (folder.parent / "engine.trt.log").read_text() == "[INFO] the last message"
+    assert [p.name for p in folder.iterdir()] == [LOG]
+
+
+def test_its_errors_are_ours(prepared: Prepared, folder: Path) -> None:
+    """The real child, which finds no TensorRT here, or no GPU."""
+    with pytest.raises(MissingError, match="TensorRT"):
+        child.build_apart(
+            prepared.packing.program, prepared.limits, "cuda", folder, prepared.settings, print
+        )
+    assert not [*folder.glob("*.json"), *folder.glob("*.g4ir")]
+    assert BACKEND.host.apart
+
+
+def test_what_it_makes(
+    prepared: Prepared, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the files of a job alone, with the recorder as TensorRT."""
+    params = packing.MadeParams(prepared.packing, prepared.source)
+    packing.write_params(prepared.packing, params, folder, 1 << 30, print)
+    backend = emulated(tmp_path)
+    kept: dict[str, Any] = {}
+
+    def listen(argv: Any, out: Path, progress: Any) -> dict[str, Any]:
+        kept.update(child.run_job(out, backend))
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "_listen", listen)
+        run(prepared, folder, "", print)
+    made = kept["made"]
+    assert made["plan"] == PLAN and (folder / PLAN).is_file()
+    assert json.loads(json.dumps(kept)) == kept
+    lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert any("trial build" in line["progress"] for line in lines)
