@@ -107,7 +107,7 @@ def check_private(folder: Path) -> None:
     """TrustError, with the command that mends it, where others could change what lies in a folder:
     another user owns it or may write to it, or may exchange one above it."""
     folder = folder.resolve()
-    root = next(p for p in (folder, *folder.parents) if p.name == "g4ir" or p == Path("/"))
+    root = next((p for p in folder.parents if p.name == "g4ir"), folder)
     for place in (folder, *folder.parents):
         status, ours = place.stat(), place.is_relative_to(root)
         owners = {os.geteuid()} if ours else {os.geteuid(), 0}

@@ -77,6 +77,16 @@ def resigned(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     return folder
 
 
+def add_file(folder: Path, name: str, text: str) -> Path:
+    """The engine with one more file, as if it had been built with it."""
+    (folder / name).write_text(text)
+    return resigned(
+        folder, lambda m: m["files"].update({name: {
+            "sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size,
+        }}),
+    )  # fmt: skip
+
+
 def some_tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
     """i64[rows, count] that every tiny spec has."""
     g = torch.Generator().manual_seed(77 + seed)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import g4ir
+from g4ir.artefact import PackedWeights
 from g4ir.checkpoint import Checkpoint
 from g4ir.engine import Engine, load_engine, prepare, write_engine
 from g4ir.interpret import empty_state, interpret
@@ -55,7 +56,7 @@ def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
     prepared = prepare(oracle.spec, random_weights=0, **options)
     source = Checkpoint.open(checkpoint, oracle.spec)
     write_engine(
-        replace(prepared, source=source, weights={"kind": "packed"}), folder / "engine", print
+        replace(prepared, source=source, weights=PackedWeights("packed")), folder / "engine", print
     )
     return load_engine(folder / "engine")
 

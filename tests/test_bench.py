@@ -367,7 +367,7 @@ def test_a_disagreement_is_a_failed_check(
     from g4ir.cli import bench as verb
 
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr(verb, "load", lambda path, progress, cuda_graph: broken)
+    monkeypatch.setattr(verb, "load", lambda *_: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
     outcome = g4ir("bench", moe.path, *FLAGS)
     assert outcome.code == 1

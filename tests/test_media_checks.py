@@ -219,7 +219,7 @@ def test_a_failed_check_exits_with_1(
     engine = built["tiny-unified"]
     weights = engine.runtime.params  # type: ignore[attr-defined]
     monkeypatch.setitem(weights, "patches.w_patch", weights["patches.w_patch"] * 2)
-    monkeypatch.setattr("g4ir.cli.run.load", lambda *_: engine)
+    monkeypatch.setattr("g4ir.cli.run.load", lambda *_, **__: engine)
     monkeypatch.setattr(type(engine), "close", lambda _: None)
     said = cli.g4ir("verify", engine.path, "--tokens", "5,6,7", "--json")
     assert said.code == 1 and json.loads(said.out)["media"]["failed"] == "vision_70"

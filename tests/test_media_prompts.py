@@ -41,6 +41,7 @@ from g4ir.spec import Tokens, load_spec
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.cli_tools import tokenizer as plain_tokenizer
+from tests.engines import add_file
 from tests.media_tools import RATE, SPECIAL, media_tokenizer, mp4, noise, png, wav
 from tests.torchvision_half import find_torchvision
 
@@ -403,7 +404,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made(folder, "tiny-media", max_batch=2, image_budgets=[70, 140])
     spec = load_spec("tiny-media")
     tokenizer, _ = media_tokenizer(spec.tokens, spec.text.vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    add_file(folder, "tokenizer.json", tokenizer.to_str())
     return folder
 
 
@@ -810,7 +811,7 @@ def test_placeholders_of_kinds_that_are_not_taken(deaf: Path, files: Path) -> No
 
 def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:
     shutil.copytree(bare, tmp_path / "e")
-    plain_tokenizer().save(str(tmp_path / "e" / "tokenizer.json"))
+    add_file(tmp_path / "e", "tokenizer.json", plain_tokenizer().to_str())
     message = refused("run", tmp_path / "e", "--prompt", "<image>", "--image", "a.png")
     assert f"no special token {load_spec('tiny-unified').tokens.image}," in message
     message = refused("run", bare, "--prompt", "<image>", "--image", "a.png")

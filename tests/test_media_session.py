@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from g4ir.artefact import PackedWeights
 from g4ir.checkpoint import Checkpoint
 from g4ir.engine import Engine, load_engine, prepare, write_engine
 from g4ir.errors import InputError
@@ -116,7 +117,7 @@ def text_engine(
     program = run_program(plain, options=prepared.options)
     source = Checkpoint.open(save_checkpoint(oracle, folder / "checkpoint"), spec)
     made = replace(
-        prepared, media=media, source=source, weights={"kind": "packed"},
+        prepared, media=media, source=source, weights=PackedWeights("packed"),
         packing=split_program(program),
     )  # fmt: skip
     write_engine(made, folder / "engine", print)

@@ -342,7 +342,7 @@ def test_generate_up_to_max_seq(engine: Engine) -> None:
     ([2], {"temperature": -1.0}, "temperature"),
     ([2], {"top_k": 0, "temperature": 1.0}, "top_k"),
     ([[2], 3], {}, "prompt"),
-    ("hello", {}, "token 'h' at index 0"),
+    ("hello", {}, "prompt tokens: found text"),
 ])  # fmt: skip
 def test_generate_wrong(
     engine: Engine, prompt: Any, settings: dict[str, Any], message: str

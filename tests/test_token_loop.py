@@ -244,5 +244,5 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     loop.start(torch.tensor([1, 1]), torch.tensor([7, 5]), torch.tensor([True, True]))
     read = list(loop.run(2, None))
     assert seen == [([7, 5], [1, 1]), ([0, 6], [0, 1])]
-    assert read == [([3, 1], [False, True]), ([3, 2], [False, True])]
+    assert read == [([3, 1], [False, True], True), ([3, 2], [False, True], True)]
     assert loop.lengths.tolist() == [8, 7]

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -370,6 +371,7 @@ graph segment {
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "cache"
 
 
@@ -401,18 +403,18 @@ def test_second_compile_comes_from_the_cache(
     second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
     kept = own_cache / first[TEXT]
-    assert sorted(own_cache.iterdir()) == [kept, kept.with_suffix(".sha256")]
+    assert list(own_cache.iterdir()) == [kept]
     for folder in ("a", "b"):
         assert (tmp_path / folder / first[TEXT]).read_text() == TEXT
 
 
-@pytest.mark.parametrize("suffix", [".pt2", ".sha256"])
+@pytest.mark.parametrize("damaged", ["program", "digest"])
 def test_damaged_cache_entry_is_compiled_again(
-    suffix: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
     kept = own_cache / compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)[TEXT]
-    kept.with_suffix(suffix).write_text("damaged")
+    {"program": kept, "digest": compiler._digest_file(kept.name)}[damaged].write_text("damaged")
     compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
     compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, silent)
@@ -630,10 +632,10 @@ def test_a_full_disk_does_not_end_the_process(
     monkeypatch.setattr(compiler, "exported", lambda *_: None)
     monkeypatch.setattr(
         "torch._inductor.aoti_compile_and_package",
-        lambda exported, package_path, inductor_configs: package_path.write(b"program"),
+        lambda exported, package_path, inductor_configs: ZipFile(package_path, "w").close(),
     )
     compiler.compile_program(TEXT, Target("cpu"), tmp_path / "x.pt2")
-    assert (tmp_path / "x.pt2").read_bytes() == b"program"
+    compiler.check_program(tmp_path / "x.pt2", TEXT)
 
 
 def test_serve_answers_line_by_line(tmp_path: Path) -> None:

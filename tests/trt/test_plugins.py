@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from g4ir.backends.base import Limits
-from g4ir.backends.torch_compile.kernels.resources import _assembled
 from g4ir.backends.trt import plugins, trial
 from g4ir.backends.trt.emitter import SHARED_BYTES, MappedWeights, without_weights
 from g4ir.backends.trt.plugin_kernels import ptx as compiler
@@ -119,7 +118,7 @@ def test_kernels_fit_the_gpu(dtype: str, shared: int) -> None:
     of every launch and what a block has, and a product of many rows uses tensor cores."""
     for name, plan in plans(dtype, shared).items():
         kernel = plugins.compiled(plan)
-        registers, spilled = _assembled(kernel.ptx, 90)
+        registers, spilled = assembled(kernel.ptx, 90)
         assert spilled == 0 and registers <= 255, name
         assert kernel.shared <= shared, name
         assert ".target sm_90a" in kernel.ptx
