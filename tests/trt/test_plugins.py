@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from g4ir.backends.base import Limits
+from g4ir.backends.torch_compile.kernels.resources import assembled
 from g4ir.backends.trt import plugins, trial
 from g4ir.backends.trt.emitter import SHARED_BYTES, MappedWeights, without_weights
 from g4ir.backends.trt.plugin_kernels import ptx as compiler
