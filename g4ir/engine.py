@@ -645,6 +645,16 @@ def load_engine(
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
     found = open_artefact(Path(path), check_weights)
+    return load_artefact(
+        found, ple_placement=ple_placement, cuda_graph=cuda_graph, trust=trust, progress=progress
+    )
+
+
+def load_artefact(
+    found: Artefact, *, ple_placement: str | None = None, cuda_graph: bool = True,
+    trust: bool = False, progress: Progress = silent,
+) -> Engine:  # fmt: skip
+    """Load a checked engine directory; arguments as those of `load_engine`."""
     m = found.manifest
     backend = _backend_of(found)
     kept = read_compiled(found, backend.record)

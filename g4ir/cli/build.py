@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from g4ir import console
 from g4ir.errors import EngineError, InputError
 from g4ir.finite import TOO_LARGE
-from g4ir.gpus import find_gpu
 from g4ir.spec import Spec
 from g4ir.units import size_text
 
@@ -54,6 +53,7 @@ def add_build(verbs: Any) -> None:
 def _build(args: argparse.Namespace) -> int:
     from g4ir.backends import find_backend
     from g4ir.engine import check_absent, prepare, write_engine
+    from g4ir.gpus import find_gpu
 
     if args.dry_run and args.verify:
         raise InputError("--dry-run builds nothing that --verify could check")
