@@ -13,8 +13,8 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -294,14 +294,22 @@ def write_tensors(
 def write_file(
     path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o666
 ) -> None:
-    """Write the concatenated parts to a temporary name beside `path`, sync, rename. Like folders of
-    `new_folder`, the file is readable to whom the umask says, of those that `mode` names."""
+    """Write the concatenated parts as `new_version` does."""
+    with new_version(path, mode) as file:
+        for part in parts:
+            for piece in part:
+                file.write(piece)
+
+
+@contextmanager
+def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A file of a temporary name beside `path`, open for writing; at the end it is synced and
+    renamed, and after an error it is removed. Like folders of `new_folder`, it is readable to whom
+    the umask says, of those that `mode` names."""
     handle, name = _new_file(path.parent, f".{path.name}.", mode)
     try:
         with open(handle, "wb") as file:
-            for part in parts:
-                for piece in part:
-                    file.write(piece)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

@@ -19,14 +19,14 @@ from typing import Any
 from g4ir.errors import LowerError
 from g4ir.ir import Graph, Value
 from g4ir.packing import ParamSource
-from g4ir.tensorfile import CODES, write_file, write_tensors
+from g4ir.tensorfile import CODES, new_version, write_tensors
 from g4ir.units import size_text
 
 from ..base import Limits, Progress
 from ..primitives.network import Lowering, Network
 from .emitter import SHARED_BYTES, MappedWeights, TrtEmitter, without_weights
 from .interface import PROFILES, Interface, interface
-from .log import logger, progress_monitor
+from .log import logger, progress_monitor, stream_writer
 from .lowerings import lowerings
 from .plugin_kernels import has_triton
 from .plugins import MOST_SHARED_BYTES
@@ -242,25 +242,28 @@ def weight_bytes(g: Graph) -> int:
 def build_plan(
     api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
 ) -> None:
-    """Run the builder and write its plan.
+    """Run the builder, which writes its plan piece by piece: nothing holds all of it.
 
     The timing cache is read first and written at the end, also where the build is refused or
     interrupted (Ctrl-C, SIGTERM): the next build begins with what was timed. LowerError with the
-    builder's own words where it refuses.
+    builder's own words where it refuses; OSError where the plan cannot be written.
     """
     _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
-    with _interruptible(monitor):
-        serialized = w.builder.build_serialized_network(w.network, config)
-    _keep(timing, config.get_timing_cache())
-    if monitor.stopped:
-        raise KeyboardInterrupt
-    if serialized is None:
-        raise RefusedError(refusal(w.log.errors, _layer_names(w.network)))
-    write_file(plan, [memoryview(serialized)])
+    with new_version(plan) as file:
+        writer = stream_writer(api.trt, file)
+        with _interruptible(monitor):
+            made = w.builder.build_serialized_network_to_stream(w.network, config, writer)
+        _keep(timing, config.get_timing_cache())
+        if monitor.stopped:
+            raise KeyboardInterrupt
+        if writer.error:
+            raise writer.error
+        if not made:
+            raise RefusedError(refusal(w.log.errors, _layer_names(w.network)))
 
 
 class RefusedError(LowerError):

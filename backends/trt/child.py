@@ -3,7 +3,7 @@
     python -m g4ir.backends.trt.child FOLDER
 
 builds what `job.json` in FOLDER asks for, from the graphs and packed weights beside it. It prints a
-JSON object a line: `progress`, and at the end `made` (what the manifest keeps) or `error`.
+JSON object a line: `progress`, and at the end `made` (what the manifest keeps), `error` or `errno`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
     if "made" in said:
         made: dict[str, Any] = said["made"]
         return made
+    if "errno" in said:
+        raise OSError(said["errno"], said["message"], said["file"])
     if "error" in said:
         raise getattr(errors, said["error"], LowerError)(said["message"])
     raise LowerError(
@@ -129,6 +131,8 @@ def run_job(folder: Path, backend: TrtBackend) -> dict[str, Any]:
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}
+    except OSError as e:  # no space, or files that may not be written
+        return {"errno": e.errno or 0, "message": e.strerror or str(e), "file": e.filename}
     return {"made": made}
 
 

@@ -1,11 +1,11 @@
-"""What TensorRT calls back: messages and progress."""
+"""What TensorRT calls back: messages, progress, and pieces of a plan."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..base import Progress
 
@@ -79,3 +79,21 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
             return not self.stopped
 
     return Monitor()
+
+
+def stream_writer(trt: Any, file: IO[bytes]) -> Any:
+    """An IStreamWriter into a file. TensorRT takes no exception: what stopped it is in `error`."""
+
+    class Writer(trt.IStreamWriter):
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except OSError as e:
+                self.error = e
+                return 0
+
+    return Writer()

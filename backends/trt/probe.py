@@ -48,7 +48,10 @@ NEEDED: tuple[tuple[str, str], ...] = (
     ("HardwareCompatibilityLevel", "SAME_COMPUTE_CAPABILITY"),
     ("ExecutionContextAllocationStrategy", "USER_MANAGED"),
     ("ICudaEngine", "get_aliased_input_tensor"),
+    ("Builder", "build_serialized_network_to_stream"),
+    ("IStreamWriter", "write"),
     ("ICudaEngine", "device_memory_size_v2"),
+    ("ICudaEngine", "get_device_memory_size_for_profile_v2"),
     ("ICudaEngine", "weight_streaming_budget_v2"),
     ("ICudaEngine", "streamable_weights_size"),
 )

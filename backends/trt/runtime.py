@@ -109,9 +109,13 @@ class Runner:
             raise self._error(f"no execution context for {what}", "free device memory")
         return context
 
-    def _scratch(self) -> torch.Tensor:
-        size = max(1, self.engine.device_memory_size_v2)
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+    def _scratch(self, phase: str | None = None) -> torch.Tensor:
+        """Scratch memory for steps of a phase's profile, or of any."""
+        if phase is None:
+            size = self.engine.device_memory_size_v2
+        else:
+            size = self.engine.get_device_memory_size_for_profile_v2(PROFILES.index(phase))
+        return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
         """Where a step writes an output, in these sizes."""
@@ -171,6 +175,11 @@ class Runner:
         return EngineError(f"TensorRT engine: {what}: {said}; {fix}")
 
 
+def lend(context: Any, scratch: torch.Tensor) -> None:
+    """Have a context use this scratch memory, which the caller keeps."""
+    context.set_device_memory(scratch.data_ptr(), scratch.numel())
+
+
 class TrtTower(Runner):
     """The engine of a tower: static shapes, no caches."""
 
@@ -187,7 +196,7 @@ class TrtTower(Runner):
         """Outputs by name. Scratch memory is torch's again afterwards, for the steps that
         follow."""
         scratch = self._scratch()
-        self.context.set_device_memory(scratch.data_ptr(), scratch.numel())
+        lend(self.context, scratch)
         made = {name: self._output(name, {}) for name in self.io.outputs}
         self._execute(self.context, dict(feeds), made, "build it again")
         return made
@@ -206,7 +215,8 @@ class TrtRuntime(Runner):
         self.limits, self.source, self.open_tower = limits, params, open_tower
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = record
-        self.scratch = self._scratch()
+        #: of decode steps; what is recorded points into it
+        self.scratch = self._scratch("decode")
         self.slots = torch.arange(limits.max_seq, device=device)
         #: of single tokens; it lives as long as what is recorded
         self.no_blocks = self._no_blocks(limits.max_batch, 1)
@@ -215,13 +225,15 @@ class TrtRuntime(Runner):
         self.towers: dict[str, TrtTower] = {}
 
     def _context(self, phase: str) -> Any:
-        """An execution context of the phase's profile. All share their scratch memory, because no
-        two run at the same time."""
+        """An execution context of the phase's profile. Those of decode share their scratch memory,
+        because no two run at the same time; that of prefill gets its own, which may be gigabytes,
+        when a chunk runs."""
         context = self._new_context(phase)
         with self._stream() as stream:
             if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
                 raise self._error(f"no profile for {phase}", "build it again")
-        context.set_device_memory(self.scratch.data_ptr(), self.scratch.numel())
+        if phase == "decode":
+            lend(context, self.scratch)
         return context
 
     def new_state(self, batch: int) -> TrtState:
@@ -279,8 +291,11 @@ class TrtRuntime(Runner):
     def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
         """A step that is not recorded."""
         room = self._logits(state.batch, feeds["positions"].shape[1])
-        profile = "decode" if phase == "decode" else "prefill"
-        return self._step(self.contexts[profile], feeds, state, slots, state.side, room)
+        context, scratch = self.contexts["decode"], self.scratch
+        if phase != "decode":
+            context, scratch = self.contexts["prefill"], self._scratch("prefill")
+            lend(context, scratch)
+        return self._step(context, feeds, state, slots, state.side, room)
 
     def _logits(self, batch: int, count: int) -> torch.Tensor:
         """Where a step writes them."""

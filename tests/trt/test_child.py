@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
 from g4ir import packing
-from g4ir.backends.trt import child
+from g4ir.backends.trt import build as trt_build
+from g4ir.backends.trt import child, log
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.files import LOG, PLAN
 from g4ir.engine import Prepared, prepare
@@ -92,3 +95,34 @@ def test_what_it_makes(
     assert json.loads(json.dumps(kept)) == kept
     lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
     assert any("trial build" in line["progress"] for line in lines)
+
+
+def test_no_space_for_a_plan(
+    prepared: Prepared, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child says so, and the parent raises it as its own; of the plan nothing is left."""
+    params = packing.MadeParams(prepared.packing, prepared.source)
+    packing.write_params(prepared.packing, params, folder, 1 << 30, print)
+
+    def full(trt: Any, file: IO[bytes]) -> Any:
+        def write(data: bytes) -> int:
+            file.write(data[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return log.stream_writer(trt, SimpleNamespace(write=write))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trt_build, "stream_writer", full)
+    before = {p.name for p in folder.iterdir()}
+    monkeypatch.setattr(
+        child, "_listen", lambda argv, out, progress: child.run_job(out, emulated(tmp_path))
+    )
+    said = run(prepared, folder, "", print)
+    assert said == {
+        "errno": errno.ENOSPC, "message": "No space left on device", "file": None,
+    }  # fmt: skip
+    assert {p.name for p in folder.iterdir()} - before == {LOG}
+    monkeypatch.undo()
+    code = f"import json; print(json.dumps({said}))".replace("None", "'engine.plan'")
+    with pytest.raises(OSError, match="No space left") as e:
+        run(prepared, folder, code, print)
+    assert (e.value.errno, e.value.filename) == (errno.ENOSPC, "engine.plan")

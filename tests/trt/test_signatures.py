@@ -8,6 +8,7 @@ layer computes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,11 @@ def test_what_tensorrt_calls_back(real: tuple[str, Bindings]) -> None:
         required = bindings.dump["classes"][owner]["members"].keys() - {"__init__"}
         named = {m for m in required if bindings.signatures(owner, m)}
         assert named <= vars(type(ours)).keys()
+    # The docstring names C++'s pointer and size. The binding hands over one object of type bytes
+    # and takes an int back: NVIDIA/TensorRT, python/src/infer/pyCore.cpp, PyStreamWriter.
+    assert bindings.signatures("IStreamWriter", "write")
+    kept = BytesIO()
+    assert log.stream_writer(module, kept).write(b"plan") == 4 and kept.getvalue() == b"plan"
 
 
 # --- the check itself -------------------------------------------------------------------------

@@ -210,6 +210,59 @@ def test_steps_that_cannot_be_recorded(
     assert "launch by launch" in said and "weights are streamed" in said
 
 
+def test_scratch_memory(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode keeps what its profile needs; a chunk's is there while the chunk runs."""
+    engine = trt()
+    made = cast(Any, engine.runtime)
+    sizes = [made.engine.get_device_memory_size_for_profile_v2(i) for i in range(2)]
+    assert sizes[0] < sizes[1] and made.scratch.numel() == sizes[0]
+    given: list[int] = []
+    lend = runtime.lend
+
+    def lent(context: Any, scratch: torch.Tensor) -> None:
+        given.append(scratch.numel())
+        lend(context, scratch)
+
+    monkeypatch.setattr(runtime, "lend", lent)
+    s = engine.session(2)
+    s.prefill(tokens(2, 7))
+    s.decode(tokens(2, 1)[:, 0])
+    assert given == sizes[1:]
+
+
+def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU tensors begin at multiples of 256 bytes; a context that answers -1, which the
+    binding makes an exception of, is an engine that does not fit."""
+    made = cast(Any, shared.runtime)
+    context, room = made.contexts["decode"], torch.zeros(1024)
+    odd = (-room.data_ptr() % runtime.ALIGNMENT) // 4 + 1
+    monkeypatch.setattr(made, "device", "cuda")
+    with pytest.raises(EngineError, match=r"x lies at .* no multiple of 256"):
+        made._bind(context, {}, {"x": room[odd:]})
+    monkeypatch.setattr(made, "device", "cpu")
+
+    def infer(self: Any) -> Any:
+        raise RuntimeError("Error in inferring shapes")
+
+    monkeypatch.setattr(fake.IExecutionContext, "infer_shapes", infer)
+    with pytest.raises(EngineError, match=r"no shapes for this step.*build it again"):
+        shared.session(1).prefill(tokens(1, 3))
+
+
+@pytest.mark.parametrize(("hardware", "room"), [("exact", 0), ("same-capability", 227 << 10)])
+def test_shared_memory_of_tactics(hardware: str, room: int) -> None:
+    """A compatible engine's kernels would get 48 KiB by default."""
+    api = emulated_api()
+    w = SimpleNamespace(
+        builder=api.trt.Builder(_log(api)), graph=SimpleNamespace(params=()),
+        interface=SimpleNamespace(profiles=()),
+    )  # fmt: skip
+    config = builder.configure(
+        api, cast(Any, w), {"weights": "baked", "hardware": hardware}, 80 << 30
+    )
+    assert config.get_memory_pool_limit(api.trt.MemoryPoolType.TACTIC_SHARED_MEMORY) == room
+
+
 def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
     """What is free, but for caches, scratch memory, tables and the reserve."""
     free = 200 << 20
@@ -476,15 +529,15 @@ def test_refused_network(
     """The builder's words, our layer, what to try; no engine is left."""
     said = "no kernel for {ForeignNode[L1.attn.out/matmul]}"
 
-    build_once = fake.Builder.build_serialized_network
+    build_once = fake.Builder.build_serialized_network_to_stream
 
-    def refuse(self: Any, network: Any, config: Any) -> Any:
+    def refuse(self: Any, network: Any, config: Any, writer: Any) -> bool:
         if len(network._layers) < 200:
-            return build_once(self, network, config)
+            return build_once(self, network, config, writer)
         self._logger.log(fake.Severity.ERROR, said)
-        return None
+        return False
 
-    monkeypatch.setattr(fake.Builder, "build_serialized_network", refuse)
+    monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", refuse)
     with pytest.raises(LowerError) as error:
         trt()
     message = str(error.value)
@@ -501,17 +554,17 @@ def test_attention_that_tensorrt_takes_for_its_own(
     trt: Build, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     """A second try in plain layers; what was chosen is in the manifest."""
-    build_once, refused = fake.Builder.build_serialized_network, list[int]()
+    build_once, refused = fake.Builder.build_serialized_network_to_stream, list[int]()
 
-    def build_or_refuse(self: Any, network: Any, config: Any) -> Any:
+    def build_or_refuse(self: Any, network: Any, config: Any, writer: Any) -> bool:
         found = any(isinstance(x, ISoftMaxLayer) for x in network._layers)
         if found and len(network._layers) > least:
             refused.append(len(network._layers))
             self._logger.log(fake.Severity.ERROR, WRAPPER)
-            return None
-        return build_once(self, network, config)
+            return False
+        return build_once(self, network, config, writer)
 
-    monkeypatch.setattr(fake.Builder, "build_serialized_network", build_or_refuse)
+    monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", build_or_refuse)
     engine = trt()
     kept = engine.manifest["compiled"]
     assert kept["settings"]["attention"] == "plain" and len(refused) == 1
@@ -524,12 +577,13 @@ def test_attention_that_is_refused_alone(trt: Build, monkeypatch: pytest.MonkeyP
     """Before the whole network is built; the log is kept beside, and is not in the way later."""
     sizes = list[int]()
 
-    def refuse(self: Any, network: Any, config: Any) -> None:
+    def refuse(self: Any, network: Any, config: Any, writer: Any) -> bool:
         sizes.append(len(network._layers))
         self._logger.log(fake.Severity.VERBOSE, "looked at everything")
         self._logger.log(fake.Severity.ERROR, "no kernel for {attn.out/matmul}")
+        return False
 
-    monkeypatch.setattr(fake.Builder, "build_serialized_network", refuse)
+    monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", refuse)
     with pytest.raises(LowerError, match=r"attention of L\d.*attention=plain") as e:
         trt()
     assert len(sizes) == 1 and sizes[0] < 200
@@ -767,6 +821,21 @@ def test_contexts_check_what_they_are_given() -> None:
     fails("y lies over x")
     run.set_tensor_address("y", y.data_ptr())
     assert run.execute_async_v3(0) and torch.equal(y, -x)
+
+
+def test_conditionals_are_not_recorded() -> None:
+    """A network with one is refused where its step is being recorded."""
+    api, plan, log = small_build(lambda c, p: c.add_optimization_profile(p))
+    engine = api.trt.Runtime(log).deserialize_cuda_engine(plan)
+    run = engine.create_execution_context()
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    run.set_input_shape("x", (2, 4))
+    run.set_tensor_address("x", x.data_ptr())
+    run.set_tensor_address("y", y.data_ptr())
+    api.trt._capturing = True
+    assert run.execute_async_v3(0) and torch.equal(y, -x)
+    engine._network.add_if_conditional()
+    assert not run.execute_async_v3(0) and "cannot be captured" in log.errors[-1]
 
 
 def test_errors_are_expected_ones() -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     BuilderFlag = Any
 
 FORMAT = "g4ir recorder plan"
-#: bytes of scratch memory that every engine asks for
-SCRATCH = 4096
+#: bytes of scratch memory that every engine asks for, and those of its first profile
+SCRATCH, LEAST_SCRATCH = 4096, 1024
 
 
 def _numbered(name: str, members: Mapping[str, int]) -> Any:
@@ -90,6 +90,16 @@ class IProgressMonitor(Recorded):
 
     @api
     def __init__(self) -> None: ...
+
+
+class IStreamWriter(Recorded):
+    """Derived classes give `write(data)`, which returns how many bytes it wrote."""
+
+    @api
+    def __init__(self) -> None: ...
+
+    def write(self, data: bytes) -> int:
+        raise NotImplementedError
 
 
 class IHostMemory(Recorded, bytes):
@@ -246,6 +256,22 @@ class Builder(Recorded):
 
     @api
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
+        plan = self._plan(network, config)
+        return None if plan is None else self._module.IHostMemory(plan)
+
+    @api
+    def build_serialized_network_to_stream(
+        self, network: INetworkDefinition, config: IBuilderConfig, writer: IStreamWriter
+    ) -> bool:
+        plan = self._plan(network, config)
+        if plan is None:
+            return False
+        # In two pieces: a writer is called more than once.
+        half = len(plan) // 2
+        return all(writer.write(piece) == len(piece) for piece in (plan[:half], plan[half:]))
+
+    def _plan(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
+        """None, and the reason in the log, where the network is refused."""
         try:
             networks.check(network)
             _check_profiles(network, config)
@@ -263,7 +289,7 @@ class Builder(Recorded):
         digest = _digest(built)
         _BUILT[digest] = built
         text = {"format": FORMAT, "tensorrt": self._module.__version__, "digest": digest}
-        return self._module.IHostMemory(json.dumps(text).encode())
+        return json.dumps(text).encode()
 
 
 def _told(monitor: Any, steps: int) -> bool:
@@ -422,6 +448,10 @@ class ICudaEngine(Recorded):
     @api
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
         return [self._module.Dims(s) for s in self._built.profiles[profile_index][name]]
+
+    @api
+    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
+        return SCRATCH if profile_index else LEAST_SCRATCH
 
     @api
     def get_aliased_input_tensor(self, name: str) -> Any:
@@ -590,8 +620,9 @@ class IExecutionContext(Recorded):
         lacking = [n for n in engine._tensors if n not in self._addresses]
         if lacking:
             return f"no address for {', '.join(lacking)}"
-        if self._memory < SCRATCH:
-            return f"{self._memory} bytes of device memory, {SCRATCH} are needed"
+        need = SCRATCH if self._profile or not engine._built.profiles else LEAST_SCRATCH
+        if self._memory < need:
+            return f"{self._memory} bytes of device memory, {need} are needed"
         stripped = set(engine._built.refittable.values()) - engine._weights.keys()
         if stripped:
             return f"{len(stripped)} weights were stripped and not set again"
@@ -646,8 +677,8 @@ def _need(condition: Any, message: str) -> None:
 
 
 _LISTED: tuple[Any, ...] = (
-    ILogger, IProgressMonitor, IHostMemory, IOptimizationProfile, ITimingCache, IBuilderConfig,
-    Builder, Runtime, ICudaEngine, Refitter, IExecutionContext, MemoryPoolType,
+    ILogger, IProgressMonitor, IStreamWriter, IHostMemory, IOptimizationProfile, ITimingCache,
+    IBuilderConfig, Builder, Runtime, ICudaEngine, Refitter, IExecutionContext, MemoryPoolType,
     HardwareCompatibilityLevel, ProfilingVerbosity, ExecutionContextAllocationStrategy,
     TensorIOMode,
 )  # fmt: skip
