@@ -305,8 +305,11 @@ class Peer(Protocol):
     def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
         """`logits` in another mode of the peer: the same sums in another order."""
 
-    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
-        """(tokens, the logits f32[count, vocab] that chose them)."""
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """(tokens, the logits f32[count, readable] that chose them), of the ids below `readable`
+        alone."""
 
 
 def verify_engine(
@@ -388,7 +391,8 @@ def _compare(
     parts += [errors.distance] * rounded
     rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
     progress("greedy tokens")
-    greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, budget)
+    text, room = engine.spec.text, engine.limits.max_seq
+    greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
     nll = _nll(got, ids, where), _nll(want, ids, where)
     return Report(
         engine_name(engine), against, budget, tuple(turns), tuple(rows), greedy,
@@ -515,7 +519,7 @@ def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | 
     if given is None:
         return None
     limit = engine.limits.max_seq
-    ids = checked_ids(list(given), engine.spec.text.vocab_size, "verify")
+    ids = checked_ids(list(given), engine.spec.text.readable_ids, "verify")
     if not 2 <= len(ids) <= limit:
         raise InputError(f"verify: {len(ids)} tokens; expected 2 to {limit} (--max-seq)")
     check_no_media(engine, ids, "verify: --tokens")
@@ -543,8 +547,7 @@ def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
     whichever of them an engine of this spec takes."""
     import torch
 
-    text = engine.spec.text
-    top = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
+    top = engine.spec.text.readable_ids
     taken = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, top - len(taken), tuple(shape), generator=generator)
@@ -584,12 +587,12 @@ def _nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float
 
 
 def _compare_greedy(
-    own: Peer, peer: Peer, ids: torch.Tensor, room: int, budget: Budget
+    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Budget
 ) -> Greedy:
     prompt = ids[: max(1, room - GREEDY + 1)]
     count = min(GREEDY, room - len(prompt) + 1)
-    got, _ = own.greedy(prompt, count)
-    want, logits = peer.greedy(prompt, count)
+    got, _ = own.greedy(prompt, count, readable)
+    want, logits = peer.greedy(prompt, count, readable)
     equal = next((i for i in range(count) if got[i] != want[i]), count)
     if equal == count or _is_close(logits[equal], budget):
         return Greedy(count, equal, None)
@@ -637,13 +640,15 @@ class EnginePeer:
         """Token by token."""
         return self.logits(tokens, [1] * len(tokens), False)[_positions(turns, every)]
 
-    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
         import torch
 
         session = self.engine.session()
-        rows = [session.prefill(prompt[None])]
+        rows = [session.prefill(prompt[None])[:, :readable]]
         while len(rows) < count:
-            rows.append(session.decode(rows[-1].argmax(-1)))
+            rows.append(session.decode(rows[-1].argmax(-1))[:, :readable])
         logits = torch.cat(rows)
         return logits.argmax(-1).tolist(), logits
 
@@ -694,7 +699,9 @@ class HfPeer:
             sides.append((logits, rows, head, made, margins))
         return local_errors(count, _positions(turns, every), *sides, dtype=dtype)
 
-    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
         import torch
 
         past, column, rows = None, prompt[None], []
@@ -704,7 +711,7 @@ class HfPeer:
                     input_ids=column, past_key_values=past, use_cache=True, logits_to_keep=1
                 )
                 past = out.past_key_values
-                rows.append(out.logits[0, -1].float())
+                rows.append(out.logits[0, -1, :readable].float())
                 column = rows[-1].argmax()[None, None]
         logits = torch.stack(rows)
         return logits.argmax(-1).tolist(), logits

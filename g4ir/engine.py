@@ -477,8 +477,7 @@ class Engine:
         """Token ids that are never generated (matters for greedy decoding too): the checkpoint's,
         and those that a smaller per-layer table has no row for, which no step could read."""
         text = self.spec.text
-        rows = text.ple.vocab_size if text.ple else text.vocab_size
-        return (*self.defaults().suppress, *range(rows, text.vocab_size))
+        return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
 
     def tokenizer(self) -> Any:
         """The checkpoint's own tokenizer (library `tokenizers`)."""

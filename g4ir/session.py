@@ -200,8 +200,7 @@ class Session:
     def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
         """Steps on the device, where the runtime has them and every table lies there too."""
         text = self.engine.spec.text
-        readable = text.ple is None or text.ple.vocab_size >= text.vocab_size
-        if not self.engine.embeds_on_device or not readable:
+        if not self.engine.embeds_on_device or text.readable_ids < text.vocab_size:
             return None
         return self.engine.runtime.token_loop(
             self.engine.embed, self.state, self.batch, sampler.settings, stops
@@ -323,8 +322,7 @@ class Session:
         text, pad = self.engine.spec.text, self.engine.spec.tokens.pad or 0
         for i in self._media.values():  # whose rows no table is asked for
             tokens = tokens.masked_fill(tokens == i, pad)
-        # A per-layer table may have fewer rows; what it has no row for can be drawn, not read.
-        vocab = min(text.vocab_size, text.ple.vocab_size if text.ple else text.vocab_size)
+        vocab = text.readable_ids
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
             row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
             raise InputError(

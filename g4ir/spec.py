@@ -138,6 +138,11 @@ class Text:
         return (*kinds[:-1], FULL)
 
     @property
+    def readable_ids(self) -> int:
+        """How many ids, from 0, a step can read: those that every table has a row for."""
+        return min(self.vocab_size, self.ple.vocab_size) if self.ple else self.vocab_size
+
+    @property
     def first_kv_shared_layer(self) -> int:
         return self.num_hidden_layers - self.num_kv_shared_layers
 

@@ -288,7 +288,7 @@ class Oracle:
 
 def random_tokens(spec: Spec, rows: int, count: int, seed: int = 0) -> torch.Tensor:
     """Token ids that every table has a row for."""
-    top = min(spec.text.vocab_size, spec.text.ple.vocab_size if spec.text.ple else 2**31)
+    top = spec.text.readable_ids
     g = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(0, top, (rows, count), generator=g)
 

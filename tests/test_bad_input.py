@@ -654,6 +654,8 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
     for temperature in ("0", "5"):
         outcome = g4ir(*words, temperature, "--json")
         assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
+    outcome = g4ir("verify", engine, "--against", "hf")
+    assert outcome.code == 0 and "greedy" in outcome.out, outcome.err
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:

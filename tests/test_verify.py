@@ -316,16 +316,16 @@ def test_no_softcap_no_alarm(tmp_path: Path) -> None:
 
 def greedy_report(engines: Any, budget: Budget, tokens: list[int]) -> Any:
     class Fixed:
-        def greedy(self, prompt: torch.Tensor, count: int) -> Any:
+        def greedy(self, prompt: torch.Tensor, count: int, readable: int) -> Any:
             logits = torch.zeros(count, 512)
             logits[:, 1], logits[:, 2] = 1.0, 1.0 - 1e-3
             return tokens[:count], logits
 
     class Want(Fixed):
-        def greedy(self, prompt: torch.Tensor, count: int) -> Any:
-            return [1] * count, super().greedy(prompt, count)[1]
+        def greedy(self, prompt: torch.Tensor, count: int, readable: int) -> Any:
+            return [1] * count, super().greedy(prompt, count, readable)[1]
 
-    return compare._compare_greedy(Fixed(), Want(), torch.arange(9), 40, budget)  # type: ignore[arg-type]
+    return compare._compare_greedy(Fixed(), Want(), torch.arange(9), 40, 512, budget)  # type: ignore[arg-type]
 
 
 def test_close_calls_may_go_either_way(engines: Any) -> None:

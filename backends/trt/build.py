@@ -219,13 +219,11 @@ TIMED = (
 )  # fmt: skip
 
 
-def estimate(graphs: Sequence[Graph], settings: Mapping[str, str]) -> Estimate:
-    """Of networks that are built one after the other. The plan lies in host memory beside the
-    builder's copy of the weights; on the device lie the weights and the scratch of the kernels
-    that are timed."""
-    copies = 1 if settings["weights"] == "refit" else 2
+def estimate(graphs: Sequence[Graph]) -> Estimate:
+    """Of networks that are built one after the other. In host memory lies the builder's copy of the
+    weights, on the device lie the weights and the scratch of the kernels that are timed."""
     most = max(map(weight_bytes, graphs))
-    return Estimate(sum(map(_seconds, graphs)), copies * most, most + LEAST_WORKSPACE)
+    return Estimate(sum(map(_seconds, graphs)), most, most + LEAST_WORKSPACE)
 
 
 def _seconds(g: Graph) -> float:

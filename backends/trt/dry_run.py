@@ -22,6 +22,7 @@ from g4ir.errors import CheckError, LowerError
 from g4ir.fit import device_memory
 from g4ir.interpret import interpret
 from g4ir.ir import Graph, Program, Value
+from g4ir.units import size_text
 
 from ..base import Limits, Progress
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
@@ -73,12 +74,12 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 def _too_small(p: Prepared) -> list[str]:
     """What this machine lacks for the builder."""
     graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
-    need, has = build.estimate(graphs, p.settings).host_bytes, device_memory("cpu")
+    need, has = build.estimate(graphs).host_bytes, device_memory("cpu")
     if need <= has:
         return []
     return [
-        f"TensorRT's builder needs {need / build.GIB:.1f} GiB of host memory, this machine has "
-        f"{has / build.GIB:.1f} GiB: build on a larger one, or with --set weights=refit"
+        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
+        f"{size_text(has)}: build on a larger one"
     ]
 
 
@@ -138,7 +139,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         "conditionals": len(written.network._conditionals),
-        "builder": str(build.estimate(graphs, p.settings)),
+        "builder": str(build.estimate(graphs)),
         "notes": written.emitter.notes,
     }
     sizes = {name: f"{w.network.num_layers} layers" for name, w in towers.items()}

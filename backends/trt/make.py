@@ -71,7 +71,7 @@ class Make:
         scratch = self._check_sizes()
         self._choose()
         self.progress(
-            f"TensorRT's builder: {build.estimate([*self.graphs.values()], self.settings)}"
+            f"TensorRT's builder: {build.estimate([*self.graphs.values()])}"
         )
         layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
         found = self._check_memory()
