@@ -1,9 +1,9 @@
 """Options of the test suite.
 
-`--full` adds the tests marked `full` (minutes each) and draws eighty times as many hypothesis
-examples; without it those tests are deselected, not skipped, so a skip always means that something
-is missing on this machine. `--rewrite-golden` writes the golden files of the passes anew; read the
-difference before you keep it.
+`--full` adds the tests marked `full` (minutes each), all cases of those marked `covering`, and
+draws eighty times as many hypothesis examples; without it those tests are deselected, not skipped,
+so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
+golden files of the passes anew; read the difference before you keep it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.covering import left_out
 
 # Graphs, traces and sessions are many small objects: at the default, looking for dead ones among
 # them takes a twentieth of the run.
@@ -68,10 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    kept = [item for item in items if not item.get_closest_marker("full")]
+    spare = set(left_out(kept))
+    kept = [item for item in kept if item not in spare]
+    config.hook.pytest_deselected(items=[*set(items) - set(kept)])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import inverse_frequencies, rope, rope_table
 from g4ir.types import dtype_name
 
+pytestmark = pytest.mark.covering
+
 W = 13
 LENGTHS = ((0, 1, W - 1), (W, W + 1, 3 * W + 2))
 #: layout of the cache -> slots, window

@@ -14,6 +14,8 @@ from g4ir.backends.torch_compile.kernels.head import (
     top_candidates,
 )
 
+pytestmark = pytest.mark.covering
+
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -14,6 +14,8 @@ from g4ir.backends.torch_compile.kernels.linear import (
 )
 from g4ir.ops.mlp import ACTIVATIONS, glu
 
+pytestmark = pytest.mark.covering
+
 #: (block_m, block_n, block_k, warps, stages)
 ONE, MANY, WIDE = (1, 4, 32, 1, 2), (16, 16, 32, 1, 2), (32, 16, 32, 1, 2)
 #: rows and sizes: both kernels with every number of rows, more of them than block_m too

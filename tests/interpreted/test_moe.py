@@ -18,6 +18,8 @@ from g4ir.backends.torch_compile.kernels import moe
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import experts, router
 
+pytestmark = pytest.mark.covering
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -12,6 +12,8 @@ from g4ir.backends.torch_compile.kernels import norms
 from g4ir.budgets import budget
 from g4ir.ops import OPS
 
+pytestmark = pytest.mark.covering
+
 EPS = 1e-6
 #: leading dims, D, warps
 Case = tuple[tuple[int, ...], int, int]

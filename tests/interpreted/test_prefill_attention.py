@@ -23,6 +23,8 @@ from g4ir.backends.torch_compile.kernels.prefill_attention import (
 from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.latent import keys_values_of_value
 
+pytestmark = pytest.mark.covering
+
 #: fp32: the order of sums. bf16: at most twice the reference's distance from float64, for it rounds
 #: at more places; 1e-3 of the rms is far less than one rounding of the result (2^-9) and covers
 #: references that happen to be almost exact.

@@ -20,6 +20,8 @@ from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import rope, rope_table, rotated_pairs
 from g4ir.types import dtype_name
 
+pytestmark = pytest.mark.covering
+
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
 EPS = 1e-6

@@ -31,6 +31,8 @@ from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
 from g4ir.types import Type, dtype_name, torch_dtype
 
+pytestmark = pytest.mark.covering
+
 Tensor = torch.Tensor
 TRTP = plugin_module()
 
