@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "cuda-programs"
@@ -156,17 +155,17 @@ def build(found: Sequence[Program], out: Path, jobs: int) -> Iterator[Built]:
     compiler.check_toolchain("cuda")
     (out / "programs").mkdir(parents=True, exist_ok=True)
 
-    def one(p: Program, compile_one: Any) -> Built:
+    def one(p: Program) -> Built:
         path = out / "programs" / f"{hashlib.sha256(p.text.encode()).hexdigest()[:16]}-{p.rows}.pt2"
         begin = time.monotonic()
         try:
-            compile_one(p.text, Target("cuda", GPU, p.rows), path)
+            workers.compile(p.text, Target("cuda", GPU, p.rows), path)
         except LowerError as e:
             return Built(p, (), str(e), time.monotonic() - begin)
         return Built(p, tuple(kernels_of(path, out)), "", time.monotonic() - begin)
 
-    with compiler._workers(jobs) as compile_one, ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda p: one(p, compile_one), found)
+    with compiler._Workers(jobs) as workers, ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, found)
 
 
 # --- kernels ----------------------------------------------------------------------------------
