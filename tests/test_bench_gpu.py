@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +111,10 @@ def test_a_hang_is_kept_and_ends_the_process(
     ((code, main, cells),) = seen
     assert code == 1 and not main
     assert cells["b"] == {"hung": 0.2} and cells["a"]["us"] == 1
+    r.cell("c", lambda: {"ended": ended.wait(0)}, compiles=True)
+    with r.watched("build", compiles=True):
+        time.sleep(0.4)  # compilers take longer
+    assert len(seen) == 1
 
 
 def test_a_run_elsewhere_goes_on_with_the_results_here(

@@ -3,6 +3,7 @@ an object that notes what it is asked."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -56,6 +57,19 @@ def table_of(engine: Engine) -> Value:
 FILE, COPY = 11, 3  # flags: a mapping is only read
 
 
+def read_at(address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the kernel does, which tests/interpreted/test_gather.py looks at."""
+    size = columns * dtype.itemsize
+    rows = [ctypes.string_at(address + i * size, size) for i in ids.flatten().tolist()]
+    made = torch.frombuffer(bytearray(b"".join(rows)), dtype=dtype)
+    return made.view(*ids.shape, columns)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_table, "gather_host_rows", read_at)
+
+
 @pytest.mark.parametrize("placement, takes, flags", [
     ("mmap", (FILE, COPY), FILE), ("mmap", (COPY,), COPY), ("host", (FILE, COPY), COPY),
 ])  # fmt: skip
@@ -94,6 +108,45 @@ def test_what_cannot_be_registered_is_gathered_by_the_host(
     ids = torch.tensor([[3], [500]])
     assert torch.equal(table[ids], source.tensor(v.name)[ids])
     assert "the host" in caplog.text and v.name in caplog.text
+
+
+@pytest.mark.parametrize("placement", ["mmap", "host"])
+def test_what_the_gpu_does_not_read_is_gathered_by_the_host(
+    engine: Engine, source: StoredParams, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, placement: str,
+) -> None:  # fmt: skip
+    """As where there is no C compiler for what triton starts kernels with."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nand more")
+
+    monkeypatch.setattr(host_table, "gather_host_rows", fails)
+    cuda = Cuda((FILE, COPY))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    v = table_of(engine)
+    with caplog.at_level(logging.WARNING):
+        table = open_host_table(source, v, placement, "cpu")
+    ids = torch.tensor([[3], [500]])
+    assert torch.equal(table[ids], source.tensor(v.name)[ids])
+    (said,) = caplog.messages
+    assert "Failed to find C compiler." in said and "and more" not in said
+    monkeypatch.setattr(host_table, "gather_host_rows", lambda *given: read_at(*given) + 1)
+    assert not isinstance(open_host_table(source, v, placement, "cpu"), HostTable)
+
+
+def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would tell it to whoever starts the next kernel."""
+    started: list[str] = []
+
+    class Kernel:
+        def add_(self, other: int) -> None:
+            started.append("kernel")
+            raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host_table.torch, "ones", lambda *_, **__: Kernel())
+    assert not host_table.register(torch.zeros(4), COPY, Cuda(()))
+    assert started == ["kernel"]
 
 
 def test_an_engine_on_cuda_takes_it(

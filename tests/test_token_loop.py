@@ -4,6 +4,7 @@ CUDA graph, on the CPU's compiled steps, with everything else as on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,6 +228,26 @@ def test_a_step_that_cannot_be_recorded(
     monkeypatch.setattr(engine, "_idle", None)  # nothing is recorded yet
     with pytest.raises(EngineError, match=r"not permitted.*--no-cuda-graph"):
         engine.generate(PROMPTS[0], 4)
+
+
+def test_steps_run_on_where_one_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """Launch by launch; said once, and not tried again."""
+    tried: list[str] = []
+
+    def refuse(work: Callable[[], None]) -> Callable[[], None]:
+        tried.append("")
+        raise EngineError("not permitted when stream is capturing")
+
+    done: list[int] = []
+    record = cuda_graph.OrLaunched(refuse)
+    with caplog.at_level("WARNING"):
+        for i in range(2):
+            play = record(partial(done.append, i))
+            play()
+            play()
+    assert done == [0, 0, 1, 1] and len(tried) == 1
+    (said,) = caplog.messages
+    assert "launch by launch" in said and "not permitted" in said
 
 
 def test_rows_at_rest_have_nothing_to_attend_to() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from g4ir.backends.torch_compile import tunings
 from g4ir.backends.torch_compile.target import Target, gpu_name
-from g4ir.backends.torch_compile.tune import COPIES, SPREAD, VALUES, copies
+from g4ir.backends.torch_compile.tune import COPIES, ROOM, SPREAD, VALUES, copies
 from g4ir.backends.torch_compile.tunings import (
     Tuning,
     add_measured,
@@ -118,8 +118,12 @@ def test_targets_differ_as_programs_do() -> None:
 
 
 def test_copies_of_small_operands_do_not_fit_the_cache_either() -> None:
-    assert copies(800 << 10) * (800 << 10) > SPREAD - (800 << 10) > 100 << 20
-    assert copies(1 << 30) == 2 and copies(0) == COPIES
+    some = 800 << 10
+    assert copies(some, some) * some > SPREAD - some > 100 << 20
+    assert copies(1 << 30, 1 << 30) == 2 and copies(0, 0) == COPIES
+    # One slot of a cache is touched, all of it is held.
+    assert 2 < copies(300 << 10, 512 << 20) * (512 << 20) <= ROOM
+    assert copies(1 << 10, 40 << 30) == 2
 
 
 def test_a_search_tries_every_setting_of_the_table() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 import torch
 
 from g4ir.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 #: makes of work what repeats it
@@ -38,6 +41,23 @@ class Captured:
         return self._logits
 
 
+class OrLaunched:
+    """Records work, until some cannot be recorded: from then on all of it runs launch by launch,
+    which is said once. What is wrong with the work itself shows when it runs."""
+
+    def __init__(self, record: Record) -> None:
+        self.record: Record | None = record
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self.record is not None:
+            try:
+                return self.record(work)
+            except EngineError as e:
+                self.record = None
+                log.warning("decode steps run launch by launch, which is slower: %s", e)
+        return work
+
+
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
     """Do the work once to warm up, then record it; returns what replays it.
 
@@ -51,9 +71,10 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     try:
         # The stream of the warm-up: what works on it may have made events and streams for it. What
-        # other threads do meanwhile, in sessions of their own, must not end the recording.
+        # other threads do meanwhile, in sessions of their own, must not end the recording. The
+        # outer context leaves the stream also where torch's own, after a failure, does not.
         capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
-        with _RECORDING, capture:
+        with torch.cuda.stream(torch.cuda.current_stream()), _RECORDING, capture:
             work()
     except RuntimeError as e:
         raise EngineError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from g4ir.ir import Value
 from g4ir.packing import ParamSource, StoredParams, open_table
 from g4ir.types import torch_dtype
+from g4ir.units import size_text
 
 from .kernels.gather import gather_host_rows
 
@@ -43,15 +45,35 @@ def open_host_table(source: ParamSource, v: Value, placement: str, device: str) 
     `mmap`: the mapped file itself, where it can be registered, else as `host`: a copy of it. Where
     no memory can be registered the host gathers rows, and says so.
     """
-    cuda = torch.cuda.cudart()
+    cuda, at = torch.cuda.cudart(), torch.device(device)
     if placement == "mmap" and (table := registered_file(source, v, cuda)) is not None:
-        return HostTable(table, torch.device(device))
-    table = copied(source, v)
-    if register(table, PORTABLE | MAPPED, cuda):
-        return HostTable(table, torch.device(device))
-    log.warning("%s: %d bytes of host memory cannot be registered with CUDA: each token waits for "
-                "the host to gather its rows", v.name, table.nbytes)  # fmt: skip
+        found, why = tried(HostTable(table, at))
+    else:
+        table = copied(source, v)
+        if register(table, PORTABLE | MAPPED, cuda):
+            found, why = tried(HostTable(table, at))
+        else:
+            found, why = None, "it cannot be registered with CUDA"
+    if found is not None:
+        return found
+    log.warning(
+        "%s: %s of host memory are not read by the GPU itself, so that each token waits for the "
+        "host to gather its rows: %s", v.name, size_text(table.nbytes), why,
+    )  # fmt: skip
     return open_table(source, v, placement, device) if placement == "mmap" else table
+
+
+def tried(table: HostTable) -> tuple[HostTable | None, str]:
+    """The table, or None and the reason where its first row cannot be read: triton makes the
+    kernel now, with a C compiler and the driver's library."""
+    try:
+        row = table[torch.zeros(1, dtype=torch.int64)]
+        same = torch.equal(row.cpu().view(torch.uint8), table.table[:1].view(torch.uint8))
+    except torch.AcceleratorError:
+        raise  # nothing works on this device any more
+    except Exception as e:  # of triton, of what it starts, or of the driver
+        return None, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+    return (table, "") if same else (None, "what it reads is not the table")
 
 
 def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | None:
@@ -75,11 +97,20 @@ def copied(source: ParamSource, v: Value) -> torch.Tensor:
     return table
 
 
+def _forget_error() -> None:
+    """CUDA remembers that a call failed, and torch would raise it after the next kernel that it
+    starts. So one is started here."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)
+
+
 def register(table: torch.Tensor, flags: int, cuda: Any) -> bool:
     """Whether the table's pages are now the device's to read; they are until the table is gone."""
     begin = table.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = table.data_ptr() + table.nbytes - begin
     if int(cuda.cudaHostRegister(begin, size, flags)):
+        _forget_error()
         return False
     # Of the storage: views of the table may outlive it.
     weakref.finalize(table.untyped_storage(), cuda.cudaHostUnregister, begin).atexit = False

@@ -15,6 +15,9 @@ from g4ir.types import Type
 from .target import Target
 from .tunings import Tuning, find_tuning
 
+#: of decode attention: more shares than this are for contexts in which each has more keys
+SHARES, SHARE_KEYS = 64, 256
+
 #: most rows that products with few rows take; more are the library's
 SKINNY = 32
 #: most rows whose experts are read row by row; more are sorted by expert first

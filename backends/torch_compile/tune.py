@@ -51,6 +51,8 @@ SWEEPS = 2
 SPREAD = 512 << 20
 #: most copies of the operands, and least launches that are timed together
 COPIES, LAUNCHES = 1024, 64
+#: bytes of the device that copies may take
+ROOM = 8 << 30
 TRIES = 5
 
 
@@ -129,20 +131,27 @@ def _or_fail(
 
 def time_case(case: Case) -> float:
     """Microseconds of one run, operands not in the cache."""
-    given = [operands(case, "cuda", seed) for seed in range(copies(bytes_of_case(case)))]
+    from .kernels.base import directly
+
+    first = operands(case, "cuda")
+    count = copies(bytes_of_case(case), sum(t.nbytes for t in first.values()))
+    given = [first, *(operands(case, "cuda", seed) for seed in range(1, count))]
     turns = list(_turns(given, max(LAUNCHES, len(given))))
 
     def work() -> None:
         for one in turns:
             run_case(case, one)
 
-    replay = recorded(work)
+    with directly():
+        replay = recorded(work)
     return median([_elapsed(replay) for _ in range(TRIES)]) / len(turns)
 
 
-def copies(nbytes: int) -> int:
-    """How many sets of operands of that size do not fit the cache together, at most `COPIES`."""
-    return max(2, min(COPIES, SPREAD // max(nbytes, 1)))
+def copies(touched: int, held: int) -> int:
+    """How many sets of operands, of which a run touches so many bytes, do not fit the cache
+    together: at most `COPIES`, and no more than `ROOM` holds. A cache is held whole and touched at
+    one slot."""
+    return max(2, min(COPIES, SPREAD // max(touched, 1), ROOM // max(held, 1)))
 
 
 def _turns(given: list[Any], count: int) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,17 +24,19 @@ def logger(trt: Any, file: Path | None = None) -> Any:
             self.file = file.open("a", buffering=1, errors="replace") if file else None
 
         def log(self, severity: Any, msg: str) -> None:
-            if self.file:
-                self.file.write(f"[{severity.name}] {msg}\n")
             levels = trt.ILogger.Severity
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
                 self.errors.append(msg)
             elif severity == levels.WARNING:
                 self.warnings = [*self.warnings[-19:], msg]
+            if self.file:
+                with suppress(OSError):  # TensorRT takes no exception
+                    self.file.write(f"[{severity.name}] {msg}\n")
 
         def close(self) -> None:
             if self.file:
-                self.file.close()
+                with suppress(OSError):
+                    self.file.close()
                 self.file = None
 
         def said(self) -> str:

@@ -106,7 +106,7 @@ class Make:
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
         form = trial.attention_form(
             self.api, graph, self.limits, self.settings, self._memory(), self._timing(),
-            self.progress, self.log,
+            self.progress, self.log, self.shared,
         )  # fmt: skip
         self._use_form(form)
 

@@ -3,7 +3,6 @@ torch owns. Of towers: one static shape each."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +18,9 @@ from g4ir.types import torch_dtype
 
 from ..base import Limits, Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
-from ..torch_compile.cuda_graph import Captured, Record, recorded
+from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
 from .probe import Api
-
-log = logging.getLogger(__name__)
 
 Feeds = dict[str, torch.Tensor]
 #: bytes; TensorRT asks for addresses of tensors that are multiples of it
@@ -133,13 +130,13 @@ class Runner:
 
     @contextmanager
     def _stream(self) -> Iterator[int]:
-        """The stream that TensorRT works on, in order with torch's: the current one while it is
-        recorded, else the runner's own."""
+        """The stream that TensorRT works on, in order with torch's: the current one, on which a
+        step is warmed up and recorded, but for the default stream: there the runner's own."""
         if self.side is None:
             yield 0
             return
         current = torch.cuda.current_stream()
-        if torch.cuda.is_current_stream_capturing():
+        if current != torch.cuda.default_stream():
             yield current.cuda_stream
             return
         self.side.wait_stream(current)
@@ -214,7 +211,7 @@ class TrtRuntime(Runner):
         super().__init__(api, engine, log, io, device)
         self.limits, self.source, self.open_tower = limits, params, open_tower
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = record
+        self.record = OrLaunched(record) if record else None
         #: of decode steps; what is recorded points into it
         self.scratch = self._scratch("decode")
         self.slots = torch.arange(limits.max_seq, device=device)
@@ -264,29 +261,16 @@ class TrtRuntime(Runner):
         """One launch. The graph belongs to these caches, to this many slots of them, and to the
         buffers that rings are in. A context of its own, which nothing else changes, is what
         TensorRT asks of a context that was recorded."""
+        assert self.record
         key = slots, state.side
         if key not in state.captured:
-            captured = self._recorded(feeds, state, slots)
-            if captured is None:
-                return self._launched("decode", feeds, state, slots)
-            state.captured[key] = captured
-        logits: torch.Tensor = state.captured[key].replay(feeds)
-        return logits
-
-    def _recorded(self, feeds: Feeds, state: TrtState, slots: int) -> Captured | None:
-        """None, from here on, where TensorRT's work cannot be recorded: that is said once. What is
-        wrong with the step itself shows when it runs without."""
-        assert self.record
-        context, out, side = self._context("decode"), self._logits(state.batch, 1), state.side
-        try:
-            return Captured(
+            context, out, side = self._context("decode"), self._logits(state.batch, 1), state.side
+            state.captured[key] = Captured(
                 lambda given: self._step(context, given, state, slots, side, out), feeds,
                 self.record,
             )  # fmt: skip
-        except EngineError as e:
-            self.record = None
-            log.warning("decode steps run launch by launch, which is slower: %s", e)
-            return None
+        logits: torch.Tensor = state.captured[key].replay(feeds)
+        return logits
 
     def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
         """A step that is not recorded."""

@@ -135,31 +135,36 @@ def _alone(n: Node) -> Graph:
 
 def attention_form(
     api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str], memory: int,
-    timing: Path, progress: Progress, log: Any = None,
+    timing: Path, progress: Progress, log: Any = None, shared: int = SHARED_BYTES,
 ) -> str:  # fmt: skip
     """The form of attention that TensorRT builds: that of the settings, or `plain` where a refusal
     names the wrapper that takes layers for attention. LowerError of another refusal."""
+
+    def build_alone(g: Graph, form: str) -> None:
+        chosen = {**settings, "attention": form}
+        _build_alone(api, g, limits, chosen, memory, timing, log, shared)
+
     form = settings["attention"]
     for g in attention_graphs(graph):
         place = g.outputs[0].name
         progress(f"trial build of the attention of {place}")
         try:
-            _build_alone(api, g, limits, {**settings, "attention": form}, memory, timing, log)
+            build_alone(g, form)
         except build.RefusedError as e:
             if form == "plain" or build.WRAPPER not in str(e):
                 raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
             form = "plain"
-            _build_alone(api, g, limits, {**settings, "attention": form}, memory, timing, log)
+            build_alone(g, form)
     return form
 
 
 def _build_alone(
     api: Api, g: Graph, limits: Limits, settings: Mapping[str, str], memory: int, timing: Path,
-    log: Any,
+    log: Any, shared: int,
 ) -> None:  # fmt: skip
-    """What is timed counts for the whole network too."""
+    """What is timed counts for the whole network too, whose kernels have so much shared memory."""
     plain = {**settings, "weights": "baked"}
-    w = build.write_network(api, g, limits, None, plain, log)
+    w = build.write_network(api, g, limits, None, plain, log, shared)
     with tempfile.TemporaryDirectory() as folder:
         config = build.configure(api, w, plain, memory)
         build.build_plan(api, w, config, timing, Path(folder) / "plan", lambda message: None)

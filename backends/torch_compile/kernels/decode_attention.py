@@ -33,6 +33,7 @@ from torch.library import triton_op
 from g4ir.ops.attention import attention, slot_positions
 from g4ir.ops.latent import keys_values_of_value
 
+from ..select import SHARE_KEYS, SHARES
 from .base import blocks, power_of_2, rounded, start, takes, tanh
 
 #: Bytes of partial results that one program adds in about the time of a second step, and the
@@ -42,7 +43,7 @@ STEP, ROUND = 96 * 1024, 8 * 1024
 ON_THE_WAY, AHEAD = 64 * 1024, 8
 #: More shares than `SHORT` are for contexts in which each has more keys than `LONG`: a share less
 #: to add up is worth more in shorter ones.
-SHORT, LONG = tl.constexpr(64), tl.constexpr(256)
+SHORT, LONG = tl.constexpr(SHARES), tl.constexpr(SHARE_KEYS)
 
 
 def tree(splits: int, size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .base import blocks, start
+from .base import blocks, start_untraced
 
 #: elements of a row that a program copies: 16 bytes a thread of one warp, twice
 BLOCK = 512
@@ -38,5 +38,7 @@ def gather_host_rows(address: int, ids: torch.Tensor, columns: int, dtype: torch
     may read: [*ids.shape, columns]."""
     out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
     grid = (ids.numel(), blocks(columns, BLOCK))
-    start(host_rows, grid, address, ids.contiguous(), out, columns, BLOCK=BLOCK, num_warps=1)
+    start_untraced(
+        host_rows, grid, address, ids.contiguous(), out, columns, BLOCK=BLOCK, num_warps=1
+    )
     return out

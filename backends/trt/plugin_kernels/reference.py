@@ -11,6 +11,7 @@ from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
 from g4ir.types import torch_dtype
 
+from ...torch_compile.select import SHARE_KEYS, SHARES
 from .table import PLUGINS, Constants, Plan
 
 Tensor = torch.Tensor
@@ -72,7 +73,10 @@ def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
     shares = -(-c["SPLITS"] // positions.shape[1])
     end = (positions.clamp(max=min(len(slots), c["SLOTS"]) - 1) + 1).clamp(min=1)
     first = (end - c["WINDOW"]).clamp(min=0) if c["WINDOW"] else torch.zeros_like(end)
-    share = (-(-(end - first) // shares)).clamp(min=c["N"])
+    seen = end - first
+    share = (-(-seen // shares)).clamp(min=c["N"])
+    if shares > SHARES:
+        share = share.maximum((-(-seen // SHARES)).clamp(max=SHARE_KEYS))
     low = first[..., None] + torch.arange(shares) * share[..., None]
     high = torch.minimum(low + share[..., None], end[..., None])
     j = torch.arange(c["SLOTS"])
