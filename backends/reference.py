@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from g4ir.ir import Program
 from g4ir.packing import ParamSource
 from g4ir.params import DTYPE_BYTES
 
-from .base import Limits, Nothing, Progress, Setting, Watch
+from .base import Limits, Nothing, Progress, Runtime, Setting, Watch
 from .caches import Caches
 
 if TYPE_CHECKING:
@@ -61,6 +62,25 @@ class ReferenceRuntime:
 
     def close(self) -> None:
         self.source.close()
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Params as a runtime holds them, so that nothing is held twice."""
+
+    runtime: Runtime
+
+    def tensor(self, param: str) -> torch.Tensor:
+        held = self.runtime.resident(param)
+        return self.runtime.source.tensor(param) if held is None else held
+
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
+        return self.runtime.source.rows(param, ids)
+
+    def release(self, param: str) -> None:
+        self.runtime.source.release(param)
+
+    def close(self) -> None: ...
 
 
 class ReferenceBackend:

@@ -356,7 +356,7 @@ def _prompt_report(engine: Engine, reference: Engine, p: Prompt) -> PromptReport
     got = _logits(replace(engine, runtime=phases), p, every)  # type: ignore[arg-type]
     want = _logits(reference, p, every)
     budget, errors = _judged(
-        engine.dtype, got, want, lambda: _logits(wide_engine(engine), p, every)
+        engine.dtype, got, want, lambda: _logits(wide_engine(reference), p, every)
     )
     holds = budget.holds(errors)
     report = PromptReport(

@@ -7,7 +7,8 @@ of its modes. A right engine lies as far from float64 as the peer does; not near
 since the two round on different sides. The median row may lie `TYPICAL` times as far as the
 peer's, and any row `WORST` times as far as the peer's worst: near ties of a router turn over in
 16 bits, on one side at one token, on the other at another, and such rows are far from float64 on
-either side.
+either side. A row of something else is no such row, and a peer has only so many of them: hence
+`MOST`, and the share of far rows.
 
 Where float64 does not fit, distances are taken from the peer itself: the engine's, and that of
 the peer's other mode.
@@ -17,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .budgets import UNIT
+from .cache_sizes import cache_bytes
 from .fit import device_memory
+from .types import ITEMSIZE
+from .units import size_text
 from .wide import BLOCK
 
 if TYPE_CHECKING:
@@ -36,19 +40,29 @@ ROUNDED = ("bf16", "f16")
 #: times the peer's median and worst distance: medians of right computations of one model lie up
 #: to 2.6 apart where a router's near ties turn over, and within 1.1 elsewhere
 TYPICAL, WORST = 2.0, 4.0
+#: of the row's rms: what a row may be away unless the peer's own are (zeros are 1 away, another
+#: token's row 1.4); and then times the peer's worst
+MOST, BEYOND = 0.5, 1.5
+#: far is beyond so many times the limit of the median. There may be twice the peer's share of far
+#: rows, a twentieth of all, and two
+FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
+#: fewest rows whose median says anything
+GROUP = 8
 
 
 @dataclass(frozen=True)
 class Rounding:
     """How far a peer's rows lie from `anchor`, as root mean squares relative to that of the
     anchor's row; the larger of its modes. `unit` is half a step of the dtype, the least that is
-    allowed. `reason` says why the anchor is not float64."""
+    allowed; `far` the share of the peer's rows that are far. `reason` says why the anchor is not
+    float64."""
 
     anchor: str
     median: float
     worst: float
     unit: float
     reason: str | None = None
+    far: float = 0.0
 
     @property
     def median_limit(self) -> float:
@@ -58,7 +72,14 @@ class Rounding:
     @property
     def row_limit(self) -> float:
         """What each of the engine's rows may be away."""
-        return WORST * max(self.worst, self.unit)
+        return min(WORST * max(self.worst, self.unit), max(MOST, BEYOND * self.worst))
+
+    def fits(self, distances: Sequence[float]) -> bool:
+        """Whether rows of the engine as a whole are as near as the peer's: their median, and how
+        many are far. Not where one is not a number."""
+        far = sum(not d <= FAR * self.median_limit for d in distances)
+        room = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
+        return median_of(distances) <= self.median_limit and far <= room
 
     def __str__(self) -> str:
         return f"{TYPICAL:g} and {WORST:g} times the peer's distance to {self.anchor}"
@@ -83,10 +104,8 @@ class Budget:
         return errors.cosine > self.cosine
 
     def typical(self, errors: Errors) -> bool:
-        """Whether the rows as a whole hold: their median, where rounding is measured."""
-        if self.rounding is None:
-            return True
-        return bool(errors.distance.median() <= self.rounding.median_limit)
+        """Whether the rows as a whole hold, where rounding is measured."""
+        return self.rounding is None or self.rounding.fits(errors.distance.tolist())
 
     def all_hold(self, errors: Errors) -> bool:
         """Each row, and the rows as a whole."""
@@ -170,10 +189,12 @@ class Anchor:
         """Of a peer whose rows are `want`."""
         modes = self.others if self.reason else [want, *self.others]
         found = [row_errors(t, self.rows).distance for t in modes]
-        return Rounding(
+        made = Rounding(
             self.name, max(float(d.median()) for d in found), max(float(d.max()) for d in found),
             UNIT[dtype] / 2, self.reason,
         )  # fmt: skip
+        far = [float((d > FAR * made.median_limit).double().mean()) for d in found]
+        return replace(made, far=max(far))
 
     def errors(self, got: Tensor, want: Tensor) -> Errors:
         """Of the engine against the peer; the distance is that to the anchor."""
@@ -233,13 +254,13 @@ Side = tuple[Tensor, Rows, Tensor, Rows, Mapping[int, Tensor]]
 def local_errors(
     count: int, where: Sequence[int], own: Side, peer: Side, *, dtype: str
 ) -> tuple[LocalError, ...]:
-    """By layer, then the head; `where` are the tokens of the rows of logits. A layer that one side
-    does not show counts as part of the next."""
+    """By layer, then the head; `where` are the tokens of the rows of logits. Both sides show the
+    same rows. A layer of which there are none counts as part of the next; the head counts where
+    what goes into it is shown, or it would stand for all layers."""
     out, skipped = [], [0]
     for i in range(count + 1):
-        name = f"L{i}.out"
-        shown = name in own[1] and name in peer[1]
-        if i < count and not shown:
+        shown = f"L{i}.out" in own[1] if i < count else bool(_ends(own[1], count, where))
+        if not shown:
             skipped.append(i + 1)
             continue
         ours, theirs = (_local(side, i, count, where, skipped, dtype) for side in (own, peer))
@@ -255,7 +276,9 @@ def _local(
     """Distance of each row, and whether a router among `parts` was near a tie there."""
     logits, rows, wide_logits, wide_rows, margins = side
     if layer == count:
-        at, distance = [*where], row_errors(logits, wide_logits).distance
+        ends = _ends(rows, count, where)
+        at = [where[i] for i in ends]
+        distance = row_errors(logits[ends], wide_logits[ends]).distance
     else:
         held, wide = rows[f"L{layer}.out"], wide_rows[f"L{layer}.out"]
         at = sorted(held)
@@ -266,6 +289,12 @@ def _local(
         if part in margins:
             tied |= margins[part][at] < CLOSE_UNITS * UNIT[dtype]
     return distance, tied
+
+
+def _ends(rows: Rows, count: int, where: Sequence[int]) -> list[int]:
+    """Which of the rows of logits are at tokens whose last layer is shown."""
+    last = rows.get(f"L{count - 1}.out", {})
+    return [i for i, at in enumerate(where) if at in last]
 
 
 def _local_error(
@@ -306,12 +335,13 @@ def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str 
     is loaded."""
     params = sum(v.type.nbytes() for v in engine.program.params().values())
     free = device_memory(device) - 2 * params
-    needed = wide_bytes(engine.spec, tokens, rows)
+    caches = cache_bytes(engine.program, 1, engine.limits.max_seq)
+    needed = wide_bytes(engine.spec, tokens, rows) + caches * 8 // ITEMSIZE[engine.dtype]
     if needed <= free:
         return None
     return (
-        f"float64 takes {needed / 2**30:.1f} GiB beside the weights, and "
-        f"{max(free, 0) / 2**30:.1f} GiB are free"
+        f"float64 takes {size_text(needed)} beside the weights, and {size_text(max(free, 0))} are "
+        f"free"
     )
 
 

@@ -107,7 +107,7 @@ def _judged(a: Agreement, distances: Sequence[float], budget: Budget) -> Agreeme
     return replace(
         a, distance_median=median, distance_worst=worst_of(distances),
         base_median=rounding.median, base_worst=rounding.worst,
-        ok=a.ok and median <= rounding.median_limit,
+        ok=a.ok and rounding.fits(distances),
     )  # fmt: skip
 
 

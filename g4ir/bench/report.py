@@ -178,7 +178,9 @@ def _agreements(
     anchor = None
     if dtype in ROUNDED:
         peer = HfPeer(peers[0].model) if peers else EnginePeer(_interpreted(engines[0]))
-        anchor, measured = anchored(w, tokens, base, _anchor(peer, engines[0], w, tokens), dtype)
+        anchor = _anchor(peer, engines[0], w, tokens)
+    if anchor:
+        anchor, measured = anchored(w, tokens, base, anchor, dtype)
         same = [(c.engine or engines[0]).dtype == dtype for c in rivals]
         budgets = [measured if s else b for s, b in zip(same, budgets, strict=True)]
     others = [(c.runner, b) for c, b in zip(rivals, budgets, strict=True)]
@@ -199,7 +201,7 @@ def _interpreted(engine: Engine) -> Engine:
     return replace(engine, runtime=interpreter(engine))
 
 
-def _anchor(peer: Peer, engine: Engine, w: Workload, tokens: torch.Tensor) -> Anchor:
+def _anchor(peer: Peer, engine: Engine, w: Workload, tokens: torch.Tensor) -> Anchor | None:
     refusal = float64_refusal(engine, w.fed, w.batch * w.output_len, engine.device)
     return find_anchor(peer, list(tokens), _turns(w), False, refusal)
 

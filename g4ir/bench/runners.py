@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from ..backends.base import Runtime, Watch
-from ..backends.reference import ReferenceRuntime
+from ..backends.reference import ReferenceRuntime, Resident
 from ..compare import text_graphs
 from ..engine import Engine
 from .workload import Workload
@@ -71,25 +71,6 @@ def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
 # ---- the interpreter --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Resident:
-    """Params as a runtime holds them, so that nothing is held twice."""
-
-    runtime: Runtime
-
-    def tensor(self, param: str) -> torch.Tensor:
-        held = self.runtime.resident(param)
-        return self.runtime.source.tensor(param) if held is None else held
-
-    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        return self.runtime.source.rows(param, ids)
-
-    def release(self, param: str) -> None:
-        self.runtime.source.release(param)
-
-    def close(self) -> None: ...
-
-
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     """The interpreter on the same graphs and params."""
     runner = EngineRunner(replace(engine, runtime=interpreter(engine)), batch, "reference")
@@ -99,7 +80,7 @@ def reference_runner(engine: Engine, batch: int) -> EngineRunner:
 
 def interpreter(engine: Engine) -> ReferenceRuntime:
     """Runs an engine's text graphs on the params that the engine holds."""
-    source = _Resident(engine.runtime)
+    source = Resident(engine.runtime)
     return ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
 
 
