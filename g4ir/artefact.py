@@ -31,7 +31,7 @@ from . import tensorfile
 from .backends.base import Limits
 from .checkpoint import sha256
 from .errors import EngineError, G4Error, SpecError
-from .media.choice import Media, check_media
+from .media.choice import Media, build_words, check_media
 from .model import build_program
 from .params import DTYPE_BYTES
 from .passes.latent_kv import FORMS
@@ -114,8 +114,8 @@ class Versions:
 class Notes:
     """Tensors of the checkpoint that are not used, and why; those it lacks, and their value."""
 
-    ignored: dict[str, Line]
-    defaults: dict[str, str]
+    ignored: dict[Line, Line]
+    defaults: dict[Line, str]
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,10 @@ class Artefact:
     manifest: Manifest
     spec: Spec
     packing: packings.Packing
-
-    @property
-    def weight_files(self) -> list[Path]:
-        """The packed params' files, in order."""
-        names = sorted(n for n in self.manifest.files if n.endswith(".safetensors"))
-        return [self.path / n for n in names]
+    #: packed params, which are those of the graphs; a file that changes from now on is refused
+    stored: packings.StoredParams | None
+    #: whether digests of weight files count too
+    whole: bool = True
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
@@ -214,6 +212,13 @@ def open_artefact(path: Path, check_weights: bool = False) -> Artefact:
 
     Raises EngineError that names the file, the field, and the fix.
     """
+    try:
+        return _open(path, check_weights)
+    except (OSError, ValueError, RecursionError) as e:
+        raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
+
+
+def _open(path: Path, check_weights: bool) -> Artefact:
     manifest = read_manifest(path)
     wanted = {"spec.yaml", "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
     if absent := sorted(wanted - manifest.files.keys()):
@@ -225,9 +230,8 @@ def open_artefact(path: Path, check_weights: bool = False) -> Artefact:
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
     packing = _made_again(path, manifest, spec)
-    found = Artefact(path, manifest, spec, packing)
-    _check_weights(found)
-    return found
+    stored = _stored_params(path, manifest, packing)
+    return Artefact(path, manifest, spec, packing, stored, check_weights)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -254,6 +258,17 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def require_readable(m: Manifest) -> None:
+    """EngineError where the manifest could not be read again, as where a path has a line break."""
+    try:
+        same = _manifest_of(json.loads(m.text()), Where(MANIFEST, 0)).text() == m.text()
+    except SpecError as e:
+        raise EngineError(
+            f"the engine could not be read again: {e}; give plain names to files and folders"
+        ) from None
+    assert same, "a manifest that reads as another one"
+
+
 def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
     """The manifest as JSON, without its digest, which is right; and its bytes."""
     try:
@@ -273,7 +288,7 @@ def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
 
 def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
     """Typed; SpecError names the key."""
-    given = {k: v for k, v in values.items() if k not in ("format", "compiled")}
+    given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
     if not isinstance(kind, str) or kind not in WEIGHTS:
@@ -342,22 +357,28 @@ def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> 
 
 def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
     """No links, no devices, nothing that the manifest does not name."""
-    for place, folders, names in os.walk(path):
+    for place, folders, names in os.walk(path, onerror=_raised):
         for name in (*folders, *names):
             file = Path(place, name)
             kind, at = file.lstat().st_mode, PurePosixPath(file.relative_to(path)).as_posix()
             if stat.S_ISDIR(kind):
                 continue
+            shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
             if not stat.S_ISREG(kind):
                 raise EngineError(
-                    f"{file} is a link or no ordinary file; put the file itself there, or build "
+                    f"{shown} is a link or no ordinary file; put the file itself there, or build "
                     f"the engine again"
                 )
             if at not in files and at not in (MANIFEST, SIGNATURE):
                 raise EngineError(
-                    f"{file} is not among the files of {MANIFEST}; remove it, or build the engine "
+                    f"{shown} is not among the files of {MANIFEST}; remove it, or build the engine "
                     f"again"
                 )
+
+
+def _raised(error: OSError) -> None:
+    """A folder that cannot be listed is none that was checked."""
+    raise error
 
 
 def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
@@ -392,7 +413,7 @@ def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
             line = _first_difference(stored, text.encode())
             raise EngineError(
                 f"{path / name}: line {line} is not what this g4ir makes of the engine's spec and "
-                f"options; {rebuild(path, m)}"
+                f"options; {rebuild(path, m, spec)}"
             )
     return packing
 
@@ -402,25 +423,37 @@ def _first_difference(one: bytes, two: bytes) -> int:
     return next((i for i, (a, b) in enumerate(pairs, 1) if a != b), one.count(b"\n") + 1)
 
 
-def _check_weights(found: Artefact) -> None:
-    """EngineError where packed params are not those that the graphs take."""
-    packed = isinstance(found.manifest.weights, PackedWeights)
-    if packed != bool(found.weight_files):
-        kind = found.manifest.weights.kind
+def _stored_params(
+    path: Path, m: Manifest, packing: packings.Packing
+) -> packings.StoredParams | None:
+    """The packed params, if there are any; EngineError where they are not those that the graphs
+    take."""
+    files = [path / n for n in sorted(m.files) if n.endswith(".safetensors")]
+    packed = isinstance(m.weights, PackedWeights)
+    if packed != bool(files):
         raise EngineError(
-            f"{found.path / MANIFEST}: weights are {kind}, and {len(found.weight_files)} weight "
-            f"files are named; build the engine again"
+            f"{path / MANIFEST}: weights are {m.weights.kind}, and {len(files)} weight files are "
+            f"named; build the engine again"
         )
-    if packed:
-        packings.StoredParams.open(found.weight_files).check(found.packing.program)
+    if not packed:
+        return None
+    params = packings.StoredParams.open(files)
+    params.check(packing.program)
+    return params
 
 
-def rebuild(path: Path, m: Manifest) -> str:
+def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     """How to build an engine again, with its own settings."""
     words = ["g4ir", "build", "--spec", str(path / "spec.yaml"), "--backend", m.backend,
              "--device", m.device, "--dtype", TORCH_NAMES[m.dtype],
              "--max-batch", m.limits.max_batch, "--max-seq", m.limits.max_seq,
              "--prefill-chunk", m.limits.prefill_chunk]  # fmt: skip
+    words += ["--all-logits"] if m.all_logits else []
+    words += [w for name in m.skipped_passes for w in ("--skip", name)]
+    words += ["--latent-kv", m.options.latent_kv.form]
+    words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
+    words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
+    words += build_words(m.media, spec)
     weights = {"random": ["--random-weights", getattr(m.weights, "seed", "")],
                "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "directory", "")],
                "packed": ["--checkpoint", "DIR"]}  # fmt: skip

@@ -44,6 +44,7 @@ from .artefact import (
     open_artefact,
     read_compiled,
     rebuild,
+    require_readable,
 )
 from .backends import find_backend
 from .backends.base import Backend, Limits, Runtime, checked_settings
@@ -67,7 +68,7 @@ from .model import PLE_TABLE, has_blocks
 from .pipeline import Dump, Options
 from .random_weights import RandomCheckpoint
 from .sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, read_defaults
-from .schema import Line
+from .schema import Line, on_one_line
 from .session import Session, embed_rows
 from .settings import find_dtype, find_latent, find_placement
 from .shrink import shrink
@@ -284,9 +285,10 @@ def build(
     out = Path(out)
     check_absent(out)
     prepared = prepare(spec, **options)
-    write_engine(prepared, out, progress)
+    written = write_engine(prepared, out, progress)
     prepared.source.close()
-    return load_engine(out, trust=True, progress=progress)
+    # Where it is kept what was built, something else that lies there by now is not believed.
+    return load_engine(out, trust=not written.known, progress=progress)
 
 
 def check_absent(out: Path) -> None:
@@ -295,9 +297,17 @@ def check_absent(out: Path) -> None:
         raise EngineError(f"{out} exists; remove it or choose another --out")
 
 
-def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
-    """Write the directory under a temporary name, then rename it. Returns the seconds that
-    compiling took; they are not in the manifest, which is the same for equal builds."""
+@dataclass(frozen=True)
+class Written:
+    """Of a build: the seconds that compiling took, which are not in the manifest, since that is the
+    same for equal builds; and whether it could be kept that this user built the engine."""
+
+    compile_s: float
+    known: bool
+
+
+def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
+    """Write the directory under a temporary name, then rename it."""
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
@@ -318,9 +328,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> float:
         for name, raw in p.side_files.items():
             tensorfile.write_file(folder / name, [raw])
         manifest = _manifest(p, folder, compiled)
+        require_readable(manifest)
         _write_text(folder / MANIFEST, manifest.text())
-    record_built(manifest, out)
-    return seconds
+    return Written(seconds, record_built(manifest, out))
 
 
 def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
@@ -359,8 +369,8 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         compiled=compiled,
         versions=Versions(torch.__version__, platform.python_version()),
         notes=Notes(
-            {k: Line(v) for k, v in p.source.ignored.items()},
-            {k: f"{v:g}" for k, v in p.source.defaults.items()},
+            {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
+            {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
         ),
         files={
             f.relative_to(folder).as_posix(): StoredFile(sha256(f), f.stat().st_size)
@@ -551,7 +561,11 @@ def _read_tokenizer(path: Path, raw: bytes) -> Any:
     except ImportError as e:
         raise MissingError("text prompts need `pip install tokenizers`") from e
     try:
-        return Tokenizer.from_str(raw.decode())
+        found = Tokenizer.from_str(raw.decode())
+        # What a file says of these is for batches of training; prompts are never cut.
+        found.no_truncation()
+        found.no_padding()
+        return found
     except Exception as e:  # the library raises nothing narrower
         raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
 
@@ -680,11 +694,15 @@ def load_artefact(
 def _backend_of(found: Artefact) -> Backend:
     """The backend, where it makes engines such as this one."""
     m = found.manifest
-    backend = find_backend(m.backend)
+    try:
+        backend = find_backend(m.backend)
+        settings = checked_settings(backend, m.settings)
+    except InputError as e:
+        raise EngineError(f"{found.path / MANIFEST}: {e}; build the engine again") from None
     rules = {
         "device": m.device in backend.devices,
         "dtype": m.dtype in backend.dtypes,
-        "settings": m.settings == checked_settings(backend, m.settings),
+        "settings": m.settings == settings,
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
     for key, holds in rules.items():
@@ -725,12 +743,12 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     if not _runs_on(built, here):
         raise EngineError(
             f"{path} was built for another machine ({built}); this is {here}; "
-            f"{rebuild(path, m)}"
+            f"{rebuild(path, m, found.spec)}"
         )
     if built != "any" and m.versions.torch != torch.__version__:
         raise EngineError(
             f"{path} was built with torch {m.versions.torch}, this is {torch.__version__}; "
-            f"{rebuild(path, m)}"
+            f"{rebuild(path, m, found.spec)}"
         )
 
 
@@ -743,8 +761,8 @@ def _runs_on(built: str, here: str) -> bool:
 
 def _open_params(found: Artefact) -> packings.ParamSource:
     m, kept = found.manifest, found.manifest.weights
-    if isinstance(kept, PackedWeights):
-        return packings.StoredParams.open(found.weight_files)
+    if found.stored is not None:
+        return found.stored
     if isinstance(kept, RandomWeights):
         source: WeightSource = RandomCheckpoint(
             found.spec, kept.seed, torch_dtype(m.dtype), m.device
@@ -752,13 +770,13 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         return packings.MadeParams(found.packing, source)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
-        if not file.is_file() or sha256(file) != digest:
+        if not file.is_file() or (found.whole and sha256(file) != digest):
             raise EngineError(
                 f"{file} is missing or is not the file this engine was built from; restore it, or "
                 f"build again without --link-weights"
             )
     checkpoint = Checkpoint.open(kept.directory, found.spec, m.media.kinds)
-    if {p.name for p, _ in checkpoint.files} != kept.files.keys():
+    if {*_names(checkpoint)} != kept.files.keys():
         raise EngineError(
             f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
             f"restore them, or build again without --link-weights"
@@ -767,8 +785,13 @@ def _open_params(found: Artefact) -> packings.ParamSource:
 
 
 def _linked(source: Checkpoint) -> LinkedWeights:
-    files = {p.name: sha256(p) for p, _ in source.files}
+    files = {name: sha256(p) for name, p in _names(source).items()}
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
+
+
+def _names(source: Checkpoint) -> dict[str, Path]:
+    """Weight files by their paths inside the checkpoint's directory."""
+    return {p.relative_to(source.directory).as_posix(): p for p, _ in source.files}
 
 
 def _checkpoint_dir(

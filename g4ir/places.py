@@ -7,10 +7,14 @@ to is refused.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
+import shutil
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,36 +49,80 @@ def hub_cache() -> Path:
 def keep_inductor_private(default: str) -> None:
     """Have torch's compiler keep its files in a folder of the user's own, unless one was given. Its
     default is a folder for temporary files whose name anybody can guess and make first."""
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private(cache_root() / "inductor"))
-
-
-@contextmanager
-def unpacking(keep: bool) -> Iterator[None]:
-    """Meanwhile, libraries that ask for a folder for temporary files are given one that is this
-    user's alone. It goes at the end, or with `keep` when the process ends. MissingError where there
-    is no room for one."""
-    root = cache_root() / "unpacked"
-    new = [p for p in (root, *root.parents) if not p.exists()]
-    folder = _private_temporary(root)
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder.name
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) != default:
+        return
     try:
-        yield
-    finally:
-        os.environ.pop("TMPDIR")
-        os.environ.update({} if before is None else {"TMPDIR": before})
-        if keep:
-            _kept.append(folder)
-        else:
-            folder.cleanup()
-            for made in new:  # a run alone leaves nothing behind
-                with suppress(OSError):
-                    made.rmdir()
+        folder = private(cache_root() / "inductor")
+    except (OSError, TrustError):  # no reason to fail: what lies there saves time alone
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        _until_the_end.append(made)
+        folder = Path(made.name)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 #: folders that go when the process ends
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+_until_the_end: list[tempfile.TemporaryDirectory[str]] = []
+#: what folders of temporary files are called
+PREFIX = "g4ir-"
+#: seconds after which a folder that no process holds was left behind by one that was killed
+ABANDONED_S = 60.0
+#: held while TMPDIR, which the whole process has once, is another
+_ELSEWHERE = threading.Lock()
+
+
+class Unpacked:
+    """A private folder for what libraries unpack. It goes with `close`, at the latest when the
+    process ends; one of a process that was killed goes when the next is made."""
+
+    def __init__(self, root: Path) -> None:
+        self._new = [p for p in (root, *root.parents) if not p.exists()]
+        self._folder = _private_temporary(root)
+        self.path = Path(self._folder.name)
+        self._held = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        if self.path.parent == root:
+            _sweep(root)
+
+    def close(self) -> None:
+        if self._held < 0:
+            return
+        os.close(self._held)
+        self._held = -1
+        self._folder.cleanup()
+        for made in self._new:  # a run alone leaves nothing behind
+            with suppress(OSError):
+                made.rmdir()
+
+
+@contextmanager
+def unpacking() -> Iterator[Unpacked]:
+    """Meanwhile, libraries that ask for a folder for temporary files are given one that is this
+    user's alone; who asked for it closes it. MissingError where there is no room for one."""
+    folder = Unpacked(cache_root() / "unpacked")
+    with _ELSEWHERE:
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(folder.path)
+        try:
+            yield folder
+        except BaseException:
+            folder.close()
+            raise
+        finally:
+            os.environ.pop("TMPDIR", None)
+            os.environ.update({} if before is None else {"TMPDIR": before})
+
+
+def _sweep(root: Path) -> None:
+    """Remove folders of processes that were killed: nobody holds them, nor makes them just now."""
+    for left in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(handle).st_mtime > ABANDONED_S:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
@@ -85,10 +133,12 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
             if place:
                 private(place)
             return tempfile.TemporaryDirectory(
-                prefix="g4ir-", dir=place, ignore_cleanup_errors=True
+                prefix=PREFIX, dir=place, ignore_cleanup_errors=True
             )
         except OSError as e:
             reasons.append(f"{e.filename or place}: {e.strerror}")
+        except TrustError as e:
+            reasons.append(str(e))
     raise MissingError(
         f"no folder to unpack compiled programs in: {'; '.join(reasons)}; make room, or give "
         f"XDG_CACHE_HOME a folder of your own"
@@ -96,9 +146,12 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def private(folder: Path) -> Path:
-    """The folder, made where it is missing; TrustError where others could change what lies in it.
-    OSError where it cannot be made."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """The folder; what is missing of it, and of those above it, is made for this user alone,
+    whatever the umask. TrustError where others could change what lies in it, OSError where it
+    cannot be made."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    for place in reversed(missing):
+        place.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
 
@@ -131,4 +184,11 @@ def _exposed(place: Path, what: str, mend: str) -> TrustError:
 def _base(variable: str, default: str) -> Path:
     given = os.environ.get(variable)
     # As the specification has it: a path that is not absolute is none.
-    return Path(given) if given and Path(given).is_absolute() else Path.home() / default
+    if given and Path(given).is_absolute():
+        return Path(given)
+    try:
+        return Path.home() / default
+    except RuntimeError:
+        raise MissingError(
+            f"this user has no home directory: set {variable} to a folder of your own"
+        ) from None

@@ -312,7 +312,7 @@ class Codec:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids = self._ids(text, what, True)
         if self.bos is None:
             return ids
         if self.adds_bos and ids[:1] != [self.bos]:
@@ -326,7 +326,16 @@ class Codec:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a part of a text, nothing added."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, "a part of the prompt", False)
+
+    def _ids(self, text: str, what: str, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        except BaseException as e:
+            # What the library's own code stumbles over is no Exception.
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            raise InputError(f"{what}: tokenizer.json does not take this text: {e}") from e
         return ids
 
     def spell(self, token: int) -> str:

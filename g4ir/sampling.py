@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from .tensorfile import parse_json, quoted
 
 if TYPE_CHECKING:
     import torch
-
 
 #: of a choice by top_p alone, the host sorts so many first: they nearly always hold enough
 FEW = 1024
@@ -29,7 +29,7 @@ class Sampling:
     suppress: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise InputError(f"temperature {self.temperature}: expected 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k {self.top_k}: expected at least 1")
@@ -138,7 +138,7 @@ def _weights(values: torch.Tensor, s: Sampling) -> torch.Tensor:
     """Probabilities in float64 up to a factor, which is the same for all that begin with, or
     contain, the largest."""
     # The largest becomes 0 before the division, so that no temperature overflows.
-    return ((values - values.amax(-1, keepdim=True)).double() / s.temperature).exp()
+    return ((values - values.amax(-1, keepdim=True)).double() / float(s.temperature)).exp()
 
 
 def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:

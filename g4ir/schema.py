@@ -177,6 +177,11 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "...")
 
 
+def on_one_line(text: str) -> Line:
+    """Text of anybody's as a line of a file: as it is where it can be, else quoted and cut."""
+    return Line(text if len(text) <= MAX_LINE and text.isprintable() else shown(text))
+
+
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest valid word, or nothing."""
     near = difflib.get_close_matches(word[:100], list(valid), n=1)

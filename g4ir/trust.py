@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,7 @@ from .errors import InputError, MissingError, TrustError
 from .places import check_private, private, state_root
 from .tensorfile import open_regular, write_file
 from .types import TORCH_NAMES
+from .units import size_text
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -45,6 +47,8 @@ SIGNATURE_BYTES = 64
 #: bytes of a key file
 KEY_BYTES = 4096
 BUILT, TRUSTED = "built here", "trusted"
+#: of an engine or a key, as the name of a file
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,12 @@ def require_trust(found: Artefact) -> None:
         return
     signed = (found.path / SIGNATURE).is_file()
     said = "it is signed with a key that is not trusted here" if signed else "it is not signed"
+    path = shlex.quote(str(found.path))
     raise TrustError(
         f"{found.path}: its compiled programs are native code, which can do all that you can, this "
-        f"user did not build it on this machine, and {said}. `g4ir show {found.path} --provenance` "
+        f"user did not build it on this machine, and {said}. `g4ir show {path} --provenance` "
         f"says what it is; if you know who made it, give --trust (Python: trust=True), or "
-        f"`g4ir trust {found.path}` once"
+        f"`g4ir trust {path}` once"
     )
 
 
@@ -98,8 +103,9 @@ def _weights_text(found: Artefact) -> str:
         return f"made from seed {kept.seed}"
     if isinstance(kept, LinkedWeights):
         return f"{len(kept.files)} files in {kept.directory}, by digest"
-    size = sum(found.manifest.files[f.name].bytes for f in found.weight_files)
-    return f"packed, {len(found.weight_files)} files, {size} bytes"
+    assert found.stored
+    files = [found.manifest.files[h.path.name] for h in found.stored.headers]
+    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}"
 
 
 def _native_text(decision: Decision | None, signer: str | None) -> str:
@@ -120,13 +126,17 @@ def record(digest: str, why: str, path: Path) -> None:
     write_file(private(_engines()) / digest, [text.encode()])
 
 
-def record_built(manifest: Manifest, path: Path) -> None:
-    """Keep that this user built an engine here; a warning where that cannot be kept."""
+def record_built(manifest: Manifest, path: Path) -> bool:
+    """Keep that this user built an engine here; False, with a warning, where that cannot be
+    kept."""
     try:
         record(manifest.digest, BUILT, path)
-    except OSError as e:
-        where = e.filename or _engines()
-        log.warning("%s: %s: loading this engine will ask for --trust", where, e.strerror)
+    except (OSError, TrustError) as e:
+        why = f"{e.filename or _engines()}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        log.warning("loading this engine will ask for --trust, since that this user built it "
+                    "cannot be kept: %s", why)  # fmt: skip
+        return False
+    return True
 
 
 def find_decision(digest: str) -> Decision | None:
@@ -150,7 +160,7 @@ def revoke(digest: str) -> bool:
 def decisions() -> Iterator[tuple[str, Decision]]:
     """(digest, decision) of every engine that is trusted here, in order of digest."""
     if _engines().is_dir():
-        for file in sorted(_engines().iterdir()):
+        for file in sorted(f for f in _engines().iterdir() if DIGEST.fullmatch(f.name)):
             if found := find_decision(file.name):
                 yield file.name, found
 
@@ -198,8 +208,9 @@ def revoke_key(name: str) -> bool:
 
 
 def trusted_keys() -> list[str]:
-    """Fingerprints of the keys that are trusted here."""
-    return sorted(f.name for f in _keys().iterdir()) if _keys().is_dir() else []
+    """Fingerprints of the keys that are trusted here. Other files in their folder are no keys."""
+    found = _keys().iterdir() if _keys().is_dir() else ()
+    return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
 
 
 def find_signer(found: Artefact) -> str | None:
@@ -212,7 +223,16 @@ def find_signer(found: Artefact) -> str | None:
     text = found.manifest.text().encode()
     with open_regular(file) as stream:
         signature = stream.read(SIGNATURE_BYTES + 1)
-    return next((n for n in names if _signed(_read_public(_keys() / n), text, signature)), None)
+    keys = {n: key for n in names if (key := _trusted_key(n))}
+    return next((n for n, key in keys.items() if _signed(key, text, signature)), None)
+
+
+def _trusted_key(name: str) -> Ed25519PublicKey | None:
+    """None where the file is no longer what was trusted."""
+    with suppress(InputError):
+        key = _read_public(_keys() / name)
+        return key if fingerprint(key) == name else None
+    return None
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
@@ -270,7 +290,7 @@ def _public_pem(key: Ed25519PublicKey) -> bytes:
 
 
 def _forget(folder: Path, name: str) -> bool:
-    known = re.fullmatch(r"[0-9a-f]{64}", name) is not None and (folder / name).is_file()
+    known = DIGEST.fullmatch(name) is not None and (folder / name).is_file()
     if known:
         (folder / name).unlink()
     return known

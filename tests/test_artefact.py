@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import g4ir
-from g4ir.artefact import MANIFEST, manifest_text, open_artefact
+from g4ir.artefact import MANIFEST, manifest_text, open_artefact, rebuild
+from g4ir.cli import main
 from g4ir.engine import Engine, load_engine
 from g4ir.errors import EngineError, G4Error
+from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest
 
 Change = Callable[[dict[str, Any]], Any]
@@ -329,3 +333,35 @@ def test_what_is_read_of_an_engine_runs_nothing(engine: Engine) -> None:
     found = open_artefact(engine.path, check_weights=True)
     assert found.manifest.text() == (engine.path / MANIFEST).read_text()
     assert found.manifest.digest == stored_manifest(engine.path)["digest"]
+
+
+def test_paths_that_cannot_be_read(altered: Path, tmp_path: Path) -> None:
+    """Whatever the system says of a path, or the parser of what lies there, is one error."""
+    for path in (Path("a\0b"), tmp_path / ("x" * 5000)):
+        with pytest.raises(EngineError):
+            load_engine(path)
+    deep: Any = []
+    values = stored_manifest(altered)
+    del values["digest"]
+    for depth in range(sys.getrecursionlimit()):
+        deep = [deep]
+        if depth % 20 == 0:
+            with suppress(RecursionError):  # where the writer itself cannot go as deep
+                (altered / MANIFEST).write_text(manifest_text({**values, "notes": deep}))
+            with pytest.raises(EngineError):
+                load_engine(altered)
+
+
+def test_the_command_that_builds_it_again_does(tmp_path: Path) -> None:
+    """With all its options: the same manifest, digest and all."""
+    spec, out = tmp_path / "media.yaml", tmp_path / "engine"
+    spec.write_text(spec_called("tiny-media").to_yaml())
+    given = {"skip": ("fuse_gate_up", "fuse_norm_residual"), "image_budgets": (140, 70),
+             "audio_seconds": (1.0, 3.0), "media": ("image", "audio")}  # fmt: skip
+    first = g4ir.build(spec, out, backend="reference", random_weights=3, all_logits=True,
+                       max_seq=256, prefill_chunk=192, dtype="bfloat16", **given)  # fmt: skip
+    found = open_artefact(out)
+    words = shlex.split(rebuild(out, found.manifest, found.spec).partition("build it again: ")[2])
+    assert main([*words[1:-1], str(tmp_path / "again")]) == 0
+    again = load_engine(tmp_path / "again")
+    assert again.manifest == first.manifest

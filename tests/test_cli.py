@@ -772,3 +772,24 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     assert "form='value'" not in ok("show", "--variant", "tiny-moe")
     assert "off, value, raw" in refused("show", "--variant", "tiny-moe", "--latent-kv", "half")
     assert "its own form" in refused("show", out, "--latent-kv", "raw", "--after", "latent_kv")
+
+
+def test_json_lines_that_fail_alone(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """A path that no file can have, a temperature beyond 64 bits, a tokenizer that would cut."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))
+    cut = json.loads((folder / "tokenizer.json").read_text())
+    cut["truncation"] = {"max_length": 2, "stride": 2, "strategy": "LongestFirst",
+                         "direction": "Right"}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(cut))
+    engine = built(tmp_path / "e", "--checkpoint", folder)
+    lines = [{"prompt": "w3 w4", "images": ["a" * 5000]}, {"prompt": PROMPT},
+             {"tokens": [2, 5], "temperature": 10**20}, {"tokens": [2, 5], "temperature": 10**400},
+             {"tokens": [2, 5]}]  # fmt: skip
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    outcome = g4ir("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")
+    answers = [json.loads(x) for x in outcome.out.splitlines()]
+    assert ["error" in a for a in answers] == [True, False, False, True, False], outcome.out
+    assert "Traceback" not in outcome.err

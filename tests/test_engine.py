@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -574,3 +575,24 @@ def test_a_forked_child_gets_an_error(built: Engine) -> None:
                 said += "which this is a fork; load the engine in the process" in str(e)
         os._exit(said)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_linked_shards_in_folders(tmp_path: Path) -> None:
+    """An index may name files in folders of the checkpoint; they keep their places."""
+    source = random_checkpoint(tmp_path / "source", "tiny-dense")
+    (source / "deep").mkdir()
+    file = (source / "model.safetensors").rename(source / "deep" / "a.safetensors")
+    weight_map = dict.fromkeys(load_file(file), "deep/a.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    engine = g4ir.build(None, tmp_path / "e", checkpoint=source, backend="reference",
+                        link_weights=True, max_seq=64)  # fmt: skip
+    assert engine.manifest["weights"]["files"].keys() == {"deep/a.safetensors"}
+    assert load_engine(engine.path, check_weights=False)
+
+
+def test_an_engine_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "so\turce", "tiny-dense")
+    with pytest.raises(EngineError, match=r"could not be read again.*plain names"):
+        g4ir.build(None, tmp_path / "e", checkpoint=source, backend="reference",
+                   link_weights=True, max_seq=64)  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["so\turce"]

@@ -30,7 +30,7 @@ from g4ir.media.choice import KINDS, Media
 from g4ir.media.merge import block_ids, cut, merged
 from g4ir.media.soft import Soft
 from g4ir.model import BLOCKS, PHASES, build_graph, has_blocks
-from g4ir.packing import split_program
+from g4ir.packing import StoredParams, split_program
 from g4ir.pipeline import run_program
 from g4ir.spec import FULL, SLIDING, Spec, check_spec
 from tests.configs import spec_called
@@ -123,7 +123,8 @@ def text_engine(
     out = folder / "engine"
     write_engine(made, out, print)
     # Nobody can build it: its graphs are not those of its spec.
-    return load_artefact(Artefact(out, read_manifest(out), spec, made.packing))
+    stored = StoredParams.open(sorted(out.glob("*.safetensors")))
+    return load_artefact(Artefact(out, read_manifest(out), spec, made.packing, stored))
 
 
 @dataclass(frozen=True)

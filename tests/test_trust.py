@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,15 @@ from g4ir import places, trust
 from g4ir.artefact import MANIFEST, SIGNATURE, open_artefact
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.cli import main
-from g4ir.engine import Engine, load_engine
-from g4ir.errors import EngineError, G4Error, InputError, TrustError
+from g4ir.engine import Engine, load_artefact, load_engine
+from g4ir.errors import (
+    EngineError,
+    G4Error,
+    InputError,
+    MissingError,
+    TrustError,
+    WeightsError,
+)
 from tests.engines import resigned
 
 #: a library that writes a file as soon as it is loaded
@@ -350,3 +358,120 @@ def test_no_room_to_unpack_is_one_error(
     assert main(["run", str(copied), "--tokens", "2,5", "--trust"]) == 3
     said = capsys.readouterr().err
     assert "no folder to unpack" in said and "missing" in said and "XDG_CACHE_HOME" in said
+
+
+# --- found by a review ------------------------------------------------------------------------
+
+
+def test_any_umask_makes_private_folders(tmp_path: Path, home: Path) -> None:
+    """With 002, as many systems have it, a folder made as usual could be written by a group."""
+    before = os.umask(0o002)
+    try:
+        made = places.private(places.state_root() / "engines")
+    finally:
+        os.umask(before)
+    for folder in (made, made.parent, made.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
+
+
+def test_an_exposed_state_folder_fails_no_build(
+    tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine is there; what cannot be kept is said, with the command that mends it."""
+    folder = places.private(places.state_root())
+    folder.chmod(0o775)
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="reference",
+                        max_seq=32)  # fmt: skip
+    assert engine.path.is_dir() and "chmod go-w" in caplog.text
+
+
+def test_unpacking_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMPDIR is one for all threads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    seen: list[str] = []
+
+    def unpack() -> None:
+        with places.unpacking() as mine:
+            seen.append(os.environ["TMPDIR"])
+            assert seen[-1] == str(mine.path)
+        mine.close()
+
+    with places.unpacking() as first:
+        other = threading.Thread(target=unpack)
+        other.start()
+        other.join(0.2)
+        assert other.is_alive() and os.environ["TMPDIR"] == str(first.path)
+    other.join()
+    assert len(seen) == 1 and "TMPDIR" not in os.environ
+    first.close()
+    first.close()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_folders_of_killed_processes_go(tmp_path: Path) -> None:
+    """Those that a process holds stay, however old they are."""
+    held = places.Unpacked(tmp_path / "unpacked")
+    left = tmp_path / "unpacked" / f"{places.PREFIX}left"
+    new = tmp_path / "unpacked" / f"{places.PREFIX}new"
+    for folder in (left, new):
+        (folder / "data").mkdir(parents=True)
+    for folder in (left, held.path):
+        os.utime(folder, (0, 0))
+    places.Unpacked(tmp_path / "unpacked").close()
+    assert held.path.is_dir() and new.is_dir() and not left.exists()
+    held.close()
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(places.Path, "home", no_home)
+    with pytest.raises(MissingError, match="set XDG_CACHE_HOME"):
+        places.cache_root()
+
+
+def test_the_compiler_does_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    places.keep_inductor_private("/tmp/torchinductor_user")
+    found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert found.is_dir() and stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+def test_weights_that_change_after_they_were_looked_at(copied: Path) -> None:
+    """A norm's weight of another size would be read out of bounds."""
+    found = open_artefact(copied, check_weights=True)
+    assert found.stored
+    for header in found.stored.headers:
+        raw = header.path.read_bytes()
+        header.path.unlink()
+        header.path.write_bytes(raw)
+    with pytest.raises(WeightsError, match="changed while it was being read"):
+        load_artefact(found, trust=True)
+
+
+def test_other_files_among_the_keys(copied: Path, tmp_path: Path, home: Path) -> None:
+    """What a killed process or an editor left there is no key, and no reason to refuse others."""
+    main(["sign", "--new-key", str(tmp_path / "me")])
+    main(["sign", str(copied), "--key", str(tmp_path / "me.pem")])
+    name = trust.trust_key(tmp_path / "me.pub.pem")
+    keys = home / "state" / "g4ir" / "keys"
+    (keys / f".{name}.1234").write_text("half a key")
+    (keys / ("0" * 64)).write_text("no key")
+    (keys / ("1" * 64)).write_bytes((keys / name).read_bytes())
+    assert trust.find_signer(open_artefact(copied)) == name
+    assert load_engine(copied)
+
+
+def test_names_of_files_are_quoted(copied: Path) -> None:
+    """A name is a stranger's, and a terminal obeys some of them."""
+    (copied / "a\x1b]0;owned\x07").write_text("")
+    with pytest.raises(EngineError) as e:
+        load_engine(copied)
+    assert "\x1b" not in str(e.value) and "owned" in str(e.value)

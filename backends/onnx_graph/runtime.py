@@ -118,7 +118,6 @@ class OnnxRuntime:
     ) -> torch.Tensor | None:  # fmt: skip
         """`watch` sees the logits: nothing else of the one network shows."""
         batch, size = feeds["positions"].shape
-        binding = self.session.io_binding()
         given = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK), **feeds,
             SLOTS: self._count(state.slots(context)),
@@ -128,9 +127,8 @@ class OnnxRuntime:
         out = self._empty_logits(batch, size) if logits or watch else None
         if out is not None:
             outputs[self.logits.name] = out
-        _bind(binding.bind_input, {**inputs, **state.held})
-        _bind(binding.bind_output, outputs)
-        _run(self.session, binding, self.path, f"in a {phase} chunk of {batch} x {size} tokens")
+        where = f"in a {phase} chunk of {batch} x {size} tokens"
+        _run(self.session, {**inputs, **state.held}, outputs, self.path, where)
         state.swap()
         if watch and out is not None:
             watch(self.logits.name, out)
@@ -144,10 +142,8 @@ class OnnxRuntime:
         if tower not in self._towers:
             self._towers[tower] = open_session(path, mapped=soft.type.dtype == "f32")
         session, out = self._towers[tower], _empty(soft.type)
-        binding = session.io_binding()
-        _bind(binding.bind_input, {k: t.contiguous() for k, t in feeds.items()})
-        _bind(binding.bind_output, {soft.name: out})
-        _run(session, binding, path, f"on {', '.join(feeds)}")
+        inputs = {k: t.contiguous() for k, t in feeds.items()}
+        _run(session, inputs, {soft.name: out}, path, f"on {', '.join(feeds)}")
         return out
 
     def _count(self, n: int) -> torch.Tensor:
@@ -196,8 +192,11 @@ def _empty(t: Type) -> torch.Tensor:
     return torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
 
 
-def _run(session: Any, binding: Any, path: Path, where: str) -> None:
+def _run(session: Any, inputs: Tensors, outputs: Tensors, path: Path, where: str) -> None:
     try:
+        binding = session.io_binding()
+        _bind(binding.bind_input, inputs)
+        _bind(binding.bind_output, outputs)
         session.run_with_iobinding(binding)
     except Exception as err:
         raise EngineError(

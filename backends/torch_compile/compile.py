@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections import deque
@@ -30,11 +31,12 @@ from threading import Thread
 from typing import Any
 
 from g4ir.checkpoint import sha256
-from g4ir.errors import EngineError, LowerError, MissingError, TrustError
+from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
 from g4ir.places import cache_root, check_private, keep_inductor_private, private, state_root
 from g4ir.tensorfile import open_regular, write_file
 from g4ir.text import parse_graph
 
+from ..process import python
 from .cuda_toolkit import find_toolkit, toolkit_found
 from .target import Target, cpu_flags
 
@@ -220,15 +222,11 @@ class _Workers:
     """
 
     def __init__(self, count: int) -> None:
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
-            f"serve({os.getpid()})"
-        )
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._all: list[_Worker] = []
         try:
             for _ in range(count):
-                self._all.append(_Worker([sys.executable, "-c", code]))
+                self._all.append(_Worker(python(__name__, f"serve({os.getpid()})")))
                 self._idle.put(self._all[-1])
         except BaseException:
             self.__exit__()
@@ -333,7 +331,7 @@ def serve(parent: int | None = None) -> None:
         try:
             compile_program(text, Target(**target), Path(path))
             error = None
-        except LowerError as e:
+        except G4Error as e:
             error = str(e)
         print(json.dumps(error), file=answers, flush=True)
 
@@ -385,10 +383,15 @@ def _without_space(error: Exception, path: Path) -> LowerError | None:
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
 
-    work = Path(compiler_dir())
-    folder = min(path.parent, work, key=lambda p: shutil.disk_usage(p).free)
-    advice = "set TMPDIR to another folder" if folder == work else "choose another --out"
-    return LowerError(f"torch: {folder}: no space left on the device; make room, or {advice}")
+    advice = {
+        path.parent: "choose another --out",
+        Path(compiler_dir()): "set TORCHINDUCTOR_CACHE_DIR to another folder",
+        Path(tempfile.gettempdir()): "set TMPDIR to another folder",
+    }
+    folder = min(advice, key=lambda p: shutil.disk_usage(p).free)
+    return LowerError(
+        f"torch: {folder}: no space left on the device; make room, or {advice[folder]}"
+    )
 
 
 @contextmanager

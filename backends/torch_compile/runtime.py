@@ -23,7 +23,7 @@ from ..base import Limits, Progress, Tensors, Watch
 from ..caches import Caches
 from . import pyops
 from .backend import CANDIDATES, KERNELS, phase_steps
-from .cuda_graph import Captured, recorded
+from .cuda_graph import Captured, OrLaunched, recorded
 from .segment import Glue, Segment, Step, state_steps
 from .select import ATTENTIONS, choices
 from .target import find_target
@@ -67,13 +67,14 @@ class TorchRuntime:
     ) -> None:  # fmt: skip
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = recorded if device == "cuda" and cuda_graph else None
+        self.record = OrLaunched(recorded) if device == "cuda" and cuda_graph else None
         self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
         names = dict.fromkeys(f for many in files.values() for f in many if f)
-        with unpacking(keep=device == "cuda"):
+        with unpacking() as self.unpacked:
             calls = {name: _load_program(folder / name, device) for name in names}
-        if device == "cpu":
+        if device == "cpu":  # on a GPU kernels are read when they are first used
+            self.unpacked.close()
             _load_kernels(folder / KERNELS)
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
@@ -211,6 +212,7 @@ class TorchRuntime:
         self.plans.clear()
         self.weights.clear()
         self.source.close()
+        self.unpacked.close()
 
 
 def check_aligned(caches: Tensors) -> None:

@@ -188,10 +188,10 @@ class TrtBackend:
         from .interface import interface
         from .log import logger
 
-        api = self.host.tensorrt()
-        self._check_plan(kept, api)
+        api, graphs = self.host.tensorrt(), networks(program)
+        self._check_plans(kept, api, graphs, folder)
         log = logger(api.trt)
-        graphs, plans = networks(program), {ENGINE: kept["plan"], **kept["towers"]}
+        plans = {ENGINE: kept["plan"], **kept["towers"]}
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
@@ -222,9 +222,26 @@ class TrtBackend:
         taken = self.cache_bytes(program, limits) + tables + reserve(self.host.memory(device))
         return self.host.free(device) - taken
 
-    def _check_plan(self, kept: Mapping[str, Any], api: probe.Api) -> None:
-        """EngineError where the plan is another TensorRT's or another GPU's. A patch version
-        counts too: plans are read by the version that wrote them."""
+    def _check_plans(
+        self, kept: Mapping[str, Any], api: probe.Api, graphs: Mapping[str, Graph], folder: Path
+    ) -> None:
+        """EngineError where plans are not one for each network, or are another TensorRT's or
+        another GPU's. A patch version counts too: plans are read by the version that wrote them."""
+        names = {name: files(name)[0] for name in graphs}
+        agreed = {
+            "settings": all(kept["settings"].get(n) in s.choices for n, s in SETTINGS.items()),
+            "plan": kept["plan"] == names.pop(ENGINE),
+            "towers": kept["towers"] == names,
+        }
+        for key, holds in agreed.items():
+            if not holds:
+                raise EngineError(
+                    f"{folder}: {key} of its compiled files are not those of its networks; build "
+                    f"it again"
+                )
+        for plan in (kept["plan"], *names.values()):
+            if not (folder / plan).is_file() or not (folder / plan).stat().st_size:
+                raise EngineError(f"{folder / plan} is missing or empty; build the engine again")
         if kept["tensorrt"] != api.version:
             raise EngineError(
                 f"the plan was built by TensorRT {kept['tensorrt']}, this is {api.version}: "

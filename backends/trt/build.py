@@ -16,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from g4ir.errors import LowerError
+from g4ir.errors import LowerError, TrustError
 from g4ir.ir import Graph, Value
 from g4ir.packing import ParamSource
-from g4ir.tensorfile import CODES, new_version, write_tensors
+from g4ir.places import check_private, private
+from g4ir.tensorfile import CODES, new_version, write_file, write_tensors
 from g4ir.units import size_text
 
 from ..base import Limits, Progress
@@ -269,21 +270,21 @@ class RefusedError(LowerError):
 
 
 def _begin_with(config: Any, timing: Path) -> None:
-    """What was timed before, or nothing where TensorRT does not take it."""
-    kept = timing.read_bytes() if timing.is_file() else b""
+    """What was timed before, or nothing where others could have written it, or TensorRT does not
+    take it."""
+    kept = b""
+    with suppress(OSError, TrustError):
+        check_private(timing.parent)
+        kept = timing.read_bytes()
     cache = config.create_timing_cache(kept)
     if cache is None or not config.set_timing_cache(cache, False):
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
 def _keep(timing: Path, cache: Any) -> None:
-    """Best effort: a full or read-only folder is no reason to fail a build. Written aside and
-    renamed, so that a build that runs at the same time reads all of it or nothing."""
-    with suppress(OSError):
-        timing.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = timing.with_suffix(f".{threading.get_native_id()}")
-        part.write_bytes(memoryview(cache.serialize()))
-        part.replace(timing)
+    """Best effort: a full or read-only folder is no reason to fail a build."""
+    with suppress(OSError, TrustError):
+        write_file(private(timing.parent) / timing.name, [memoryview(cache.serialize())])
 
 
 def timing_file(folder: Path, machine: str) -> Path:

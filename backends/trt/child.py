@@ -1,9 +1,8 @@
 """The builder in a process of its own: where it crashes, this one goes on and says so.
 
-    python -m g4ir.backends.trt.child FOLDER
-
-builds what `job.json` in FOLDER asks for, from the graphs and packed weights beside it. It prints a
-JSON object a line: `progress`, and at the end `made` (what the manifest keeps), `error` or `errno`.
+`main` builds what `job.json` in a folder asks for, from the graphs and packed weights beside it. It
+prints a JSON object a line: `progress`, and at the end `made` (what the manifest keeps), `error` or
+`errno`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import ctypes
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,12 +25,15 @@ from g4ir.tensorfile import write_file
 from g4ir.text import parse_graph
 
 from ..base import Limits, Progress
+from ..process import python
 from .files import keep_log
 
 if TYPE_CHECKING:
     from .backend import TrtBackend
 
 JOB = "job.json"
+#: how long a child that is asked to end may take
+PATIENCE_S = 5.0
 #: prctl's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends
 PARENT_DEATH = 1
 
@@ -48,7 +49,7 @@ class Job:
 
 
 def command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "g4ir.backends.trt.child", str(folder)]
+    return python(__name__, f"main({str(folder)!r})")
 
 
 def build_apart(
@@ -80,10 +81,8 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
         try:
             for line in child.stdout:
                 said |= _heard(line, progress)
-        except KeyboardInterrupt:
-            # It ends at the builder's next step, and keeps what was timed.
-            child.send_signal(signal.SIGINT)
-            child.wait()
+        except BaseException as e:
+            _end(child, patient=isinstance(e, KeyboardInterrupt))
             raise
     if "made" in said:
         made: dict[str, Any] = said["made"]
@@ -97,6 +96,18 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
         f"kernels that were timed are not timed again, and --set attention=plain or --set "
         f"experts=all is another network"
     )
+
+
+def _end(child: subprocess.Popen[str], patient: bool) -> None:
+    """Ask the child to end, at the builder's next step; it keeps what was timed. Who pressed Ctrl-C
+    sees it going on, and may press it again; others are not kept waiting."""
+    try:
+        child.send_signal(signal.SIGINT if patient else signal.SIGTERM)
+        child.wait(None if patient else PATIENCE_S)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        pass
+    finally:
+        child.kill()
 
 
 def _heard(line: str, progress: Progress) -> dict[str, Any]:
@@ -140,14 +151,10 @@ def _say(line: Mapping[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> None:
     from .backend import BACKEND
 
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
-    _say(run_job(folder, BACKEND))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    _say(run_job(Path(folder), BACKEND))
 

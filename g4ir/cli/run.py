@@ -209,7 +209,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def verified(
     engine: str, args: argparse.Namespace, against: str = "reference",
-    tokens: list[int] | None = None, trust: bool = True,
+    tokens: list[int] | None = None, trust: bool = False,
 ) -> int:  # fmt: skip
     """`verify` of an engine directory; also what `build --verify` does."""
     from g4ir.compare import verify_engine

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ PICTURES = (IMAGE, VIDEO)
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
 #: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
+#: of any sound
+MOST_SAMPLES = 1 << 40
 #: where frames stand alone, so that a longer sound goes through in parts
 PART_SECONDS = (10.0,)
 
@@ -105,7 +108,11 @@ def check_taken(kind: str, media: Media, spec: Spec) -> None:
 
 def check_there(kind: str, path: str | Path) -> None:
     """InputError unless the path is that of an ordinary file: a device or a pipe may be endless."""
-    if not Path(path).is_file():
+    try:
+        found = Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have, or a folder that is closed
+        found = False
+    if not found:
         raise InputError(f"{path}: no such {kind} file")
 
 
@@ -167,6 +174,19 @@ def find_media(
         frame=FRAME_BUDGET if VIDEO in chosen else None,
         lengths=_lengths(_sound(spec, extractor), seconds) if AUDIO in chosen else (),
     )
+
+
+def build_words(media: Media, spec: Spec) -> list[str]:
+    """The options of `g4ir build` that ask for this choice."""
+    words = ["--media", ",".join(media.kinds) or "none"]
+    if media.default:
+        others = [b for b in media.budgets if b != media.default]
+        words += ["--image-budget", ",".join(map(str, (media.default, *others)))]
+    if media.lengths:
+        sound = _sound(spec, None)
+        least = [bisect_left(range(MOST_SAMPLES), n, key=sound.soft_tokens) for n in media.lengths]
+        words += ["--audio-seconds", ",".join(f"{s / sound.sampling_rate:.6f}" for s in least)]
+    return words
 
 
 def _sound(spec: Spec, extractor: Mapping[str, Any] | None) -> AudioSettings:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +21,7 @@ from g4ir.backends.trt import build as trt_build
 from g4ir.backends.trt import child, log
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.files import LOG, PLAN
+from g4ir.console import Ended
 from g4ir.engine import Prepared, prepare
 from g4ir.errors import LowerError, MissingError
 from g4ir.spec import load_spec
@@ -126,3 +131,39 @@ def test_no_space_for_a_plan(
     with pytest.raises(OSError, match="No space left") as e:
         run(prepared, folder, code, print)
     assert (e.value.errno, e.value.filename) == (errno.ENOSPC, "engine.plan")
+
+
+def test_files_of_the_current_directory_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who builds in a folder that somebody else filled runs nothing of it."""
+    for name in ("numpy", "yaml", "torch", "json"):
+        (tmp_path / f"{name}.py").write_text("open('pwned', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    done = subprocess.run(child.command(tmp_path), capture_output=True, text=True)
+    assert done.returncode and "job.json" in done.stderr
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_signal_does_not_wait_for_the_builder(
+    prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that goes on is ended after a while."""
+    monkeypatch.setattr(child, "PATIENCE_S", 0.5)
+    code = (
+        "import json, os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print(json.dumps({'progress': str(os.getpid())}), flush=True); time.sleep(60)"
+    )
+    pids: list[int] = []
+
+    def ended(message: str) -> None:
+        pids.append(int(message))
+        raise Ended(signal.SIGTERM)
+
+    start = time.monotonic()
+    with pytest.raises(Ended):
+        run(prepared, folder, code, ended)
+    assert time.monotonic() - start < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
