@@ -108,6 +108,7 @@ def logits(name: str, dtype: torch.dtype, form: str, chunk: int) -> torch.Tensor
     return prefill_then_decode(session_of(oracle, dtype, form, chunk), oracle.tokens, oracle.prompt)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 7, 64])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_equal_in_float64(name: str, form: str, chunk: int) -> None:
@@ -116,6 +117,7 @@ def test_equal_in_float64(name: str, form: str, chunk: int) -> None:
     assert error <= 1e-12 * want.pow(2).mean().sqrt()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 7, 64])
 @pytest.mark.parametrize("name", [n for n, f in CASES if f == "raw"])
 def test_raw_is_bit_equal_in_bf16(name: str, chunk: int) -> None:
@@ -124,6 +126,7 @@ def test_raw_is_bit_equal_in_bf16(name: str, chunk: int) -> None:
     assert torch.equal(logits(name, torch.bfloat16, "raw", chunk), want)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "chunk", ["W-1", "all", *(pytest.param(c, marks=pytest.mark.full) for c in ("1", "W+1"))]
 )
@@ -149,6 +152,7 @@ def test_the_last_token_alone(name: str, form: str) -> None:
 ALONE = tuple(p for p in PASSES if p != "latent_kv")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("skip", [(), ALONE], ids=["all passes", "alone"])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:

@@ -270,6 +270,7 @@ def agrees(got: torch.Tensor, want: torch.Tensor, allowed: float) -> None:
 # --- against transformers ---------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", SIZES)
 def test_ragged_rows_with_media(any_engine: Engine, chunk: int) -> None:
     """Blocks at different places of the rows, in chunks that would cut them; then decoding."""

@@ -134,6 +134,7 @@ def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Buil
 # --- fp32 against transformers ----------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_prefill_in_chunks(every: Built, chunk: str) -> None:
     oracle, tokens = every.oracle, every.tokens[:, : every.oracle.prompt + 2]
@@ -155,6 +156,7 @@ def test_greedy_text_is_identical(every: Built) -> None:
     greedy_text_agrees(every)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", ["W-1", "W+1", "prime", "all"])
 def test_last_token(last: Built, chunk: str) -> None:
     last_tokens_agree(last, min(CHUNK, CHUNKS[chunk](last.oracle.window, last.oracle.prompt)))
