@@ -46,11 +46,13 @@ def hub_cache() -> Path:
     return Path(env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
 
 
-def keep_inductor_private(default: str) -> None:
-    """Have torch's compiler keep its files in a folder of the user's own, unless one was given. Its
-    default is a folder for temporary files whose name anybody can guess and make first."""
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) != default:
-        return
+def keep_inductor_private(default: str) -> Path:
+    """Have torch's compiler keep its files in a folder of the user's own, unless one was given;
+    returns the folder. Its default is a folder for temporary files whose name anybody can guess and
+    make first."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
+    if given != default:
+        return Path(given)
     try:
         folder = private(cache_root() / "inductor")
     except (OSError, TrustError):  # no reason to fail: what lies there saves time alone
@@ -58,6 +60,7 @@ def keep_inductor_private(default: str) -> None:
         _until_the_end.append(made)
         folder = Path(made.name)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
 
 
 #: folders that go when the process ends

@@ -63,6 +63,7 @@ def chunked(oracle: Oracle, size: int, prompt: int) -> torch.Tensor:
     return torch.cat(outs, 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [7, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str, size: int) -> None:

@@ -197,6 +197,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 # --- tests ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_model(trios: Any, variant: str, case: str) -> None:

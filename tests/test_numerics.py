@@ -112,6 +112,7 @@ def test_oracle_is_strict() -> None:
 # --- the last token only ----------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [5, 9, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_last_token_graphs(name: str, size: int) -> None:

@@ -286,6 +286,7 @@ def engine_options(form: str, **options: Any) -> dict[str, Any]:
     return {"backend": "reference", "random_weights": 0, "latent_kv": form, **options}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [*SMALL, "tiny-ple"])
 def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path: Path) -> None:

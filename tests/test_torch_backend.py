@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -621,6 +622,10 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
     with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
         compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
+    with pytest.raises(LowerError, match=r"no space left .*TORCHINDUCTOR_CACHE_DIR"):
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+    temporary = Path(tempfile.gettempdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != temporary)))
     with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
         compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
 

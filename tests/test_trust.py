@@ -277,6 +277,21 @@ def test_the_compiler_keeps_its_files_in_a_private_folder(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
 
 
+def test_headers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would take them from a folder that anybody can make first."""
+    from torch._inductor import codecache, config
+
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(codecache, name, "/tmp/guessed")
+    compiler._keep_headers_in(tmp_path)
+    assert str(tmp_path / "precompiled_headers") == codecache._HEADER_DIR
+    assert codecache._HEADER_LOCK_DIR.startswith(codecache._HEADER_DIR)
+    monkeypatch.setattr(config.aot_inductor, "precompile_headers", True)
+    monkeypatch.delattr(codecache, "_HEADER_DIR")
+    compiler._keep_headers_in(tmp_path)
+    assert not config.aot_inductor.precompile_headers
+
+
 # --- compiled programs ------------------------------------------------------------------------
 
 

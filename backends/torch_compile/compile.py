@@ -366,7 +366,7 @@ def compile_program(text: str, target: Target, path: Path) -> None:
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    keep_inductor_private(default_cache_dir())
+    _keep_headers_in(keep_inductor_private(default_cache_dir()))
     try:
         with _quiet_compiler(), torch.no_grad(), _kernels_understood():
             _compile(text, target, path)
@@ -375,6 +375,21 @@ def compile_program(text: str, target: Target, path: Path) -> None:
             f"torch: a segment does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {first_node(text)}"
         ) from None
+
+
+def _keep_headers_in(folder: Path) -> None:
+    """Torch keeps precompiled headers, from which the code of programs comes, in its default folder
+    whatever folder it is given. Where this torch does not say so in the same names, it goes
+    without."""
+    from torch._inductor import codecache, config
+
+    headers = folder / "precompiled_headers"
+    names = {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}
+    if all(hasattr(codecache, name) for name in names):
+        for name, place in names.items():
+            setattr(codecache, name, str(place))
+    else:
+        config.aot_inductor.precompile_headers = False
 
 
 def _without_space(error: Exception, path: Path) -> LowerError | None:
