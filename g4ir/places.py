@@ -82,7 +82,8 @@ class Unpacked:
         self._folder = _private_temporary(root)
         self.path = Path(self._folder.name)
         self._held = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: then nothing there is swept either
+            fcntl.flock(self._held, fcntl.LOCK_EX)
         if self.path.parent == root:
             _sweep(root)
 
