@@ -53,7 +53,8 @@ def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
         engine = g4ir.build(None, folder / "engine", checkpoint=checkpoint, **options)
         assert engine.spec.text == oracle.spec.text
         return engine
-    prepared = prepare(oracle.spec, random_weights=0, **options)
+    dtype = str(next(oracle.model.parameters()).dtype).removeprefix("torch.")
+    prepared = prepare(oracle.spec, random_weights=0, dtype=dtype, **options)
     source = Checkpoint.open(checkpoint, oracle.spec)
     write_engine(
         replace(prepared, source=source, weights=PackedWeights("packed")), folder / "engine", print

@@ -143,6 +143,7 @@ def test_a_position_table_that_is_too_short() -> None:
 # --- images -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("shape", [(60, 90), (768, 768), (1, 300), (733, 41), (500, 1001)])

@@ -131,7 +131,10 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 8])
-@pytest.mark.parametrize(("name", "form"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*MODELS[:2], *(pytest.param(*m, marks=pytest.mark.full) for m in MODELS[2:3]), MODELS[3]],
+)
 def test_every_step_exports_for_a_gpu(
     brackets_without_a_device: None, name: str, form: str, rows: int
 ) -> None:

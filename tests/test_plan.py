@@ -306,6 +306,7 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
         engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", FORMS)
 def test_plans_see_the_whole_program(name: str, form: str) -> None:

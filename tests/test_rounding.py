@@ -270,7 +270,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROUND_S", 0.0)
 
 
-@pytest.mark.parametrize("peers", [["hf"], pytest.param([], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("peers", [["hf"], []])
 def test_bench_numbers_of_a_right_engine_hold(
     built: Callable[..., Engine], quick: None, peers: list[str]
 ) -> None:

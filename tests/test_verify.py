@@ -138,6 +138,7 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
 # --- disturbed engines ------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("param, value", [
     ("L3.attn.wo", "L3.attn.o"), ("L6.mlp.w_down", "L6."), ("ple.w", "ple."),
     ("L5.scalar", "L5.out"),

@@ -385,9 +385,8 @@ def _keep_headers_in(folder: Path) -> None:
 
     headers = folder / "precompiled_headers"
     names = {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}
-    if all(hasattr(codecache, name) for name in names):
-        for name, place in names.items():
-            setattr(codecache, name, str(place))
+    if vars(codecache).keys() >= names.keys():
+        vars(codecache).update({name: str(place) for name, place in names.items()})
     else:
         config.aot_inductor.precompile_headers = False
 
