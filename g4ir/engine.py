@@ -307,7 +307,8 @@ class Written:
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
-    """Write the directory under a temporary name, then rename it."""
+    """Write the directory under a temporary name, then rename it; returns what the manifest does
+    not say."""
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
