@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from g4ir.cache_sizes import cache_bytes
+from g4ir.distance import ROUNDED
 from g4ir.errors import MissingError
 from g4ir.interpret import interpret
-from g4ir.ir import Program
+from g4ir.ir import Graph, Program
 from g4ir.packing import ParamSource
 from g4ir.params import DTYPE_BYTES
+from g4ir.wide import WideProducts
 
 from .base import Limits, Nothing, Progress, Runtime, Setting, Watch
 from .caches import Caches
@@ -62,6 +64,43 @@ class ReferenceRuntime:
 
     def close(self) -> None:
         self.source.close()
+
+
+class WideRuntime(ReferenceRuntime):
+    """The text graphs in float64 on the same params: what goes in is, and products are; the rest
+    follows."""
+
+    def __init__(
+        self, program: Program, limits: Limits, device: str, params: ParamSource
+    ) -> None:
+        super().__init__(_wide_program(program), limits, device, params)
+
+    def new_state(self, batch: int) -> Caches:
+        state = super().new_state(batch)
+        state.tensors = _doubled(state.tensors)
+        return state
+
+    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> torch.Tensor | None:
+        with WideProducts():
+            return super().run(phase, _doubled(feeds), *rest)
+
+
+def _wide_program(program: Program) -> Program:
+    """Ops that say which float they make say float64. Types are as declared: nobody reads them
+    where a graph is interpreted."""
+
+    def wide(g: Graph) -> Graph:
+        nodes = (
+            replace(n, attrs={**n.attrs, "dtype": "f64"}) if n.attrs.get("dtype") in ROUNDED else n
+            for n in g.nodes
+        )
+        return replace(g, nodes=tuple(nodes))
+
+    return Program({name: wide(g) for name, g in program.graphs.items()})
+
+
+def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .backends.base import Runtime
-from .backends.reference import ReferenceRuntime, Resident
+from .backends.reference import ReferenceRuntime, Resident, WideRuntime
 from .checkpoint import hub_snapshot, write_checkpoint
 from .distance import (
     BUDGETS,
@@ -48,7 +48,7 @@ from .distance import (
 from .engine import Engine, Progress, agreed_spec, silent
 from .errors import InputError, MissingError
 from .finite import advice
-from .ir import Graph, Program
+from .ir import Program
 from .media.choice import placeholders
 from .params import text_tensors
 from .random_weights import RandomCheckpoint
@@ -56,7 +56,7 @@ from .sampling import checked_ids
 from .towers import is_tower
 from .types import ITEMSIZE, torch_dtype
 from .units import size_text
-from .wide import WideProducts, other_attention, wide_model
+from .wide import other_attention, wide_model
 
 if TYPE_CHECKING:
     import torch
@@ -476,42 +476,10 @@ def rounding_error(
 
 def wide_engine(engine: Engine) -> Engine:
     """The text graphs through the interpreter in float64, on the params that the engine holds."""
-    runtime = _WideRuntime(
-        _wide_program(text_graphs(engine.program)), engine.limits, engine.device,
-        Resident(engine.runtime),
-    )  # fmt: skip
+    runtime = WideRuntime(
+        text_graphs(engine.program), engine.limits, engine.device, Resident(engine.runtime)
+    )
     return replace(engine, runtime=runtime)
-
-
-def _wide_program(program: Program) -> Program:
-    """Ops that say which float they make say float64. Types are as declared: nobody reads them
-    where a graph is interpreted."""
-
-    def wide(g: Graph) -> Graph:
-        nodes = (
-            replace(n, attrs={**n.attrs, "dtype": "f64"}) if n.attrs.get("dtype") in ROUNDED else n
-            for n in g.nodes
-        )
-        return replace(g, nodes=tuple(nodes))
-
-    return Program({name: wide(g) for name, g in program.graphs.items()})
-
-
-class _WideRuntime(ReferenceRuntime):
-    """The interpreter in float64: what goes in is, and products are; the rest follows."""
-
-    def new_state(self, batch: int) -> Any:
-        state = super().new_state(batch)
-        state.tensors = _doubled(state.tensors)
-        return state
-
-    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> torch.Tensor | None:
-        with WideProducts():
-            return super().run(phase, _doubled(feeds), *rest)
-
-
-def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
 
 
 def engine_name(engine: Engine) -> str:

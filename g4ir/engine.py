@@ -57,6 +57,7 @@ from .checkpoint import (
     read_side_files,
     sha256,
 )
+from .distance import ROUNDED
 from .errors import EngineError, InputError, MissingError, PlanError, SpecError
 from .fit import device_memory, fitting_placement, require_fit
 from .ir import Program, Value
@@ -71,7 +72,7 @@ from .sampling import Defaults, Sampler, Sampling, checked_ids, checked_prompt, 
 from .schema import Line, on_one_line
 from .session import Session, embed_rows
 from .settings import find_dtype, find_latent, find_placement
-from .shrink import shrink
+from .shrink import shrink, with_all_experts
 from .spec import Spec, diff_specs, load_spec
 from .trust import record_built, require_trust
 from .types import TORCH_NAMES, torch_dtype
@@ -139,9 +140,12 @@ class Prepared:
 
     def in_small(self, dtype: str) -> tuple[packings.Packing, packings.ParamSource]:
         """The variant in small (shrink.py) through the same passes, with random weights: what a
-        backend runs to check its lowering. It takes the same kinds of media, each in one size."""
+        backend runs to check its lowering. It takes the same kinds of media, each in one size. In
+        16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
         kinds = self.media.kinds
         spec = shrink(self.spec, media=bool(kinds))
+        if dtype in ROUNDED:
+            spec = with_all_experts(spec)
         media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
         packing = make_packing(spec, self.all_logits, dtype, media, self.skip, self.options)
         source = RandomCheckpoint(spec, 0, torch_dtype(dtype))

@@ -70,6 +70,16 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
     )  # fmt: skip
 
 
+def with_all_experts(spec: Spec) -> Spec:
+    """The same, where each token takes every expert: there is no near tie of a router, which would
+    turn over where two computations round in different places."""
+    moe = spec.text.moe
+    if moe is None:
+        return spec
+    every = replace(moe, top_k_experts=moe.num_experts)
+    return check_spec(replace(spec, text=replace(spec.text, moe=every)))
+
+
 def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
     """Two layers of the same proportions, clipping and standardizing as before."""
     if isinstance(v, UnifiedVision):

@@ -112,6 +112,8 @@ class TrtEmitter(Emitter):
         self.said = said
         #: bytes of dynamic shared memory that kernels of plugins may use
         self.shared = shared
+        #: the most that one of them uses
+        self.shared_used = 0
         #: tensors whose memory the network points to
         self.held: list[torch.Tensor] = []
         #: weights of constants that have a layer, and the tensor they are, by name

@@ -195,6 +195,7 @@ def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...
         given = ", ".join(map(str, types.values()))
         raise LowerError(f"plugin {layer}: {given}; expected {', '.join(wanted)}")
     plan = fitted(plan, layer, e.shared)
+    e.shared_used = max(e.shared_used, compiled(plan).shared)
     register_plugins(e.trt)
     creator = getattr(getattr(plugin_module(e.trt).op, NAMESPACE), plan.plugin)
     create = creator(*map(e.tensor, inputs), plan=plan.text())
