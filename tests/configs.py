@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from g4ir.shrink import TOKENS, shrink
 from g4ir.spec import (
@@ -21,6 +23,7 @@ from g4ir.spec import (
     check_spec,
     load_spec,
 )
+from tests.covering import covering
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 RANDOM_SEEDS = range(20)
@@ -144,6 +147,21 @@ def combined() -> Spec:
 SMALL = tuple(f"{v}-small" for v in VARIANTS)
 RANDOM = tuple(f"random-{i}" for i in RANDOM_SEEDS)
 NAMES = (*SMALL, "combined", *RANDOM)
+
+
+def _features(text: Text) -> set[tuple[str, bool]]:
+    return {(feature, bool(has(text))) for feature, has in FEATURES.items()}
+
+
+#: random specs that have, and are without, every feature between them
+FEW = tuple(RANDOM[i] for i in covering([_features(random_spec(s).text) for s in RANDOM_SEEDS]))
+
+
+def few(names: Iterable[str]) -> list[Any]:
+    """Cases of a test that runs many models: the other random specs are left to `--full`, and so
+    are variants with the structure of another."""
+    spare = {*RANDOM, "e4b-small", "31b-small"} - {*FEW}
+    return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
 
 
 def spec_called(name: str) -> Spec:

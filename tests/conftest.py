@@ -29,6 +29,8 @@ gc.set_threshold(200_000, 20, 100)
 # compiled program need not be fast here, and takes most of its compile time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# Vector instructions are those that the processor names; torch would compile a program for each.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 _HEADERS = [str(Path(__file__).parent / "headers"), os.environ.get("CPLUS_INCLUDE_PATH", "")]
 os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, _HEADERS))
 

@@ -149,7 +149,10 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+#: compiled programs with media are run by tests/test_media_models.py too
+@pytest.fixture(scope="module", params=[
+    pytest.param(c, marks=[pytest.mark.full] * (c.backend == "torch"), id=str(c)) for c in CASES
+])  # fmt: skip
 def any_engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
     yield from opened(request.param, tmp_path_factory.mktemp("engine"))
 

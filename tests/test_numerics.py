@@ -21,7 +21,16 @@ from g4ir.model import build_program
 from g4ir.ops.attention import visible
 from g4ir.pipeline import PASSES
 from g4ir.spec import Spec, load_spec
-from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, SMALL, random_spec, spec_called
+from tests.configs import (
+    FEATURES,
+    FEW,
+    NAMES,
+    RANDOM_SEEDS,
+    SMALL,
+    few,
+    random_spec,
+    spec_called,
+)
 from tests.oracle import (
     Oracle,
     find_oracle,
@@ -68,7 +77,7 @@ def prefill_then_decode(session: Session, tokens: torch.Tensor, prompt: int) -> 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_prefill_in_chunks(name: str, chunk: str) -> None:
     oracle = oracle_of(name)
     size = CHUNKS[chunk](oracle.window, oracle.prompt)
@@ -77,7 +86,7 @@ def test_prefill_in_chunks(name: str, chunk: str) -> None:
     agrees(got, oracle.logits[:, : tokens.shape[1]], oracle)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_decode_past_three_windows(name: str) -> None:
     oracle = oracle_of(name)
     assert oracle.tokens.shape[1] > 3 * oracle.window
@@ -114,7 +123,7 @@ def test_oracle_is_strict() -> None:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("size", [5, 9, 64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_last_token_graphs(name: str, size: int) -> None:
     oracle = oracle_of(name)
     session, n = open_session(oracle, 2, size), oracle.prompt
@@ -144,7 +153,7 @@ def cut(tokens: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
     return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_ragged_rows_equal_single_rows(name: str) -> None:
     """Rows that end in different chunks, an empty row, a second turn, then decoding."""
     oracle = oracle_of(name)
@@ -184,7 +193,7 @@ def test_empty_row_is_untouched(name: str) -> None:
 # --- greedy text ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_greedy_text_is_identical(name: str, full: bool) -> None:
     oracle, count = oracle_of(name), GREEDY if full else FEWER
     prompt = oracle.tokens[:, :6]
@@ -334,8 +343,8 @@ ABLATIONS: dict[str, tuple[str, Change]] = {
 
 
 def random_name(has: Callable[[Any], Any]) -> str:
-    """The first random spec with a feature."""
-    return next(f"random-{i}" for i in RANDOM_SEEDS if has(random_spec(i).text))
+    """The first of few random specs with a feature."""
+    return next(n for n in FEW if has(spec_called(n).text))
 
 
 STANDING_FOR = {

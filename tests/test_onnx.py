@@ -40,7 +40,7 @@ from g4ir.pipeline import PASSES
 from g4ir.spec import Spec, check_spec, load_spec
 from g4ir.tensorfile import read_header
 from g4ir.types import FLOATS, Type
-from tests.configs import NAMES, SMALL, VARIANTS, spec_called
+from tests.configs import NAMES, VARIANTS, spec_called
 from tests.engines import some_tokens
 from tests.network_session import in_range
 from tests.oracle import (
@@ -66,7 +66,7 @@ from tests.test_numerics_torch import (
 from tests.test_ops import CASES, node, sample, tensors
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
-SHORT = (*SMALL, "combined", *TINY)
+SHORT = ("e2b-small", "26b-a4b-small", "combined", "tiny-dense")
 MAX_SEQ = 128
 CHUNK = 64
 ROWS = 5
@@ -106,7 +106,7 @@ def full_only(short: str, names: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.fixture(
-    scope="module", params=cases(*map(Case, SHORT), full=(*map(Case, (*NAMES, "leftover")),))
+    scope="module", params=cases(*map(Case, SHORT), full=(*map(Case, (*NAMES, *TINY, "leftover")),))
 )
 def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
     """An engine that returns the logits of every token."""

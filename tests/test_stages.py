@@ -102,8 +102,9 @@ def test_packed_engine(tmp_path: Path, dtype: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"all_logits": True}, {"skip": ["plan_cache", "fuse_qkv"]}, {"link_weights": True},
-    {"latent_kv": "value"}, {"latent_kv": "raw"},
+    {"skip": ["plan_cache", "fuse_qkv"]}, {"link_weights": True}, {"latent_kv": "value"},
+    pytest.param({"all_logits": True}, marks=pytest.mark.full),
+    pytest.param({"latent_kv": "raw"}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_options_of_the_build(tmp_path: Path, options: dict[str, Any]) -> None:
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")

@@ -643,6 +643,7 @@ def test_a_full_disk_does_not_end_the_process(
     compiler.check_program(tmp_path / "x.pt2", TEXT)
 
 
+@pytest.mark.full
 def test_serve_answers_line_by_line(tmp_path: Path) -> None:
     """Programs are compiled in processes of their own, which the user's script does not see."""
     ask = json.dumps([TEXT.replace("linear", "unheard_of"), {"device": "cpu"}, str(tmp_path / "x")])

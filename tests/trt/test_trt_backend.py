@@ -49,7 +49,7 @@ from g4ir.packing import StoredParams
 from g4ir.plan import reserve
 from g4ir.spec import load_spec
 from tests.cli_tools import g4ir
-from tests.configs import SMALL, VARIANTS, spec_called
+from tests.configs import SMALL, VARIANTS, few, spec_called
 from tests.engines import agrees
 from tests.trt.emulated import CHUNK, H100, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
@@ -126,7 +126,7 @@ def conversation(engine: Engine) -> list[torch.Tensor]:
     return [*out, s.decode(t[:, 55])]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", few(SMALL))
 def test_sessions(name: str, trt: Build, tmp_path: Path, reference: Any) -> None:
     version, settings = SETTINGS[name]
     engine = trt(spec_called(name), emulated(tmp_path, version), settings=settings)
@@ -744,9 +744,13 @@ def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None
         dry.check_small(emulated_api(), p, "f32")
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("attention", ["explicit", "plain", "fused", "plugin"])
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("attention", "dtype"), [
+    ("fused", "bf16"), ("plugin", "f16"),
+    *(pytest.param(a, d, marks=pytest.mark.full) for a, d in (
+        ("explicit", "bf16"), ("explicit", "f16"), ("plain", "bf16"), ("plain", "f16"),
+        ("fused", "f16"), ("plugin", "bf16"),
+    )),
+])  # fmt: skip
 def test_dry_run_measures_rounding(
     attention: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
