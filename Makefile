@@ -11,8 +11,6 @@ DEMO        = build/demo
 # By file, so that engines built once for a file stay with its tests, in the order of tests/conftest.py.
 PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile \
               --no-loadscope-reorder
-FOLDERS     = g4ir g4ir/bench g4ir/cli g4ir/media g4ir/ops passes backends backends/primitives \
-              backends/onnx_graph backends/torch_compile backends/trt specs tests tests/cuda_programs tests/passes bench
 
 # Where the environment forbids byte code, each of the tests' many processes would compile the Python
 # part of torch again: 12 s of processor time, not 5.
@@ -73,16 +71,17 @@ test-full: lint
 # mypy does not know the package mapping of pyproject.toml, and `mypy -p g4ir` from here would pass
 # over passes/, backends/ and specs/: it is given a tree of links in which they lie inside g4ir/.
 lint: $(READY)
+	$(BIN)/python tools/lines.py --check
 	$(BIN)/ruff check .
+	$(BIN)/ruff format -q --check .
 	@rm -rf build/mypy && mkdir -p build/mypy/g4ir
 	@ln -s "$(CURDIR)"/g4ir/* "$(CURDIR)"/passes "$(CURDIR)"/backends "$(CURDIR)"/specs build/mypy/g4ir/
 	cd build/mypy && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir
 
-# Growth should be seen: lines of Python per folder, its sub-folders not included.
+# Growth should be seen: lines of Python per room, and how many each may have.
 lines:
-	@for d in $(FOLDERS); do \
-	    printf '%7d lines  %s\n' "$$(cat $$d/*.py 2>/dev/null | wc -l)" "$$d"; done
+	@$(BIN)/python tools/lines.py
 
 bench: $(READY)
 	$(BIN)/python bench/tiny.py --save

@@ -8,29 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
-from g4ir.ir import Program
-from g4ir.packing import ParamSource
-from g4ir.sampling import Sampling
-from g4ir.schema import Count
+from g4ir.ir.distance import ROUNDED
+from g4ir.ir.graph import Program
+from g4ir.model.media import AUDIO, Media, find_media
+from g4ir.ops.types import torch_dtype
+from g4ir.passes import Options
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import Spec
+from g4ir.spec.shrink import shrink, with_all_experts
+from g4ir.ui.progress import Progress
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
+from g4ir.weights.random import RandomCheckpoint
+
+from .sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
 
-    from g4ir.engine import Prepared
-
-Progress = Callable[[str], None]
 Tensors = Mapping[str, "torch.Tensor"]
 #: sees values by name as a graph makes them
 Watch = Callable[[str, "torch.Tensor"], None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine is built for. `max_seq` counts the tokens of a row, generated ones too."""
-
-    max_batch: Count = 1
-    max_seq: Count = 8192
-    prefill_chunk: Count = 1024
 
 
 @dataclass(frozen=True)
@@ -78,9 +76,14 @@ class Runtime(Protocol):
     def new_state(self, batch: int) -> Any: ...
 
     def run(
-        self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool,
+        self,
+        phase: str,
+        feeds: dict[str, torch.Tensor],
+        state: Any,
+        context: int,
+        logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         """One chunk: caches are updated in place. `context` is the most tokens that a row holds
         afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
@@ -89,9 +92,13 @@ class Runtime(Protocol):
         """The soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 
     def token_loop(
-        self, embed: Callable[[torch.Tensor], dict[str, torch.Tensor]], state: Any, batch: int,
-        sampling: Sampling, stops: Sequence[int],
-    ) -> Any:  # fmt: skip
+        self,
+        embed: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+        state: Any,
+        batch: int,
+        sampling: Sampling,
+        stops: Sequence[int],
+    ) -> Any:
         """A loop that chooses tokens on the device (see torch_compile/token_loop.py), or None."""
 
     def resident(self, param: str) -> torch.Tensor | None:
@@ -120,17 +127,21 @@ class Backend(Protocol):
         """MissingError where the environment lacks something. Not asked in a dry run."""
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        out: Path,
+        progress: Progress,
+        params: ParamSource,
+        settings: Mapping[str, str],
+    ) -> dict[str, Any]:
         """Write compiled files into `out`; returns what the manifest keeps of them."""
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         """Bytes of the caches of a session of max_batch rows."""
 
-    def scratch_bytes(
-        self, program: Program, limits: Limits, settings: Mapping[str, str]
-    ) -> int:
+    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
         """Bytes that a step needs beside what `g4ir plan` counts as its workspace."""
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
@@ -144,8 +155,61 @@ class Backend(Protocol):
         """The instruction set that the files need; an engine refuses any other machine."""
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
-        params: ParamSource, progress: Progress, cuda_graph: bool = True,
-    ) -> Runtime:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        kept: Any,
+        params: ParamSource,
+        progress: Progress,
+        cuda_graph: bool = True,
+    ) -> Runtime:
         """`kept` is of the type `record`. EngineError where compiled files are not those of the
         program, before any of them is opened."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A build up to compilation: everything is checked, nothing is written."""
+
+    spec: Spec
+    backend: Backend
+    device: str
+    dtype: str
+    limits: Limits
+    all_logits: bool
+    skip: tuple[str, ...]
+    options: Options
+    settings: Mapping[str, str]
+    ple_placement: str | None
+    media: Media
+    packing: Packing
+    source: WeightSource
+    #: one of artefact.WEIGHTS; None in a dry run without any
+    weights: Any
+    #: of the checkpoint, name -> content
+    side_files: Mapping[str, bytes]
+    #: of a dry run: why the engine does not fit its device, or nothing
+    short: str = ""
+
+    def param_bytes(self) -> int:
+        """Bytes of the packed params, tables included."""
+        return sum(v.type.nbytes() for v in self.packing.program.params().values())
+
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of a session of max_batch rows."""
+        return self.backend.cache_bytes(self.packing.program, self.limits)
+
+    def in_small(self, dtype: str) -> tuple[Packing, ParamSource]:
+        """The variant in small (shrink.py) through the same passes, with random weights: what a
+        backend runs to check its lowering. It takes the same kinds of media, each in one size. In
+        16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
+        kinds = self.media.kinds
+        spec = shrink(self.spec, media=bool(kinds))
+        if dtype in ROUNDED:
+            spec = with_all_experts(spec)
+        media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
+        packing = make_packing(spec, self.all_logits, dtype, media, self.skip, self.options)
+        source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+        return packing, MadeParams(packing, source)

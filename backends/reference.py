@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4ir.cache_sizes import cache_bytes
-from g4ir.distance import ROUNDED
 from g4ir.errors import MissingError
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Program
-from g4ir.packing import ParamSource
-from g4ir.params import DTYPE_BYTES
-from g4ir.wide import WideProducts
+from g4ir.ir.distance import ROUNDED
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.interpret import interpret
+from g4ir.ir.wide import WideProducts
+from g4ir.plan.cache_sizes import cache_bytes
+from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
 
-from .base import Limits, Nothing, Progress, Runtime, Setting, Watch
+from .base import Nothing, Runtime, Setting, Watch
 from .caches import Caches
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
+    from .base import Prepared
 
 
 class ReferenceRuntime:
     """Runs each graph through the ops' references."""
 
-    def __init__(
-        self, program: Program, limits: Limits, device: str, params: ParamSource
-    ) -> None:
+    def __init__(self, program: Program, limits: Limits, device: str, params: ParamSource) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         # The tables of `embed` are the engine's own.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
@@ -41,9 +41,14 @@ class ReferenceRuntime:
         return Caches(self.program, batch, self.limits.max_seq, self.device)
 
     def run(
-        self, phase: str, feeds: dict[str, Any], state: Caches, context: int, logits: bool,
+        self,
+        phase: str,
+        feeds: dict[str, Any],
+        state: Caches,
+        context: int,
+        logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         views = state.views(context)
         show = (lambda v, t: watch(v.name, t)) if watch else None
         outputs, after = interpret(self.program.graphs[phase], feeds, self.params, views, show)
@@ -70,9 +75,7 @@ class WideRuntime(ReferenceRuntime):
     """The text graphs in float64 on the same params: what goes in is, and products are; the rest
     follows."""
 
-    def __init__(
-        self, program: Program, limits: Limits, device: str, params: ParamSource
-    ) -> None:
+    def __init__(self, program: Program, limits: Limits, device: str, params: ParamSource) -> None:
         super().__init__(_wide_program(program), limits, device, params)
 
     def new_state(self, batch: int) -> Caches:
@@ -138,17 +141,21 @@ class ReferenceBackend:
             raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        out: Path,
+        progress: Progress,
+        params: ParamSource,
+        settings: Mapping[str, str],
+    ) -> dict[str, Any]:
         return {}
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def scratch_bytes(
-        self, program: Program, limits: Limits, settings: Mapping[str, str]
-    ) -> int:
+    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
         return 0
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
@@ -161,9 +168,16 @@ class ReferenceBackend:
         return "any"
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
-        params: ParamSource, progress: Progress, cuda_graph: bool = True,
-    ) -> ReferenceRuntime:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        kept: Any,
+        params: ParamSource,
+        progress: Progress,
+        cuda_graph: bool = True,
+    ) -> ReferenceRuntime:
         return ReferenceRuntime(program, limits, device, params)
 
 

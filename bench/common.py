@@ -13,8 +13,8 @@ import torch
 from g4ir.bench.measure import interleave
 from g4ir.bench.peers import hf_model
 from g4ir.bench.stats import median
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import Spec
+from g4ir.spec.record import Spec
+from g4ir.weights.random import RandomCheckpoint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

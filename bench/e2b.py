@@ -26,7 +26,7 @@ from g4ir.bench.peers import HfRunner
 from g4ir.bench.roof import Meter
 from g4ir.bench.stats import median
 from g4ir.bench.system import environment
-from g4ir.params import counts
+from g4ir.plan.count import counts
 
 SPEC = Path(__file__).with_name("e2b-ple8k.yaml")
 PREFILL = (32, 512, 2048)
@@ -40,9 +40,13 @@ def build_engine(path: Path) -> Any:
     if path.exists():
         shutil.rmtree(path)
     holder: list[Any] = []
-    taken = seconds(lambda: holder.append(g4ir.build(
-        SPEC, path, random_weights=0, max_seq=MAX_SEQ, prefill_chunk=2048, progress=print
-    )))  # fmt: skip
+    taken = seconds(
+        lambda: holder.append(
+            g4ir.build(
+                SPEC, path, random_weights=0, max_seq=MAX_SEQ, prefill_chunk=2048, progress=print
+            )
+        )
+    )
     print(f"build and load: {taken:.1f} s")
     return holder[0]
 
@@ -142,8 +146,16 @@ def main() -> None:
     decode = decode_row(session, peers, args.rounds, args.steps, step_bytes)
     prefill = prefill_rows(session, peers, args.rounds)
     command = f"python bench/e2b.py --peers {args.peers} --rounds {args.rounds}"
-    save(args.name, {"environment": environment(), "command": command, "dtype": "bf16",
-                 "decode": decode, "prefill": prefill})  # fmt: skip
+    save(
+        args.name,
+        {
+            "environment": environment(),
+            "command": command,
+            "dtype": "bf16",
+            "decode": decode,
+            "prefill": prefill,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ import torch
 from common import RESULTS
 
 import g4ir
+from g4ir.backends.sampling import Sampling
 from g4ir.backends.torch_compile.cuda_graph import recorded
 from g4ir.backends.torch_compile.kernel_cases import (
     Case,
@@ -63,16 +64,17 @@ from g4ir.bench.peers import HfRunner, peer_model
 from g4ir.bench.roof import Meter, passes_seconds
 from g4ir.bench.stats import percentile
 from g4ir.bench.system import environment
-from g4ir.cost import Step, decode_costs, graph_costs, total
-from g4ir.engine import Engine, load_engine, prepare
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import G4Error, PlanError
-from g4ir.ir import Program
-from g4ir.model import build_program
-from g4ir.packing import split_program
-from g4ir.pipeline import run_program
-from g4ir.sampling import Sampling
-from g4ir.spec import load_spec
-from g4ir.text import print_graph
+from g4ir.ir.graph import Program
+from g4ir.ir.text import print_graph
+from g4ir.model.text import build_program
+from g4ir.passes import run_program
+from g4ir.plan.cost import Step, decode_costs, graph_costs, total
+from g4ir.spec.record import load_spec
+from g4ir.weights.pack import split_program
 
 VARIANTS = "e2b,e4b,26b-a4b,31b"
 TINY = "tiny-dense,tiny-moe,tiny-ple"
@@ -195,12 +197,22 @@ def versions() -> dict[str, Any]:
     import triton
 
     said = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit,"
-         "temperature.gpu,memory.total", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return {"triton": triton.__version__, "cuda": torch.version.cuda, "gpu": said.stdout.strip(),
-            "cores": os.cpu_count()}  # fmt: skip
+        [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit,"
+            "temperature.gpu,memory.total",
+            "--format=csv,noheader",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": said.stdout.strip(),
+        "cores": os.cpu_count(),
+    }
 
 
 def gap_cell() -> dict[str, Any]:
@@ -291,8 +303,9 @@ def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[st
     found: dict[str, Any] = {
         "use": {name: dict(t.use) for name, t in tunings.items()},
         "measured_tuning": all(t.measured for t in tunings.values()),
-        **asdict(errors), "ok": errors.ok,
-    }  # fmt: skip
+        **asdict(errors),
+        "ok": errors.ok,
+    }
     if device == "cpu":
         return found
     from g4ir.backends.torch_compile.tune import keep_in_table, time_case, tune_case
@@ -366,9 +379,14 @@ def built(variant: str, batch: int) -> Engine:
 def longest(variant: str, batch: int) -> dict[str, Any]:
     """Options of the build. G4Error where not even the shortest context fits."""
     options: dict[str, Any] = {
-        "backend": "torch", "device": "cuda", "dtype": "bf16", "random_weights": 0,
-        "max_batch": batch, "prefill_chunk": 2048, "media": "none",
-            }  # fmt: skip
+        "backend": "torch",
+        "device": "cuda",
+        "dtype": "bf16",
+        "random_weights": 0,
+        "max_batch": batch,
+        "prefill_chunk": 2048,
+        "media": "none",
+    }
     for context in reversed(CONTEXTS):
         options["max_seq"] = context + WARMUP + 2 * STEPS
         try:
@@ -412,10 +430,13 @@ def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[st
     p50 = percentile(times, 50)
     return {
         "step_ms": {"p50": p50, "p90": percentile(times, 90), "p99": percentile(times, 99)},
-        "host_ms": host, "tokens_per_second": batch / p50 * 1e3, "floor_ms": floor,
-        "share_of_roof": floor / p50, **kernels_per_step(loop.advance),
+        "host_ms": host,
+        "tokens_per_second": batch / p50 * 1e3,
+        "floor_ms": floor,
+        "share_of_roof": floor / p50,
+        **kernels_per_step(loop.advance),
         "memory_bytes": torch.cuda.max_memory_allocated(),
-    }  # fmt: skip
+    }
 
 
 def prefill_cell(engine: Engine, n: int, rates: Any) -> dict[str, Any]:
@@ -433,14 +454,19 @@ def prefill_cell(engine: Engine, n: int, rates: Any) -> dict[str, Any]:
     steps = [Step(1, min(chunk, n - at), at) for at in range(0, n, chunk)]
     flops = sum(total(graph_costs(graph, B=s.B, S=s.S, C=s.C)).flops for s in steps)
     best = percentile(times[1:], 50)
-    return {"seconds": best, "tokens_per_second": n / best, "flops": flops,
-            "share_of_matmul": flops / rates.matmul / best}  # fmt: skip
+    return {
+        "seconds": best,
+        "tokens_per_second": n / best,
+        "flops": flops,
+        "share_of_matmul": flops / rates.matmul / best,
+    }
 
 
 def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
     """transformers, static cache and compiled, and how far its logits are from the engine's."""
-    wanted = [c for c in PEER_CONTEXTS
-              if f"{variant} peer b{batch} c{c}" not in report.body["cells"]]  # fmt: skip
+    wanted = [
+        c for c in PEER_CONTEXTS if f"{variant} peer b{batch} c{c}" not in report.body["cells"]
+    ]
     if not wanted or report.out_of_time():
         return
     try:
@@ -479,8 +505,13 @@ def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str,
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
     p50 = percentile(times[WARMUP:], 50)
-    return {"step_ms": p50, "tokens_per_second": batch / p50 * 1e3, "cosine": cosine,
-            "same_tokens": same, "of": batch * len(ours)}  # fmt: skip
+    return {
+        "step_ms": p50,
+        "tokens_per_second": batch / p50 * 1e3,
+        "cosine": cosine,
+        "same_tokens": same,
+        "of": batch * len(ours),
+    }
 
 
 def hf_prefill(runner: HfRunner, tokens: torch.Tensor) -> torch.Tensor:
@@ -496,8 +527,9 @@ def main() -> None:
     parser.add_argument("stage", choices=("preflight", "kernels", "models"))
     parser.add_argument("--variants", type=lambda s: s.split(","))
     parser.add_argument("--minutes", type=float, default=6.0, help="start no cell after these")
-    parser.add_argument("--limit", type=float, default=240.0,
-                        help="seconds after which a cell counts as hung")  # fmt: skip
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds after which a cell counts as hung"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results (bench/results)")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--peers", action="store_true")

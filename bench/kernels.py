@@ -21,7 +21,7 @@ from g4ir.backends.torch_compile.kernel_cases import all_cases, launches_of_case
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, resources
 from g4ir.backends.torch_compile.target import Target
 from g4ir.bench.system import environment
-from g4ir.plan_text import aligned
+from g4ir.ui.table import aligned
 
 ROWS = (1, 8, 16)
 NOTE = """\
@@ -41,30 +41,49 @@ def rows_of(variants: list[str]) -> list[dict[str, Any]]:
             key = f"{kernel.__name__} {sorted(meta.items(), key=str)} {types}"
             if key not in found:
                 found[key] = {
-                    "ops": "+".join(case.choice.tunings), "shape": dict(case.choice.shape),
-                    "blocks": [int(n) for n in grid], "meta": {k: str(v) for k, v in meta.items()},
+                    "ops": "+".join(case.choice.tunings),
+                    "shape": dict(case.choice.shape),
+                    "blocks": [int(n) for n in grid],
+                    "meta": {k: str(v) for k, v in meta.items()},
                     **asdict(resources(launch)),
-                }  # fmt: skip
+                }
     return list(found.values())
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ("kernel", "first at", "blocks", "warps", "registers", "spilled", "shared", "tensor",
-            "16 B")  # fmt: skip
+    head = (
+        "kernel",
+        "first at",
+        "blocks",
+        "warps",
+        "registers",
+        "spilled",
+        "shared",
+        "tensor",
+        "16 B",
+    )
     lines = [
-        (r["kernel"].strip("_"), " ".join(f"{k}={v}" for k, v in r["shape"].items()),
-         "x".join(map(str, r["blocks"])), str(r["warps"]), str(r["registers"]),
-         str(r["spill_bytes"]), str(r["shared_bytes"]), "yes" if r["tensor_cores"] else "",
-         "yes" if r["wide_loads"] else "")
+        (
+            r["kernel"].strip("_"),
+            " ".join(f"{k}={v}" for k, v in r["shape"].items()),
+            "x".join(map(str, r["blocks"])),
+            str(r["warps"]),
+            str(r["registers"]),
+            str(r["spill_bytes"]),
+            str(r["shared_bytes"]),
+            "yes" if r["tensor_cores"] else "",
+            "yes" if r["wide_loads"] else "",
+        )
         for r in rows
-    ]  # fmt: skip
+    ]
     return aligned([head, *lines], indent=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", type=lambda s: s.split(","),
-                        default=["e2b", "e4b", "12b", "26b-a4b", "31b"])  # fmt: skip
+    parser.add_argument(
+        "--variants", type=lambda s: s.split(","), default=["e2b", "e4b", "12b", "26b-a4b", "31b"]
+    )
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     rows = rows_of(args.variants)
@@ -73,8 +92,14 @@ def main() -> None:
     assert all(r["spill_bytes"] == 0 and r["shared_bytes"] <= SHARED_BYTES for r in rows)
     if args.save:
         (RESULTS / "kernels.txt").write_text(text)
-        save("kernels", {"environment": environment(), "command": "python bench/kernels.py --save",
-                         "kernels": rows})  # fmt: skip
+        save(
+            "kernels",
+            {
+                "environment": environment(),
+                "command": "python bench/kernels.py --save",
+                "kernels": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

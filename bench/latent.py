@@ -29,17 +29,17 @@ from g4ir.bench.measure import interleave
 from g4ir.bench.roof import Meter
 from g4ir.bench.stats import Stat, median, stat
 from g4ir.bench.system import environment
-from g4ir.interpret import empty_state, interpret
-from g4ir.latent_forms import Measured, read_table, write_table
-from g4ir.model import build_program
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.model.names import checkpoint_name
+from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.rope import rotated_pairs
+from g4ir.ops.types import torch_dtype
+from g4ir.passes import run_program
 from g4ir.passes.latent_kv import FORMS
-from g4ir.pipeline import run_program
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import Spec, load_spec
-from g4ir.types import torch_dtype
-from g4ir.weights import checkpoint_name
+from g4ir.plan.latent import Measured, read_table, write_table
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.random import RandomCheckpoint
 
 BUILD = Path("build/bench/latent")
 CONTEXTS = "2048,4096,8192,16384,32768,65536"
@@ -97,9 +97,15 @@ class Bench:
             out = BUILD / f"{self.dtype}-{form}"
             shutil.rmtree(out, ignore_errors=True)
             engine = g4ir.build(
-                self.spec, out, random_weights=0, dtype=self.dtype, max_seq=room,
-                prefill_chunk=16, latent_kv=form, progress=print,
-            )  # fmt: skip
+                self.spec,
+                out,
+                random_weights=0,
+                dtype=self.dtype,
+                max_seq=room,
+                prefill_chunk=16,
+                latent_kv=form,
+                progress=print,
+            )
             self.sessions[form] = engine.session()
         self._fill()
 
@@ -149,16 +155,25 @@ def _rows(
         return reference(*tensors, **attrs)
 
     cos, sin = run(
-        "rope_table", at, kind=rope.kind, theta=rope.theta, dim=full.head_dim,
-        fraction=rope.rotary_fraction, factor=rope.factor or 1.0, dtype=dtype,
-    )  # fmt: skip
+        "rope_table",
+        at,
+        kind=rope.kind,
+        theta=rope.theta,
+        dim=full.head_dim,
+        fraction=rope.rotary_fraction,
+        factor=rope.factor or 1.0,
+        dtype=dtype,
+    )
     k = run("rope", run("rms_norm", raw, w, eps=eps), cos, sin)
     v = run("rms_norm", raw, eps=eps)
     pairs = rotated_pairs(rope.kind, full.head_dim, rope.rotary_fraction)
     return {
-        "L0.k": k, "L0.v": v, "L0.raw": raw, "L0.rms": run("inverse_rms", raw, eps=eps),
+        "L0.k": k,
+        "L0.v": v,
+        "L0.raw": raw,
+        "L0.rms": run("inverse_rms", raw, eps=eps),
         "L0.latent": run("latent_row", v, k, pairs=pairs),
-    }  # fmt: skip
+    }
 
 
 def decode_rows(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
@@ -220,14 +235,16 @@ def accuracy_rows(lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             for n in lengths:
                 at = slice(max(0, n - 256), n)
                 yield {
-                    "dtype": dtype, "form": form, "tokens": n,
+                    "dtype": dtype,
+                    "form": form,
+                    "tokens": n,
                     "rms_error": _rms_error(got[at], exact[at]),
                     "rms_from_plain": _rms_error(got[at], plain[at]),
                     "bit_equal_to_plain": bool(torch.equal(got[:n], plain[:n])),
                     "same_top_token": float(
                         (got[at].argmax(-1) == exact[at].argmax(-1)).double().mean()
                     ),
-                }  # fmt: skip
+                }
 
 
 def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -265,14 +282,18 @@ def print_decode(row: dict[str, Any]) -> None:
     times = "  ".join(
         f"{f} {row['ms'][f]['value']:8.3f} ±{row['ms'][f]['spread']:.3f}" for f in FORMS
     )
-    print(f"{row['dtype']:5} {row['context']:7}  ms: {times}  fastest {row['fastest']}  "
-          f"cosine {min(row['cosine_of_logits'].values()):.6f}")  # fmt: skip
+    print(
+        f"{row['dtype']:5} {row['context']:7}  ms: {times}  fastest {row['fastest']}  "
+        f"cosine {min(row['cosine_of_logits'].values()):.6f}"
+    )
 
 
 def print_accuracy(row: dict[str, Any]) -> None:
-    print(f"{row['dtype']:5} {row['form']:6} {row['tokens']:6}  error {row['rms_error']:.2e}  "
-          f"from plain {row['rms_from_plain']:.2e}  top token {row['same_top_token']:.3f}  "
-          f"bit-equal {row['bit_equal_to_plain']}")  # fmt: skip
+    print(
+        f"{row['dtype']:5} {row['form']:6} {row['tokens']:6}  error {row['rms_error']:.2e}  "
+        f"from plain {row['rms_from_plain']:.2e}  top token {row['same_top_token']:.3f}  "
+        f"bit-equal {row['bit_equal_to_plain']}"
+    )
 
 
 def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
@@ -282,11 +303,16 @@ def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
     shape = (full.head_dim, rotated, heads // full.num_key_value_heads)
     new = [Measured("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
     keys = {(r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) for r in new}
-    write_table([
-        *new,
-        *(r for r in read_table()
-          if (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) not in keys),
-    ])  # fmt: skip
+    write_table(
+        [
+            *new,
+            *(
+                r
+                for r in read_table()
+                if (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) not in keys
+            ),
+        ]
+    )
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -315,12 +341,19 @@ def main() -> None:
         accuracy.append(row)
         print_accuracy(row)
     if args.save:
-        save("latent", {
-            "environment": environment(), "command": "python bench/latent.py --save",
-            "shape": "one layer, head dim 512, 128 rotated, 8 query heads, 1 KV head, 1 row",
-            "rates": rates, "rounds": args.rounds, "steps": args.steps,
-            "decode": decode, "accuracy": accuracy,
-        })  # fmt: skip
+        save(
+            "latent",
+            {
+                "environment": environment(),
+                "command": "python bench/latent.py --save",
+                "shape": "one layer, head dim 512, 128 rotated, 8 query heads, 1 KV head, 1 row",
+                "rates": rates,
+                "rounds": args.rounds,
+                "steps": args.steps,
+                "decode": decode,
+                "accuracy": accuracy,
+            },
+        )
         keep_table(spec, decode)
 
 

@@ -23,7 +23,7 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.bench.roof import Meter
 from g4ir.bench.system import environment
-from g4ir.plan_text import aligned
+from g4ir.ui.table import aligned
 
 SIZES = ((12288, 1536), (1536, 12288))
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
@@ -48,8 +48,14 @@ def row(name: str, n: int, k: int, rows: int, rounds: int, read: float) -> dict[
     }
     times = medians(rounds, **runs)
     ms = {way: t / WEIGHTS * 1e3 for way, t in times.items()}
-    return {"dtype": name, "n": n, "k": k, "rows": rows, "ms": ms,
-            "read_ms": weights[0].nbytes / read * 1e3}  # fmt: skip
+    return {
+        "dtype": name,
+        "n": n,
+        "k": k,
+        "rows": rows,
+        "ms": ms,
+        "read_ms": weights[0].nbytes / read * 1e3,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -58,8 +64,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         times = (
             f"{r['ms'][w]:.2f}" if w in r["ms"] else "" for w in ("g4ir", "library", "in fp32")
         )
-        lines.append((f"{r['dtype']} {r['n']}x{r['k']}", str(r["rows"]), *times,
-                      f"{r['read_ms']:.2f}"))  # fmt: skip
+        lines.append(
+            (f"{r['dtype']} {r['n']}x{r['k']}", str(r["rows"]), *times, f"{r['read_ms']:.2f}")
+        )
     return aligned(lines, indent=0)
 
 
@@ -76,8 +83,15 @@ def main() -> None:
     print(table(rows), end="")
     if args.save:
         command = f"python bench/linear.py --rounds {args.rounds} --save"
-        save("linear", {"environment": environment(), "command": command,
-                        "read_gb_per_s": read / 1e9, "rows": rows})  # fmt: skip
+        save(
+            "linear",
+            {
+                "environment": environment(),
+                "command": command,
+                "read_gb_per_s": read / 1e9,
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

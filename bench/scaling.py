@@ -28,8 +28,9 @@ SPEC = "tiny-ple"
 def wide_spec() -> Any:
     """tiny-ple wide enough that work, not call overhead, is what is compared."""
     spec = g4ir.load_spec(SPEC)
-    text = replace(spec.text, hidden_size=512, intermediate_size=2048,
-                   max_position_embeddings=32768)  # fmt: skip
+    text = replace(
+        spec.text, hidden_size=512, intermediate_size=2048, max_position_embeddings=32768
+    )
     return replace(spec, text=text)
 
 
@@ -68,8 +69,12 @@ def decode(engine: Any, length: int, steps: int = 16) -> Callable[[], float]:
 def compare(what: str, a: Callable[[], float], b: Callable[[], float], limit: float) -> dict:
     """Median of a over median of b, interleaved."""
     times = medians(15, a=a, b=b)
-    row = {"what": what, "ms": {k: t * 1e3 for k, t in times.items()},
-           "ratio": times["a"] / times["b"], "limit": limit}  # fmt: skip
+    row = {
+        "what": what,
+        "ms": {k: t * 1e3 for k, t in times.items()},
+        "ratio": times["a"] / times["b"],
+        "limit": limit,
+    }
     print(f"{what}: {row['ratio']:.2f} (limit {limit})", flush=True)
     return row
 
@@ -84,12 +89,18 @@ def layers_row(folder: Path) -> dict:
         compiler.cache_dir = lambda empty=empty: empty
         text = replace(spec.text, num_hidden_layers=n)
         many = replace(spec, text=text)
-        taken[n] = seconds(lambda many=many, n=n: g4ir.build(
-            many, folder / f"layers{n}", random_weights=0, max_seq=128, prefill_chunk=32
-        ))  # fmt: skip
+        taken[n] = seconds(
+            lambda many=many, n=n: g4ir.build(
+                many, folder / f"layers{n}", random_weights=0, max_seq=128, prefill_chunk=32
+            )
+        )
     compiler.cache_dir = kept
-    row = {"what": "build of 60 layers / 12 layers", "seconds": taken,
-           "ratio": taken[60] / taken[12], "limit": 2.0}  # fmt: skip
+    row = {
+        "what": "build of 60 layers / 12 layers",
+        "seconds": taken,
+        "ratio": taken[60] / taken[12],
+        "limit": 2.0,
+    }
     print(f"{row['what']}: {row['ratio']:.2f} (limit 2.0)", flush=True)
     return row
 

@@ -17,7 +17,7 @@ from common import medians, random_model, save, seconds
 import g4ir
 from g4ir.bench.peers import HfRunner
 from g4ir.bench.system import environment
-from g4ir.types import torch_dtype
+from g4ir.ops.types import torch_dtype
 
 VARIANTS = ("tiny-dense", "tiny-moe", "tiny-ple")
 
@@ -29,9 +29,11 @@ def engines(paths: list[Path]) -> list[Any]:
     for name in VARIANTS:
         path = Path("build/bench") / name
         loaded = path.exists()
-        out.append(g4ir.load_engine(path) if loaded else g4ir.build(
-            name, path, random_weights=0, max_seq=256, prefill_chunk=32
-        ))  # fmt: skip
+        out.append(
+            g4ir.load_engine(path)
+            if loaded
+            else g4ir.build(name, path, random_weights=0, max_seq=256, prefill_chunk=32)
+        )
     return out
 
 
@@ -77,11 +79,20 @@ def main() -> None:
     print(f"{'variant':12} {'g4ir us':>9} {'eager us':>9} {'speed-up':>9} {'logit diff':>11}")
     for r in rows:
         us = r["decode_us"]
-        print(f"{r['variant']:12} {us['g4ir']:9.0f} {us['eager']:9.0f} {r['speedup']:8.1f}x "
-              f"{r['largest_logit_difference']:11.1e}")  # fmt: skip
+        print(
+            f"{r['variant']:12} {us['g4ir']:9.0f} {us['eager']:9.0f} {r['speedup']:8.1f}x "
+            f"{r['largest_logit_difference']:11.1e}"
+        )
     if args.save:
-        save("tiny", {"environment": environment(), "command": "python bench/tiny.py --save",
-                      "peer": "transformers eager, static cache", "rows": rows})  # fmt: skip
+        save(
+            "tiny",
+            {
+                "environment": environment(),
+                "command": "python bench/tiny.py --save",
+                "peer": "transformers eager, static cache",
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

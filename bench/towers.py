@@ -25,14 +25,16 @@ import g4ir
 from g4ir.bench.measure import interleave
 from g4ir.bench.stats import around, median
 from g4ir.bench.system import environment
-from g4ir.checkpoint import write_checkpoint
-from g4ir.media.audio import Sound, audio_settings, prepare_sound
-from g4ir.media.budget import image_settings
-from g4ir.media.choice import KINDS
 from g4ir.media.images import prepare_image
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import FULL, SLIDING, Spec, load_spec
-from g4ir.types import TORCH_NAMES, torch_dtype
+from g4ir.media.sound import Sound, prepare_sound
+from g4ir.model.images import image_settings
+from g4ir.model.media import KINDS
+from g4ir.model.sounds import audio_settings
+from g4ir.ops.types import TORCH_NAMES, torch_dtype
+from g4ir.spec.parts import FULL, SLIDING
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 
 BUILD = Path("build/bench/towers")
 PEERS = ("eager", "compiled")
@@ -42,11 +44,18 @@ MODES = ("g4ir", *PEERS)
 def with_small_text(spec: Spec) -> Spec:
     """The same towers before two narrow layers and a small vocabulary."""
     text = replace(
-        spec.text, vocab_size=512, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=1, pattern=(SLIDING, FULL), num_kv_shared_layers=0,
+        spec.text,
+        vocab_size=512,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        pattern=(SLIDING, FULL),
+        num_kv_shared_layers=0,
         sliding=replace(spec.text.sliding, head_dim=16, num_key_value_heads=1),
-        full=replace(spec.text.full, head_dim=16, num_key_value_heads=1), ple=None, moe=None,
-    )  # fmt: skip
+        full=replace(spec.text.full, head_dim=16, num_key_value_heads=1),
+        ple=None,
+        moe=None,
+    )
     ids = {"image": 500, "video": 501, "audio": 502, "boi": 503, "eoi": 504, "boa": 505, "eoa": 506}
     tokens = replace(spec.tokens, bos=2, eos=(1,), pad=0, **ids)
     return replace(spec, name=f"{spec.name}-towers", hub=None, text=text, tokens=tokens)
@@ -61,10 +70,17 @@ def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
     source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
     engine = g4ir.build(
-        spec, folder / "engine", checkpoint=checkpoint, dtype=TORCH_NAMES[dtype], max_seq=64,
-        prefill_chunk=16, media=("image", "audio"), image_budgets=[args.budget],
-        audio_seconds=[args.seconds], device=args.device,
-    )  # fmt: skip
+        spec,
+        folder / "engine",
+        checkpoint=checkpoint,
+        dtype=TORCH_NAMES[dtype],
+        max_seq=64,
+        prefill_chunk=16,
+        media=("image", "audio"),
+        image_budgets=[args.budget],
+        audio_seconds=[args.seconds],
+        device=args.device,
+    )
     model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch_dtype(dtype))
     shutil.rmtree(folder / "checkpoint")
     return engine, model.model.eval().to(args.device)
@@ -131,11 +147,13 @@ def measure(
     found = {k: around(median(many) * 1e3, [t * 1e3 for t in many]) for k, many in times.items()}
     best = min(found[p].value for p in PEERS)
     return {
-        "tower": kind, "dtype": engine.dtype, "soft_tokens": len(soft),
+        "tower": kind,
+        "dtype": engine.dtype,
+        "soft_tokens": len(soft),
         "ms": {k: s.to_dict() for k, s in found.items()},
         "times_faster_than_the_faster_peer": best / found["g4ir"].value,
         "difference_of_rms": float(relative(soft.float(), rows.to(soft.device)).max()),
-    }  # fmt: skip
+    }
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -160,13 +178,18 @@ def rows_of(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'tower':8} {'dtype':6} {'tokens':>6} " + "".join(f"{k + ' ms':>18}" for k in MODES)
-             + f"{'speed-up':>10}{'difference':>12}"]  # fmt: skip
+    lines = [
+        f"{'tower':8} {'dtype':6} {'tokens':>6} "
+        + "".join(f"{k + ' ms':>18}" for k in MODES)
+        + f"{'speed-up':>10}{'difference':>12}"
+    ]
     for r in rows:
         times = "".join(f"{r['ms'][k]['value']:10.1f} ± {r['ms'][k]['spread']:5.1f}" for k in MODES)
-        lines.append(f"{r['tower']:8} {r['dtype']:6} {r['soft_tokens']:6} {times}"
-                     f"{r['times_faster_than_the_faster_peer']:9.2f}x"
-                     f"{r['difference_of_rms']:12.1e}")  # fmt: skip
+        lines.append(
+            f"{r['tower']:8} {r['dtype']:6} {r['soft_tokens']:6} {times}"
+            f"{r['times_faster_than_the_faster_peer']:9.2f}x"
+            f"{r['difference_of_rms']:12.1e}"
+        )
     return "\n".join(lines)
 
 
@@ -178,19 +201,24 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bf16,f32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--save", action="store_true",
-                        help="write bench/results/towers-DEVICE-DTYPES.json")  # fmt: skip
+    parser.add_argument(
+        "--save", action="store_true", help="write bench/results/towers-DEVICE-DTYPES.json"
+    )
     args = parser.parse_args()
     rows = [row for dtype in args.dtypes.split(",") for row in rows_of(args, dtype)]
     print(text(rows))
     if args.save:
-        save(f"towers-{args.device}-{args.dtypes.replace(',', '-')}", {
-            "environment": environment(args.device),
-            "command": f"python bench/towers.py --variant {args.variant} --budget {args.budget} "
-            f"--seconds {args.seconds:g} --dtypes {args.dtypes} --rounds {args.rounds} "
-            f"--device {args.device} --save",
-            "peers": "transformers: sdpa eager, and torch.compile of the same", "rows": rows,
-        })  # fmt: skip
+        save(
+            f"towers-{args.device}-{args.dtypes.replace(',', '-')}",
+            {
+                "environment": environment(args.device),
+                "command": f"python bench/towers.py --variant {args.variant} "
+                f"--budget {args.budget} --seconds {args.seconds:g} --dtypes {args.dtypes} "
+                f"--rounds {args.rounds} --device {args.device} --save",
+                "peers": "transformers: sdpa eager, and torch.compile of the same",
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -10,22 +10,32 @@ Importing the package is cheap: torch is loaded with the first name that needs i
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 #: public name -> module that defines it
 _EXPORTS = {
-    "Spec": "spec", "load_spec": "spec", "spec_names": "spec", "diff_specs": "spec",
-    "build_graph": "model", "build_program": "model",
-    "parse_graph": "text", "print_graph": "text",
-    "verify": "ir", "Graph": "ir", "Program": "ir",
-    "run_passes": "pipeline", "interpret": "interpret", "empty_state": "interpret",
-    "build": "engine", "load_engine": "engine", "Engine": "engine", "Session": "session",
+    "Spec": "spec.record",
+    "load_spec": "spec.record",
+    "spec_names": "spec.record",
+    "diff_specs": "spec.record",
+    "build_graph": "model.text",
+    "build_program": "model.text",
+    "parse_graph": "ir.text",
+    "print_graph": "ir.text",
+    "verify": "ir.graph",
+    "Graph": "ir.graph",
+    "Program": "ir.graph",
+    "run_passes": "passes",
+    "interpret": "ir.interpret",
+    "empty_state": "ir.interpret",
+    "build": "engine.build",
+    "load_engine": "engine.load",
+    "Engine": "engine.engine",
+    "Session": "engine.session",
     "G4Error": "errors",
-}  # fmt: skip
+}
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -38,14 +48,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTS])
-
-
-class _Package(ModuleType):
-    """Keeps `g4ir.interpret` the function: importing the module of that name would hide it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _EXPORTS or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

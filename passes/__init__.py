@@ -1,15 +1,148 @@
-"""The passes: one module, one function of the same name, `Graph -> Graph`.
+"""The passes, run in order and verified in between.
 
-A pass takes a second argument, `note(value, reason)`, to which it tells what it did and why it
-left a candidate alone; `g4ir show --why PASS` prints that.
+Each is a module with a function of the same name, `Graph -> Graph`, whose second argument
+`note(value, reason)` hears what it did and why it left a candidate alone; `g4ir show --why PASS`
+prints that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
 
-Note = Callable[[str, str], None]
+from g4ir.errors import G4Error, InputError, PassError
+from g4ir.ir.graph import Graph, Program, verify
+
+from . import (
+    fuse_cache_write,
+    fuse_dual_norm,
+    fuse_gate_up,
+    fuse_glu,
+    fuse_moe,
+    fuse_norm_residual,
+    fuse_norm_rope,
+    fuse_qkv,
+    last_token_only,
+    latent_kv,
+    plan_cache,
+    share_rope_tables,
+)
+from .match import Note
+
+Dump = Callable[[str, Graph], None]
+
+#: pass -> its own keyword arguments
+Options = Mapping[str, Mapping[str, Any]]
+
+#: a module for each: its function, and `left`, which says of a node that it should not be there
+#: afterwards. Order matters: packing before the choice of rows, so that prefill and decode share
+#: weights; what follows the caches' last form joins whole blocks of nodes into one op each
+_MODULES: tuple[ModuleType, ...] = (
+    share_rope_tables,
+    fuse_qkv,
+    fuse_gate_up,
+    fuse_norm_rope,
+    fuse_norm_residual,
+    plan_cache,
+    last_token_only,
+    latent_kv,
+    fuse_glu,
+    fuse_moe,
+    fuse_dual_norm,
+    fuse_cache_write,
+)
+_BY_NAME = {m.__name__.rpartition(".")[2]: m for m in _MODULES}
+PASSES = tuple(_BY_NAME)
+#: passes that may change what the caches look like
+CHANGES_STATE = frozenset({"plan_cache", "latent_kv"})
 
 
-def ignore(value: str, reason: str) -> None:
-    """The note taker of somebody who does not ask."""
+def find_pass(name: str) -> Callable[[Graph, Note], Graph]:
+    """The function of a pass; InputError lists the names."""
+    if name not in PASSES:
+        raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
+    function: Callable[[Graph, Note], Graph] = getattr(_BY_NAME[name], name)
+    return function
+
+
+def run_passes(
+    g: Graph,
+    skip: Iterable[str] = (),
+    until: str | None = None,
+    dump: Dump | None = None,
+    note: Callable[[str, str, str], None] | None = None,
+    options: Options | None = None,
+) -> Graph:
+    """Run the pipeline without the passes in `skip`, up to and including `until`.
+
+    `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each
+    did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}.
+    Raises PassError with the passes that ran before.
+    """
+    skip = set(skip)
+    options = options or {}
+    for name in (*skip, *options, *([until] if until else [])):
+        find_pass(name)
+    verify(g)
+    done: list[str] = []
+    for name in PASSES:
+        if name not in skip:
+            g = _run_one(g, name, done, note, options.get(name, {}))
+            done.append(name)
+            if dump:
+                dump(name, g)
+        if name == until:
+            break
+    return g
+
+
+def run_program(
+    p: Program,
+    skip: Iterable[str] = (),
+    dump: Dump | None = None,
+    options: Options | None = None,
+) -> Program:
+    """`run_passes` on every graph; the caches they share must still agree."""
+    p = p.map(lambda g: run_passes(g, skip=skip, dump=dump, options=options))
+    p.state()
+    p.params()
+    return p
+
+
+def _run_one(
+    g: Graph,
+    name: str,
+    done: Sequence[str],
+    note: Callable[[str, str, str], None] | None,
+    options: Mapping[str, Any],
+) -> Graph:
+    def tell(value: str, reason: str) -> None:
+        if note:
+            note(name, value, reason)
+
+    try:
+        out = partial(find_pass(name), **options)(g, tell)
+        verify(out)
+        _keeps_interface(g, out, name)
+        _leaves(out, name, options)
+    except G4Error as e:
+        after = f" (after {', '.join(done)})" if done else ""
+        raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e
+    return out
+
+
+def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
+    """Same inputs and outputs; same state unless the pass is declared to change it."""
+    if before.inputs != after.inputs or before.outputs != after.outputs:
+        raise PassError("the pass changed the graph's inputs or outputs")
+    if name not in CHANGES_STATE and before.state != after.state:
+        raise PassError("the pass changed the state and is not declared to")
+
+
+def _leaves(g: Graph, name: str, options: Mapping[str, Any]) -> None:
+    """A fusion that quietly stops matching is an error, not a slow engine."""
+    left = [n for n in g.nodes if _BY_NAME[name].left(g, n, **options)]
+    if left:
+        raise PassError(f"left {left[0].outputs[0]} = {left[0].op}, which it should have taken")

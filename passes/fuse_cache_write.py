@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4ir.ir import Attr, Builder, Graph, Node, Value, splice_all
-from g4ir.ops.latent import PARTS
+from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, splice_all
 
-from . import Note, ignore
+from .match import Left, Note, after, ignore, made_by, only_user
 
 
 def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
@@ -22,12 +21,12 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
     edits: list[tuple[list[Node], list[Node]]] = []
     seen = set[tuple[Value, ...]]()
     for n in g.find("attention", "attention_latent"):
-        caches, form = _caches(n)
+        caches, form = n.caches, str(n.attrs.get("form", "plain"))
         try:
             if caches in seen:
-                raise _Left(f"another layer writes {caches[0]}")
+                raise Left(f"another layer writes {caches[0]}")
             match = _match(g, n, caches, form)
-        except _Left as reason:
+        except Left as reason:
             note(n.out.name, f"left: {reason}")
             continue
         finally:
@@ -35,10 +34,6 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
         edits.append((match.nodes(), match.fused()))
         note(n.out.name, f"{match.split.inputs[0]} is written as {' and '.join(map(str, caches))}")
     return splice_all(g, edits)
-
-
-class _Left(Exception):
-    """Why a layer stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -68,34 +63,35 @@ class _Match:
     def fused(self) -> list[Node]:
         b, q, write = Builder(), self.q, self.writes[0]
         b.emit(
-            "qkv_write", self.split.inputs[0], q.inputs[1], self.rows.norm_k, *q.inputs[2:],
-            *write.inputs[2:], *(w.inputs[0] for w in self.writes),
-            heads=self.heads[0].attrs["n"], kv_heads=self.heads[1].attrs["n"],
-            values=len(self.heads) == 3, form=self.form, pairs=self.rows.pairs,
-            eps=q.attrs["eps"], name=[q.out.name, *(w.out.name for w in self.writes)],
-        )  # fmt: skip
+            "qkv_write",
+            self.split.inputs[0],
+            q.inputs[1],
+            self.rows.norm_k,
+            *q.inputs[2:],
+            *write.inputs[2:],
+            *(w.inputs[0] for w in self.writes),
+            heads=self.heads[0].attrs["n"],
+            kv_heads=self.heads[1].attrs["n"],
+            values=len(self.heads) == 3,
+            form=self.form,
+            pairs=self.rows.pairs,
+            eps=q.attrs["eps"],
+            name=[q.out.name, *(w.out.name for w in self.writes)],
+        )
         return b.nodes
-
-
-def _caches(n: Node) -> tuple[tuple[Value, ...], str]:
-    """The caches that an attention reads, and their form."""
-    if n.op == "attention":
-        return n.inputs[3:5], "plain"
-    form = str(n.attrs["form"])
-    return n.inputs[4 : 4 + len(PARTS[form])], form
 
 
 def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
     writes = tuple(_write(g, v) for v in caches)
     if any(w.inputs[2:] != writes[0].inputs[2:] for w in writes):
-        raise _Left("its caches are not written at the same slots")
+        raise Left("its caches are not written at the same slots")
     if writes[0].inputs[1].type.shape[1] != 1:
-        raise _Left("several tokens are written at once")
+        raise Left("several tokens are written at once")
     rows = _rows(g, n, [w.inputs[1] for w in writes], form)
-    heads = [_made(g, v, "heads") for v in dict.fromkeys((rows.k, rows.v))]
-    split = _made(g, heads[0].inputs[0], "split")
+    heads = [made_by(g, v, "heads") for v in dict.fromkeys((rows.k, rows.v))]
+    split = made_by(g, heads[0].inputs[0], "split")
     if split.outputs[1:] != tuple(m.inputs[0] for m in heads):
-        raise _Left(f"{split.inputs[0]} is not packed as q, k and v")
+        raise Left(f"{split.inputs[0]} is not packed as q, k and v")
     heads = [_user(g, split.outputs[0], "heads"), *heads]
     q = _user(g, heads[0].out, "norm_rope")
     match = _Match(form, split, tuple(heads), q, rows, writes)
@@ -106,61 +102,90 @@ def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
 def _write(g: Graph, v: Value) -> Node:
     """The node that writes a cache; attention reads it afterwards."""
     if v in g.state:
-        raise _Left(f"it reads {v} as it was before the write")
-    write = _made(g, v, "cache_write")
+        raise Left(f"it reads {v} as it was before the write")
+    write = made_by(g, v, "cache_write")
     old = write.inputs[0]
     if old not in g.state or g.next.get(old.name) != v:
-        raise _Left(f"{v} is not the next {old}")
+        raise Left(f"{v} is not the next {old}")
     if g.users()[old.name] != [write]:
-        raise _Left(f"{old} has another reader")
+        raise Left(f"{old} has another reader")
     return write
 
 
 def _rows(g: Graph, n: Node, rows: list[Value], form: str) -> _Rows:
     if form == "raw":
-        rms = _made(g, rows[1], "inverse_rms")
+        rms = made_by(g, rows[1], "inverse_rms")
         if rms.inputs[0] != rows[0]:
-            raise _Left(f"{rms.out} is not of {rows[0]}")
+            raise Left(f"{rms.out} is not of {rows[0]}")
         return _Rows(rows[0], rows[0], n.inputs[3], (rms,), None)
-    joined = [_made(g, rows[0], "latent_row")] if form == "value" else []
+    joined = [made_by(g, rows[0], "latent_row")] if form == "value" else []
     k, v = joined[0].inputs[::-1] if joined else rows
-    key, value = _made(g, k, "norm_rope"), _made(g, v, "rms_norm")
+    key, value = made_by(g, k, "norm_rope"), made_by(g, v, "rms_norm")
     if len(value.inputs) > 1:
-        raise _Left(f"{v} is a norm with a weight")
+        raise Left(f"{v} is a norm with a weight")
     return _Rows(
-        key.inputs[0], value.inputs[0], key.inputs[1], (key, value, *joined), key.inputs[2:],
+        key.inputs[0],
+        value.inputs[0],
+        key.inputs[1],
+        (key, value, *joined),
+        key.inputs[2:],
         joined[0].attrs["pairs"] if joined else 0,
-    )  # fmt: skip
+    )
 
 
 def _check(g: Graph, m: _Match) -> None:
     """One eps, one rotation, as many heads of k as of v, and nothing that others read."""
     nodes = m.nodes()
     if len({n.attrs["eps"] for n in nodes if "eps" in n.attrs}) > 1:
-        raise _Left("the norms differ in eps")
+        raise Left("the norms differ in eps")
     if m.rows.tables not in (None, m.q.inputs[2:]):
-        raise _Left("q and k are rotated by different tables")
+        raise Left("q and k are rotated by different tables")
     if m.form != "plain" and m.rows.k != m.rows.v:
-        raise _Left("K and V do not come from one projection")
+        raise Left("K and V do not come from one projection")
     if len({n.attrs["n"] for n in m.heads[1:]}) > 1:
-        raise _Left("k and v differ in heads")
+        raise Left("k and v differ in heads")
     results = {m.q.out, *(w.out for w in m.writes)}
     inside = (v for n in nodes for v in n.outputs if v not in results)
     for v in inside:
         if any(user not in nodes for user in g.users()[v.name]):
-            raise _Left(f"{v} has another user")
-
-
-def _made(g: Graph, v: Value, op: str) -> Node:
-    n = g.producers().get(v.name)
-    if n is None or n.op != op:
-        raise _Left(f"{v} is not made by {op}")
-    return n
+            raise Left(f"{v} has another user")
 
 
 def _user(g: Graph, v: Value, op: str) -> Node:
-    """The only one."""
-    users = g.users().get(v.name, [])
-    if [n.op for n in users] != [op] or users[0].inputs[0] != v:
-        raise _Left(f"{v} goes elsewhere than into {op}")
-    return users[0]
+    """The only one, which takes it first."""
+    user = only_user(g, v, op, f"goes elsewhere than into {op}")
+    if user.inputs[0] != v:
+        raise Left(f"{v} goes elsewhere than into {op}")
+    return user
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+#: ops between a packed projection of one token and the caches
+_TO_CACHES = ("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms", "cache_write")
+
+
+def left(g: Graph, n: Node) -> bool:
+    """One token's q, k and v, of which k and v go into the caches of an attention, and nowhere
+    else."""
+    if n.op != "split" or n.inputs[0].type.shape[1:2] != (1,):
+        return False
+    users = g.users()
+    q = [u for v in n.outputs[:1] for u in users.get(v.name, [])]
+    q += [u for m in q for v in m.outputs for u in users.get(v.name, [])]
+    k, found = after(g, n.outputs[1:2]), after(g, n.outputs[1:])
+    writes = [m for m in found if m.op == "cache_write"]
+    return (
+        bool(writes)
+        and [m.op for m in q] == ["heads", "norm_rope"]
+        and (len(n.outputs) == 2 or "rms_norm" not in {m.op for m in k})
+        and all(m.op in _TO_CACHES for m in found)
+        and len({w.inputs[1] for w in writes}) == len(writes)
+        and len({m.attrs["eps"] for m in (*q, *found) if "eps" in m.attrs}) == 1
+        and all(users[w.inputs[0].name] == [w] for w in writes)
+        and any(
+            {w.out for w in writes} == {*u.caches, *u.chunk}
+            for u in users.get(writes[0].out.name, [])
+            if u != RESULT and u.definition.held
+        )
+    )

@@ -6,9 +6,9 @@ what `fuse_norm_residual` made of the sum's own norm.
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from . import Note, ignore
+from .match import Left, Note, ignore, maker
 
 
 def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
@@ -17,21 +17,24 @@ def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
     for n in g.find("norm_residual"):
         try:
             one, both = _match(g, n)
-        except _Left as reason:
+        except Left as reason:
             note(n.outputs[0].name, f"left: {reason}")
             continue
         b = Builder()
         b.emit(
-            "dual_norm_residual", *one.inputs, both.inputs[0], both.inputs[2], n.inputs[2],
-            n.inputs[1], *n.inputs[3:], **n.attrs, name=[v.name for v in n.outputs],
-        )  # fmt: skip
+            "dual_norm_residual",
+            *one.inputs,
+            both.inputs[0],
+            both.inputs[2],
+            n.inputs[2],
+            n.inputs[1],
+            *n.inputs[3:],
+            **n.attrs,
+            name=[v.name for v in n.outputs],
+        )
         edits.append(([one, both, n], b.nodes))
         note(n.outputs[0].name, f"fused with the norms of {one.inputs[0]} and {both.inputs[0]}")
     return splice_all(g, edits)
-
-
-class _Left(Exception):
-    """Why a norm stays as it is."""
 
 
 def _match(g: Graph, n: Node) -> tuple[Node, Node]:
@@ -40,13 +43,33 @@ def _match(g: Graph, n: Node) -> tuple[Node, Node]:
     plain = both is not None and both.op == "norm_residual" and len(both.inputs) == 3
     one = g.producers().get(both.inputs[1].name) if both is not None and plain else None
     if both is None or one is None or one.op != "rms_norm" or len(one.inputs) != 2:
-        raise _Left(f"{n.inputs[0]} is no sum of two norms")
+        raise Left(f"{n.inputs[0]} is no sum of two norms")
     if len({m.attrs["eps"] for m in (one, both, n)}) > 1:
-        raise _Left("the norms differ in eps")
+        raise Left("the norms differ in eps")
     for m, user in ((one, both), (both, n)):
         v = m.outputs[0]
         if len(m.outputs) > 1:
-            raise _Left(f"{v} has a pre-norm of its own")
+            raise Left(f"{v} has a pre-norm of its own")
         if g.users()[v.name] != [user] or user.inputs.count(v) > 1:
-            raise _Left(f"{v} has another user")
+            raise Left(f"{v} has another user")
     return one, both
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A residual's norm of the sum of two norms."""
+    both = maker(g, n, 0, "norm_residual") if n.op == "norm_residual" else None
+    one = maker(g, both, 1, "rms_norm") if both else None
+    return bool(
+        both
+        and one
+        and len(one.inputs) == 2
+        and len(both.inputs) == 3
+        and len(both.outputs) == 1
+        and n.attrs["eps"] == both.attrs["eps"] == one.attrs["eps"]
+        and [g.users()[v.name] for v in (one.out, both.out)] == [[both], [n]]
+        and both.out != n.inputs[1]
+        and one.out != both.inputs[0]
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from g4ir.ir import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from . import Note, ignore
+from .match import Note, ignore, is_free_projection, maker
 
 
 def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
@@ -52,3 +52,19 @@ def _packed(gate: Node, up: Node, act: Node) -> list[Node]:
     y = b.emit("linear", gate.inputs[0], w, name=f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return b.nodes
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A gate whose two halves are products of one input."""
+    if n.op != "glu":
+        return False
+    gate, up = maker(g, n, 0, "linear"), maker(g, n, 1, "linear")
+    return bool(
+        gate
+        and up
+        and gate.inputs[0] == up.inputs[0]
+        and all(is_free_projection(g, m, "glu") for m in (gate, up))
+    )

@@ -7,9 +7,9 @@ embedding.
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from . import Note, ignore
+from .match import Note, ignore, maker
 
 
 def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
@@ -30,3 +30,16 @@ def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
         edits.append(([product, act], b.nodes))
         note(act.out.name, "fused")
     return splice_all(g, edits)
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A gate of a product that nothing else reads."""
+    product = maker(g, n, 0, "linear") if n.op in ("glu", "glu_packed") else None
+    return (
+        product is not None
+        and g.users()[product.out.name] == [n]
+        and (product.out not in n.inputs[1:])
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from g4ir.ir import Builder, Graph, Node, Value, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
 
-from . import Note, ignore
+from .match import Note, ignore, maker
 
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
@@ -49,11 +49,16 @@ class _Match:
         extra = [self.scalar.inputs[1]] if self.scalar else []
         extra += [n.inputs[1] for n in self.pre if len(n.inputs) > 1]
         b.emit(
-            "norm_residual", self.post.inputs[0], self.residual, self.post.inputs[1], *extra,
-            eps=self.post.attrs["eps"], scaled=self.scalar is not None,
+            "norm_residual",
+            self.post.inputs[0],
+            self.residual,
+            self.post.inputs[1],
+            *extra,
+            eps=self.post.attrs["eps"],
+            scaled=self.scalar is not None,
             weighted=tuple(len(n.inputs) > 1 for n in self.pre),
             name=[self.result.name, *(n.out.name for n in self.pre)],
-        )  # fmt: skip
+        )
         return b.nodes
 
 
@@ -76,10 +81,13 @@ def _match(
     scalar = after[0] if scaled and after[0].inputs[1].type.shape == (1,) else None
     result = (scalar or add).out
     pre = tuple(
-        n for n in users.get(result.name, [])
-        if n.op == "rms_norm" and n.inputs[0] == result and n.attrs == post.attrs
+        n
+        for n in users.get(result.name, [])
+        if n.op == "rms_norm"
+        and n.inputs[0] == result
+        and n.attrs == post.attrs
         and not _feeds_add(n, users)
-    )  # fmt: skip
+    )
     return _Match(add, post, scalar, pre)
 
 
@@ -90,3 +98,13 @@ def _is_post(n: Node) -> bool:
 def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
     """Such a norm is the post-norm of its own residual add."""
     return [u.op for u in users.get(norm.out.name, [])] == ["add"]
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A residual add of a weighted norm."""
+    branch = n.op == "add" and n.inputs[0] != n.inputs[1]
+    norm = maker(g, n, 1, "rms_norm") if branch else None
+    return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

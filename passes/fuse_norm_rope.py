@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from . import Note, ignore
+from .match import Note, ignore, maker
 
 
 def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
@@ -24,3 +24,12 @@ def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
         edits.append(([norm, n], b.nodes))
         note(n.out.name, "fused")
     return splice_all(g, edits)
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A rotation of a weighted norm."""
+    norm = maker(g, n, 0, "rms_norm") if n.op == "rope" else None
+    return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

@@ -5,9 +5,9 @@ K=V layers pack Q and K; a layer that reads another's keys and values has Q only
 
 from __future__ import annotations
 
-from g4ir.ir import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from . import Note, ignore
+from .match import Note, ignore, is_free_projection, maker
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
@@ -46,3 +46,20 @@ def join(names: list[str]) -> str:
     """`L0.attn.wq`, `L0.attn.wk` -> `L0.attn.wqk`"""
     first = names[0]
     return first + "".join(n[-1] for n in names[1:])
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A projection beside another of the same input."""
+    source = maker(g, n, 0, "linear") if n.op == "heads" else None
+    if source is None or not is_free_projection(g, source, "heads"):
+        return False
+    return any(
+        m.op == "linear"
+        and m is not source
+        and m.inputs[0] == source.inputs[0]
+        and is_free_projection(g, m, "heads")
+        for m in g.nodes
+    )

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from g4ir.ir import Builder, Graph, Node, Value, drop_dead, order, rebuild
+from g4ir.ir.graph import Builder, Graph, Node, Value, drop_dead, order, rebuild
 
-from . import Note, ignore
+from .match import Note, ignore
 
 
 def last_token_only(g: Graph, note: Note = ignore) -> Graph:
@@ -94,9 +94,9 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
             continue
         if n.outputs[0].name in region:
             rows = n.definition.rows
-            n = replace(n, inputs=tuple(
-                narrow(v) if i in rows else v for i, v in enumerate(n.inputs)
-            ))  # fmt: skip
+            n = replace(
+                n, inputs=tuple(narrow(v) if i in rows else v for i, v in enumerate(n.inputs))
+            )
             if n.op == "attention":
                 n = _read_written(g, n, end)
         nodes += [*b.nodes, n]
@@ -121,12 +121,28 @@ def _end(g: Graph, b: Builder) -> Value | None:
 
 def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
     """The same attention, over the caches that the chunk was written to."""
-    if len(n.inputs) == 5 or end is None:
+    if not n.chunk or end is None:
         return n
     q, positions = n.inputs[:2]
-    caches = tuple(g.next[v.name] for v in n.inputs[3:5])
+    caches = tuple(g.next[v.name] for v in n.caches)
     return replace(n, inputs=(q, positions, end, *caches))
 
 
 def _renamed(n: Node, name: str, value: Value) -> Node:
     return replace(n, outputs=tuple(value if v.name == name else v for v in n.outputs))
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """The last row of a result that is worked out row by row, for nothing else."""
+    if n.op != "last_row" or n.out not in g.outputs:
+        return False
+    made = g.producers().get(n.inputs[0].name)
+    return (
+        made is not None
+        and bool(made.definition.rows)
+        and len(made.outputs) == 1
+        and (g.users()[made.out.name] == [n])
+    )

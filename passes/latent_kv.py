@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
-from g4ir.ir import RESULT, Attr, Builder, Graph, Node, Value, drop_dead, splice_all
+from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from . import Note, ignore
+from .match import Left, Note, ignore, maker
 
 FORMS = ("off", *PARTS)
 
@@ -35,7 +35,7 @@ def latent_kv(g: Graph, note: Note = ignore, form: str = "off") -> Graph:
         try:
             found = _match(g, pair)
             _check_form(found, form)
-        except _Left as reason:
+        except Left as reason:
             note(pair.k, f"left: {reason}")
             continue
         new = found.writes(form)
@@ -45,10 +45,6 @@ def latent_kv(g: Graph, note: Note = ignore, form: str = "off") -> Graph:
         written |= {pair.k: writes, pair.v: []}
         note(pair.k, f"kept with %{pair.v} as {' and '.join(str(n.inputs[0]) for n in writes)}")
     return _with_states(splice_all(g, edits), written) if edits else g
-
-
-class _Left(Exception):
-    """Why a pair of caches stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +108,21 @@ class _Match:
     def read(self, n: Node, form: str, writes: list[Node]) -> Node:
         """A reader over the new caches, before or after their write as before."""
         b, rotation = Builder(), {k: v for k, v in self.table.attrs.items() if k != "dim"}
-        after = n.inputs[3] == self.write_k.out
-        fresh, block_ids = split_chunk(n.inputs[5:], 2)
+        after = n.caches[0] == self.write_k.out
+        fresh, block_ids = split_chunk(n.chunk, 2)
         held = [w.out if after else w.inputs[0] for w in writes]
         held += [w.inputs[1] for w in writes] if fresh else []
         held += [] if block_ids is None else [block_ids]
         b.emit(
-            "attention_latent", *n.inputs[:3], self.key.weight, *held, form=form, **n.attrs,
-            **rotation, name=n.out.name,
-        )  # fmt: skip
+            "attention_latent",
+            *n.inputs[:3],
+            self.key.weight,
+            *held,
+            form=form,
+            **n.attrs,
+            **rotation,
+            name=n.out.name,
+        )
         return b.nodes[0]
 
 
@@ -129,7 +131,7 @@ def _pairs(g: Graph) -> list[_Pair]:
     origin = {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
     found: dict[tuple[str, str], list[Node]] = {}
     for n in g.find("attention"):
-        k, v = (origin.get(x.name) for x in n.inputs[3:5])
+        k, v = (origin.get(x.name) for x in n.caches)
         if k is not None and v is not None:
             found.setdefault((k, v), []).append(n)
     return [_Pair(k, v, tuple(readers)) for (k, v), readers in found.items()]
@@ -140,16 +142,16 @@ def _match(g: Graph, pair: _Pair) -> _Match:
     write_k, write_v = (_write(g, state, made) for state in (pair.k, pair.v))
     key, v = _key(write_k.inputs[1], made), made.get(write_v.inputs[1].name)
     if key is None or v is None or v.op != "rms_norm" or v.inputs != (key.raw,):
-        raise _Left("K and V do not come from one projection")
+        raise Left("K and V do not come from one projection")
     if v.attrs["eps"] != key.eps:
-        raise _Left("the norms of K and V differ in eps")
+        raise Left("the norms of K and V differ in eps")
     table = made.get(key.tables[0].name)
     if table is None or table.op != "rope_table" or table.outputs != key.tables:
-        raise _Left("K is rotated by a table that is not made here")
+        raise Left("K is rotated by a table that is not made here")
     start = made.get(write_k.inputs[2].name)
     starts = start is not None and start.op == "row_start" and start.inputs == table.inputs
     if not starts or write_k.inputs[2:] != write_v.inputs[2:]:
-        raise _Left("K and V are not written at the positions of the rotation")
+        raise Left("K and V are not written at the positions of the rotation")
     match = _Match(pair, write_k, write_v, key, table)
     _check_readers(g, match)
     return match
@@ -158,7 +160,7 @@ def _match(g: Graph, pair: _Pair) -> _Match:
 def _write(g: Graph, state: str, made: Mapping[str, Node]) -> Node:
     write = made.get(g.next[state].name) if state in g.next else None
     if write is None or write.op != "cache_write" or write.inputs[0].name != state:
-        raise _Left(f"%{state} is not written here")
+        raise Left(f"%{state} is not written here")
     return write
 
 
@@ -180,22 +182,22 @@ def _check_readers(g: Graph, m: _Match) -> None:
     for w in writes:
         others = [n for v in (w.inputs[0], w.out) for n in users.get(v.name, []) if n not in known]
         if others or w.inputs[0] in g.results() or w.out in g.outputs:
-            raise _Left(f"{w.inputs[0]} has another reader")
+            raise Left(f"{w.inputs[0]} has another reader")
     fresh = tuple(w.inputs[1] for w in writes)
     for n in m.pair.readers:
-        together = [(w.inputs[0], w.out).index(v) for w, v in zip(writes, n.inputs[3:5])]
-        chunk, _ = split_chunk(n.inputs[5:], 2)
+        together = [(w.inputs[0], w.out).index(v) for w, v in zip(writes, n.caches)]
+        chunk, _ = split_chunk(n.chunk, 2)
         if len(set(together)) > 1 or chunk not in ((), fresh):
-            raise _Left(f"{n.out} reads K and V of different moments")
+            raise Left(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
-            raise _Left(f"{n.out} is at other positions than the rotation")
+            raise Left(f"{n.out} is at other positions than the rotation")
 
 
 def _check_form(m: _Match, form: str) -> None:
     if form == "off":
-        raise _Left("the form `off` keeps K and V")
+        raise Left("the form `off` keeps K and V")
     if form == "value" and 2 * m.rotated == m.dim:
-        raise _Left("every dim of K is rotated, so that V says nothing of them")
+        raise Left("every dim of K is rotated, so that V says nothing of them")
 
 
 def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
@@ -207,3 +209,38 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
     for name, v in g.next.items():
         after |= {w.inputs[0].name: w.out for w in written[name]} if name in written else {name: v}
     return drop_dead(replace(g, state=tuple(state), next=after))
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node, form: str = "off") -> bool:
+    """K and V of one projection, both in a cache, where one of this form could hold them."""
+    v = maker(g, n, 1, "rms_norm") if n.op == "cache_write" and form != "off" else None
+    if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
+        return False
+    return any(
+        k is not None
+        and k.inputs[:1] == v.inputs
+        and k.attrs == v.attrs
+        and _read_by_attention(g, m)
+        and _rotated_at_its_slot(g, m, k, form)
+        for m in g.find("cache_write")
+        for k in [maker(g, m, 1, "norm_rope")]
+    )
+
+
+def _read_by_attention(g: Graph, write: Node) -> bool:
+    """And by nothing else."""
+    users = g.users()
+    readers = {n.op for v in (write.inputs[0], write.out) for n in users[v.name]}
+    return "attention" in readers and readers <= {"attention", "cache_write", RESULT.op}
+
+
+def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
+    """By a table of the positions that it is written at; for `value` in part only."""
+    table, start = maker(g, k, 2, "rope_table"), maker(g, write, 2, "row_start")
+    if table is None or start is None or table.inputs != start.inputs:
+        return False
+    part = table.attrs["kind"] == "proportional" and table.attrs["fraction"] != 1
+    return form == "raw" or part

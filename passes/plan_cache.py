@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import replace
 
 from g4ir.errors import PassError
-from g4ir.ir import Graph, Node, Value, drop_dead, rebuild
+from g4ir.ir.graph import Graph, Node, Value, drop_dead, rebuild
 
-from . import Note, ignore
+from .match import Note, ignore
 
 
 def plan_cache(g: Graph, note: Note = ignore) -> Graph:
@@ -38,11 +38,13 @@ def _alias(g: Graph, note: Note) -> Graph:
     if not dropped:
         return g
     g = replace(
-        g, state=tuple(v for v in g.state if v.name not in dropped),
+        g,
+        state=tuple(v for v in g.state if v.name not in dropped),
         next={k: v for k, v in g.next.items() if k not in dropped},
-        nodes=tuple(n for n in g.nodes
-                    if not (n.op == "cache_write" and n.inputs[0].name in dropped)),
-    )  # fmt: skip
+        nodes=tuple(
+            n for n in g.nodes if not (n.op == "cache_write" and n.inputs[0].name in dropped)
+        ),
+    )
     return drop_dead(rebuild(g, rename))
 
 
@@ -51,7 +53,7 @@ def _windows(g: Graph) -> dict[str, set[int]]:
     origin = {v.name: name for name, v in g.next.items()} | {v.name: v.name for v in g.state}
     table: dict[str, set[int]] = defaultdict(set)
     for n in g.find("attention"):
-        for v in n.inputs[3:5]:
+        for v in n.caches:
             if v.name in origin:
                 window = n.attrs["window"]
                 assert isinstance(window, int)
@@ -71,3 +73,18 @@ def _resized(v: Value, windows: set[int], note: Note) -> Value:
         return v
     note(v.name, f"ring of {window} slots")
     return Value(v.name, v.type.with_shape(window, *v.type.shape[1:]))
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A full-length cache behind a window, or a second cache of the same keys or values."""
+    if n.op == "cache_write":
+        return any(m.inputs[1:] == n.inputs[1:] and m is not n for m in g.find("cache_write"))
+    caches = (*g.state, *g.next.values())
+    return (
+        n.op == "attention"
+        and bool(n.attrs["window"])
+        and any(v in caches and v.type.shape[0] == "C" for v in n.caches)
+    )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from g4ir.ir import Graph, Node, Value, rebuild
+from g4ir.ir.graph import Graph, Node, Value, rebuild
 
-from . import Note, ignore
+from .match import Note, ignore
 
 _SHARED = "rope"
 
@@ -35,3 +35,13 @@ def _named(n: Node, index: int) -> Node:
         for part, v in zip(("cos", "sin"), n.outputs, strict=True)
     )
     return replace(n, outputs=outputs)
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node) -> bool:
+    """A table that another repeats."""
+    return n.op == "rope_table" and any(
+        m is not n and m.op == n.op and m.inputs == n.inputs and m.attrs == n.attrs for m in g.nodes
+    )

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from g4ir.checkpoint import write_checkpoint
 from g4ir.cli import main
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import load_spec
+from g4ir.spec.record import load_spec
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 
 BUILD = ("build", "--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
 PROMPT = "ab w3 a€ w7"
@@ -77,9 +77,13 @@ def text_checkpoint(folder: Path) -> Path:
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
     settings = {
-        "do_sample": True, "temperature": 0.9, "top_k": 64, "top_p": 0.95,
-        "eos_token_id": [1, 107], "suppress_tokens": [390, 99999],
-    }  # fmt: skip
+        "do_sample": True,
+        "temperature": 0.9,
+        "top_k": 64,
+        "top_p": 0.95,
+        "eos_token_id": [1, 107],
+        "suppress_tokens": [390, 99999],
+    }
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -9,20 +9,10 @@ from typing import Any
 
 import pytest
 
-from g4ir.shrink import TOKENS, shrink
-from g4ir.spec import (
-    FULL,
-    SLIDING,
-    AttentionKind,
-    Moe,
-    Ple,
-    Rope,
-    Spec,
-    Text,
-    canonical,
-    check_spec,
-    load_spec,
-)
+from g4ir.spec.parts import FULL, SLIDING, AttentionKind, Moe, Ple, Rope, Text
+from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.rules import canonical
+from g4ir.spec.shrink import TOKENS, shrink
 from tests.covering import covering
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -37,8 +27,9 @@ def random_spec(seed: int) -> Spec:
     rng = random.Random(seed)
     while True:
         text = _random_text(rng)
-        spec = Spec(name=f"random-{seed}", model_type="gemma4", dtype="f32", text=text,
-                    tokens=TOKENS)  # fmt: skip
+        spec = Spec(
+            name=f"random-{seed}", model_type="gemma4", dtype="f32", text=text, tokens=TOKENS
+        )
         if _shares_legally(text):
             return check_spec(canonical(spec))
 
@@ -81,10 +72,12 @@ def _random_kind(
     rng: random.Random, heads: int, head_dim: int, window: int | None
 ) -> AttentionKind:
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    rope = rng.choice((
-        Rope("default", 10000.0),
-        Rope("proportional", 1000000.0, rng.choice((0.25, 0.5, 1.0)), rng.choice((None, 4.0))),
-    ))  # fmt: skip
+    rope = rng.choice(
+        (
+            Rope("default", 10000.0),
+            Rope("proportional", 1000000.0, rng.choice((0.25, 0.5, 1.0)), rng.choice((None, 4.0))),
+        )
+    )
     tied = rng.random() < (0.5 if window is None else 0.2)
     return AttentionKind(head_dim, rng.choice(divisors), rope, window, tied)
 

@@ -44,9 +44,7 @@ settings.register_profile("full", max_examples=20_000, print_blob=True, **_COMMO
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare `--full` and `--rewrite-golden`."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
-    parser.addoption(
-        "--rewrite-golden", action="store_true", help="write tests/passes/*.g4ir anew"
-    )
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/passes/*.g4ir anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,10 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: files of few tests that take long: begun last, one of them would run alone at the end
 LONG = (
-    "test_interpreted.py", "test_numerics_torch.py", "test_towers.py", "test_media_networks.py",
-    "test_plugins.py", "test_onnx.py", "test_media_models.py", "test_media_session.py",
-    "test_bench.py", "test_token_loop.py", "test_media_checks.py",
-)  # fmt: skip
+    "test_interpreted.py",
+    "test_numerics_torch.py",
+    "test_towers.py",
+    "test_media_networks.py",
+    "test_plugins.py",
+    "test_onnx.py",
+    "test_media_models.py",
+    "test_media_session.py",
+    "test_bench.py",
+    "test_token_loop.py",
+    "test_media_checks.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,19 +8,33 @@ from typing import Any
 import torch
 
 from g4ir.backends.primitives.emitter import Emitter, Operand, reshape_spec
-from g4ir.ir import Value
-from g4ir.types import Type, torch_dtype
+from g4ir.ir.graph import Value
+from g4ir.ops.types import Type, torch_dtype
 
 _UNARY: Mapping[str, Callable[..., torch.Tensor]] = {
-    "neg": torch.neg, "exp": torch.exp, "log": torch.log, "tanh": torch.tanh,
-    "sqrt": torch.sqrt, "erf": torch.erf, "not": torch.logical_not,
-}  # fmt: skip
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "log": torch.log,
+    "tanh": torch.tanh,
+    "sqrt": torch.sqrt,
+    "erf": torch.erf,
+    "not": torch.logical_not,
+}
 _BINARY: Mapping[str, Callable[..., torch.Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
-    "max": torch.maximum, "min": torch.minimum, "eq": torch.eq, "gt": torch.gt, "lt": torch.lt,
-    "and": torch.logical_and, "or": torch.logical_or,
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "pow": torch.pow,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "eq": torch.eq,
+    "gt": torch.gt,
+    "lt": torch.lt,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
     "floor_div": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
-}  # fmt: skip
+}
 
 
 class EagerEmitter(Emitter):
@@ -48,7 +62,7 @@ class EagerEmitter(Emitter):
         return self.made(self.params(v.name), v.type)
 
     def constant(self, tensor: Any) -> Operand:
-        from g4ir.types import dtype_name
+        from g4ir.ops.types import dtype_name
 
         return Operand(Type(dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
 

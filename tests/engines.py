@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 import g4ir
-from g4ir.artefact import MANIFEST, manifest_text
-from g4ir.checkpoint import sha256, write_checkpoint
-from g4ir.engine import Engine
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import load_spec
+from g4ir.engine.artefact import MANIFEST, manifest_text
+from g4ir.engine.engine import Engine
+from g4ir.spec.record import load_spec
+from g4ir.weights.checkpoint import sha256
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.oracle import relative
 
 #: of the row's rms
@@ -52,9 +53,14 @@ class Engines:
         key = (backend, name)
         if key not in self.built:
             self.built[key] = g4ir.build(
-                None, self.folder / "-".join(key), checkpoint=self.checkpoint(name),
-                backend=backend, max_seq=MAX_SEQ, prefill_chunk=CHUNK, **OPTIONS[name],
-            )  # fmt: skip
+                None,
+                self.folder / "-".join(key),
+                checkpoint=self.checkpoint(name),
+                backend=backend,
+                max_seq=MAX_SEQ,
+                prefill_chunk=CHUNK,
+                **OPTIONS[name],
+            )
         return self.built[key]
 
 
@@ -81,10 +87,16 @@ def add_file(folder: Path, name: str, text: str) -> Path:
     """The engine with one more file, as if it had been built with it."""
     (folder / name).write_text(text)
     return resigned(
-        folder, lambda m: m["files"].update({name: {
-            "sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size,
-        }}),
-    )  # fmt: skip
+        folder,
+        lambda m: m["files"].update(
+            {
+                name: {
+                    "sha256": sha256(folder / name),
+                    "bytes": (folder / name).stat().st_size,
+                }
+            }
+        ),
+    )
 
 
 def some_tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:

@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from g4ir.spec import Tokens
+from g4ir.spec.parts import Tokens
 
 #: as the checkpoints spell them
 SPECIAL = {
-    "image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>", "boi": "<|image>",
-    "eoi": "<image|>", "boa": "<|audio>", "eoa": "<audio|>",
-}  # fmt: skip
+    "image": "<|image|>",
+    "video": "<|video|>",
+    "audio": "<|audio|>",
+    "boi": "<|image>",
+    "eoi": "<image|>",
+    "boa": "<|audio>",
+    "eoa": "<audio|>",
+}
 RATE = 16_000
 
 

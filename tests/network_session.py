@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.network import SLOTS, stored_type
-from g4ir.cache_sizes import context_slots
-from g4ir.interpret import interpret
-from g4ir.ir import Graph
-from g4ir.types import torch_dtype
+from g4ir.ir.graph import Graph
+from g4ir.ir.interpret import interpret
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.cache_sizes import context_slots
+from g4ir.plan.limits import Limits
 from tests.oracle import pieces
 
 Feeds = Mapping[str, torch.Tensor]

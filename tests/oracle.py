@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from g4ir.ir import Graph
-from g4ir.params import text_tensors
-from g4ir.spec import SLIDING, Spec
-from g4ir.weights import checkpoint_name
+from g4ir.ir.graph import Graph
+from g4ir.model.names import checkpoint_name
+from g4ir.model.tensors import text_tensors
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import Spec
 
 #: the reference's own modes: (attention implementation, token by token through a cache)
 MODES = (("eager", False), ("sdpa", False), ("eager", True), ("sdpa", True))

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 import g4ir
-from g4ir.artefact import PackedWeights
-from g4ir.checkpoint import Checkpoint
-from g4ir.engine import Engine, load_engine, prepare, write_engine
-from g4ir.interpret import empty_state, interpret
-from g4ir.ir import Program, Value, split_prologue
-from g4ir.model import build_program
-from g4ir.pipeline import run_program
-from g4ir.spec import Spec
+from g4ir.engine.artefact import PackedWeights
+from g4ir.engine.build import prepare, write_engine
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.ir.graph import Program, Value, split_prologue
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.model.text import build_program
+from g4ir.passes import run_program
+from g4ir.spec.record import Spec
+from g4ir.weights.checkpoint import Checkpoint
 from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f32"}
@@ -72,9 +74,12 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def built_program(
-    spec: Spec, all_logits: bool = False, skip: tuple[str, ...] = (), dtype: str | None = None,
+    spec: Spec,
+    all_logits: bool = False,
+    skip: tuple[str, ...] = (),
+    dtype: str | None = None,
     latent_kv: str = "off",
-) -> Program:  # fmt: skip
+) -> Program:
     """The graphs after the passes, kept for the next test."""
     key = (spec, all_logits, skip, dtype, latent_kv)
     if key not in _PROGRAMS:

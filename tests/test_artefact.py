@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import g4ir
-from g4ir.artefact import MANIFEST, manifest_text, open_artefact, rebuild
 from g4ir.cli import main
-from g4ir.engine import Engine, load_engine
+from g4ir.engine.artefact import MANIFEST, manifest_text, open_artefact, rebuild
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest
@@ -35,9 +36,13 @@ PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("altered")
     return g4ir.build(
-        None, folder / "engine", checkpoint=random_checkpoint(folder / "checkpoint", "tiny-ple"),
-        backend="reference", max_seq=64, prefill_chunk=16,
-    )  # fmt: skip
+        None,
+        folder / "engine",
+        checkpoint=random_checkpoint(folder / "checkpoint", "tiny-ple"),
+        backend="reference",
+        max_seq=64,
+        prefill_chunk=16,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +121,9 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "weights absent": (put("weights", {"kind": "absent"}), "weights"),
     "weights linked": (put("weights", {"kind": "linked", "directory": "/etc"}), "weights.files"),
     "weights linked beside files": (
-        put("weights", {"kind": "linked", "directory": "/etc", "files": {}}), "weights are"),
+        put("weights", {"kind": "linked", "directory": "/etc", "files": {}}),
+        "weights are",
+    ),
     "compiled list": (put("compiled", []), "compiled"),
     "compiled of another": (put("compiled", {"prefill": []}), "compiled.prefill"),
     "versions empty": (put("versions", {}), "versions.torch"),
@@ -132,7 +139,9 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "file without keys": (lambda m: m["files"].update({"spec.yaml": {}}), "files.spec.yaml.sha256"),
     "file elsewhere": (lambda m: m["files"].update({"../x": {"sha256": SHA, "bytes": 1}}), "../x"),
     "file absolute": (
-        lambda m: m["files"].update({"/etc/passwd": {"sha256": SHA, "bytes": 1}}), "/etc/passwd"),
+        lambda m: m["files"].update({"/etc/passwd": {"sha256": SHA, "bytes": 1}}),
+        "/etc/passwd",
+    ),
     "file missing": (lambda m: m["files"].update({"x": {"sha256": SHA, "bytes": 1}}), "x"),
     "placement unknown": (put("ple_placement", "weird"), "ple-placement"),
     "placement number": (put("ple_placement", 5), "line"),
@@ -153,7 +162,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "notes": (put("notes.ignored", {"a": 5}), MANIFEST),
     "infinity": (put("limits.max_seq", float("inf")), "limits.max_seq"),
     "deep": (put("notes.ignored", json.loads("[" * 200 + "]" * 200)), "nested"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
@@ -192,21 +201,29 @@ NORM, LINEAR, TABLE = "L0.norm_in", "L0.attn.wo", "embed.table"
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an extra file": (lambda p: (p / "evil.so").write_bytes(b"x"), "evil.so"),
     "an extra folder's file": (
-        lambda p: [(p / "a").mkdir(), (p / "a" / "b").write_text("x")], "a/b"),
+        lambda p: [(p / "a").mkdir(), (p / "a" / "b").write_text("x")],
+        "a/b",
+    ),
     "a link": (lambda p: (p / "x").symlink_to("/etc/passwd"), "x"),
     "a linked folder": (lambda p: (p / "programs").symlink_to("/etc"), "programs"),
     "a pipe": (lambda p: os.mkfifo(p / "x"), "x"),
     "a window": (_rewrite("graph.decode.g4ir", "window=8", "window=400"), "graph.decode.g4ir"),
     "a huge window": (
-        _rewrite("graph.decode.g4ir", "window=8", f"window={10**30}"), "graph.decode.g4ir"),
+        _rewrite("graph.decode.g4ir", "window=8", f"window={10**30}"),
+        "graph.decode.g4ir",
+    ),
     "a dim": (_rewrite("graph.prefill.g4ir", "[B,S,64]", "[B,S,65]"), "graph.prefill.g4ir"),
     "a ring": (_rewrite("graph.decode.g4ir", "[8,B", "[7,B"), "graph.decode.g4ir: line"),
     "the prologue": (_rewrite("prologue.g4ir", "axis=0", "axis=1"), "prologue.g4ir"),
     "a comment": (
-        _rewrite("graph.embed.g4ir", "graph embed {", "graph embed { # x"), "graph.embed.g4ir"),
+        _rewrite("graph.embed.g4ir", "graph embed {", "graph embed { # x"),
+        "graph.embed.g4ir",
+    ),
     "another spec": (_other_spec, "spec_digest"),
     "a spec that extends": (
-        lambda p: (p / "spec.yaml").write_text("schema: 1\nextends: ../x\n"), "extends"),
+        lambda p: (p / "spec.yaml").write_text("schema: 1\nextends: ../x\n"),
+        "extends",
+    ),
     "an empty spec": (lambda p: (p / "spec.yaml").write_text(""), "spec.yaml"),
     "a param renamed": (_tensors(lambda t: t.update(x=t.pop(NORM))), "'x'"),
     "a param missing": (_tensors(lambda t: t.pop(NORM)), NORM),
@@ -218,7 +235,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another dtype": (_tensors(lambda t: t.update({LINEAR: t[LINEAR].half()})), LINEAR),
     "whole numbers": (_tensors(lambda t: t.update({LINEAR: t[LINEAR].to(torch.int8)})), LINEAR),
     "a shorter table": (_tensors(lambda t: t.update({TABLE: t[TABLE][:3]})), TABLE),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -244,24 +261,57 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
     altered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass that has changed since: what was built is not what would be built now."""
-    from g4ir import artefact
+    from g4ir.weights import pack
 
-    made = artefact.make_packing
+    made = pack.make_packing
     monkeypatch.setattr(
-        artefact, "make_packing",
+        pack,
+        "make_packing",
         lambda spec, all_logits, dtype, media, skip, options: made(
             spec, all_logits, dtype, media, ("fuse_gate_up",), options
         ),
-    )  # fmt: skip
-    refused(altered, f"g4ir build --spec {altered}/spec.yaml --backend reference --device cpu",
-            "--max-seq 64", "--checkpoint DIR")  # fmt: skip
+    )
+    refused(
+        altered,
+        f"g4ir build --spec {altered}/spec.yaml --backend reference --device cpu",
+        "--max-seq 64",
+        "--checkpoint DIR",
+    )
 
 
 # --- whatever is altered ----------------------------------------------------------------------
 
-JUNK = (None, True, False, 0, 1, -1, 10**18, 10**40, 0.5, float("nan"), float("inf"), "", "x", "0",
-        "../x", "/etc/passwd", "torch", "cuda", "bf16", "off", "a\nb", "\0", "ü", [], [1], ["x"],
-        {}, {"kind": "random", "seed": 0}, {"a": {}})  # fmt: skip
+JUNK = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    10**18,
+    10**40,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "0",
+    "../x",
+    "/etc/passwd",
+    "torch",
+    "cuda",
+    "bf16",
+    "off",
+    "a\nb",
+    "\0",
+    "ü",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"kind": "random", "seed": 0},
+    {"a": {}},
+)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -292,8 +342,9 @@ def mutate(values: dict[str, Any], data: st.DataObject) -> None:
     elif kind == "copy":
         parent[data.draw(st.sampled_from(("zz", f"{last}2", "../y")))] = old
     elif kind == "swap":
-        other = data.draw(st.sampled_from(list(parent if isinstance(parent, dict)
-                                               else range(len(parent)))))  # fmt: skip
+        other = data.draw(
+            st.sampled_from(list(parent if isinstance(parent, dict) else range(len(parent))))
+        )
         parent[last], parent[other] = parent[other], old
     else:
         parent[last] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
@@ -345,7 +396,7 @@ def test_paths_that_cannot_be_read(altered: Path, tmp_path: Path) -> None:
     del values["digest"]
     for depth in range(sys.getrecursionlimit()):
         deep = [deep]
-        if depth % 100 == 99 or depth > sys.getrecursionlimit() - 40:
+        if depth % 200 == 199 or depth > sys.getrecursionlimit() - 10:
             with suppress(RecursionError):  # where the writer itself cannot go as deep
                 (altered / MANIFEST).write_text(manifest_text({**values, "notes": deep}))
             with pytest.raises(EngineError):
@@ -356,10 +407,23 @@ def test_the_command_that_builds_it_again_does(tmp_path: Path) -> None:
     """With all its options: the same manifest, digest and all."""
     spec, out = tmp_path / "media.yaml", tmp_path / "engine"
     spec.write_text(spec_called("tiny-media").to_yaml())
-    given = {"skip": ("fuse_gate_up", "fuse_norm_residual"), "image_budgets": (140, 70),
-             "audio_seconds": (1.0, 3.0), "media": ("image", "audio")}  # fmt: skip
-    first = g4ir.build(spec, out, backend="reference", random_weights=3, all_logits=True,
-                       max_seq=256, prefill_chunk=192, dtype="bfloat16", **given)  # fmt: skip
+    given = {
+        "skip": ("fuse_gate_up", "fuse_norm_residual"),
+        "image_budgets": (140, 70),
+        "audio_seconds": (1.0, 3.0),
+        "media": ("image", "audio"),
+    }
+    first = g4ir.build(
+        spec,
+        out,
+        backend="reference",
+        random_weights=3,
+        all_logits=True,
+        max_seq=256,
+        prefill_chunk=192,
+        dtype="bfloat16",
+        **given,
+    )
     found = open_artefact(out)
     words = shlex.split(rebuild(out, found.manifest, found.spec).partition("build it again: ")[2])
     assert main([*words[1:-1], str(tmp_path / "again")]) == 0

@@ -27,15 +27,12 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 )
 
 from g4ir.errors import InputError, MissingError
-from g4ir.media.audio import (
+from g4ir.media.mel import find_features, mel_filters
+from g4ir.media.sound import (
     MAX_CHANNELS,
     REFUSE,
     DecodeLimits,
-    MelSettings,
-    RawSettings,
     Sound,
-    audio_settings,
-    mel_filters,
     prepare_sound,
     read_sound,
     resample,
@@ -43,7 +40,8 @@ from g4ir.media.audio import (
     stack_clips,
     to_mono,
 )
-from g4ir.spec import load_spec
+from g4ir.model.sounds import MelSettings, RawSettings, audio_settings
+from g4ir.spec.record import load_spec
 
 RATE = 16_000
 E2B, UNIFIED = load_spec("e2b"), load_spec("12b")
@@ -83,8 +81,10 @@ def test_the_settings_of_the_spec_are_the_references() -> None:
     assert (MEL.bins, MEL.frame, MEL.hop, MEL.fft) == (128, 320, 160, 512)
     assert MEL.bins == theirs.feature_size and MEL.sampling_rate == theirs.sampling_rate
     assert (MEL.frame, MEL.hop, MEL.fft) == (
-        theirs.frame_length, theirs.hop_length, theirs.fft_length,
-    )  # fmt: skip
+        theirs.frame_length,
+        theirs.hop_length,
+        theirs.fft_length,
+    )
     np.testing.assert_array_equal(mel_filters(MEL), theirs.mel_filters)
     assert (RAW.frame, RAW.sampling_rate) == (640, 16_000)
 
@@ -153,9 +153,7 @@ def test_soft_tokens_are_what_the_towers_convolutions_leave(length: int) -> None
     clip = prepare_sound(Sound(noise(length), RATE), MEL)
     layer = Gemma4AudioSubSampleConvProjection(config)
     with torch.no_grad():
-        rows, mask = layer(
-            torch.from_numpy(clip.features)[None], torch.from_numpy(clip.mask)[None]
-        )  # fmt: skip
+        rows, mask = layer(torch.from_numpy(clip.features)[None], torch.from_numpy(clip.mask)[None])
     assert rows.shape[1] == mask.shape[1] >= clip.soft_tokens
     assert int(mask.sum()) == clip.soft_tokens
 
@@ -234,7 +232,7 @@ def test_cutting_before_resampling_changes_nothing() -> None:
     settings, samples = replace(MEL, max_length=1_280), noise(9_000)
     clip = prepare_sound(Sound(samples, 44_100), settings)
     whole = resample(samples, 44_100, RATE)[:1_280]
-    np.testing.assert_array_equal(clip.features, settings.features(whole)[0])
+    np.testing.assert_array_equal(clip.features, find_features(whole, settings)[0])
     assert clip.left_out == resampled_length(9_000, 44_100, RATE) - 1_280
 
 
@@ -247,8 +245,10 @@ def test_a_clip_without_a_soft_token_is_refused(length: int) -> None:
 # --- channels and types -----------------------------------------------------------------------
 
 TYPES: dict[str, tuple[float, float]] = {  # zero, full scale
-    "uint8": (128, 128), "int16": (0, 32_768), "int32": (0, 2**31),
-}  # fmt: skip
+    "uint8": (128, 128),
+    "int16": (0, 32_768),
+    "int32": (0, 2**31),
+}
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -360,8 +360,17 @@ def sinc_formula(samples: np.ndarray, old: int, new: int) -> np.ndarray:
     return (np.sinc(t) * window * base / old) @ samples.astype(np.float64)
 
 
-PAIRS = [(8_000, 16_000), (22_050, 16_000), (44_100, 16_000), (48_000, 16_000), (11_025, 16_000),
-         (16_001, 16_000), (1_000, 16_000), (192_000, 16_000), (16_000, 22_050)]  # fmt: skip
+PAIRS = [
+    (8_000, 16_000),
+    (22_050, 16_000),
+    (44_100, 16_000),
+    (48_000, 16_000),
+    (11_025, 16_000),
+    (16_001, 16_000),
+    (1_000, 16_000),
+    (192_000, 16_000),
+    (16_000, 22_050),
+]
 
 
 @pytest.mark.parametrize("old,new", PAIRS)
@@ -389,7 +398,7 @@ def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.M
     assert resample(samples, RATE, RATE) is not None
     np.testing.assert_array_equal(resample(samples, RATE, RATE), samples)
     whole = resample(samples, 44_100, RATE)
-    monkeypatch.setattr("g4ir.media.audio._BLOCK", 97)
+    monkeypatch.setattr("g4ir.media.sound._BLOCK", 97)
     np.testing.assert_array_equal(resample(samples, 44_100, RATE), whole)
     np.testing.assert_array_equal(resample(samples, 44_100, RATE, 500), whole[:500])
 
@@ -397,7 +406,7 @@ def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.M
 def test_a_clip_that_would_be_too_large_after_resampling_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("g4ir.media.audio.MAX_RESAMPLED", 10_000)
+    monkeypatch.setattr("g4ir.media.sound.MAX_RESAMPLED", 10_000)
     with pytest.raises(InputError, match="16000 samples at 16000 Hz, more than 10000"):
         prepare_sound(Sound(noise(1_000), 1_000), RAW)
 
@@ -434,14 +443,15 @@ ENCODINGS: dict[str, tuple[int, int, Callable[[np.ndarray], bytes], float]] = { 
     "pcm8": (1, 8, lambda x: steps(x, 8, 128).astype(np.uint8).tobytes(), 1.01 / 2**7),
     "pcm16": (1, 16, lambda x: steps(x, 16).astype("<i2").tobytes(), 1.01 / 2**15),
     "pcm24": (
-        1, 24,
+        1,
+        24,
         lambda x: steps(x, 24).astype("<i4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes(),
         1.01 / 2**23,
     ),
     "pcm32": (1, 32, lambda x: steps(x, 32).astype("<i4").tobytes(), 1e-7),
     "float32": (3, 32, lambda x: x.astype("<f4").tobytes(), 1e-7),
     "float64": (3, 64, lambda x: x.astype("<f8").tobytes(), 1e-7),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("channels", [1, 2, 5])

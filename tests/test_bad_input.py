@@ -23,13 +23,17 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir import requests, tensorfile
-from g4ir.artefact import MANIFEST, read_manifest
 from g4ir.backends.reference import ReferenceBackend
 from g4ir.cli import run as run_verb
-from g4ir.engine import load_engine, prepare, write_engine
+from g4ir.engine import build as building
+from g4ir.engine import jsonl
+from g4ir.engine.artefact import MANIFEST, read_manifest
+from g4ir.engine.build import prepare, write_engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error, InputError
-from g4ir.spec import load_spec
+from g4ir.spec.record import load_spec
+from g4ir.ui import files
+from g4ir.weights import write
 from tests.cli_tools import (
     BUILD,
     Outcome,
@@ -79,7 +83,8 @@ SPECS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "odd head dim": (TINY + "text:\n  full: {head_dim: 33}\n", (":4", "full.head_dim", "33")),
     "a kind without owner": (
-        TINY + "text:\n  num_kv_shared_layers: 6\n", (":4", "num_kv_shared_layers", "full")
+        TINY + "text:\n  num_kv_shared_layers: 6\n",
+        (":4", "num_kv_shared_layers", "full"),
     ),
     "every layer shares": (TINY + "text:\n  num_kv_shared_layers: 8\n", (":4", "8 of 8 layers")),
     "top-k above experts": (
@@ -87,7 +92,7 @@ SPECS: dict[str, tuple[str, tuple[str, ...]]] = {
         (":4", "top_k_experts", "5 of 4"),
     ),
     "no YAML": ("schema: [1\n", ("spec.yaml",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -183,7 +188,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("norm.weight", "missing: expected shape [64]", "model.norms.weight", "not in the spec"),
     ),
     "mis-shaped": (
-        altered(reshape), ("layers.0.self_attn.q_proj.weight", "[128, 64]", "[64, 128]")
+        altered(reshape),
+        ("layers.0.self_attn.q_proj.weight", "[128, 64]", "[64, 128]"),
     ),
     "wrong dtype": (altered(retype), ("model.norm.weight", "BF16 or F16 or F32", "I32")),
     "outside": (outside, ("model.safetensors.index.json", "../model.safetensors", "outside")),
@@ -191,12 +197,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), ("model.safetensors",)),
     "generation config is no JSON": (settings("{,}"), ("generation_config.json",)),
     "generation config with odd stop ids": (
-        settings('{"eos_token_id": ["1"]}'), ("generation_config.json", "eos_token_id", "'1'")
+        settings('{"eos_token_id": ["1"]}'),
+        ("generation_config.json", "eos_token_id", "'1'"),
     ),
     "generation config with an odd temperature": (
-        settings('{"do_sample": true, "temperature": "hot"}'), ("generation_config.json",)
+        settings('{"do_sample": true, "temperature": "hot"}'),
+        ("generation_config.json",),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
@@ -231,9 +239,13 @@ def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
         "text: {hidden_size: 96, sliding: {window: 4}, rms_norm_eps: 1e-5}\n"
     )
     message = refused(*BUILD, "--spec", file, "--checkpoint", folder, "--out", out)
-    has(message, folder / "config.json", "text.hidden_size: spec 96, checkpoint 64",
+    has(
+        message,
+        folder / "config.json",
+        "text.hidden_size: spec 96, checkpoint 64",
         "text.sliding.window: spec 4, checkpoint 8",
-        "text.rms_norm_eps: spec 1e-05, checkpoint 1e-06")  # fmt: skip
+        "text.rms_norm_eps: spec 1e-05, checkpoint 1e-06",
+    )
     assert message.count("\n  text.") == 3
 
 
@@ -271,7 +283,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linked random": ((*VARIANT, *RANDOM, "--link-weights"), ("--link-weights",)),
     "verify nothing": ((*VARIANT, *RANDOM, "--dry-run", "--verify"), ("--dry-run", "--verify")),
     "unknown option": ((*VARIANT, *RANDOM, "--fast"), ("--fast", "g4ir")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -332,11 +344,16 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: int) -> None:
         self.count, self.fail = 0, fail
-        monkeypatch.setattr(tensorfile, "open", self.open, raising=False)
+        monkeypatch.setattr(files, "open", self.open, raising=False)
         for module, name in (
-            (tensorfile, "_new_file"), (tensorfile, "new_folder"), (os, "fsync"), (os, "replace"),
-            (os, "rename"), (shutil, "copyfile"),
-        ):  # fmt: skip
+            (files, "_new_file"),
+            (building, "new_folder"),
+            (write, "new_folder"),
+            (os, "fsync"),
+            (os, "replace"),
+            (os, "rename"),
+            (shutil, "copyfile"),
+        ):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
 
     def tick(self) -> None:
@@ -389,7 +406,7 @@ def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     out = tmp_path / "outputs" / "e"
     out.parent.mkdir()
     # What is kept of a build beside it: a warning where there is no room (tests/test_trust.py).
-    monkeypatch.setattr("g4ir.engine.record_built", lambda manifest, path: None)
+    monkeypatch.setattr("g4ir.engine.build.record_built", lambda manifest, path: None)
 
     def write(fail: int) -> int:
         with monkeypatch.context() as patch:
@@ -452,7 +469,7 @@ def test_weights_that_do_not_fit_are_refused_before_writing(
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from g4ir import engine
+from g4ir.engine import build as engine
 checkpoint, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 prepared = engine.prepare(None, checkpoint=checkpoint, backend="reference", max_seq=64)
 for name in ("fsync", "rename", "replace"):
@@ -484,8 +501,9 @@ def test_a_killed_build_leaves_nothing_that_loads(tmp_path: Path) -> None:
     count = 12
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(checkpoint), str(folder), str(count)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert load_engine(folder / "0" / "e")  # this one had the time
     left = [d for i in range(1, count) for d in (folder / str(i)).iterdir()]
@@ -525,8 +543,15 @@ def copy(engine: Path, tmp_path: Path) -> Path:
 
 def test_one_byte_of_any_file(copy: Path) -> None:
     files = sorted(p for p in copy.rglob("*") if p.is_file())
-    assert {"manifest.json", "spec.yaml", "weights-00000.safetensors", "graph.decode.g4ir",
-            "prologue.g4ir", "tokenizer.json", "generation_config.json"} < {f.name for f in files}
+    assert {
+        "manifest.json",
+        "spec.yaml",
+        "weights-00000.safetensors",
+        "graph.decode.g4ir",
+        "prologue.g4ir",
+        "tokenizer.json",
+        "generation_config.json",
+    } < {f.name for f in files}
     for file in files:
         raw = file.read_bytes()
         for at in {0, len(raw) // 2, len(raw) - 1}:
@@ -577,8 +602,11 @@ HERE = "x86_64 AVX2 avx,avx2,fma"
 
 def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
-    for other in ("aarch64 DEFAULT asimd", "x86_64 AVX512 avx,avx2,avx512f,fma",
-                  "x86_64 AVX2 avx,avx2,avx512f,fma"):  # fmt: skip
+    for other in (
+        "aarch64 DEFAULT asimd",
+        "x86_64 AVX512 avx,avx2,avx512f,fma",
+        "x86_64 AVX2 avx,avx2,avx512f,fma",
+    ):
         has(run(edited(copy, machine=other)), copy, other, HERE, "build it again")
     assert load_engine(edited(copy, machine="x86_64 AVX2 avx,fma"))
 
@@ -589,9 +617,16 @@ def test_built_with_another_torch(copy: Path, monkeypatch: pytest.MonkeyPatch) -
     has(run(copy), copy, "1.0.0", torch.__version__, "build it again")
 
 
-@pytest.mark.parametrize("changes", [
-    {"format": 99}, {"backend": "tpu"}, {"graphs": None}, {"limits": []}, {"weights": "here"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 99},
+        {"backend": "tpu"},
+        {"graphs": None},
+        {"limits": []},
+        {"weights": "here"},
+    ],
+)
 def test_a_manifest_of_another_version(copy: Path, changes: dict[str, Any]) -> None:
     key, value = next(iter(changes.items()))
     message = run(edited(copy, **changes))
@@ -614,7 +649,8 @@ def test_linked_weights_that_changed(tmp_path: Path) -> None:
 REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt too long": (("--tokens", ",".join(["5"] * 65)), ("65 tokens", "--max-seq 64")),
     "no room for the answer": (
-        ("--tokens", "2,5", "--max-new-tokens", "64"), ("2 tokens and 64 new", "--max-seq 64")
+        ("--tokens", "2,5", "--max-new-tokens", "64"),
+        ("2 tokens and 64 new", "--max-seq 64"),
     ),
     "text too long": (("--prompt", "ab" * 65), ("--prompt", "--max-seq 64")),
     "token too large": (("--tokens", "2,512"), ("token 512 at index 1", "vocabulary of 512")),
@@ -632,7 +668,7 @@ REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nothing": ((), ("--prompt", "--tokens", "--input-jsonl")),
     "two prompts": (("--tokens", "2", "--prompt", "a"), ("--prompt", "--tokens")),
     "no file": (("--input-jsonl", "no.jsonl"), ("no.jsonl",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REQUESTS)
@@ -691,7 +727,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "seed": (b'{"tokens": [2], "seed": -3}', "seed -3"),
     "lone surrogate": (b'{"prompt": "\\ud800"}', "not UTF-8 at character 0"),
     "odd id": (b'{"tokens": [2], "id": {}}', "id: expected a string or a whole number"),
-}  # fmt: skip
+}
 
 
 #: what no id can be read from
@@ -745,8 +781,8 @@ def test_endless_input_is_bounded(
     piece: bytes, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One endless line ends at the limit of a line, endless lines at that of them all."""
-    monkeypatch.setattr(requests, "LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(requests, "INPUT_BYTES", 1 << 21)
+    monkeypatch.setattr(jsonl, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(jsonl, "INPUT_BYTES", 1 << 21)
     endless = Endless(piece)
     outcome = from_stdin(io.BufferedReader(endless, 4096), engine, monkeypatch)
     told = json.loads(outcome.out)
@@ -754,9 +790,7 @@ def test_endless_input_is_bounded(
     has(told["error"], "stdin:", "1.00 MiB", "2.00 MiB", "what follows is not read")
 
 
-def test_requests_are_answered_as_they_come(
-    engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_answered_as_they_come(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second line is asked for when the first is answered."""
     done: list[str] = []
 
@@ -773,10 +807,13 @@ def test_requests_are_answered_as_they_come(
 
 def test_flags_are_checked_before_the_engine_is_looked_at(tmp_path: Path) -> None:
     for words, part in (
-        (("--temperature", "-1"), "temperature -1"), (("--top-p", "2"), "top_p 2"),
-        (("--max-new-tokens", "0"), "max_new_tokens 0"), (("--seed", "-1"), "seed -1"),
-        (("--image", "no.png"), "no.png: no such image file"), (("--stop", "x"), "--stop"),
-    ):  # fmt: skip
+        (("--temperature", "-1"), "temperature -1"),
+        (("--top-p", "2"), "top_p 2"),
+        (("--max-new-tokens", "0"), "max_new_tokens 0"),
+        (("--seed", "-1"), "seed -1"),
+        (("--image", "no.png"), "no.png: no such image file"),
+        (("--stop", "x"), "--stop"),
+    ):
         has(refused("run", tmp_path / "none", "--tokens", "2", *words), part)
 
 
@@ -795,12 +832,13 @@ SHOWS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown pass": (("--variant", "tiny-ple", "--after", "fuse"), "fuse_qkv"),
     "unknown reason": (("--variant", "tiny-ple", "--why", "fuse"), "fuse_qkv"),
     "skipped pass": (
-        ("--variant", "tiny-ple", "--after", "fuse_qkv", "--skip", "fuse_qkv"), "is skipped"
+        ("--variant", "tiny-ple", "--after", "fuse_qkv", "--skip", "fuse_qkv"),
+        "is skipped",
     ),
     "both": (("--variant", "tiny-ple", "--after", "fuse_qkv", "--why", "fuse_qkv"), "not both"),
     "no layer": (("--variant", "tiny-ple", "--layer", "8"), "--layer 8"),
     "no phase": (("--variant", "tiny-ple", "--phase", "encode"), "prefill"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SHOWS)

@@ -30,11 +30,11 @@ from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
 from g4ir.bench.text import COLUMNS, csv_text, metrics, text
 from g4ir.bench.work import chunk_costs, find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
-from g4ir.cost import Cost, NodeCost, Roof, graph_costs, total
-from g4ir.distance import Budget
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.flatten import flatten
+from g4ir.ir.distance import Budget
+from g4ir.ir.flatten import flatten
+from g4ir.plan.cost import Cost, NodeCost, Roof, graph_costs, total
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 
@@ -123,10 +123,16 @@ def test_rates_and_latencies_of_a_request() -> None:
     assert r.e2e == pytest.approx(0.9)
     assert r.tpot == pytest.approx((0.9 - 0.5) / 2)
     found = {k: s.value for k, s in speeds(w, [[r], [r]]).items()}
-    assert found == pytest.approx({
-        "prefill": 16 / 0.5, "decode_per_user": 2 / 0.4, "decode": 4 / 0.4, "output": 6 / 0.9,
-        "total": 22 / 0.9, "request": 2 / 0.9,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "prefill": 16 / 0.5,
+            "decode_per_user": 2 / 0.4,
+            "decode": 4 / 0.4,
+            "output": 6 / 0.9,
+            "total": 22 / 0.9,
+            "request": 2 / 0.9,
+        }
+    )
     assert latencies([[r], [r]])["itl_ms"]["mean"].value == pytest.approx(200)
 
 
@@ -239,8 +245,10 @@ def modes() -> list[Any]:
 def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -> None:
     """What the rings overwrote since is back: the depth is beyond the window of 8."""
     tokens = draw_tokens(DEEP, ple)
-    runner: Any = {"engine": lambda: EngineRunner(ple, 1),
-                   "reference": lambda: reference_runner(ple, 1)}.get(mode)  # fmt: skip
+    runner: Any = {
+        "engine": lambda: EngineRunner(ple, 1),
+        "reference": lambda: reference_runner(ple, 1),
+    }.get(mode)
     if runner is None:
         model = peer_model(ple, engines.checkpoint("tiny-ple"))
         runner = HfRunner(model, DEEP.fed, mode)
@@ -361,9 +369,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine) -> None:
     assert alone["mean_ttft_ms"] is None and alone["p99_itl_ms"] is None
 
 
-def test_a_disagreement_is_a_failed_check(
-    moe: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disagreement_is_a_failed_check(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from g4ir.cli import bench as verb
 
     broken = replace(shifted(moe), path=moe.path)
@@ -438,8 +444,12 @@ def test_measured_programs_are_split_by_their_least_times() -> None:
     def node(name: str, kind: str, nbytes: int, flops: int = 0) -> NodeCost:
         return NodeCost(name, "linear", kind, Cost(flops=flops, weight_bytes=nbytes))
 
-    costs = [node("L0.attn.o", "attention", 10), node("L0.mlp.down", "mlp", 30),
-             node("L1.mlp.down", "mlp", 5, flops=100), node("head.out", "head", 7)]  # fmt: skip
+    costs = [
+        node("L0.attn.o", "attention", 10),
+        node("L0.mlp.down", "mlp", 30),
+        node("L1.mlp.down", "mlp", 5, flops=100),
+        node("head.out", "head", 7),
+    ]
     times = {"L0.out": 4.0, "L1.out": 2.0, "logits": 1.0, breakdown.OUTSIDE: 0.5}
     kinds, measured = breakdown.by_kind(times, costs, Roof(1.0, 1.0))
     assert not measured
@@ -581,11 +591,11 @@ def test_reports_that_lack_or_change_something_are_refused(
     report: dict[str, Any], tmp_path: Path
 ) -> None:
     """Every value taken away or replaced: refused exactly where the schema does not allow it."""
-    judge = jsonschema.Draft202012Validator(SCHEMA)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
     for path in paths(report):
         for value in ("gone", "text", [1], {"a": 1}, -1, None, True):
             bad = changed(report, path, value)
-            if judge.is_valid(bad):
+            if validator.is_valid(bad):
                 check(bad, SCHEMA)
                 continue
             with pytest.raises(InputError):
@@ -608,9 +618,13 @@ def changed(report: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
 
 
 def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if (
-        isinstance(value, list)
-    ) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if (isinstance(value, list))
+        else ()
+    )
     for key, inner in items:
         yield (key,)
         if depth > 1:
@@ -634,9 +648,7 @@ def test_a_report_equals_itself(report: dict[str, Any]) -> None:
     assert all(r["ratio"] == 1 for r in same["rows"] if r["a"]["value"])
 
 
-def test_differences_beyond_the_spreads_are_marked(
-    report: dict[str, Any], tmp_path: Path
-) -> None:
+def test_differences_beyond_the_spreads_are_marked(report: dict[str, Any], tmp_path: Path) -> None:
     other = slower(report, 100.0)
     found = compare_reports(report, other, every=True)
     marked = {r["metric"] for r in found["rows"] if r["differs"]}
@@ -667,8 +679,10 @@ def test_what_makes_two_reports_incomparable_is_said(report: dict[str, Any]) -> 
 
 
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
-    files = {flag: tmp_path / f"r.{end}" for flag, end in
-             (("--json", "json"), ("--csv", "csv"), ("--plot", "png"))}  # fmt: skip
+    files = {
+        flag: tmp_path / f"r.{end}"
+        for flag, end in (("--json", "json"), ("--csv", "csv"), ("--plot", "png"))
+    }
     words = [w for pair in files.items() for w in pair]
     outcome = g4ir("bench", moe.path, *FLAGS, "--context", "9", *words)
     assert outcome.code == 0, outcome.err
@@ -680,13 +694,23 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_engines_and_a_peer_in_one_run(
-    engines: Any, moe: Engine, tmp_path: Path
-) -> None:
+def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: Path) -> None:
     """A compiled engine, the interpreter and transformers agree and are told apart."""
     reference = engines("reference", "tiny-moe")
-    outcome = g4ir("bench", moe.path, reference.path, *FLAGS, "--peer", "hf", "--peer", "hf-static",
-                   "--checkpoint", engines.checkpoint("tiny-moe"), "--json", "-")  # fmt: skip
+    outcome = g4ir(
+        "bench",
+        moe.path,
+        reference.path,
+        *FLAGS,
+        "--peer",
+        "hf",
+        "--peer",
+        "hf-static",
+        "--checkpoint",
+        engines.checkpoint("tiny-moe"),
+        "--json",
+        "-",
+    )
     assert outcome.code == 0, outcome.err
     made = json.loads(outcome.out)
     jsonschema.validate(made, SCHEMA)
@@ -707,8 +731,16 @@ def test_a_peer_gets_the_random_weights_of_the_seed(tmp_path: Path) -> None:
 def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     """Three rows at a depth beyond the window, against transformers."""
     w = replace(DEEP, batch=3)
-    made = as_read(run_bench([ple], w, peers=["hf-static"], rounds=2, warmup=0,
-                             checkpoint=str(engines.checkpoint("tiny-ple"))))  # fmt: skip
+    made = as_read(
+        run_bench(
+            [ple],
+            w,
+            peers=["hf-static"],
+            rounds=2,
+            warmup=0,
+            checkpoint=str(engines.checkpoint("tiny-ple")),
+        )
+    )
     assert made["outputs_agree"], made["agreement"]
     assert made["agreement"][0]["count"] == 3 * w.output_len
     assert made["max_concurrency"] == 3 and made["num_prompts"] == 6

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.interpret import interpret
-from g4ir.model import build_graph
+from g4ir.ir.interpret import interpret
+from g4ir.model.text import build_graph
 from g4ir.ops import OPS
-from g4ir.pipeline import PASSES
+from g4ir.passes import PASSES
 from tests.configs import SMALL, few, spec_called
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, graph_params
 from tests.runner import open_session
@@ -156,9 +156,14 @@ def test_router(layer: Any, count: int) -> None:
     with torch.no_grad():
         _, weights, index = router(h)
         got, chosen = apply(
-            "router", apply("rms_norm", h, eps=router.eps), router.scale, router.proj.weight,
-            router.per_expert_scale, top_k=index.shape[-1], root=layer.hidden_size**-0.5,
-        )  # fmt: skip
+            "router",
+            apply("rms_norm", h, eps=router.eps),
+            router.scale,
+            router.proj.weight,
+            router.per_expert_scale,
+            top_k=index.shape[-1],
+            root=layer.hidden_size**-0.5,
+        )
     assert torch.equal(chosen, index)
     assert got.dtype == weights.dtype == torch.float32
     assert torch.equal(got, weights)
@@ -176,9 +181,15 @@ def test_rope_tables_of_real_sizes(variant: str, kind: str) -> None:
     for dtype, name in ((torch.float32, "f32"), (BF16, "bf16")):
         want = module(torch.zeros(1, dtype=dtype), positions, f"{kind}_attention")
         got = apply(
-            "rope_table", positions, kind=rope.kind, theta=rope.theta, dim=dim,
-            fraction=rope.rotary_fraction, factor=rope.factor or 1.0, dtype=name,
-        )  # fmt: skip
+            "rope_table",
+            positions,
+            kind=rope.kind,
+            theta=rope.theta,
+            dim=dim,
+            fraction=rope.rotary_fraction,
+            factor=rope.factor or 1.0,
+            dtype=name,
+        )
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     live = got[1][0].abs().amax(0).nonzero().flatten().tolist()
     pairs = rope.pairs(dim)
@@ -223,9 +234,14 @@ def test_experts(layer: Any, count: int) -> None:
         _, weights, index = layer.router(h)
         want = layer.experts(h, index, weights)
         got = apply(
-            "experts", h, weights, index, layer.experts.gate_up_proj, layer.experts.down_proj,
+            "experts",
+            h,
+            weights,
+            index,
+            layer.experts.gate_up_proj,
+            layer.experts.down_proj,
             act="gelu_pytorch_tanh",
-        )  # fmt: skip
+        )
     within("experts", got, want)
 
 
@@ -248,9 +264,18 @@ def test_attention(window: int) -> None:
     )
     past = torch.zeros(window or 40, 2, groups, dim, dtype=BF16)
     got = apply(
-        "attention", q, at.repeat(2, 1), torch.zeros(2, dtype=torch.int64), past, past, k, v,
-        window=window, scale=1.0, softcap=0.0,
-    )  # fmt: skip
+        "attention",
+        q,
+        at.repeat(2, 1),
+        torch.zeros(2, dtype=torch.int64),
+        past,
+        past,
+        k,
+        v,
+        window=window,
+        scale=1.0,
+        softcap=0.0,
+    )
     within("attention", got, want)
 
 
@@ -273,8 +298,9 @@ def test_a_layer_alone(name: str, kind: str) -> None:
     session = open_session(oracle, 2, 64, True, skip=PASSES, max_seq=1)
     assert graph.nodes[start].inputs[0].name == f"L{at - 1}.out"
     session.watch = lambda value, tensor: (
-        tensor.copy_(outputs[at - 1]) if value.name == f"L{at - 1}.out"
+        tensor.copy_(outputs[at - 1])
+        if value.name == f"L{at - 1}.out"
         else found.update({value.name: tensor})
-    )  # fmt: skip
+    )
     session.prefill(oracle.tokens, all_logits=True)
     within("layer", found[f"L{at}.out"], outputs[at])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import SLOTS, Network, stored_type
@@ -16,15 +15,17 @@ from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.select import choose, reads_blocks
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, LowerError
-from g4ir.interpret import empty_state, interpret, run_node
-from g4ir.ir import Builder, Graph, Program
-from g4ir.media.choice import Media, placeholders
-from g4ir.model import BLOCKS, PHASES, build_graph
+from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.model.media import Media, placeholders
+from g4ir.model.text import BLOCKS, PHASES, build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
-from g4ir.pipeline import PASSES, run_passes, run_program
-from g4ir.spec import SLIDING, Spec, check_spec, load_spec
-from g4ir.types import Type
+from g4ir.ops.types import Type
+from g4ir.passes import PASSES, run_passes, run_program
+from g4ir.plan.limits import Limits
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
 from tests.eager_emitter import EagerEmitter
 from tests.test_ops import node, tensors
@@ -103,9 +104,11 @@ def test_no_block_is_causal() -> None:
 
 #: samples with block ids
 SAMPLES = [
-    (op, i) for op in ("attention", "attention_latent") for i, s in enumerate(OPS[op].samples)
+    (op, i)
+    for op in ("attention", "attention_latent")
+    for i, s in enumerate(OPS[op].samples)
     if s.inputs[-1].startswith("i64[") and s.inputs[-1].count(",") and len(s.inputs) > 5
-]  # fmt: skip
+]
 
 
 def test_samples_have_blocks() -> None:
@@ -130,8 +133,9 @@ def test_torch_lowerings(case: tuple[str, int], rows: int, softcap: float) -> No
 
 def one_row(t: Type) -> Type:
     """A batch of one; the batch is the first dim of 2 but in a weight."""
-    return t.with_shape(*(1 if d == 2 and i == t.shape.index(2) else d
-                          for i, d in enumerate(t.shape)))  # fmt: skip
+    return t.with_shape(
+        *(1 if d == 2 and i == t.shape.index(2) else d for i, d in enumerate(t.shape))
+    )
 
 
 @pytest.mark.parametrize("case", SAMPLES)
@@ -139,8 +143,10 @@ def test_primitives(case: tuple[str, int]) -> None:
     s = OPS[case[0]].samples[case[1]]
     n, given = node(case[0], s.types(), s.attrs), tensors(s.types(), s)
     first, parts = (3, 2) if case[0] == "attention" else (4, 1 + (s.attrs["form"] == "raw"))
-    held = {v.name: t.transpose(0, 1).contiguous() if first <= i < first + parts else t
-            for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))}  # fmt: skip
+    held = {
+        v.name: t.transpose(0, 1).contiguous() if first <= i < first + parts else t
+        for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))
+    }
     e = EagerEmitter(held, held.__getitem__)
     net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     for i, v in enumerate(n.inputs):
@@ -206,8 +212,12 @@ def program(spec: Spec, all_logits: bool = False) -> Program:
     return Program({p: build_graph(spec, p, all_logits, media=media) for p in (*PHASES, BLOCKS)})
 
 
-CASES = [*((n, "off", False) for n in SPECS), *(("tied", f, a) for f in FORMS for a in (0, 1)),
-         ("26b-a4b", "raw", True), ("12b", "value", False)]  # fmt: skip
+CASES = [
+    *((n, "off", False) for n in SPECS),
+    *(("tied", f, a) for f in FORMS for a in (0, 1)),
+    ("26b-a4b", "raw", True),
+    ("12b", "value", False),
+]
 
 
 @pytest.mark.parametrize(("name", "form", "all_logits"), CASES)
@@ -227,9 +237,13 @@ def test_passes_agree_on_the_state(name: str, form: str, all_logits: bool) -> No
 
 
 RESULTS = [
-    *(("tied", "raw", s) for s in SKIPS), ("tied", "value", ()), ("tied", "off", ()),
-    ("random-2", "off", ()), ("random-5", "value", ()), ("random-11", "raw", ()),
-]  # fmt: skip
+    *(("tied", "raw", s) for s in SKIPS),
+    ("tied", "value", ()),
+    ("tied", "off", ()),
+    ("random-2", "off", ()),
+    ("random-5", "value", ()),
+    ("random-11", "raw", ()),
+]
 
 
 @pytest.mark.parametrize(("name", "form", "skip"), RESULTS)
@@ -248,14 +262,20 @@ def two_chunks(g: Graph, blocks: bool = True) -> list[torch.Tensor]:
     params = {v.name: draw(v.type, random, v.name) for v in sorted(g.params, key=lambda v: v.name)}
     state, outs = empty_state(g, {"B": 2, "C": 32}, torch.float64), []
     for start, lengths in ((0, (11, 6)), (11, (5, 11))):
-        feeds = {v.name: draw(v.type.bind({"B": 2, "S": 11}), random, v.name) for v in g.inputs
-                 if v.type.dtype != "i64"}  # fmt: skip
+        feeds = {
+            v.name: draw(v.type.bind({"B": 2, "S": 11}), random, v.name)
+            for v in g.inputs
+            if v.type.dtype != "i64"
+        }
         first = torch.tensor([0, 0] if not start else [11, 6])
         ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2, 2, 2, -1, -1, 3] + [-1] * 5])
         if start:
             ids[0, 5:] = -1
-        feeds |= {"positions": first[:, None] + torch.arange(11), "lengths": torch.tensor(lengths),
-                  "block_ids": ids if blocks else torch.full_like(ids, -1)}  # fmt: skip
+        feeds |= {
+            "positions": first[:, None] + torch.arange(11),
+            "lengths": torch.tensor(lengths),
+            "block_ids": ids if blocks else torch.full_like(ids, -1),
+        }
         made, state = interpret(g, feeds, params, state)
         outs.append(made["logits"])
     return outs
@@ -286,14 +306,20 @@ def test_a_network_with_blocks(form: str) -> None:
     params = {v.name: draw(v.type, random, v.name).float() for v in g.params}
     ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 10 + [-1]])
     feeds = {
-        **{v.name: torch.randn([int(d) for d in v.type.bind({"B": 2, "S": 11}).shape]) for v in
-           g.inputs if v.type.dtype != "i64"},
-        "positions": torch.arange(11).repeat(2, 1), "lengths": torch.tensor([11, 10]),
+        **{
+            v.name: torch.randn([int(d) for d in v.type.bind({"B": 2, "S": 11}).shape])
+            for v in g.inputs
+            if v.type.dtype != "i64"
+        },
+        "positions": torch.arange(11).repeat(2, 1),
+        "lengths": torch.tensor([11, 10]),
         "block_ids": ids,
-    }  # fmt: skip
+    }
     want, _ = interpret(g, feeds, params, empty_state(g, {"B": 2, "C": 32}))
-    held = {v.name: torch.zeros([int(d) for d in stored_type(v.type, limits).bind({"B": 2}).shape])
-            for v in g.state}  # fmt: skip
+    held = {
+        v.name: torch.zeros([int(d) for d in stored_type(v.type, limits).bind({"B": 2}).shape])
+        for v in g.state
+    }
     e = EagerEmitter({**feeds, **held, SLOTS: torch.arange(16)}, params.__getitem__)
     Network(e, net_graph, limits, LOWERINGS).emit()
     torch.testing.assert_close(e.outputs["logits"], want["logits"], rtol=1e-4, atol=1e-4)
@@ -302,8 +328,11 @@ def test_a_network_with_blocks(form: str) -> None:
 def test_graphs_with_media() -> None:
     spec = SPECS["31b"]()
     assert [v.name for v in build_graph(spec, BLOCKS).inputs] == [
-        "embeds", "positions", "lengths", "block_ids"
-    ]  # fmt: skip
+        "embeds",
+        "positions",
+        "lengths",
+        "block_ids",
+    ]
     assert build_graph(spec, "embed") == build_graph(spec, "embed", media=Media())
     (n,) = build_graph(spec, "embed", media=Media(("video", "audio"))).find("mask_ids")
     assert n.attrs == {"ids": (101, 102), "pad": 3}

@@ -13,19 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g4ir.checkpoint import (
-    Checkpoint,
-    WeightSource,
-    hub_cache,
-    hub_snapshot,
-    sha256,
-    write_checkpoint,
-)
 from g4ir.errors import InputError, WeightsError
-from g4ir.params import dead_tensors, text_tensors
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import Spec, load_spec
-from g4ir.tensorfile import read_header, write_file, write_tensors
+from g4ir.model.tensors import dead_tensors, text_tensors
+from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.files import write_file
+from g4ir.ui.places import hub_cache
+from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
+from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.tensorfile import read_header, write_tensors
+from g4ir.weights.write import write_checkpoint
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"

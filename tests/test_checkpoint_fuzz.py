@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g4ir.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from g4ir.errors import G4Error
-from g4ir.params import text_tensors
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import Spec, load_spec
+from g4ir.model.tensors import text_tensors
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 
 
 def small() -> Spec:
@@ -189,14 +190,26 @@ def test_any_json_as_header(single: Path, value: Any) -> None:
 
 FILES = st.one_of(
     TEXT,
-    st.sampled_from([
-        "model-00001-of-00002.safetensors", "../config.json", "config.json", INDEX, SINGLE,
-        "../model-00001-of-00002.safetensors", "/dev/zero", "/dev/zero.safetensors", ".", "",
-        "./model-00001-of-00002.safetensors", "x" * 5000 + ".safetensors", "\0.safetensors",
-        "\ud800.safetensors",
-    ]),
+    st.sampled_from(
+        [
+            "model-00001-of-00002.safetensors",
+            "../config.json",
+            "config.json",
+            INDEX,
+            SINGLE,
+            "../model-00001-of-00002.safetensors",
+            "/dev/zero",
+            "/dev/zero.safetensors",
+            ".",
+            "",
+            "./model-00001-of-00002.safetensors",
+            "x" * 5000 + ".safetensors",
+            "\0.safetensors",
+            "\ud800.safetensors",
+        ]
+    ),
     JSON,
-)  # fmt: skip
+)
 
 
 @given(

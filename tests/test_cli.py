@@ -26,15 +26,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from g4ir import console, requests
-from g4ir.engine import Engine, load_engine
-from g4ir.model import build_graph
-from g4ir.pipeline import PASSES, run_passes
-from g4ir.requests import Desk, TextStream
-from g4ir.sampling import Sampler, Sampling
-from g4ir.session import Session
-from g4ir.spec import load_spec, spec_names
-from g4ir.text import parse_graph
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.engine.codec import Codec, TextStream
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.engine.responder import RAW, Responder
+from g4ir.engine.session import Session
+from g4ir.ir.text import parse_graph
+from g4ir.model.text import build_graph
+from g4ir.passes import PASSES, run_passes
+from g4ir.spec.record import load_spec, spec_names
+from g4ir.ui import console
 from tests.cli_tools import (
     BUILD,
     PROMPT,
@@ -44,7 +46,7 @@ from tests.cli_tools import (
     refused,
     text_checkpoint,
     tokenizer,
-)  # fmt: skip
+)
 from tests.engines import stored_manifest
 
 VERBS = ("specs", "show", "plan", "build", "run", "verify", "bench", "bench-compare")
@@ -105,8 +107,15 @@ def test_version() -> None:
 def test_specs_list() -> None:
     lines = ok("specs").splitlines()
     assert lines[0].split() == [
-        "name", "layers", "hidden", "text", "active", "total", "dtype", "hub"
-    ]  # fmt: skip
+        "name",
+        "layers",
+        "hidden",
+        "text",
+        "active",
+        "total",
+        "dtype",
+        "hub",
+    ]
     assert [line.split()[0] for line in lines[1:]] == list(spec_names())
     assert ok("specs", "list").splitlines() == lines
     rows = json.loads(ok("specs", "list", "--json"))
@@ -222,9 +231,20 @@ def test_build_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_build_options(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "engine"
     words = (
-        "--variant", "tiny-moe", "--random-weights", "1", "--dtype", "bfloat16",
-        "--max-batch", "3", "--all-logits", "--skip", "fuse_qkv", "--skip", "plan_cache",
-    )  # fmt: skip
+        "--variant",
+        "tiny-moe",
+        "--random-weights",
+        "1",
+        "--dtype",
+        "bfloat16",
+        "--max-batch",
+        "3",
+        "--all-logits",
+        "--skip",
+        "fuse_qkv",
+        "--skip",
+        "plan_cache",
+    )
     told = json.loads(ok(*BUILD, *words, "--json", "--out", out))
     assert told["engine"] == str(out) and told["compile_s"] >= 0
     manifest = stored_manifest(out)
@@ -354,17 +374,17 @@ TEMPLATES = {
 def test_a_raw_prompt_at_a_chat_model_is_noted(
     case: str, bos: bool, text_engine: Path, tmp_path: Path
 ) -> None:
-    desk = Desk(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
+    responder = Responder(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
     for prompt in ("ab w3", "<bos>ab w3"):
-        request = desk.request({"prompt": prompt}, "x")
-        assert request.notes == (requests.RAW,)
+        request = responder.request({"prompt": prompt}, "x")
+        assert request.notes == (RAW,)
         assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
-    assert not desk.request({"prompt": "<eos>ab"}, "x").notes
-    assert not desk.request({"tokens": [2, 5]}, "x").notes
+    assert not responder.request({"prompt": "<eos>ab"}, "x").notes
+    assert not responder.request({"tokens": [2, 5]}, "x").notes
 
 
 def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
-    assert not Desk(text_loaded).request({"prompt": "ab w3"}, "x").notes
+    assert not Responder(text_loaded).request({"prompt": "ab w3"}, "x").notes
 
 
 def test_run_draws_by_seed(text_engine: Path) -> None:
@@ -449,7 +469,7 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
     assert [x["new_tokens"] for x in logs] == [5, 1, 4]
     assert [x.get("seed") for x in logs] == [None, 3, None]
     assert logs[1]["tokens_per_second"] is None
-    assert "w3" not in outcome.err and "prompt\"" not in outcome.err
+    assert "w3" not in outcome.err and 'prompt"' not in outcome.err
 
 
 def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,34 +486,43 @@ def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch
 FILE = {"temperature": 0.9, "top_k": 64, "top_p": 0.95}
 PRECEDENCE = {
     "file": ({}, {}, FILE),
-    "flag over file": ({}, {"temperature": 0.5, "top_k": 3}, {**FILE, "temperature": 0.5,
-                                                              "top_k": 3}),
-    "request over flag": ({"temperature": 0.1, "top_p": 0.2}, {"temperature": 0.5},
-                          {**FILE, "temperature": 0.1, "top_p": 0.2}),
-    "request turns off": ({"temperature": 0, "top_k": 0}, {}, {**FILE, "temperature": 0,
-                                                               "top_k": None}),
-}  # fmt: skip
+    "flag over file": (
+        {},
+        {"temperature": 0.5, "top_k": 3},
+        {**FILE, "temperature": 0.5, "top_k": 3},
+    ),
+    "request over flag": (
+        {"temperature": 0.1, "top_p": 0.2},
+        {"temperature": 0.5},
+        {**FILE, "temperature": 0.1, "top_p": 0.2},
+    ),
+    "request turns off": (
+        {"temperature": 0, "top_k": 0},
+        {},
+        {**FILE, "temperature": 0, "top_k": None},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PRECEDENCE)
 def test_precedence(text_loaded: Engine, case: str) -> None:
     fields, flags, want = PRECEDENCE[case]
-    got = Desk(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
+    got = Responder(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
     assert got == Sampling(**want, suppress=(390,))
 
 
 def test_greedy_is_the_last_resort(loaded: Engine) -> None:
-    assert Desk(loaded).request({"tokens": [2]}, "x").sampling == Sampling()
-    request = Desk(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
+    assert Responder(loaded).request({"tokens": [2]}, "x").sampling == Sampling()
+    request = Responder(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
     assert request.sampling == Sampling(0.0, 4, None, 5)
 
 
 def test_stop_ids_add_up(loaded: Engine, text_loaded: Engine) -> None:
-    assert Desk(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
-    assert Desk(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {1, 107, 9}
-    mine = Desk(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
+    assert Responder(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
+    assert Responder(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {1, 107, 9}
+    mine = Responder(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
     assert mine.stop == {1, 107, 8}
-    assert Desk(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
+    assert Responder(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
 
 
 def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> None:
@@ -518,8 +547,8 @@ def test_no_temperature_overflows(loaded: Engine, temperature: float) -> None:
 
 
 def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    desk = Desk(engine, {"max_new_tokens": 4})
-    made = [desk.answer(desk.request({"tokens": p}, "x")) for p in prompts]
+    responder = Responder(engine, {"max_new_tokens": 4})
+    made = [responder.answer(responder.request({"tokens": p}, "x")) for p in prompts]
     return [(list(r.tokens), r.cached_tokens) for r in made]
 
 
@@ -550,8 +579,8 @@ class Words:
     def __init__(self) -> None:
         self.tokenizer = tokenizer()
 
-    decode = requests.Codec.decode
-    is_byte = requests.Codec.is_byte
+    decode = Codec.decode
+    is_byte = Codec.is_byte
 
 
 CODEC = Words()
@@ -584,7 +613,7 @@ def test_verify(engine: Path) -> None:
 
 def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = SimpleNamespace(ok=False, text=lambda: "FAILED", to_dict=lambda: {"nll": float("nan")})
-    monkeypatch.setattr("g4ir.compare.verify_engine", lambda *a, **k: report)
+    monkeypatch.setattr("g4ir.check.logits.verify_engine", lambda *a, **k: report)
     outcome = g4ir("verify", engine)
     assert (outcome.code, outcome.out) == (1, "FAILED\n")
     assert g4ir("verify", engine, "--json").out == '{"nll": null}\n'
@@ -593,14 +622,28 @@ def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch)
 # --- console ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "code", "words"), [
-    (KeyboardInterrupt(), 130, "g4ir: interrupted\n"),
-    (MemoryError(), 3, "g4ir: error: not enough memory; build for fewer rows"),
-    (RuntimeError("x DefaultCPUAllocator: can't allocate memory"), 3, "g4ir: error: not enough"),
-    (PermissionError(13, "Permission denied", "x.yaml"), 2,
-     "g4ir: error: x.yaml: Permission denied\n"),
-    (ValueError("odd\nmore"), 70, "g4ir: internal error: ValueError: odd; run again with --trace"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "g4ir: interrupted\n"),
+        (MemoryError(), 3, "g4ir: error: not enough memory; build for fewer rows"),
+        (
+            RuntimeError("x DefaultCPUAllocator: can't allocate memory"),
+            3,
+            "g4ir: error: not enough",
+        ),
+        (
+            PermissionError(13, "Permission denied", "x.yaml"),
+            2,
+            "g4ir: error: x.yaml: Permission denied\n",
+        ),
+        (
+            ValueError("odd\nmore"),
+            70,
+            "g4ir: internal error: ValueError: odd; run again with --trace",
+        ),
+    ],
+)
 def test_what_is_said_of_an_error(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
 ) -> None:
@@ -705,11 +748,18 @@ def test_a_signal_ends_a_build_that_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize(("words", "meant"), [
-    (("biuld",), "build? (see g4ir --help)"), (("specs", "dif"), "diff? (see g4ir specs --help)"),
-    (("build", "--variannt", "x", "--backend", "torch"), "--variant? (see g4ir build --help)"),
-    (("run", "e", "--tokens", "2", "--max-tokens=5"), "--max-new-tokens? (see g4ir run --help)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("biuld",), "build? (see g4ir --help)"),
+        (("specs", "dif"), "diff? (see g4ir specs --help)"),
+        (("build", "--variannt", "x", "--backend", "torch"), "--variant? (see g4ir build --help)"),
+        (
+            ("run", "e", "--tokens", "2", "--max-tokens=5"),
+            "--max-new-tokens? (see g4ir run --help)",
+        ),
+    ],
+)
 def test_what_was_meant(words: tuple[str, ...], meant: str) -> None:
     assert refused(*words).endswith(f"; did you mean {meant}\n")
 
@@ -729,9 +779,9 @@ def test_options_are_not_abbreviated() -> None:
 def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.device_memory", lambda device: 600 << 20)
+    monkeypatch.setattr("g4ir.engine.build.device_memory", lambda device: 600 << 20)
     monkeypatch.setattr(
-        "g4ir.engine.RandomCheckpoint", lambda *_: pytest.fail("weights were asked for")
+        "g4ir.engine.build.RandomCheckpoint", lambda *_: pytest.fail("weights were asked for")
     )
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
     message = refused(*BUILD, *words)
@@ -747,11 +797,14 @@ def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
     assert "h200-141gb" in refused(*BUILD, *words, "--memory", "h1000", *out)
 
 
-@pytest.mark.parametrize("words, message", [
-    (("--latent-kv", "half"), "auto, off, value, raw"),
-    (("--ple-placement", "disk"), "device, host, mmap"),
-    (("--ple-placement", "host"), "no per-layer embeddings"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--latent-kv", "half"), "auto, off, value, raw"),
+        (("--ple-placement", "disk"), "device, host, mmap"),
+        (("--ple-placement", "host"), "no per-layer embeddings"),
+    ],
+)
 def test_wrong_choices_of_a_build(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     given = ("--variant", "tiny-moe", "--random-weights", "0", "--out", tmp_path / "e")
     assert message in refused(*BUILD, *given, *words)
@@ -774,19 +827,25 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     assert "its own form" in refused("show", out, "--latent-kv", "raw", "--after", "latent_kv")
 
 
-def test_json_lines_that_fail_alone(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A path that no file can have, a temperature beyond 64 bits, a tokenizer that would cut."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))
     cut = json.loads((folder / "tokenizer.json").read_text())
-    cut["truncation"] = {"max_length": 2, "stride": 2, "strategy": "LongestFirst",
-                         "direction": "Right"}  # fmt: skip
+    cut["truncation"] = {
+        "max_length": 2,
+        "stride": 2,
+        "strategy": "LongestFirst",
+        "direction": "Right",
+    }
     (folder / "tokenizer.json").write_text(json.dumps(cut))
     engine = built(tmp_path / "e", "--checkpoint", folder)
-    lines = [{"prompt": "w3 w4", "images": ["a" * 5000]}, {"prompt": PROMPT},
-             {"tokens": [2, 5], "temperature": 10**20}, {"tokens": [2, 5], "temperature": 10**400},
-             {"tokens": [2, 5]}]  # fmt: skip
+    lines = [
+        {"prompt": "w3 w4", "images": ["a" * 5000]},
+        {"prompt": PROMPT},
+        {"tokens": [2, 5], "temperature": 10**20},
+        {"tokens": [2, 5], "temperature": 10**400},
+        {"tokens": [2, 5]},
+    ]
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     outcome = g4ir("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")

@@ -20,7 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from g4ir.cost import (
+from g4ir.errors import InputError
+from g4ir.ir.flatten import flatten
+from g4ir.ir.graph import Graph, Value, split_prologue
+from g4ir.ir.interpret import interpret
+from g4ir.model.text import PHASES, build_graph
+from g4ir.ops import OPS
+from g4ir.ops.attention import slot_positions, visible, visible_pairs
+from g4ir.ops.moe import distinct_experts
+from g4ir.ops.types import torch_dtype
+from g4ir.passes import PASSES, run_passes
+from g4ir.plan.cost import (
     KINDS,
     WEIGHT_FORMATS,
     Cost,
@@ -35,19 +45,9 @@ from g4ir.cost import (
     prefill_costs,
     total,
 )
-from g4ir.errors import InputError
-from g4ir.flatten import flatten
-from g4ir.gpus import GPUS, find_gpu, parse_bytes
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Value, split_prologue
-from g4ir.model import PHASES, build_graph
-from g4ir.ops import OPS
-from g4ir.ops.attention import slot_positions, visible, visible_pairs
-from g4ir.ops.moe import distinct_experts
-from g4ir.params import counts, kv_bytes
-from g4ir.pipeline import PASSES, run_passes
-from g4ir.spec import load_spec
-from g4ir.types import torch_dtype
+from g4ir.plan.count import counts, kv_bytes
+from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
+from g4ir.spec.record import load_spec
 from tests.cli_tools import (
     built,
     g4ir,
@@ -81,8 +81,10 @@ def tensor(v: Value, dims: Mapping[str, int], seed: int) -> torch.Tensor:
 def counted(g: Graph, B: int, S: int, C: int, slots: int) -> dict[str, int]:
     """First result of each node -> FLOPs that torch counted while the interpreter ran it."""
     dims = {"B": B, "S": S, "C": slots}
-    given = [{v.name: tensor(v, dims, i) for i, v in enumerate(values)}
-             for values in (g.inputs, g.params, g.state)]  # fmt: skip
+    given = [
+        {v.name: tensor(v, dims, i) for i, v in enumerate(values)}
+        for values in (g.inputs, g.params, g.state)
+    ]
     given[0]["positions"] = C + torch.arange(S).expand(B, S)
     given[0]["lengths"] = torch.full((B,), S)
     seen, before = dict[str, int](), 0
@@ -115,9 +117,10 @@ def test_products_are_what_torch_counts(name: str, phase: str, skip: tuple[str, 
             assert seen[c.node] == 0, c
     kinds = {c.kind for c in costs if c.op in PRODUCTS}
     assert kinds == set(KINDS[:6]) - {"kv"} - {
-        kind for kind, absent in (("experts", name != "tiny-moe"), ("ple", name != "tiny-ple"))
+        kind
+        for kind, absent in (("experts", name != "tiny-moe"), ("ple", name != "tiny-ple"))
         if absent
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -194,8 +197,11 @@ def test_a_ring_is_written_where_it_keeps_the_tokens(tokens: int) -> None:
     """Of a chunk longer than the ring, the last tokens alone."""
     spec = load_spec("tiny-dense")
     g = graph("tiny-dense", "prefill")
-    written = {c.node: c.cost.state_bytes for c in graph_costs(g, B=2, S=tokens, C=5)
-               if c.op == "cache_write"}  # fmt: skip
+    written = {
+        c.node: c.cost.state_bytes
+        for c in graph_costs(g, B=2, S=tokens, C=5)
+        if c.op == "cache_write"
+    }
     for layer in spec.layers():
         kind = layer.attention
         row = 2 * 4 * kind.num_key_value_heads * kind.head_dim
@@ -214,6 +220,7 @@ def products(g: Graph, step: Mapping[str, int]) -> dict[str, int]:
     return table
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @given(skip=st.sets(st.sampled_from(PASSES)), size=st.integers(2, 20), held=st.integers(0, 20))
@@ -237,6 +244,7 @@ def test_fusion_keeps_the_products(
         assert total(fused).weight_bytes == total(plain).weight_bytes
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("name", ["26b-a4b", "31b", "e2b"])
 @pytest.mark.parametrize("form", ["off", "value", "raw"])
@@ -306,15 +314,27 @@ def test_every_stage_of_every_graph_has_a_cost(name: str, phase: str, all_logits
 
 def test_every_op_has_a_kind() -> None:
     """Ops whose kind goes by the name of their result are those that serve several parts."""
-    from g4ir.cost import OP_KINDS
-
-    by_op = {op for ops in OP_KINDS.values() for op in ops}
-    assert by_op <= OPS.keys() and set(OP_KINDS) <= set(KINDS)
+    by_op = {name for name, op in OPS.items() if op.kind}
     assert OPS.keys() - by_op == {
-        "linear", "concat", "split", "heads", "merge_heads", "glu", "glu_packed", "linear_glu",
-        "scale", "softcap", "last_row", "stack_layers", "unstack_layers",
-        "linear_bias", "linear_clipped", "activation", "sigmoid_glu", "causal_conv",
-    }  # fmt: skip
+        "linear",
+        "concat",
+        "split",
+        "heads",
+        "merge_heads",
+        "glu",
+        "glu_packed",
+        "linear_glu",
+        "scale",
+        "softcap",
+        "last_row",
+        "stack_layers",
+        "unstack_layers",
+        "linear_bias",
+        "linear_clipped",
+        "activation",
+        "sigmoid_glu",
+        "causal_conv",
+    }
     named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in OPS.keys() - by_op]
     assert all(c.kind != "other" for c in named)
 
@@ -388,8 +408,10 @@ def test_a_format_sets_the_bytes_of_weights_alone(form: str) -> None:
     g, f = graph("tiny-moe"), WEIGHT_FORMATS[form]
     plain, cost = total(graph_costs(g, C=5)), total(graph_costs(g, C=5, weights=form))
     assert (cost.flops, cost.state_bytes, cost.other_bytes) == (
-        plain.flops, plain.state_bytes, plain.other_bytes,
-    )  # fmt: skip
+        plain.flops,
+        plain.state_bytes,
+        plain.other_bytes,
+    )
     elements = {"body": 0.0, "head": 0.0, "vector": 0.0}
     _, main = split_prologue(g)
     for v in main.params:
@@ -460,9 +482,14 @@ def test_decode_reads_what_the_table_says(row: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form", "h200", "h100"),
-    [("31b", "bf16", 14.49, 18.60), ("31b", "int4", 4.37, 5.61), ("26b-a4b", "bf16", 1.83, 2.35),
-     ("e4b", "fp8", 1.10, 1.41), ("e2b", "bf16", 1.07, 1.37)],
-)  # fmt: skip
+    [
+        ("31b", "bf16", 14.49, 18.60),
+        ("31b", "int4", 4.37, 5.61),
+        ("26b-a4b", "bf16", 1.83, 2.35),
+        ("e4b", "fp8", 1.10, 1.41),
+        ("e2b", "bf16", 1.07, 1.37),
+    ],
+)
 def test_the_floor_of_a_step(name: str, form: str, h200: float, h100: float) -> None:
     """The table's milliseconds at 4.3 and 3.35 TB/s, one row, 1k."""
     costs = decode_costs(graph(name), 1024, weights=form)
@@ -488,11 +515,13 @@ def test_cache_reads_at_128k_from_one_tensor(name: str, gb: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "percent"),
-    [("31b", {"attention": 28, "mlp": 68, "head": 5}),
-     ("26b-a4b", {"attention": 29, "mlp": 14, "experts": 37, "head": 19}),
-     ("e4b", {"attention": 13, "mlp": 71, "ple": 2, "head": 14}),
-     ("e2b", {"attention": 12, "mlp": 68, "ple": 2, "head": 18})],
-)  # fmt: skip
+    [
+        ("31b", {"attention": 28, "mlp": 68, "head": 5}),
+        ("26b-a4b", {"attention": 29, "mlp": 14, "experts": 37, "head": 19}),
+        ("e4b", {"attention": 13, "mlp": 71, "ple": 2, "head": 14}),
+        ("e2b", {"attention": 12, "mlp": 68, "ple": 2, "head": 18}),
+    ],
+)
 def test_shares_of_the_bytes_of_one_row(name: str, percent: dict[str, float]) -> None:
     """Printed to a percent; the router, 0.3 % of the 26B, is not among its experts there."""
     costs = decode_costs(graph(name, skip=("fuse_moe",)), 1)
@@ -574,10 +603,17 @@ def test_a_roof_is_positive(rates: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"B": 0}, "B=0"), ({"B": -3}, "B=-3"), ({"C": -1}, "C=-1"), ({"S": 0}, "S=0"),
-     ({"B": 1.5}, "B=1.5"), ({"experts": 0}, "experts=0"), ({"experts": math.nan}, "experts=nan"),
-     ({"weights": "q4"}, "'q4': one of f32, bf16")],
-)  # fmt: skip
+    [
+        ({"B": 0}, "B=0"),
+        ({"B": -3}, "B=-3"),
+        ({"C": -1}, "C=-1"),
+        ({"S": 0}, "S=0"),
+        ({"B": 1.5}, "B=1.5"),
+        ({"experts": 0}, "experts=0"),
+        ({"experts": math.nan}, "experts=nan"),
+        ({"weights": "q4"}, "'q4': one of f32, bf16"),
+    ],
+)
 def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         graph_costs(graph("tiny-moe"), **options)
@@ -597,9 +633,20 @@ def test_bad_chunks_are_refused(tokens: int, chunk: int) -> None:
 def test_the_cards() -> None:
     stems = {name.rpartition("-")[0] for name in GPUS}
     assert stems == {
-        "h100", "h100-pcie", "h100-nvl", "h200", "b200", "a100", "a6000", "l40s",
-        "rtx5090", "rtx4090", "rtx4070ti", "rtx4070", "rtx4060",
-    }  # fmt: skip
+        "h100",
+        "h100-pcie",
+        "h100-nvl",
+        "h200",
+        "b200",
+        "a100",
+        "a6000",
+        "l40s",
+        "rtx5090",
+        "rtx4090",
+        "rtx4070ti",
+        "rtx4070",
+        "rtx4060",
+    }
     for name, gpu in GPUS.items():
         sold = int(re.fullmatch(r".*-(\d+)gb", name)[1])  # type: ignore[index]
         assert gpu.name == name and gpu.source
@@ -609,22 +656,37 @@ def test_the_cards() -> None:
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [(n, n) for n in GPUS] + [
-        ("H100", "h100-80gb"), (" h200 ", "h200-141gb"), ("RTX 4090", "rtx4090-24gb"),
-        ("rtx_4070_ti", "rtx4070ti-12gb"), ("4070", "rtx4070-12gb"), ("A6000", "a6000-48gb"),
-        ("H100 80GB", "h100-80gb"), ("h100-NVL", "h100-nvl-94gb"),
+    [(n, n) for n in GPUS]
+    + [
+        ("H100", "h100-80gb"),
+        (" h200 ", "h200-141gb"),
+        ("RTX 4090", "rtx4090-24gb"),
+        ("rtx_4070_ti", "rtx4070ti-12gb"),
+        ("4070", "rtx4070-12gb"),
+        ("A6000", "a6000-48gb"),
+        ("H100 80GB", "h100-80gb"),
+        ("h100-NVL", "h100-nvl-94gb"),
     ],
-)  # fmt: skip
+)
 def test_a_card_by_name(text: str, name: str) -> None:
     assert find_gpu(text) is GPUS[name]
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 * 2**30), ("80e9", 80 * 10**9), ("80GB", 80 * 10**9),
-     ("85520809984", 85520809984), ("1.5 TB", 15 * 10**11), ("0.5MiB", 2**19), ("7b", 7),
-     ("16g", 16 * 10**9), ("3 ki", 3072), ("1e+9B", 10**9)],
-)  # fmt: skip
+    [
+        ("24GiB", 24 * 2**30),
+        ("80e9", 80 * 10**9),
+        ("80GB", 80 * 10**9),
+        ("85520809984", 85520809984),
+        ("1.5 TB", 15 * 10**11),
+        ("0.5MiB", 2**19),
+        ("7b", 7),
+        ("16g", 16 * 10**9),
+        ("3 ki", 3072),
+        ("1e+9B", 10**9),
+    ],
+)
 def test_a_device_by_size(text: str, size: int) -> None:
     gpu = find_gpu(text)
     assert (gpu.memory_bytes, gpu.bytes_per_s) == (size, None)
@@ -634,13 +696,22 @@ def test_a_device_by_size(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("h300", "unknown GPU 'h300': one of h100-80gb"), ("", "or a size such as 24GiB"),
-     ("a100", "a100-40gb or a100-80gb"), ("nan", "unknown GPU"), ("0", "between 1 byte"),
-     ("0GB", "between 1 byte"), ("-4GiB", "expected bytes above 0"), ("1e999", "between 1 byte"),
-     ("1e99999999999", "expected bytes above 0"), ("24 parsecs", "expected bytes above 0"),
-     ("1.0000001kB", "no whole number"), ("9" * 5000, "expected bytes above 0"),
-     ("24GiB\n5", "expected bytes above 0")],
-)  # fmt: skip
+    [
+        ("h300", "unknown GPU 'h300': one of h100-80gb"),
+        ("", "or a size such as 24GiB"),
+        ("a100", "a100-40gb or a100-80gb"),
+        ("nan", "unknown GPU"),
+        ("0", "between 1 byte"),
+        ("0GB", "between 1 byte"),
+        ("-4GiB", "expected bytes above 0"),
+        ("1e999", "between 1 byte"),
+        ("1e99999999999", "expected bytes above 0"),
+        ("24 parsecs", "expected bytes above 0"),
+        ("1.0000001kB", "no whole number"),
+        ("9" * 5000, "expected bytes above 0"),
+        ("24GiB\n5", "expected bytes above 0"),
+    ],
+)
 def test_bad_gpus(text: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)) as e:
         find_gpu(text)
@@ -695,8 +766,20 @@ def test_show_cost_says_what_the_model_says() -> None:
 
 
 def test_show_cost_of_a_prompt() -> None:
-    words = ("--variant", "e2b", "--phase", "prefill", "--chunk", "512", "--context", "2000",
-             "--bandwidth", "3e12", "--flop-rate", "8e14")  # fmt: skip
+    words = (
+        "--variant",
+        "e2b",
+        "--phase",
+        "prefill",
+        "--chunk",
+        "512",
+        "--context",
+        "2000",
+        "--bandwidth",
+        "3e12",
+        "--flop-rate",
+        "8e14",
+    )
     report = shown(*words)
     chunks = prefill_chunks(graph("e2b", "prefill"), 2000, 512)
     roof = Roof(3e12, 8e14)
@@ -732,20 +815,25 @@ def test_show_cost_at_any_stage_and_of_an_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(("--batch", "0"), "--batch '0': expected a number above 0"),
-     (("--batch", "9" * 400), "expected a number above 0"),
-     (("--chunk=-5", "--phase", "prefill"), "--chunk '-5': expected"),
-     (("--context", "2K"), "--context 2048: tiny-moe has 1024 positions"),
-     (("--phase", "prefill", "--chunk", "2000"), "--chunk 2000: tiny-moe has 1024 positions"),
-     (("--phase", "prefill", "--chunk", "9", "--context", "8"), "--chunk 9 is more than"),
-     (("--chunk", "4"), "--chunk means nothing in phase decode"),
-     (("--phase", "embed", "--context", "4"), "--context means nothing in phase embed"),
-     (("--gpu", "gtx"), "unknown GPU 'gtx'"), (("--gpu", "24GiB"), "name a card"),
-     (("--bandwidth", "0", "--flop-rate", "1"), "--bandwidth 0.0: expected a positive"),
-     (("--bandwidth", "nan"), "--bandwidth nan"), (("--flop-rate", "1e9"), "go together"),
-     (("--weights", "q4"), "unknown weight format 'q4'"),
-     (("--layer", "99"), "--layer 99"), (("--why", "fuse_qkv"), "--cost or --why")],
-)  # fmt: skip
+    [
+        (("--batch", "0"), "--batch '0': expected a number above 0"),
+        (("--batch", "9" * 400), "expected a number above 0"),
+        (("--chunk=-5", "--phase", "prefill"), "--chunk '-5': expected"),
+        (("--context", "2K"), "--context 2048: tiny-moe has 1024 positions"),
+        (("--phase", "prefill", "--chunk", "2000"), "--chunk 2000: tiny-moe has 1024 positions"),
+        (("--phase", "prefill", "--chunk", "9", "--context", "8"), "--chunk 9 is more than"),
+        (("--chunk", "4"), "--chunk means nothing in phase decode"),
+        (("--phase", "embed", "--context", "4"), "--context means nothing in phase embed"),
+        (("--gpu", "gtx"), "unknown GPU 'gtx'"),
+        (("--gpu", "24GiB"), "name a card"),
+        (("--bandwidth", "0", "--flop-rate", "1"), "--bandwidth 0.0: expected a positive"),
+        (("--bandwidth", "nan"), "--bandwidth nan"),
+        (("--flop-rate", "1e9"), "go together"),
+        (("--weights", "q4"), "unknown weight format 'q4'"),
+        (("--layer", "99"), "--layer 99"),
+        (("--why", "fuse_qkv"), "--cost or --why"),
+    ],
+)
 def test_show_cost_refuses(words: tuple[str, ...], message: str) -> None:
     assert message in refused("show", "--variant", "tiny-moe", "--cost", *words)
 

@@ -31,12 +31,15 @@ def test_operands_in_fp64_are_counted() -> None:
     assert wide_numbers(PTX.replace(".param .f32", ".param .f64")) == 1
 
 
-@pytest.mark.parametrize(("kernels", "error", "said"), [
-    ((), "torch: a segment does not compile", "FAILED"),
-    ((Kernel("fine", 40, 0, 0), Kernel("spills", 255, 16, 0)), "", "FAILED spills"),
-    ((Kernel("wide", 40, 0, 2),), "", "FAILED wide"),
-    ((Kernel("fine", 40, 0, 0),), "", "ok"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernels", "error", "said"),
+    [
+        ((), "torch: a segment does not compile", "FAILED"),
+        ((Kernel("fine", 40, 0, 0), Kernel("spills", 255, 16, 0)), "", "FAILED spills"),
+        ((Kernel("wide", 40, 0, 2),), "", "FAILED wide"),
+        ((Kernel("fine", 40, 0, 0),), "", "ok"),
+    ],
+)
 def test_what_a_line_says(kernels: tuple[Kernel, ...], error: str, said: str) -> None:
     built = Built(Program("e2b", "decode", 1, "0 linear", ""), kernels, error, 1.0)
     first, *rest = line(built).splitlines()

@@ -44,10 +44,14 @@ def test_what_torch_finds_itself_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
-@pytest.mark.parametrize(("place", "whose"), [
-    ("usr/local/cuda/include", "root"), ("nvidia/cu13/include", "wheels"),
-    ("triton/backends/nvidia/include", "wheels"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "whose"),
+    [
+        ("usr/local/cuda/include", "root"),
+        ("nvidia/cu13/include", "wheels"),
+        ("triton/backends/nvidia/include", "wheels"),
+    ],
+)
 def test_headers_and_driver_elsewhere(tmp_path: Path, place: str, whose: str) -> None:
     """They are made a toolkit, once; a driver by another name is linked with as libcuda.so."""
     include = headers(tmp_path / whose / place)
@@ -57,7 +61,7 @@ def test_headers_and_driver_elsewhere(tmp_path: Path, place: str, whose: str) ->
     found = [
         toolkit(NOTHING, tmp_path / "root", tmp_path / "wheels", [missing, driver])
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     home = found[0]
     assert home and found[1] == home
     assert (home / "include").resolve() == include

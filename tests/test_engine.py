@@ -23,18 +23,24 @@ from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import g4ir
-from g4ir import packing
-from g4ir.checkpoint import Checkpoint
-from g4ir.engine import Engine, load_engine, prepare
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error, InputError
-from g4ir.packing import MadeParams, RowTable, StoredParams
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import load_spec
+from g4ir.spec.record import load_spec
+from g4ir.weights import pack as packing
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.pack import MadeParams, RowTable, StoredParams
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.engines import agrees, random_checkpoint, resigned, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
-SIDE = {"tokenizer.json": Tokenizer(WordLevel({"a": 0}, "a")).to_str(),
-        "generation_config.json": '{"eos_token_id": [1]}', "chat_template.jinja": "hi"}  # fmt: skip
+SIDE = {
+    "tokenizer.json": Tokenizer(WordLevel({"a": 0}, "a")).to_str(),
+    "generation_config.json": '{"eos_token_id": [1]}',
+    "chat_template.jinja": "hi",
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +95,29 @@ def test_directory(built: Engine) -> None:
 def test_manifest(built: Engine) -> None:
     m = json.loads((built.path / "manifest.json").read_text())
     assert set(m) == {
-        "format", "g4ir", "variant", "spec_digest", "backend", "device", "machine", "dtype",
-        "limits", "all_logits", "skipped_passes", "options", "settings", "ple_placement", "media",
-        "graphs", "weights", "compiled", "versions", "notes", "files", "digest",
-    }  # fmt: skip
+        "format",
+        "g4ir",
+        "variant",
+        "spec_digest",
+        "backend",
+        "device",
+        "machine",
+        "dtype",
+        "limits",
+        "all_logits",
+        "skipped_passes",
+        "options",
+        "settings",
+        "ple_placement",
+        "media",
+        "graphs",
+        "weights",
+        "compiled",
+        "versions",
+        "notes",
+        "files",
+        "digest",
+    }
     assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
     assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")
     assert m["weights"] == {"kind": "packed"} and m["spec_digest"] == built.spec.digest()
@@ -122,7 +147,7 @@ def test_packed_weights_are_what_the_prologue_makes(built: Engine, checkpoint: P
 def test_weights_in_shards(
     checkpoint: Path, built: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("g4ir.engine.build.SHARD_BYTES", 100_000)
     sharded = small(tmp_path / "sharded", checkpoint=checkpoint)
     assert sum(n.startswith("weights-") for n in names(sharded.path)) > 3
     agrees(answer(sharded), answer(built))
@@ -133,9 +158,12 @@ def test_building_twice_gives_the_same_files(engines: Any, tmp_path: Path, backe
     """Same graphs, weights and programs; nothing in a manifest depends on the day."""
     first, options = engines(backend, "tiny-moe"), {"max_seq": 128, "prefill_chunk": 24}
     second = g4ir.build(
-        None, tmp_path / "again", checkpoint=engines.checkpoint("tiny-moe"), backend=backend,
+        None,
+        tmp_path / "again",
+        checkpoint=engines.checkpoint("tiny-moe"),
+        backend=backend,
         **options,
-    )  # fmt: skip
+    )
     a, b = first.manifest, second.manifest
     assert list(a["files"]) == list(b["files"]) and a["compiled"] == b["compiled"]
     for name, kept in a["files"].items():
@@ -176,9 +204,7 @@ def test_random_weights_are_not_stored(tmp_path: Path) -> None:
 def test_random_weights_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     """The same seed, written as a checkpoint and packed."""
     spec = load_spec("tiny-moe")
-    g4ir.checkpoint.write_checkpoint(
-        tmp_path / "c", spec, RandomCheckpoint(spec, 5, torch.float32), shards=3
-    )
+    write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 5, torch.float32), shards=3)
     packed = small(tmp_path / "p", checkpoint=tmp_path / "c")
     random = small(tmp_path / "r", "tiny-moe", random_weights=5)
     for name in random.program.params():
@@ -191,9 +217,14 @@ def test_linked_weights(engines: Any, tmp_path: Path, backend: str) -> None:
     """No copies; a checkpoint that has moved or changed is named."""
     source = Path(shutil.copytree(engines.checkpoint("tiny-moe"), tmp_path / "source"))
     engine = g4ir.build(
-        None, tmp_path / "linked", checkpoint=source, backend=backend, link_weights=True,
-        max_seq=128, prefill_chunk=24,
-    )  # fmt: skip
+        None,
+        tmp_path / "linked",
+        checkpoint=source,
+        backend=backend,
+        link_weights=True,
+        max_seq=128,
+        prefill_chunk=24,
+    )
     assert not any(n.endswith(".safetensors") for n in names(engine.path))
     assert engine.manifest["weights"]["directory"] == str(source.resolve())
     agrees(answer(engine), answer(engines("reference", "tiny-moe")))
@@ -224,11 +255,17 @@ def test_checkpoint_may_go_away_after_packing(
 # --- tables -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
-    {"checkpoint": True}, {"checkpoint": True, "link_weights": True},
-    {"spec": "tiny-ple", "random_weights": 2}, {"checkpoint": True, "dtype": "bfloat16"},
-    {"spec": "tiny-ple", "random_weights": 2, "dtype": "bfloat16"},
-], ids=["packed", "linked", "random", "cast", "random bf16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint": True},
+        {"checkpoint": True, "link_weights": True},
+        {"spec": "tiny-ple", "random_weights": 2},
+        {"checkpoint": True, "dtype": "bfloat16"},
+        {"spec": "tiny-ple", "random_weights": 2, "dtype": "bfloat16"},
+    ],
+    ids=["packed", "linked", "random", "cast", "random bf16"],
+)
 def test_large_tables_are_read_by_rows(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -300,22 +337,24 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.device.type == "meta":
             self.nbytes += out.nbytes
         return out
 
 
-@pytest.mark.parametrize("placement, on_device", [("device", True), ("host", False),
-                                                  ("mmap", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "placement, on_device", [("device", True), ("host", False), ("mmap", False)]
+)
 @pytest.mark.parametrize("table_bytes", [1000, 1 << 28])
 def test_only_the_device_placement_allocates_the_table_there(
-    built: Engine, monkeypatch: pytest.MonkeyPatch, placement: str, on_device: bool,
+    built: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    on_device: bool,
     table_bytes: int,
-) -> None:  # fmt: skip
+) -> None:
     """`meta` stands for a device with memory of its own."""
     monkeypatch.setattr(packing, "TABLE_BYTES", table_bytes)
     v = built.program.params()["ple.table"]
@@ -328,9 +367,13 @@ def test_only_the_device_placement_allocates_the_table_there(
         assert seen.nbytes == 0 and rows.device.type == "cpu"
 
 
-@pytest.mark.parametrize("spec, placement, message", [
-    ("tiny-ple", "disk", "device, host, mmap"), ("tiny-dense", "host", "no per-layer embeddings"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, placement, message",
+    [
+        ("tiny-ple", "disk", "device, host, mmap"),
+        ("tiny-dense", "host", "no per-layer embeddings"),
+    ],
+)
 def test_wrong_placements(tmp_path: Path, spec: str, placement: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         small(tmp_path / "engine", spec=spec, random_weights=0, ple_placement=placement)
@@ -375,15 +418,18 @@ def test_weights_are_checked_unless_told_otherwise(copied: Path) -> None:
         load_engine(copied, check_weights=False)
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda m: m.update(format=99), "format 99"),
-    (lambda m: m.update(backend="tpu"), "tpu"),
-    (lambda m: m.update(machine="riscv rv64 v"), "another machine"),
-    (lambda m: m.update(device="cuda", machine="cuda sm_90"), "cuda"),
-    (lambda m: m.update(graphs=["embed", "../x"]), "graph.../x.g4ir is not among"),
-    (lambda m: m.pop("weights"), "weights"),
-    (lambda m: m["files"].pop("spec.yaml"), "spec.yaml is not among its files"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m.update(format=99), "format 99"),
+        (lambda m: m.update(backend="tpu"), "tpu"),
+        (lambda m: m.update(machine="riscv rv64 v"), "another machine"),
+        (lambda m: m.update(device="cuda", machine="cuda sm_90"), "cuda"),
+        (lambda m: m.update(graphs=["embed", "../x"]), "graph.../x.g4ir is not among"),
+        (lambda m: m.pop("weights"), "weights"),
+        (lambda m: m["files"].pop("spec.yaml"), "spec.yaml is not among its files"),
+    ],
+)
 def test_manifests_of_elsewhere(copied: Path, change: Any, message: str) -> None:
     """Well signed, and still not for this g4ir or this machine."""
     resigned(copied, change)
@@ -391,9 +437,14 @@ def test_manifests_of_elsewhere(copied: Path, change: Any, message: str) -> None
         load_engine(copied)
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: p.mkdir(), lambda p: p.write_text("x"), lambda p: p.symlink_to("nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: p.mkdir(),
+        lambda p: p.write_text("x"),
+        lambda p: p.symlink_to("nowhere"),
+    ],
+)
 def test_output_that_exists(tmp_path: Path, make: Any) -> None:
     out = tmp_path / "out"
     make(out)
@@ -410,14 +461,22 @@ def test_no_engine_directory(tmp_path: Path, path: str) -> None:
         load_engine(tmp_path / path)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"backend": "tpu"}, "unknown backend 'tpu'"), ({"device": "tpu"}, "'tpu'"),
-    ({"dtype": "int8"}, "int8"), ({"max_batch": 0}, "max-batch 0"),
-    ({"max_seq": 5000}, "max-seq 5000"),
-    ({"prefill_chunk": 0}, "prefill-chunk 0"), ({"skip": ["fuse_all"]}, "fuse_all"),
-    ({"random_weights": -1}, "random-weights -1"), ({"checkpoint": "."}, "either a checkpoint or"),
-    ({"random_weights": None}, "no hub id"), ({"random_weights": None, "checkpoint": "/x"}, "/x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
+        ({"device": "tpu"}, "'tpu'"),
+        ({"dtype": "int8"}, "int8"),
+        ({"max_batch": 0}, "max-batch 0"),
+        ({"max_seq": 5000}, "max-seq 5000"),
+        ({"prefill_chunk": 0}, "prefill-chunk 0"),
+        ({"skip": ["fuse_all"]}, "fuse_all"),
+        ({"random_weights": -1}, "random-weights -1"),
+        ({"checkpoint": "."}, "either a checkpoint or"),
+        ({"random_weights": None}, "no hub id"),
+        ({"random_weights": None, "checkpoint": "/x"}, "/x"),
+    ],
+)
 def test_wrong_requests_leave_nothing(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
@@ -467,9 +526,12 @@ def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
     for name in ("CC", "CXX"):
         env.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(engine.path)], env=env, capture_output=True, text=True,
+        [sys.executable, "-c", USE, str(engine.path)],
+        env=env,
+        capture_output=True,
+        text=True,
         timeout=200,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == engine.generate([2, 5, 7], 5, stop_ids=())
     assert not done.stderr and not list(tmp_path.iterdir())
@@ -478,7 +540,7 @@ def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
 def test_public_names_stay_what_they_are() -> None:
     """Modules of the same name do not hide functions of the package."""
     code = (
-        "import g4ir, g4ir.interpret, g4ir.engine, g4ir.compare, g4ir.cli\n"
+        "import g4ir, g4ir.ir.interpret, g4ir.engine.build, g4ir.check.logits, g4ir.cli\n"
         "for name in g4ir.__all__:\n"
         "    assert type(getattr(g4ir, name)).__name__ != 'module', name\n"
         "    assert type(getattr(g4ir, name)).__name__ != 'module', name"
@@ -529,19 +591,22 @@ def test_an_engine_that_was_closed_says_so(checkpoint: Path, tmp_path: Path) -> 
         session = engine.session()
         logits = session.prefill([[2, 5]])
     for use in (
-        lambda: engine.generate([2, 5], 2), lambda: engine.session(),
+        lambda: engine.generate([2, 5], 2),
+        lambda: engine.session(),
         lambda: session.decode(logits.argmax(-1)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=f"^{engine.path}: this engine was closed; load it"):
             use()
     engine.close()  # once more does nothing
 
 
 PROMPTS: dict[str, Any] = {
-    "an array": np.array([2, 5, 7]), "a narrow one": np.array([2, 5, 7], np.int32),
-    "a tensor": torch.tensor([2, 5, 7]), "a tuple": (2, 5, 7),
+    "an array": np.array([2, 5, 7]),
+    "a narrow one": np.array([2, 5, 7], np.int32),
+    "a tensor": torch.tensor([2, 5, 7]),
+    "a tuple": (2, 5, 7),
     "a list of its numbers": list(np.array([2, 5, 7])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PROMPTS)
@@ -550,11 +615,17 @@ def test_prompts_of_other_types(case: str, built: Engine) -> None:
     assert built.generate([PROMPTS[case]], 3) == built.generate([[2, 5, 7]], 3)
 
 
-@pytest.mark.parametrize(("prompt", "words"), [
-    ("text", r"found text; encode it .*engine\.tokenizer\(\)"), (["a", "b"], "found text; encode"),
-    (5, "found int; expected a list of ids"), (None, "found NoneType"),
-    (np.array([2.0, 5.0]), "token 2.0 at index 0"), ([2, [5]], "or a list of such lists"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("text", r"found text; encode it .*engine\.tokenizer\(\)"),
+        (["a", "b"], "found text; encode"),
+        (5, "found int; expected a list of ids"),
+        (None, "found NoneType"),
+        (np.array([2.0, 5.0]), "token 2.0 at index 0"),
+        ([2, [5]], "or a list of such lists"),
+    ],
+)
 def test_prompts_that_are_none(prompt: Any, words: str, built: Engine) -> None:
     with pytest.raises(InputError, match=words):
         built.generate(prompt, 3)
@@ -584,8 +655,9 @@ def test_linked_shards_in_folders(tmp_path: Path) -> None:
     file = (source / "model.safetensors").rename(source / "deep" / "a.safetensors")
     weight_map = dict.fromkeys(load_file(file), "deep/a.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    engine = g4ir.build(None, tmp_path / "e", checkpoint=source, backend="reference",
-                        link_weights=True, max_seq=64)  # fmt: skip
+    engine = g4ir.build(
+        None, tmp_path / "e", checkpoint=source, backend="reference", link_weights=True, max_seq=64
+    )
     assert engine.manifest["weights"]["files"].keys() == {"deep/a.safetensors"}
     assert load_engine(engine.path, check_weights=False)
 
@@ -593,6 +665,12 @@ def test_linked_shards_in_folders(tmp_path: Path) -> None:
 def test_an_engine_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     source = random_checkpoint(tmp_path / "so\turce", "tiny-dense")
     with pytest.raises(EngineError, match=r"could not be read again.*plain names"):
-        g4ir.build(None, tmp_path / "e", checkpoint=source, backend="reference",
-                   link_weights=True, max_seq=64)  # fmt: skip
+        g4ir.build(
+            None,
+            tmp_path / "e",
+            checkpoint=source,
+            backend="reference",
+            link_weights=True,
+            max_seq=64,
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["so\turce"]

@@ -9,16 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g4ir.checkpoint import write_checkpoint
-from g4ir.compare import verify_engine
-from g4ir.distance import row_errors
-from g4ir.engine import Engine, build
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.engine.build import build
+from g4ir.engine.engine import Engine
+from g4ir.engine.responder import Failure, Responder, Result
 from g4ir.errors import CheckError, WeightsError
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.requests import Desk, Failure, Result
-from g4ir.sampling import Sampler, Sampling
-from g4ir.spec import load_spec
-from g4ir.stages import verify_each_pass
+from g4ir.ir.distance import row_errors
+from g4ir.spec.record import load_spec
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir
 
 NORM = "layers.2.post_feedforward_layernorm.weight"
@@ -41,9 +42,14 @@ def large_checkpoint(folder: Path, value: float) -> Path:
 def built(folder: Path, dtype: str, value: float = 60_000.0) -> Engine:
     checkpoint = large_checkpoint(folder / "checkpoint", value)
     return build(
-        load_spec("tiny-dense"), folder / dtype, checkpoint=checkpoint, backend="reference",
-        dtype=dtype, max_seq=64, prefill_chunk=16,
-    )  # fmt: skip
+        load_spec("tiny-dense"),
+        folder / dtype,
+        checkpoint=checkpoint,
+        backend="reference",
+        dtype=dtype,
+        max_seq=64,
+        prefill_chunk=16,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +130,19 @@ def test_no_pass_is_blamed(narrow: Engine) -> None:
         verify_each_pass(narrow)
 
 
-def answered(desk: Desk) -> Result | Failure:
-    (answer,) = desk.answer_lines(io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x")
+def answered(responder: Responder) -> Result | Failure:
+    (answer,) = responder.answer_lines(
+        io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x"
+    )
     return answer
 
 
 def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(narrow)
-    failed = answered(desk)
+    responder = Responder(narrow)
+    failed = answered(responder)
     assert isinstance(failed, Failure) and ADVICE in failed.error
-    monkeypatch.setattr(desk.session, "_finite", lambda logits: logits.nan_to_num())
-    assert isinstance(answered(desk), Result)
+    monkeypatch.setattr(responder.session, "_finite", lambda logits: logits.nan_to_num())
+    assert isinstance(answered(responder), Result)
 
 
 def test_weight_that_does_not_fit(tmp_path: Path) -> None:

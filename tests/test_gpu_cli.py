@@ -14,10 +14,10 @@ from g4ir.backends.torch_compile.kernel_table import OTHER, unmeasured
 from g4ir.backends.torch_compile.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError
-from g4ir.ir import split_prologue
-from g4ir.model import build_program
-from g4ir.pipeline import run_program
-from g4ir.spec import load_spec
+from g4ir.ir.graph import split_prologue
+from g4ir.model.text import build_program
+from g4ir.passes import run_program
+from g4ir.spec.record import load_spec
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -68,26 +68,38 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("decode_attention" in x and x.endswith("estimated") for x in lines)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--gpu", "rtx4090"], "h100 and h200"), (["--gpu", "24GiB"], "h100 and h200"),
-    (["--cost"], "--cost or --kernels"), (["--context", "4K"], "--context needs --cost"),
-    (["--batch", "0"], "--batch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "rtx4090"], "h100 and h200"),
+        (["--gpu", "24GiB"], "h100 and h200"),
+        (["--cost"], "--cost or --kernels"),
+        (["--context", "4K"], "--context needs --cost"),
+        (["--batch", "0"], "--batch"),
+    ],
+)
 def test_bad_kernels(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["show", "--variant", "e2b", "--kernels", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [
-    (["--variant", "e2b"], 3, "no CUDA device"), ([], 2, "--variant or --spec"),
-    (["--variant", "e2b", "--latent-kv", "x"], 2, "off, value, raw"),
-    (["--variant", "e2b", "--batch", "-1"], 2, "--batch"),
-    (["--variant", "e2c"], 2, "e2b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--variant", "e2b"], 3, "no CUDA device"),
+        ([], 2, "--variant or --spec"),
+        (["--variant", "e2b", "--latent-kv", "x"], 2, "off, value, raw"),
+        (["--variant", "e2b", "--batch", "-1"], 2, "--batch"),
+        (["--variant", "e2c"], 2, "e2b"),
+    ],
+)
 def test_tune_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str],
-    code: int, said: str,
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", *words]) == code
     assert said in capsys.readouterr().err

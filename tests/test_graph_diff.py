@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from g4ir.graph_diff import Change, diff_graphs, diff_text
-from g4ir.ir import Graph
-from g4ir.model import build_graph
-from g4ir.pipeline import PASSES, run_passes
-from g4ir.spec import load_spec
-from g4ir.text import parse_graph
+from g4ir.ir.diff import Change, diff_graphs, diff_text
+from g4ir.ir.graph import Graph
+from g4ir.ir.text import parse_graph
+from g4ir.model.text import build_graph
+from g4ir.passes import PASSES, run_passes
+from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 
 BEFORE = """graph g {
@@ -45,8 +45,10 @@ def test_equal_graphs() -> None:
 
 
 def test_types_are_shown_side_by_side() -> None:
-    g = changed(("%L1.w: f32[4,8]", "%L1.w: f32[5,8]"),
-                ("linear(%x, %L1.w): f32[B,S,4]", "linear(%x, %L1.w): f32[B,S,5]"))  # fmt: skip
+    g = changed(
+        ("%L1.w: f32[4,8]", "%L1.w: f32[5,8]"),
+        ("linear(%x, %L1.w): f32[B,S,4]", "linear(%x, %L1.w): f32[B,S,5]"),
+    )
     changes = diff_graphs(parse_graph(BEFORE), g)
     assert changes[0] == Change(1, "param %L1.w: f32[4,8]", "param %L1.w: f32[5,8]")
     assert diff_text(changes) == (
@@ -55,12 +57,16 @@ def test_types_are_shown_side_by_side() -> None:
 
 
 def test_layers_alike_are_told_once() -> None:
-    g = changed(*(
-        (f"%L{i}.y = linear(%x, %L{i}.w): f32[B,S,4]",
-         f"%L{i}.z = linear(%x, %L{i}.w): f32[B,S,4]\n"
-         f"  %L{i}.y = scale(%L{i}.z) {{value=2.0}}: f32[B,S,4]")
-        for i in (0, 1, 2, 9)
-    ))  # fmt: skip
+    g = changed(
+        *(
+            (
+                f"%L{i}.y = linear(%x, %L{i}.w): f32[B,S,4]",
+                f"%L{i}.z = linear(%x, %L{i}.w): f32[B,S,4]\n"
+                f"  %L{i}.y = scale(%L{i}.z) {{value=2.0}}: f32[B,S,4]",
+            )
+            for i in (0, 1, 2, 9)
+        )
+    )
     assert diff_text(diff_graphs(parse_graph(BEFORE), g)) == (
         "@@ L0 to L2, L9 @@\n"
         "- %L0.y = linear(%x, %L0.w): f32[B,S,4]\n"
@@ -104,8 +110,10 @@ def test_diff_of_a_pass(name: str) -> None:
         assert outcome.err == "g4ir: latent_kv changes nothing in graph prefill\n"
     elif name == "fuse_qkv":
         assert [x for x in lines if x[0] == "@"] == [
-            "@@ L0 @@", "@@ L1 to L3, L5 to L8, L10 to L13 @@", "@@ L4, L9, L14 @@",
-        ]  # fmt: skip
+            "@@ L0 @@",
+            "@@ L1 to L3, L5 to L8, L10 to L13 @@",
+            "@@ L4, L9, L14 @@",
+        ]
     elif name == "plan_cache":
         assert "~ state %L0.k: bf16[C->512,B,1,256]" in lines
         assert "- state %L15.k: bf16[C,B,1,256]" in lines
@@ -123,8 +131,21 @@ def test_diff_of_a_layer_as_json() -> None:
 def test_diff_of_an_engines_pass(tmp_path: Path) -> None:
     """With the options that the engine was built with."""
     out = tmp_path / "e"
-    built = g4ir("build", "--variant", "tiny-dense", "--random-weights", "1", "--backend",
-                 "reference", "--max-seq", "64", "--latent-kv", "raw", "--out", out)  # fmt: skip
+    built = g4ir(
+        "build",
+        "--variant",
+        "tiny-dense",
+        "--random-weights",
+        "1",
+        "--backend",
+        "reference",
+        "--max-seq",
+        "64",
+        "--latent-kv",
+        "raw",
+        "--out",
+        out,
+    )
     assert built.code == 0, built.err
     outcome = g4ir("show", out, "--after", "latent_kv", "--diff")
     assert outcome.code == 0 and "- state %L5.k: f32[C,B,1,64]" in outcome.out
@@ -145,16 +166,19 @@ def test_two_variants() -> None:
     assert "~ param %L7.norm_in: bf16[1536->2560]" in one.out
 
 
-@pytest.mark.parametrize("words, message", [
-    (("--diff",), "--diff: give --after PASS"),
-    (("--diff", "--after", "none"), "--diff: give --after PASS"),
-    (("--diff", "--after", "fuse"), "unknown pass 'fuse'; one of share_rope_tables"),
-    (("--diff", "--after", "fuse_qkv", "--skip", "fuse_qkv"), "the pass is skipped"),
-    (("--diff", "--after", "fuse_qkv", "--layer", "8"), "--layer 8: graph decode has no such"),
-    (("--diff", "--why", "fuse_qkv"), "--diff or --against, or --why"),
-    (("--against", "nothing"), "nothing"),
-    (("--against", "tiny-dense", "--cost"), "--diff or --against, or --why"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--diff",), "--diff: give --after PASS"),
+        (("--diff", "--after", "none"), "--diff: give --after PASS"),
+        (("--diff", "--after", "fuse"), "unknown pass 'fuse'; one of share_rope_tables"),
+        (("--diff", "--after", "fuse_qkv", "--skip", "fuse_qkv"), "the pass is skipped"),
+        (("--diff", "--after", "fuse_qkv", "--layer", "8"), "--layer 8: graph decode has no such"),
+        (("--diff", "--why", "fuse_qkv"), "--diff or --against, or --why"),
+        (("--against", "nothing"), "nothing"),
+        (("--against", "tiny-dense", "--cost"), "--diff or --against, or --why"),
+    ],
+)
 def test_wrong_requests(words: tuple[str, ...], message: str) -> None:
     assert message in refused("show", "--variant", "tiny-ple", *words)
 
@@ -168,12 +192,13 @@ WHY = {
     "fuse_gate_up": ["%L6.mlp.act: packed", "%L6.ple.act: left: %L6.ple is no projection"],
     "fuse_norm_rope": ["%L6.attn.q.rope: fused"],
     "fuse_norm_residual": [
-        "%L6.mid: fused with 1 pre-norms", "%L6.ffn.out: fused with 0 pre-norms",
+        "%L6.mid: fused with 1 pre-norms",
+        "%L6.ffn.out: fused with 0 pre-norms",
         "%L6.ple.out: fused with 1 pre-norms",
     ],
     "plan_cache": ["%L6.k: reads %L2.k", "%L6.v: reads %L2.v"],
     "last_token_only": ["%L6.ple.last: what follows reads only the last row of %L6.ple"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WHY)
@@ -188,9 +213,13 @@ def test_every_layer_is_told(variant: str, name: str) -> None:
     """Each pass says of each layer what it did, or why not."""
     graph = build_graph(load_spec(variant), "prefill")
     told: dict[str, list[str]] = {}
-    run_passes(graph, until=name, note=lambda p, value, reason: (
-        told.setdefault(value.split(".")[0], []).append(reason) if p == name else None
-    ))  # fmt: skip
+    run_passes(
+        graph,
+        until=name,
+        note=lambda p, value, reason: (
+            told.setdefault(value.split(".")[0], []).append(reason) if p == name else None
+        ),
+    )
     layers = load_spec(variant).text.num_hidden_layers
     assert {f"L{i}" for i in range(layers)} <= told.keys()
     assert all(len(reason) > 4 for reasons in told.values() for reason in reasons)

@@ -16,9 +16,11 @@ import torch
 
 from g4ir.backends.torch_compile import host_table
 from g4ir.backends.torch_compile.host_table import HostTable, open_host_table
-from g4ir.engine import Engine, load_engine
-from g4ir.ir import Value
-from g4ir.packing import StoredParams
+from g4ir.engine import load as loading
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.ir.graph import Value
+from g4ir.weights.pack import StoredParams
 
 
 class Cuda:
@@ -70,13 +72,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_table, "gather_host_rows", read_at)
 
 
-@pytest.mark.parametrize("placement, takes, flags", [
-    ("mmap", (FILE, COPY), FILE), ("mmap", (COPY,), COPY), ("host", (FILE, COPY), COPY),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "placement, takes, flags",
+    [
+        ("mmap", (FILE, COPY), FILE),
+        ("mmap", (COPY,), COPY),
+        ("host", (FILE, COPY), COPY),
+    ],
+)
 def test_what_is_registered(
-    engine: Engine, source: StoredParams, monkeypatch: pytest.MonkeyPatch, placement: str,
-    takes: tuple[int, ...], flags: int,
-) -> None:  # fmt: skip
+    engine: Engine,
+    source: StoredParams,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    takes: tuple[int, ...],
+    flags: int,
+) -> None:
     """Whole pages around the table, for as long as it lives; a file that cannot be is copied."""
     cuda = Cuda(takes)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
@@ -98,9 +109,12 @@ def test_what_is_registered(
 
 @pytest.mark.parametrize("placement", ["mmap", "host"])
 def test_what_cannot_be_registered_is_gathered_by_the_host(
-    engine: Engine, source: StoredParams, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, placement: str,
-) -> None:  # fmt: skip
+    engine: Engine,
+    source: StoredParams,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    placement: str,
+) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cuda(()))
     v = table_of(engine)
     with caplog.at_level(logging.WARNING):
@@ -112,9 +126,12 @@ def test_what_cannot_be_registered_is_gathered_by_the_host(
 
 @pytest.mark.parametrize("placement", ["mmap", "host"])
 def test_what_the_gpu_does_not_read_is_gathered_by_the_host(
-    engine: Engine, source: StoredParams, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, placement: str,
-) -> None:  # fmt: skip
+    engine: Engine,
+    source: StoredParams,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    placement: str,
+) -> None:
     """As where there is no C compiler for what triton starts kernels with."""
 
     def fails(*_: Any) -> Any:
@@ -153,12 +170,11 @@ def test_an_engine_on_cuda_takes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """For every table that does not lie on the device."""
-    from g4ir import engine as engines
 
     asked = []
     monkeypatch.setattr(host_table, "open_host_table", lambda *given: asked.append(given) or "it")
     v, runtime = table_of(engine), engine.runtime
-    place = engines._table
+    place = loading._table
     assert place(runtime, engine.runtime.source, v, "mmap", "cuda") == "it"
     assert place(runtime, engine.runtime.source, v, "host", "cuda") == "it"
     assert [given[2:] for given in asked] == [("mmap", "cuda"), ("host", "cuda")]

@@ -28,8 +28,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from g4ir.errors import InputError, MissingError
-from g4ir.media.audio import read_sound
-from g4ir.media.budget import BUDGETS, ImageSettings, fit_image, image_settings, plan_image
 from g4ir.media.images import (
     FORMATS,
     ImageLimits,
@@ -38,6 +36,7 @@ from g4ir.media.images import (
     read_image,
     stack_pictures,
 )
+from g4ir.media.sound import read_sound
 from g4ir.media.videos import (
     FRAMES,
     Video,
@@ -49,7 +48,8 @@ from g4ir.media.videos import (
     sample_frames,
     video_settings,
 )
-from g4ir.spec import load_spec
+from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings, plan_image
+from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 from tests.torchvision_half import find_torchvision
 
@@ -119,9 +119,13 @@ def test_sizes_of_other_geometries(
 
 def same_size(s: ImageSettings, width: int, height: int) -> None:
     size = partial(
-        pil_reference().get_aspect_ratio_preserving_size, height, width, s.patch_size,
-        s.max_patches, s.pooling,
-    )  # fmt: skip
+        pil_reference().get_aspect_ratio_preserving_size,
+        height,
+        width,
+        s.patch_size,
+        s.max_patches,
+        s.pooling,
+    )
     try:
         wanted = size()
     except ValueError:  # for a budget of one, where a rounding takes the last token away
@@ -158,8 +162,13 @@ def test_images_are_the_references(variant: str, budget: int, shape: tuple[int, 
 
 
 @settings(max_examples=60)
-@given(st.integers(4, 900), st.integers(4, 900), st.sampled_from(BUDGETS[:3]), st.integers(0, 99),
-       st.sampled_from(list(KINDS)))  # fmt: skip
+@given(
+    st.integers(4, 900),
+    st.integers(4, 900),
+    st.sampled_from(BUDGETS[:3]),
+    st.integers(0, 99),
+    st.sampled_from(list(KINDS)),
+)
 def test_random_sizes_are_the_references(
     height: int, width: int, budget: int, seed: int, variant: str
 ) -> None:
@@ -266,9 +275,7 @@ def made(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_are_read_as_the_reference_reads_them(
-    tmp_path: Path, format: str, mode: str
-) -> None:
+def test_files_are_read_as_the_reference_reads_them(tmp_path: Path, format: str, mode: str) -> None:
     path = tmp_path / f"a.{SUFFIXES[format]}"
     image = made(mode)
     if mode in ("RGBA", "LA"):
@@ -314,8 +321,13 @@ def encoded(format: str = "PNG") -> bytes:
 def png_of(width: int, height: int) -> bytes:
     """A PNG that announces another size."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head
-            + struct.pack(">I", zlib.crc32(head)) + encoded()[33:])  # fmt: skip
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + head
+        + struct.pack(">I", zlib.crc32(head))
+        + encoded()[33:]
+    )
 
 
 BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -383,9 +395,7 @@ def test_no_broken_file_gets_another_error(
         assert pixels.ndim == 3 and pixels.size
 
 
-def test_what_is_not_installed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(encoded())
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -401,9 +411,13 @@ def test_what_is_not_installed_is_named(
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize(
     "total, frames, size, budget",
-    [(40, None, (60, 90), 70), (33, 5, (300, 41), 140), (4, 4, (384, 384), 70),
-     (9, 2, (7, 9), 280)],
-)  # fmt: skip
+    [
+        (40, None, (60, 90), 70),
+        (33, 5, (300, 41), 140),
+        (4, 4, (384, 384), 70),
+        (9, 2, (7, 9), 280),
+    ],
+)
 def test_videos_are_the_references(
     variant: str, total: int, frames: int | None, size: tuple[int, int], budget: int
 ) -> None:
@@ -411,12 +425,14 @@ def test_videos_are_the_references(
     metadata = {"total_num_frames": total, "fps": 0.7}
     asked = {} if frames is None else {"num_frames": frames}
     wanted = processor(variant, "video")(
-        pixels, video_metadata=[metadata], return_metadata=True, max_soft_tokens=budget,
-        return_tensors="pt", **asked,
-    )  # fmt: skip
-    found = prepare_video(
-        Video(pixels, 0.7), video_settings(load_spec(variant), budget), frames
+        pixels,
+        video_metadata=[metadata],
+        return_metadata=True,
+        max_soft_tokens=budget,
+        return_tensors="pt",
+        **asked,
     )
+    found = prepare_video(Video(pixels, 0.7), video_settings(load_spec(variant), budget), frames)
     assert np.array_equal(found.patches, wanted["pixel_values_videos"][0].numpy())
     assert np.array_equal(found.positions, wanted["video_position_ids"][0].numpy())
     assert found.soft_tokens == int(wanted["num_soft_tokens_per_video"][0])
@@ -479,9 +495,10 @@ def test_bad_videos() -> None:
         (Video(frames[0], 1.0), "expected .frames, height, width, 3"),
         (Video(frames / 2, 1.0), "float64 pixels"),
         (Video(frames[:0], 1.0), "no frames"),
-        (Video(frames, 0.0), "frames per second"), (Video(frames, math.nan), "frames per second"),
+        (Video(frames, 0.0), "frames per second"),
+        (Video(frames, math.nan), "frames per second"),
         (Video(frames, 1.0, (0, 1)), "4 frames at 2 indices"),
-    ]  # fmt: skip
+    ]
     for video, message in cases:
         with pytest.raises(InputError, match=f"^video: .*{message}"):
             prepare_video(video, video_settings(load_spec(TOWER)))
@@ -617,11 +634,23 @@ def test_a_plan_is_what_preparing_gives(variant: str, budget: int | None) -> Non
 
 def test_the_planner_on_the_command_line() -> None:
     outcome = g4ir("plan", "--variant", "e2b", "--image", "1920x1080", "--json")
-    assert outcome.code == 0 and json.loads(outcome.out) == {"schema": 1, "images": [{
-        "variant": "e2b", "image": [1920, 1080], "budget": 280, "resized": [1056, 576],
-        "patch_size": 16, "grid": [66, 36], "patches": 2376, "padded_patches": 2520,
-        "soft_tokens": 264, "prefill_tokens": 266,
-    }]}  # fmt: skip
+    assert outcome.code == 0 and json.loads(outcome.out) == {
+        "schema": 1,
+        "images": [
+            {
+                "variant": "e2b",
+                "image": [1920, 1080],
+                "budget": 280,
+                "resized": [1056, 576],
+                "patch_size": 16,
+                "grid": [66, 36],
+                "patches": 2376,
+                "padded_patches": 2520,
+                "soft_tokens": 264,
+                "prefill_tokens": 266,
+            }
+        ],
+    }
     text = g4ir("plan", "--variant", "e2b,31b", "--image", "1920x1080,90x60", "--budget", "70,1120")
     assert text.code == 0 and len(text.out.splitlines()) == 9
     assert "1920x1080      70    528x288" in text.out and "66x36 = 2376" not in text.out
@@ -629,8 +658,10 @@ def test_the_planner_on_the_command_line() -> None:
     assert {x["variant"] for x in json.loads(everyone.out)["images"]} == set(VARIANTS)
 
 
-@pytest.mark.parametrize("size", ["", "1920", "1920x", "0x5", "5x0", "-1x5", "1.5x2", "axb",
-                                  "1x2x3", "99999999x1", "1x2,"])  # fmt: skip
+@pytest.mark.parametrize(
+    "size",
+    ["", "1920", "1920x", "0x5", "5x0", "-1x5", "1.5x2", "axb", "1x2x3", "99999999x1", "1x2,"],
+)
 def test_bad_sizes(size: str) -> None:
     message = refused("plan", "--variant", "e2b", f"--image={size}")
     assert "--image" in message and "such as 1920x1080" in message
@@ -650,7 +681,9 @@ def test_plans_that_make_no_sense() -> None:
 
 
 def test_planning_an_image_needs_no_torch() -> None:
-    code = ("import sys; from g4ir.cli import main; "
-            "main(['plan', '--variant', 'e2b', '--image', '64x64']); "
-            "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), 'imported'")  # fmt: skip
+    code = (
+        "import sys; from g4ir.cli import main; "
+        "main(['plan', '--variant', 'e2b', '--image', '64x64']); "
+        "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), 'imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -29,7 +29,10 @@ def test_in_other_orders(order: str) -> None:
 def interpret(*args: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, *args], cwd=ROOT, text=True, capture_output=True,
+        [*command, *args],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

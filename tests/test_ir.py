@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from g4ir.errors import InputError, VerifyError
-from g4ir.interpret import interpret
-from g4ir.ir import (
+from g4ir.ir.graph import (
     RESULT,
     Builder,
     Graph,
@@ -25,11 +24,12 @@ from g4ir.ir import (
     split_prologue,
     verify,
 )
-from g4ir.model import build_graph, build_program
-from g4ir.pipeline import run_passes
-from g4ir.spec import load_spec
-from g4ir.text import parse_graph
-from g4ir.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
+from g4ir.ir.interpret import interpret
+from g4ir.ir.text import parse_graph
+from g4ir.model.text import build_graph, build_program
+from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
+from g4ir.passes import run_passes
+from g4ir.spec.record import load_spec
 
 X = Type("f32", ("B", 4))
 
@@ -65,9 +65,21 @@ def test_a_type_prints_as_it_reads(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "f32", "f32[", "f32[,4]", "f32[4,]", "f32[4,,4]", "f32[-1]", "f32[4x]", "f32[2.0]",
-     "f33[4]", "f32 [4]", "f32[4] junk"],
-)  # fmt: skip
+    [
+        "",
+        "f32",
+        "f32[",
+        "f32[,4]",
+        "f32[4,]",
+        "f32[4,,4]",
+        "f32[-1]",
+        "f32[4x]",
+        "f32[2.0]",
+        "f33[4]",
+        "f32 [4]",
+        "f32[4] junk",
+    ],
+)
 def test_a_wrong_type_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a type such as|unknown dtype"):
         parse_type(text)
@@ -166,10 +178,12 @@ BROKEN: dict[str, tuple[Callable[[], Graph], str]] = {
         "graph chain: %n0 is defined twice",
     ),
     "source twice": (
-        lambda: replace(chain(), params=(Value("x", X),)), "graph chain: %x is defined twice",
+        lambda: replace(chain(), params=(Value("x", X),)),
+        "graph chain: %x is defined twice",
     ),
     "unknown op": (
-        lambda: _with_node(chain(), 1, op="norm"), "graph chain: %n1: unknown op 'norm'",
+        lambda: _with_node(chain(), 1, op="norm"),
+        "graph chain: %n1: unknown op 'norm'",
     ),
     "attribute missing": (lambda: _with_node(chain(), 1, attrs={}), r"%n1: rms_norm\(%n0: .*eps"),
     "attribute unknown": (
@@ -177,25 +191,30 @@ BROKEN: dict[str, tuple[Callable[[], Graph], str]] = {
         r"%n1: rms_norm\(%n0: f32\[B,4\]\): attribute epsilon=1: expected one of eps",
     ),
     "attribute kind": (
-        lambda: _with_node(chain(), 1, attrs={"eps": "1e-6"}), "eps='1e-6': expected float",
+        lambda: _with_node(chain(), 1, attrs={"eps": "1e-6"}),
+        "eps='1e-6': expected float",
     ),
     "attribute not finite": (
-        lambda: _with_node(chain(), 1, attrs={"eps": float("nan")}), "eps=nan: expected float",
+        lambda: _with_node(chain(), 1, attrs={"eps": float("nan")}),
+        "eps=nan: expected float",
     ),
     "output": (
-        lambda: replace(chain(), outputs=(Value("y", X),)), "output %y is not defined",
+        lambda: replace(chain(), outputs=(Value("y", X),)),
+        "output %y is not defined",
     ),
     "next undefined": (
-        lambda: replace(cached(), next={"k": Value("z", X)}), "next of k %z is not defined",
+        lambda: replace(cached(), next={"k": Value("z", X)}),
+        "next of k %z is not defined",
     ),
     "next of no state": (
-        lambda: replace(chain(), next={"n0": Value("n1", X)}), "next of %n0, which is no state",
+        lambda: replace(chain(), next={"n0": Value("n1", X)}),
+        "next of %n0, which is no state",
     ),
     "next type": (
         lambda: replace(cached(), next={"k": cached().outputs[0]}),
         r"next of %k is bf16\[B,S,2,8\], the state bf16\[C,B,2,8\]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)

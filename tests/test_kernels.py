@@ -57,10 +57,25 @@ def test_special_values() -> None:
 def _library(path: Path, *flags: str) -> ctypes.CDLL:
     source = Path(compiler.__file__).parent / "kernels.c"
     subprocess.run(
-        ["g++", "-x", "c", "-O2", *flags, "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
-         "-fno-trapping-math", "-shared", "-fPIC", "-w", str(source), "-o", str(path)],
+        [
+            "g++",
+            "-x",
+            "c",
+            "-O2",
+            *flags,
+            "-fopenmp",
+            "-fassociative-math",
+            "-fno-signed-zeros",
+            "-fno-trapping-math",
+            "-shared",
+            "-fPIC",
+            "-w",
+            str(source),
+            "-o",
+            str(path),
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return ctypes.CDLL(str(path))
 
 

@@ -19,16 +19,17 @@ import torch
 import g4ir
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.target import Target
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, SpecError
-from g4ir.ir import Builder, Graph, Value
-from g4ir.latent_forms import TABLE, Measured, choose_form, read_table, write_table
+from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ops import OPS
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.passes import PASSES
 from g4ir.passes.latent_kv import FORMS, latent_kv
-from g4ir.pipeline import PASSES
-from g4ir.shrink import shrink
-from g4ir.spec import FULL, SLIDING, Rope, Spec, check_spec, load_spec
-from g4ir.types import Type, torch_dtype
+from g4ir.plan.latent import TABLE, Measured, choose_form, read_table, write_table
+from g4ir.spec.parts import FULL, SLIDING, Rope
+from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.spec.shrink import shrink
 from tests.configs import NAMES, SMALL, few, spec_called
 from tests.oracle import (
     Oracle,
@@ -161,8 +162,9 @@ ALONE = tuple(p for p in PASSES if p != "latent_kv")
 @pytest.mark.parametrize(("name", "form"), SHORT)
 def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:
     oracle = find_oracle(find(name))
-    ragged_rows_agree(oracle, open_session(oracle, 3, oracle.window + 1, False, skip,
-                                           latent_kv=form), 3)  # fmt: skip
+    ragged_rows_agree(
+        oracle, open_session(oracle, 3, oracle.window + 1, False, skip, latent_kv=form), 3
+    )
 
 
 def ragged_rows_agree(oracle: Oracle, session: Any, rows: int) -> None:
@@ -206,10 +208,13 @@ def test_another_weight_shows() -> None:
 
 
 def _with_attrs(g: Graph, changed: dict[str, Any]) -> Graph:
-    return replace(g, nodes=tuple(
-        replace(n, attrs={**n.attrs, **changed}) if n.op == "attention_latent" else n
-        for n in g.nodes
-    ))  # fmt: skip
+    return replace(
+        g,
+        nodes=tuple(
+            replace(n, attrs={**n.attrs, **changed}) if n.op == "attention_latent" else n
+            for n in g.nodes
+        ),
+    )
 
 
 def test_an_unknown_form_is_refused() -> None:
@@ -225,8 +230,9 @@ NORM = {"eps": 1e-6}
 
 def held_rows(form: str, kind: str, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor) -> Any:
     """(rows of the form, K and V) of a projection [B,S,n,d] at positions [B,S], by the ops."""
-    ref = {n: OPS[n].reference for n in ("rms_norm", "rope_table", "rope", "latent_row",
-                                         "inverse_rms")}  # fmt: skip
+    ref = {
+        n: OPS[n].reference for n in ("rms_norm", "rope_table", "rope", "latent_row", "inverse_rms")
+    }
     dtype = {v: k for k, v in DTYPE_NAMES.items()}[raw.dtype]
     cos, sin = ref["rope_table"](
         at, kind=kind, theta=THETA, dim=D, fraction=0.25, factor=1.0, dtype=dtype
@@ -280,8 +286,17 @@ SHAPES = [*itertools.product((1, 3), (1, 5), (1, 2), (False, True), ("proportion
 
 
 def latent_attrs(form: str, kind: str, dtype: str, window: int, softcap: float) -> dict[str, Any]:
-    return {"form": form, "window": window, "scale": 1.0, "softcap": softcap, "kind": kind,
-            "theta": THETA, "fraction": 0.25, "factor": 1.0, "dtype": dtype}  # fmt: skip
+    return {
+        "form": form,
+        "window": window,
+        "scale": 1.0,
+        "softcap": softcap,
+        "kind": kind,
+        "theta": THETA,
+        "fraction": 0.25,
+        "factor": 1.0,
+        "dtype": dtype,
+    }
 
 
 @pytest.mark.parametrize(("b", "s", "n", "fresh", "kind"), SHAPES)
@@ -347,9 +362,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[En
     form, rows, all_logits = request.param
     oracle = find_oracle(every_kind())
     built = build_engine(
-        oracle, tmp_path_factory.mktemp("latent"), backend="torch", max_batch=rows, max_seq=128,
-        prefill_chunk=64, all_logits=all_logits, latent_kv=form,
-    )  # fmt: skip
+        oracle,
+        tmp_path_factory.mktemp("latent"),
+        backend="torch",
+        max_batch=rows,
+        max_seq=128,
+        prefill_chunk=64,
+        all_logits=all_logits,
+        latent_kv=form,
+    )
     yield built
     built.close()
 
@@ -416,16 +437,25 @@ def test_bytes(tmp_path: Path, dtype: str, rows: int) -> None:
     held: dict[str, dict[bool, int]] = {}
     for form in FORMS:
         engine = g4ir.build(
-            wide_heads(), tmp_path / form, random_weights=0, backend="reference", dtype=dtype,
-            max_batch=3, max_seq=300, latent_kv=form,
-        )  # fmt: skip
+            wide_heads(),
+            tmp_path / form,
+            random_weights=0,
+            backend="reference",
+            dtype=dtype,
+            max_batch=3,
+            max_seq=300,
+            latent_kv=form,
+        )
         tensors = engine.session(rows).state.tensors
         tied = {f"L{x.index}" for x in engine.spec.layers() if x.attention.k_eq_v}
         held[form] = {
-            is_tied: sum(t.untyped_storage().nbytes() for name, t in tensors.items()
-                         if (name.partition(".")[0] in tied) == is_tied)
+            is_tied: sum(
+                t.untyped_storage().nbytes()
+                for name, t in tensors.items()
+                if (name.partition(".")[0] in tied) == is_tied
+            )
             for is_tied in (True, False)
-        }  # fmt: skip
+        }
     plain = held["off"]
     assert held["value"][True] * 8 == plain[True] * 5
     assert plain[True] / 2 < held["raw"][True] <= 0.502 * plain[True]
@@ -474,35 +504,56 @@ def test_the_shipped_table_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "device", "dtype", "max_seq", "form"),
-    [("31b", "cpu", "bf16", 8192, "raw"), ("31b", "cpu", "bf16", 4096, "raw"),
-     ("31b", "cpu", "bf16", 16384, "value"), ("31b", "cpu", "bf16", 12000, "value"),
-     ("31b", "cpu", "bf16", 4095, "off"), ("31b", "cpu", "bf16", 131072, "off"),
-     ("31b", "cpu", "f32", 8192, "off"), ("31b", "cuda", "bf16", 8192, "off"),
-     ("e2b", "cpu", "bf16", 8192, "off"), ("tiny-dense", "cpu", "bf16", 8192, "off"),
-     ("26b-a4b", "cpu", "bf16", 8192, "raw")],
-)  # fmt: skip
+    [
+        ("31b", "cpu", "bf16", 8192, "raw"),
+        ("31b", "cpu", "bf16", 4096, "raw"),
+        ("31b", "cpu", "bf16", 16384, "value"),
+        ("31b", "cpu", "bf16", 12000, "value"),
+        ("31b", "cpu", "bf16", 4095, "off"),
+        ("31b", "cpu", "bf16", 131072, "off"),
+        ("31b", "cpu", "f32", 8192, "off"),
+        ("31b", "cuda", "bf16", 8192, "off"),
+        ("e2b", "cpu", "bf16", 8192, "off"),
+        ("tiny-dense", "cpu", "bf16", 8192, "off"),
+        ("26b-a4b", "cpu", "bf16", 8192, "raw"),
+    ],
+)
 def test_the_nearest_measurement_counts(
-    spec: str, device: str, dtype: str, max_seq: int, form: str, tmp_path: Path,
+    spec: str,
+    device: str,
+    dtype: str,
+    max_seq: int,
+    form: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """At most a factor of two away; plain where nothing of the kind was measured."""
     table = tmp_path / "forms.yaml"
     write_table([replace(ROW, context=16384, form="value"), ROW], table)
     assert read_table(table) == (replace(ROW, context=16384, form="value"), ROW)[::-1]
     rows = read_table(table)
-    monkeypatch.setattr("g4ir.latent_forms.read_table", lambda: rows)
+    monkeypatch.setattr("g4ir.plan.latent.read_table", lambda: rows)
     assert choose_form(load_spec(spec), device, dtype, max_seq) == form
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("measured: [", "not a table"), ("rows: []", "not a table"),
-     ("measured: [{device: cpu}]", "not a table"),
-     ("measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
-      "context: 8192, form: half}]", "form 'half'"),
-     ("measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
-      "context: 0, form: raw}]", "context: 0")],
-)  # fmt: skip
+    [
+        ("measured: [", "not a table"),
+        ("rows: []", "not a table"),
+        ("measured: [{device: cpu}]", "not a table"),
+        (
+            "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+            "context: 8192, form: half}]",
+            "form 'half'",
+        ),
+        (
+            "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+            "context: 0, form: raw}]",
+            "context: 0",
+        ),
+    ],
+)
 def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "forms.yaml"
     file.write_text(text)
@@ -516,8 +567,12 @@ def test_an_engine_keeps_its_form(tmp_path: Path) -> None:
     for form in (None, "raw"):
         options = {"latent_kv": form} if form else {}
         engine = g4ir.build(
-            "tiny-dense", tmp_path / str(form), random_weights=0, backend="reference", max_seq=64,
+            "tiny-dense",
+            tmp_path / str(form),
+            random_weights=0,
+            backend="reference",
+            max_seq=64,
             **options,
-        )  # fmt: skip
+        )
         read = any(engine.program.graphs["decode"].find("attention_latent"))
         assert read == (form is not None)

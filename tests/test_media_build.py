@@ -12,17 +12,18 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.checkpoint import write_checkpoint
-from g4ir.engine import prepare
+from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError, SpecError
-from g4ir.interpret import interpret
-from g4ir.media.audio import MelSettings, Sound
-from g4ir.media.choice import KINDS, find_media
-from g4ir.plan import reserve
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.spec import Spec, load_spec
-from g4ir.towers import build_vision
-from g4ir.weights import checkpoint_name
+from g4ir.ir.interpret import interpret
+from g4ir.media.sound import Sound
+from g4ir.model.media import KINDS, find_media
+from g4ir.model.names import checkpoint_name
+from g4ir.model.sounds import MelSettings
+from g4ir.model.towers import build_vision
+from g4ir.plan.plan import reserve
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 
 OPTIONS: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 256}
 
@@ -64,9 +65,13 @@ def changed(spec: Spec, key: str, value: Any) -> Spec:
 
 @pytest.mark.parametrize(
     "key, value",
-    [("vision.rope_theta", 50.0), ("audio.residual_weight", 0.25), ("tokens.image", 499),
-     ("tokens.eoa", 499)],
-)  # fmt: skip
+    [
+        ("vision.rope_theta", 50.0),
+        ("audio.residual_weight", 0.25),
+        ("tokens.image", 499),
+        ("tokens.eoa", 499),
+    ],
+)
 def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any) -> None:
     """What leaves shapes alone is compared too, as far as the media that are taken need it."""
     spec = load_spec("tiny-media")

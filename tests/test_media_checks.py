@@ -12,17 +12,19 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import compare, pipeline
+from g4ir import passes as pipeline
 from g4ir.bench import measure, roof
 from g4ir.bench.runners import interpreter
 from g4ir.bench.workload import Workload, draw_tokens
-from g4ir.compare import random_ids, verify_engine
-from g4ir.compare_media import HEAD, STEPS, check_media, smallest_items
-from g4ir.distance import BUDGETS, Budget
-from g4ir.engine import Engine
+from g4ir.check.logits import verify_engine
+from g4ir.check.media import HEAD, STEPS, check_media, smallest_items
+from g4ir.check.passes import BACKEND, verify_each_pass
+from g4ir.check.reference import reference_engine, wide_engine
+from g4ir.check.tokens import random_ids, random_tokens
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir import Graph, rebuild
-from g4ir.stages import BACKEND, verify_each_pass
+from g4ir.ir.distance import BUDGETS, Budget
+from g4ir.ir.graph import Graph, rebuild
 from tests import cli_tools as cli
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
@@ -71,7 +73,7 @@ def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> 
 def test_a_text_variant_draws_what_it_drew(tmp_path: Path) -> None:
     engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=1, **LIMITS)
     wanted = torch.randint(0, 512, (50,), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(compare.random_tokens(engine, 50), wanted)
+    assert torch.equal(random_tokens(engine, 50), wanted)
 
 
 @pytest.mark.parametrize("check", [verify_engine, verify_each_pass])
@@ -144,8 +146,9 @@ def test_items_leave_padding(engine: Engine) -> None:
     if "mask" in sound.feeds:
         assert set(sound.feeds["mask"].unique().tolist()) == {False, True}
     again = smallest_items(engine)
-    assert all(a.feeds[k].equal(b.feeds[k]) for a, b in zip(items, again, strict=True)
-               for k in a.feeds)  # fmt: skip
+    assert all(
+        a.feeds[k].equal(b.feeds[k]) for a, b in zip(items, again, strict=True) for k in a.feeds
+    )
 
 
 def test_report(engine: Engine) -> None:
@@ -153,8 +156,10 @@ def test_report(engine: Engine) -> None:
     media, name = report.media, engine.spec.name
     assert report.ok and media and media.prompt
     assert {t.tower for t in media.towers} | set(media.prompt.phases) == {
-        "prefill", "decode", *SMALLEST[name]
-    }  # fmt: skip
+        "prefill",
+        "decode",
+        *SMALLEST[name],
+    }
     soft = media.prompt.soft["image"]
     assert HEAD < media.prompt.chunk < HEAD + soft, "a chunk would cut the picture"
     longer = ("audio_250", "audio_500", "audio_750")
@@ -168,9 +173,13 @@ def test_report(engine: Engine) -> None:
 
 def test_16_bit(tmp_path: Path) -> None:
     engine = g4ir.build(
-        "tiny-media", tmp_path / "e", random_weights=1, dtype="bfloat16", audio_seconds=[1],
+        "tiny-media",
+        tmp_path / "e",
+        random_weights=1,
+        dtype="bfloat16",
+        audio_seconds=[1],
         **LIMITS,
-    )  # fmt: skip
+    )
     media = check_media(engine)
     assert media.ok and media.prompt and not media.not_run
     assert {t.budget for t in (*media.towers, media.prompt)} == {Budget(cosine=0.999)}
@@ -193,11 +202,14 @@ def test_what_there_is_no_room_for(
 # --- verify: what is wrong --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, param, tower", [
-    ("tiny-media", "vision.L0.attn.wo", "vision_70"),
-    ("tiny-media", "audio.L1.conv.w_start", "audio_125"),
-    ("tiny-unified", "patches.w_patch", "vision_70"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, param, tower",
+    [
+        ("tiny-media", "vision.L0.attn.wo", "vision_70"),
+        ("tiny-media", "audio.L1.conv.w_start", "audio_125"),
+        ("tiny-unified", "patches.w_patch", "vision_70"),
+    ],
+)
 def test_a_wrong_tower_is_named(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, param: str, tower: str
 ) -> None:
@@ -225,10 +237,13 @@ def test_a_failed_check_exits_with_1(
     assert said.code == 1 and json.loads(said.out)["media"]["failed"] == "vision_70"
 
 
-@pytest.mark.parametrize("tower, feed, change", [
-    ("vision_70", "positions", lambda t: t.clamp(min=0)),
-    ("audio_125", "mask", torch.ones_like),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tower, feed, change",
+    [
+        ("vision_70", "positions", lambda t: t.clamp(min=0)),
+        ("audio_125", "mask", torch.ones_like),
+    ],
+)
 def test_padding_that_is_seen(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, tower: str, feed: str, change: Any
 ) -> None:
@@ -313,9 +328,10 @@ def test_weights_of_towers_are_left_where_they_are(built: dict[str, Engine]) -> 
     prefixes = ("vision.", "audio.")
     assert any(name.startswith(prefixes) for name in engine.runtime.params)  # type: ignore[attr-defined]
     for runtime in (
-        compare.reference_engine(engine).runtime, compare.wide_engine(engine).runtime,
+        reference_engine(engine).runtime,
+        wide_engine(engine).runtime,
         interpreter(engine),
-    ):  # fmt: skip
+    ):
         held = runtime.params  # type: ignore[attr-defined]
         assert len(held) > 10
         assert not any(name.startswith(prefixes) for name in held)
@@ -336,10 +352,10 @@ def test_each_pass(engine: Engine) -> None:
 
 def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     """Of the towers too, with and without the checkpoint."""
-    from g4ir.checkpoint import write_checkpoint
-    from g4ir.media.choice import KINDS
-    from g4ir.random_weights import RandomCheckpoint
-    from g4ir.spec import load_spec
+    from g4ir.model.media import KINDS
+    from g4ir.spec.record import load_spec
+    from g4ir.weights.random import RandomCheckpoint
+    from g4ir.weights.write import write_checkpoint
 
     spec = load_spec("tiny-media")
     source = RandomCheckpoint(spec, 0, torch.float32)
@@ -353,9 +369,13 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     assert "without --checkpoint DIR: audio_25" in report.text()
 
 
-@pytest.mark.parametrize("name, graph, op", [
-    ("tiny-media", "vision_70", "norm_residual"), ("tiny-unified", "prefill_media", "attention"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, graph, op",
+    [
+        ("tiny-media", "vision_70", "norm_residual"),
+        ("tiny-unified", "prefill_media", "attention"),
+    ],
+)
 def test_a_pass_that_breaks_one_graph(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, graph: str, op: str
 ) -> None:
@@ -415,9 +435,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine for larger images than the variant's own, and no sound."""
     folder = tmp_path_factory.mktemp("large")
     return g4ir.build(
-        "tiny-media", folder / "e", random_weights=1, media="image", image_budgets=[140, 70],
+        "tiny-media",
+        folder / "e",
+        random_weights=1,
+        media="image",
+        image_budgets=[140, 70],
         **LIMITS,
-    ).path  # fmt: skip
+    ).path
 
 
 def test_show_takes_the_graph_of_that_name(built: dict[str, Engine]) -> None:
@@ -461,12 +485,15 @@ def test_show_diff_in_towers(large: Path) -> None:
     assert shown(*words) == ""
 
 
-@pytest.mark.parametrize("words, message", [
-    (("--variant", "tiny-ple", "--phase", "vision"), "tiny-ple takes text alone"),
-    (("--variant", "tiny-ple", "--phase", "audio"), "tiny-ple takes text alone"),
-    (("--variant", "26b-a4b", "--phase", "audio"), "26b-a4b takes text, image, video"),
-    (("--variant", "tiny-media", "--phase", "vision", "--against", "tiny-ple"), "text alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--variant", "tiny-ple", "--phase", "vision"), "tiny-ple takes text alone"),
+        (("--variant", "tiny-ple", "--phase", "audio"), "tiny-ple takes text alone"),
+        (("--variant", "26b-a4b", "--phase", "audio"), "26b-a4b takes text, image, video"),
+        (("--variant", "tiny-media", "--phase", "vision", "--against", "tiny-ple"), "text alone"),
+    ],
+)
 def test_show_of_a_tower_that_is_not(words: tuple[str, ...], message: str) -> None:
     said = cli.refused("show", *words)
     assert f"--phase {words[3]}: " in said and message in said and "--media" not in said

@@ -16,16 +16,18 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.checkpoint import write_checkpoint
-from g4ir.engine import Engine
-from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound, stack_clips
-from g4ir.media.budget import image_settings
-from g4ir.media.choice import KINDS, offered
+from g4ir.engine.engine import Engine
 from g4ir.media.images import Picture, prepare_image, stack_pictures
+from g4ir.media.sound import Clip, Sound, prepare_sound, stack_clips
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.shrink import WINDOW, shrink
-from g4ir.spec import Spec, UnifiedAudio, load_spec
+from g4ir.model.images import image_settings
+from g4ir.model.media import KINDS, offered
+from g4ir.model.sounds import audio_settings
+from g4ir.spec.parts import UnifiedAudio
+from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.shrink import WINDOW, shrink
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.configs import VARIANTS
 from tests.oracle import relative
 from tests.runner import with_chunk
@@ -180,9 +182,13 @@ def expected(
     """Logits of every token, [S, vocab], in one call without a cache, with `generate`'s masks."""
     ids, kinds = torch.tensor([tokens]), torch.tensor([types])
     mask = model.create_masks_for_generate(
-        model.config, model.get_input_embeddings()(ids.clamp(max=99)), torch.ones_like(ids), None,
-        torch.arange(len(tokens))[None], mm_token_type_ids=kinds,
-    )  # fmt: skip
+        model.config,
+        model.get_input_embeddings()(ids.clamp(max=99)),
+        torch.ones_like(ids),
+        None,
+        torch.arange(len(tokens))[None],
+        mm_token_type_ids=kinds,
+    )
     with torch.no_grad():
         out = model(ids, attention_mask=mask, use_cache=False, **inputs_of(media))
     logits: torch.Tensor = out.logits[0]
@@ -210,8 +216,10 @@ def test_model(trios: Any, variant: str, case: str) -> None:
     after = m.rng.integers(4, 200, STEPS).tolist()
     wanted = expected(trio.model, m.tokens + after, m.types + [0] * STEPS, m.media)
     for chunk in (70, MAX_SEQ):
-        check(sent(with_chunk(trio.every, chunk).session(), m, all_logits=True)[0],
-              wanted[: len(m.tokens)])  # fmt: skip
+        check(
+            sent(with_chunk(trio.every, chunk).session(), m, all_logits=True)[0],
+            wanted[: len(m.tokens)],
+        )
     session = with_chunk(trio.last, 83).session()
     check(sent(session, m), wanted[None, len(m.tokens) - 1])
     for i, token in enumerate(after):
@@ -221,9 +229,12 @@ def test_model(trios: Any, variant: str, case: str) -> None:
 def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
     media = m.media
     logits: torch.Tensor = session.prefill(
-        torch.tensor([m.tokens]), all_logits=all_logits, images=media["image"],
-        videos=media["video"], audio=media["audio"],
-    )  # fmt: skip
+        torch.tensor([m.tokens]),
+        all_logits=all_logits,
+        images=media["image"],
+        videos=media["video"],
+        audio=media["audio"],
+    )
     return logits
 
 
@@ -237,8 +248,15 @@ def test_compiled(trios: Any) -> None:
     lengths = torch.tensor([len(m.tokens), len(other.tokens)])
     for row, x in zip(rows, (m, other), strict=True):
         row[: len(x.tokens)] = torch.tensor(x.tokens)
-    logits = with_chunk(trio.every, 64).session(2).prefill(
-        rows, lengths, images=m.media["image"] + other.media["image"], videos=m.media["video"],
-        audio=m.media["audio"],
-    )  # fmt: skip
+    logits = (
+        with_chunk(trio.every, 64)
+        .session(2)
+        .prefill(
+            rows,
+            lengths,
+            images=m.media["image"] + other.media["image"],
+            videos=m.media["video"],
+            audio=m.media["audio"],
+        )
+    )
     check(logits, torch.stack([w[-1] for w in wanted]))

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.base import Limits
 from g4ir.backends.onnx_graph import export
 from g4ir.backends.primitives import attention, vision
 from g4ir.backends.primitives.emitter import Operand
@@ -28,19 +27,21 @@ from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt.backend import networks
 from g4ir.backends.trt.dry_run import one_thread
+from g4ir.backends.trt.files import networks
 from g4ir.backends.trt.probe import probe
 from g4ir.backends.trt.recorder import recorder
-from g4ir.engine import Engine, prepare
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError
-from g4ir.interpret import run_node
-from g4ir.media.audio import Sound
+from g4ir.ir.interpret import run_node
+from g4ir.media.sound import Sound
 from g4ir.ops import Sample
-from g4ir.shrink import shrink
-from g4ir.spec import Spec, load_spec
-from g4ir.tensorfile import read_header
-from g4ir.types import Type, parse_type
+from g4ir.ops.types import Type, parse_type
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.shrink import shrink
+from g4ir.weights.tensorfile import read_header
 from tests.eager_emitter import EagerEmitter
 from tests.engines import BUDGET, agrees
 from tests.media_tools import noise
@@ -73,9 +74,15 @@ def options(name: str, **given: Any) -> dict[str, Any]:
     """Random weights of one seed; sounds of two lengths."""
     sound = {} if spec_of(name).audio is None else {"audio_seconds": (0.5, 1.5)}
     return {
-        "random_weights": 0, "dtype": "float32", "max_batch": 2, "max_seq": MAX_SEQ,
-        "prefill_chunk": CHUNK, "all_logits": True, **sound, **given,
-    }  # fmt: skip
+        "random_weights": 0,
+        "dtype": "float32",
+        "max_batch": 2,
+        "max_seq": MAX_SEQ,
+        "prefill_chunk": CHUNK,
+        "all_logits": True,
+        **sound,
+        **given,
+    }
 
 
 def built(out: Path, backend: str, name: str, **given: Any) -> Engine:
@@ -154,9 +161,13 @@ def same_logits(got: Engine, want: Engine, chunk: int, budget: float = BUDGET) -
 def continued(engine: Engine) -> list[int]:
     m = message(engine)
     return engine.generate(
-        m.tokens, STEPS, stop_ids=(), images=m.media["image"], videos=m.media["video"],
+        m.tokens,
+        STEPS,
+        stop_ids=(),
+        images=m.media["image"],
+        videos=m.media["video"],
         audio=m.media["audio"],
-    )  # fmt: skip
+    )
 
 
 # --- ONNX -------------------------------------------------------------------------------------
@@ -197,8 +208,11 @@ def test_onnx_files(made: Make, name: str) -> None:
     towers = {f"{t}.onnx" for t in tower_graphs(engine.program)}
     files = {p.name for p in engine.path.glob("*.onnx")}
     assert files == {export.MODEL, export.EMBED, *towers} and towers
-    weights = {k: h.path.name for h in map(read_header, engine.path.glob("*.safetensors"))
-               for k in h.entries}  # fmt: skip
+    weights = {
+        k: h.path.name
+        for h in map(read_header, engine.path.glob("*.safetensors"))
+        for k in h.entries
+    }
     used = set()
     for file in files:
         model = onnx.load(str(engine.path / file), load_external_data=False)
@@ -351,15 +365,23 @@ def test_trt_opens_towers_when_they_are_used(made: Make) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "settings"),
     [
-        ("tiny-unified", "10.16.1", {}), ("tiny-media", "11.4.0", {"attention": "fused"}),
-        *(pytest.param(n, v, {"attention": a}, marks=pytest.mark.full)
-          for n in NAMES for v in ("11.4.0", "10.16.1") for a in ("explicit", "fused")),
+        ("tiny-unified", "10.16.1", {}),
+        ("tiny-media", "11.4.0", {"attention": "fused"}),
+        *(
+            pytest.param(n, v, {"attention": a}, marks=pytest.mark.full)
+            for n in NAMES
+            for v in ("11.4.0", "10.16.1")
+            for a in ("explicit", "fused")
+        ),
     ],
-)  # fmt: skip
+)
 def test_trt_calls(
-    name: str, version: str, settings: dict[str, str], tmp_path: Path,
+    name: str,
+    version: str,
+    settings: dict[str, str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """What building and running towers and prompts asks, against the real bindings."""
     api = probe(recorder(version))
     use(monkeypatch, emulated(tmp_path, version, api=lambda: api))
@@ -412,8 +434,6 @@ def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are looked at."""
     p = prepare(load_spec("12b"), backend="trt", dry=True)
-    monkeypatch.setattr(
-        attention, "_last_seen", lambda e, positions, ids: e.cast(positions, "i32")
-    )
+    monkeypatch.setattr(attention, "_last_seen", lambda e, positions, ids: e.cast(positions, "i32"))
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
         dry.check_small(emulated_api(), p, "f32")

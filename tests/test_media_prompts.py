@@ -20,11 +20,11 @@ import torch
 
 import g4ir
 from g4ir.cli import run
-from g4ir.engine import Engine, load_engine
+from g4ir.engine.engine import Engine
+from g4ir.engine.jsonl import FIELDS
+from g4ir.engine.load import load_engine
+from g4ir.engine.responder import MEDIA_SETTINGS, Responder
 from g4ir.errors import InputError
-from g4ir.media.audio import Sound, audio_settings, prepare_sound
-from g4ir.media.budget import image_settings
-from g4ir.media.choice import KINDS, LISTS, Media, check_budget, check_taken
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
     check_given,
@@ -35,9 +35,13 @@ from g4ir.media.prompt import (
     times_left_out,
 )
 from g4ir.media.soft import Soft, counts
+from g4ir.media.sound import Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
-from g4ir.requests import FIELDS, MEDIA_SETTINGS, Desk
-from g4ir.spec import Tokens, load_spec
+from g4ir.model.images import image_settings
+from g4ir.model.media import KINDS, LISTS, Media, check_budget, check_taken
+from g4ir.model.sounds import audio_settings
+from g4ir.spec.parts import Tokens
+from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.cli_tools import tokenizer as plain_tokenizer
@@ -68,31 +72,37 @@ PLACED: dict[str, tuple[list[int], list[Soft], list[int]]] = {
     "marks are not doubled": ([20, 10, 21], [soft("image", 2)], [20, 10, 10, 21]),
     "nor the first": ([20, 10, 7], [soft("image", 2)], [20, 10, 10, 21, 7]),
     "nor the last": ([7, 10, 21], [soft("image", 2)], [7, 20, 10, 10, 21]),
-    "marks of another kind stay": (
-        [22, 10, 23], [soft("image", 2)], [22, 20, 10, 10, 21, 23]
-    ),
+    "marks of another kind stay": ([22, 10, 23], [soft("image", 2)], [22, 20, 10, 10, 21, 23]),
     "in order": (
-        [10, 5, 10], [soft("image", 1), soft("image", 2)], [20, 10, 21, 5, 20, 10, 10, 21]
+        [10, 5, 10],
+        [soft("image", 1), soft("image", 2)],
+        [20, 10, 21, 5, 20, 10, 10, 21],
     ),
     "side by side": (
-        [20, 10, 10, 21], [soft("image", 1), soft("image", 2)], [20, 10, 21, 20, 10, 10, 21]
+        [20, 10, 10, 21],
+        [soft("image", 1), soft("image", 2)],
+        [20, 10, 21, 20, 10, 10, 21],
     ),
     "a sound": ([12, 5], [soft("audio", 2)], [22, 12, 12, 23, 5]),
     "each kind by itself": (
-        [12, 12, 10, 5], [soft("image", 2), soft("audio", 2)], [12, 12, 20, 10, 10, 21, 5]
+        [12, 12, 10, 5],
+        [soft("image", 2), soft("audio", 2)],
+        [12, 12, 20, 10, 10, 21, 5],
     ),
     "kinds in any order": (
-        [12, 10], [soft("image", 2), soft("audio", 3)], [22, 12, 12, 12, 23, 20, 10, 10, 21]
+        [12, 10],
+        [soft("image", 2), soft("audio", 3)],
+        [22, 12, 12, 12, 23, 20, 10, 10, 21],
     ),
-    "frames": (
-        [2, 11, 7], [CLIP], [2, *FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21, 7]
-    ),
+    "frames": ([2, 11, 7], [CLIP], [2, *FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21, 7]),
     "frames that are placed": ([11] * 4, [CLIP], [11] * 4),
     "frames between marks": (
-        [20, 11, 21], [CLIP], [*FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21]
+        [20, 11, 21],
+        [CLIP],
+        [*FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21],
     ),
     "one soft token": ([10], [soft("image", 1)], [10]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PLACED)
@@ -125,13 +135,15 @@ def test_media_of_a_batch_go_row_by_row() -> None:
 COUNTS: dict[str, tuple[list[int], list[Soft], str]] = {
     "no placeholder": ([5], [soft("image", 3)], "image: .* 0 .*id 10.* 1 media with 3 soft"),
     "one too many": (
-        [10] * 3, [soft("image", 4), soft("image", 4)], "image: .* 3 .* 2 media with 8 soft"
+        [10] * 3,
+        [soft("image", 4), soft("image", 4)],
+        "image: .* 3 .* 2 media with 8 soft",
     ),
     "one too few": ([10] * 7, [soft("image", 8)], "image: .* 7 .* 1 media with 8 soft"),
     "no medium": ([11, 5], [], "video: .* 1 .*id 11.* 0 media with 0 soft"),
     "another kind": ([10], [soft("audio", 2)], "(image|audio): "),
     "one of two kinds": ([10, 12, 12], [soft("image", 2), soft("audio", 3)], "audio: .* 2 .* 1 "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", COUNTS)
@@ -159,10 +171,12 @@ GIVEN: dict[str, tuple[list[int], list[str], str | None]] = {
     "one each": ([10, 12, 10], ["image", "image", "audio"], None),
     "one for each soft token": ([10] * 9 + [11] * 8, ["image", "video"], None),
     "one too few": (
-        [10, 5], ["image", "image"], r"image: .* 1 placeholders \(id 10\) for 2 media; put one"
+        [10, 5],
+        ["image", "image"],
+        r"image: .* 1 placeholders \(id 10\) for 2 media; put one",
     ),
     "no medium": ([12, 12, 10], ["image"], r"audio: .* 2 placeholders \(id 12\) for 0 media;"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", GIVEN)
@@ -181,18 +195,25 @@ def test_numbers_that_cannot_fit(case: str) -> None:
 TAKEN: dict[str, tuple[str, tuple[str, ...], str, str | None]] = {
     "taken": ("e2b", ("video", "audio"), "audio", None),
     "more": (
-        "e2b", ("image",), "audio",
+        "e2b",
+        ("image",),
+        "audio",
         "takes text, image, no audio; build one with `g4ir build --media image,audio`",
     ),
     "in their order": (
-        "e2b", ("video", "audio"), "image", "takes text, video, audio, no image; "
-        "build one with `g4ir build --media image,video,audio`",
+        "e2b",
+        ("video", "audio"),
+        "image",
+        "takes text, video, audio, no image; build one with `g4ir build --media image,video,audio`",
     ),
     "the variant does not": (
-        "31b", ("image",), "audio", "takes text, image, no audio, and 31b takes image, video"
+        "31b",
+        ("image",),
+        "audio",
+        "takes text, image, no audio, and 31b takes image, video",
     ),
     "no kind": ("e2b", ("image",), "smell", "media 'smell': one of image, video, audio"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", TAKEN)
@@ -226,32 +247,50 @@ def spell(token: int) -> str:
 MARKED: dict[str, tuple[str, list[str], str, str | None]] = {
     "markers": ("a <image> b <audio>", ["image", "audio"], "a <|image|> b <|audio|>", None),
     "the checkpoint's own": ("a <|image|>b", ["image"], "a <|image|>b", None),
-    "none": ("a b", ["image", "audio", "image"], "<|image|><|audio|><|image|>a b",
-             "no <image> and <audio>: put before"),
+    "none": (
+        "a b",
+        ["image", "audio", "image"],
+        "<|image|><|audio|><|image|>a b",
+        "no <image> and <audio>: put before",
+    ),
     "of one kind": ("a <video>", ["video", "image"], "<|image|>a <|video|>", "no <image>: "),
     "after a bos": ("<bos>a", ["image"], "<bos><|image|>a", "no <image>: "),
     "behind a backslash": (r"the \<video> tag", [], "the <video> tag", None),
     "both": (r"\<image> <image>", ["image"], "<image> <|image|>", None),
     "other brackets": ("<img> <imagex>", [], "<img> <imagex>", None),
     "a question about one": (
-        "what is <video> in HTML?", [], "what is <video> in HTML?", "1 of 1 <video> .* are text: 0 "
+        "what is <video> in HTML?",
+        [],
+        "what is <video> in HTML?",
+        "1 of 1 <video> .* are text: 0 ",
     ),
     "beside media": ("<image> <video>", ["image"], "<|image|> <video>", "1 of 1 <video>"),
     "more than media": (
-        "<image> and <image> <image>", ["image"], "<|image|> and <image> <image>",
+        "<image> and <image> <image>",
+        ["image"],
+        "<|image|> and <image> <image>",
         "2 of 3 <image> in the prompt are text: 1 --image given",
     ),
     "the first that is none": (
-        r"\<image> <image> <image>", ["image"], "<image> <|image|> <image>", "1 of 2 <image>"
+        r"\<image> <image> <image>",
+        ["image"],
+        "<image> <|image|> <image>",
+        "1 of 2 <image>",
     ),
     "beside a spelled one": (
-        "<image> <|image|> <image>", ["image"] * 2, "<|image|> <|image|> <image>", "1 of 2"
+        "<image> <|image|> <image>",
+        ["image"] * 2,
+        "<|image|> <|image|> <image>",
+        "1 of 2",
     ),
     "beside all that are spelled": ("<image> <|image|>", ["image"], "<image> <|image|>", "1 of 1"),
     "both notes": (
-        "<video>", ["image"], "<|image|><video>", "1 of 1 <video> .*; the prompt has no <image>: "
+        "<video>",
+        ["image"],
+        "<|image|><video>",
+        "1 of 1 <video> .*; the prompt has no <image>: ",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MARKED)
@@ -269,12 +308,15 @@ def test_markers_of_kinds_that_are_not_taken_are_text() -> None:
     assert mark(text, [], (), IDS, spell) == (text, None)
 
 
-@pytest.mark.parametrize(("text", "given", "words"), [
-    (r"<image> \<image>", 2, r"1 <image> for 2 media: give as many .* write \\<image> for"),
-    ("<image> <|image|> <image>", 4, "2 <image> for 4 media"),
-    ("<image> <|image|>", 2, None),
-    ("<|image|> <|image|> <|image|>", 2, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        (r"<image> \<image>", 2, r"1 <image> for 2 media: give as many .* write \\<image> for"),
+        ("<image> <|image|> <image>", 4, "2 <image> for 4 media"),
+        ("<image> <|image|>", 2, None),
+        ("<|image|> <|image|> <|image|>", 2, None),
+    ],
+)
 def test_as_many_markers_as_media(text: str, given: int, words: str | None) -> None:
     """What the tokenizer's own placeholders stand for is known when the media are read."""
     if words is None:
@@ -309,18 +351,27 @@ def reference(variant: str) -> tuple[Any, Any, Tokens]:
 
     tokenizer, tokens = media_tokenizer(Tokens(), 96)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
         extra_special_tokens={f"{k}_token": v for k, v in SPECIAL.items() if k != "video"},
-    )  # fmt: skip
+    )
     name = MODULES[variant]
     prefix = "".join(part.title() for part in name.split("_"))
-    parts = {"feature_extraction": "AudioFeatureExtractor", "image_processing": "ImageProcessor",
-             "video_processing": "VideoProcessor", "processing": "Processor"}  # fmt: skip
+    parts = {
+        "feature_extraction": "AudioFeatureExtractor",
+        "image_processing": "ImageProcessor",
+        "video_processing": "VideoProcessor",
+        "processing": "Processor",
+    }
     classes = {
-        part: getattr(importlib.import_module(f"transformers.models.{name}.{part}_{name}"),
-                      f"{prefix}{ending}")
+        part: getattr(
+            importlib.import_module(f"transformers.models.{name}.{part}_{name}"),
+            f"{prefix}{ending}",
+        )
         for part, ending in parts.items()
-    }  # fmt: skip
+    }
     extractor, image, video = (classes[p]() for p in list(parts)[:3])
     return classes["processing"](extractor, image, fast, video), tokenizer, tokens
 
@@ -430,7 +481,7 @@ def loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Commands on `engine` take the one that is loaded, which saves seconds."""
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("loaded")
-        monkeypatch.setattr("g4ir.engine.load_engine", lambda *words, **options: engine)
+        monkeypatch.setattr("g4ir.engine.load.load_engine", lambda *words, **options: engine)
         monkeypatch.setattr(Engine, "close", lambda self: None)
 
 
@@ -470,8 +521,9 @@ def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:
     assert got == generated(loaded, [2, 5, image, 7], images=["a.png"])
     assert got == generated(loaded, [2, 5, image, 7], images=[read_image("a.png")])
     soft = loaded.encode("image", "a.png")
-    assert got == generated(loaded, place([2, 5, image, 7], [soft], loaded.spec.tokens),
-                            images=[files / "a.png"])  # fmt: skip
+    assert got == generated(
+        loaded, place([2, 5, image, 7], [soft], loaded.spec.tokens), images=[files / "a.png"]
+    )
     assert got != generated(loaded, [2, 5, image, 7], images=["b.jpg"])
     assert log["soft_tokens"] == {"image": soft.count} and log["prompt_tokens"] == soft.count + 5
     assert 0 < log["encode_s"] < log["time_to_first_token_s"]
@@ -483,16 +535,16 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
     media = ("--image", "a.png", "--audio", "d.wav", "--video", "c.mp4", "--image", "b.jpg")
     got, log = answered(engine, "--prompt", text, *media, "--frames", "2")
     softs = [
-        loaded.encode("image", "a.png"), loaded.encode("audio", "d.wav"),
-        loaded.encode("video", "c.mp4", frames=2), loaded.encode("image", "b.jpg"),
-    ]  # fmt: skip
+        loaded.encode("image", "a.png"),
+        loaded.encode("audio", "d.wav"),
+        loaded.encode("video", "c.mp4", frames=2),
+        loaded.encode("image", "b.jpg"),
+    ]
     assert softs[2].times == ("00:00", "00:01") and log["soft_tokens"] == counts(softs)
     tokenizer = loaded.tokenizer()
     for kind, string in SPECIAL.items():
         text = text.replace(f"<{kind}>", string) if kind in KINDS else text
-    ids = tokenizer.encode(
-        expand_text(text, softs, loaded.spec.tokens, tokenizer.id_to_token)
-    ).ids
+    ids = tokenizer.encode(expand_text(text, softs, loaded.spec.tokens, tokenizer.id_to_token)).ids
     assert log["prompt_tokens"] == len(ids) and "notes" not in log
     clip = prepare_video(read_video("c.mp4", 2), video_settings(loaded.spec))
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
@@ -537,12 +589,15 @@ def test_generate_a_batch(loaded: Engine, files: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("media", "words"), [
-    ({"images": "a.png"}, "images: expected a list, found str"),
-    ({"videos": noise(2, 4, 4, 3)}, "videos: expected a list, found ndarray"),
-    ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
-    ({"audio": ["none.wav"]}, "none.wav: no such sound file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("media", "words"),
+    [
+        ({"images": "a.png"}, "images: expected a list, found str"),
+        ({"videos": noise(2, 4, 4, 3)}, "videos: expected a list, found ndarray"),
+        ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
+        ({"audio": ["none.wav"]}, "none.wav: no such sound file"),
+    ],
+)
 def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         loaded.generate([2, loaded.spec.tokens.audio], 6, **media)
@@ -572,12 +627,17 @@ def test_json_lines_with_media(engine: Path, files: Path, tmp_path: Path) -> Non
     ]
     found = lines_of(engine, lines, tmp_path)
     assert [log.get("soft_tokens", {}).keys() for _, log in found] == [
-        {"image"}, {"video"}, {"audio"}, set()
-    ]  # fmt: skip
+        {"image"},
+        {"video"},
+        {"audio"},
+        set(),
+    ]
     flags: list[tuple[str, ...]] = [
-        ("--image", "a.png", "--image-budget", "140"), ("--video", "c.mp4", "--frames", "2"),
-        ("--audio", "d.wav"), (),
-    ]  # fmt: skip
+        ("--image", "a.png", "--image-budget", "140"),
+        ("--video", "c.mp4", "--frames", "2"),
+        ("--audio", "d.wav"),
+        (),
+    ]
     for (answer, log), line, words in zip(found, lines, flags, strict=True):
         got, alone = answered(engine, "--prompt", str(line["prompt"]), *words)
         assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
@@ -594,7 +654,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         {"tokens": [501] * 3, "videos": ["c.mp4"], "frames": 1},
         ":2: video: the prompt has 3 placeholders (id 501) for 1 media with ",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("broken")
@@ -644,13 +704,14 @@ def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
     """Equal ids of other media; what is before the first of them is."""
     image = loaded.spec.tokens.image
     png(files / "e.png", seed=5)  # as many soft tokens as a.png
-    desk = Desk(loaded, {"max_new_tokens": 1})
+    responder = Responder(loaded, {"max_new_tokens": 1})
     asked: list[tuple[list[int], list[str], int]] = [
-        ([2, 5, 6], [], 0), ([2, 5, 6, image, 7], ["a.png"], 3),
+        ([2, 5, 6], [], 0),
+        ([2, 5, 6, image, 7], ["a.png"], 3),
         *(([2, 5, 6, image, 7], [name], 0) for name in ("e.png", "e.png", "a.png")),
-    ]  # fmt: skip
+    ]
     for ids, images, cached in asked:
-        got = desk.answer(desk.request({"tokens": ids, "images": images}, "x"))
+        got = responder.answer(responder.request({"tokens": ids, "images": images}, "x"))
         assert list(got.tokens) == loaded.generate(ids, 1, images=images)
         assert got.cached_tokens == cached
 
@@ -673,14 +734,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("6 frames asked for, the video has 5",),
     ),
     "no frames": (
-        ("--prompt", "<video>", "--video", "c.mp4", "--frames", "0"), ("0 frames asked for",)
+        ("--prompt", "<video>", "--video", "c.mp4", "--frames", "0"),
+        ("0 frames asked for",),
     ),
     "sound too long": (
         ("--prompt", "<audio>", "--audio", "long.wav", "--audio-too-long", "refuse"),
         ("long.wav: 31.00 s is longer",),
     ),
     "other too long": (
-        ("--prompt", "<audio>", "--audio", "d.wav", "--audio-too-long", "x"), ("cut", "refuse")
+        ("--prompt", "<audio>", "--audio", "d.wav", "--audio-too-long", "x"),
+        ("cut", "refuse"),
     ),
     "unknown budget": (
         (*TEXT, "--image", "a.png", "--image-budget", "280"),
@@ -688,26 +751,32 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "budget without image": (("--prompt", "a", "--image-budget", "70"), ("--image",)),
     "frames without video": (
-        (*TEXT, "--image", "a.png", "--frames", "2"), ("--frames is for --video",)
+        (*TEXT, "--image", "a.png", "--frames", "2"),
+        ("--frames is for --video",),
     ),
     "special without image": (
-        ("--prompt", "<|image|> a"), ("image: the prompt has 1 placeholders", "0 media")
+        ("--prompt", "<|image|> a"),
+        ("image: the prompt has 1 placeholders", "0 media"),
     ),
     "fewer markers": (
-        (*TEXT, "--image", "cut.png", "--image", "empty"), ("1 <image> for 2 media",)
+        (*TEXT, "--image", "cut.png", "--image", "empty"),
+        ("1 <image> for 2 media",),
     ),
     "fewer of the checkpoint's": (
         ("--prompt", "<|image|>", "--image", "cut.png", "--image", "empty"),
         ("image: the prompt has 1 placeholders", "2 media; put one"),
     ),
     "another kind's": (
-        ("--prompt", "<|audio|>", "--image", "cut.png"), ("audio: the prompt has 1", "0 media; ")
+        ("--prompt", "<|audio|>", "--image", "cut.png"),
+        ("audio: the prompt has 1", "0 media; "),
     ),
     "ids without placeholder": (
-        ("--tokens", "2,5", "--image", "cut.png"), ("0 placeholders (id ", "1 media; put one")
+        ("--tokens", "2,5", "--image", "cut.png"),
+        ("0 placeholders (id ", "1 media; put one"),
     ),
     "ids too few": (
-        ("--tokens", "2,500", "--image", "cut.png", "--image", "empty"), ("1 placeholders",)
+        ("--tokens", "2,500", "--image", "cut.png", "--image", "empty"),
+        ("1 placeholders",),
     ),
     "no token": (("--tokens", "2,500,9999", "--image", "cut.png"), ("token 9999 at index 2",)),
     "too many ids": (
@@ -715,13 +784,15 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("2 placeholders (id 500) for 1 media with ", "one for each medium, or one for each soft"),
     ),
     "too long a prompt": (
-        ("--prompt", "<image>" * 12, *("--image", "a.png") * 12), ("tokens and ", "--max-seq 640")
+        ("--prompt", "<image>" * 12, *("--image", "a.png") * 12),
+        ("tokens and ", "--max-seq 640"),
     ),
     "no new tokens": ((*TEXT, "--image", "a.png", "--max-new-tokens", "0"), ("max_new_tokens 0",)),
     "with JSON lines": (
-        ("--input-jsonl", "x.jsonl", "--image", "a.png"), ("--image", '"images": ["a.png"]')
+        ("--input-jsonl", "x.jsonl", "--image", "a.png"),
+        ("--image", '"images": ["a.png"]'),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -750,12 +821,14 @@ BAD_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "frames": ({"frames": 1.5}, "frames: expected a whole number"),
     "no file": ({"images": ["none.png"]}, ":2: images: none.png: no such image file"),
     "no placeholder": (
-        {"tokens": [2], "prompt": None, "images": ["d.wav"]}, ":2: image: the prompt has 0 "
+        {"tokens": [2], "prompt": None, "images": ["d.wav"]},
+        ":2: image: the prompt has 0 ",
     ),
     "a marker too few": (
-        {"prompt": "<image>", "images": ["d.wav"] * 2}, ":2: 1 <image> for 2 media: "
+        {"prompt": "<image>", "images": ["d.wav"] * 2},
+        ":2: 1 <image> for 2 media: ",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
@@ -818,13 +891,21 @@ def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_pat
     assert "tokenizer.json" in message and "token ids" in message
 
 
-@pytest.mark.parametrize(("module", "words", "named"), [
-    ("av", ("--video", "c.mp4"), "videos need av"), ("PIL", ("--image", "a.png"), "Pillow"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "words", "named"),
+    [
+        ("av", ("--video", "c.mp4"), "videos need av"),
+        ("PIL", ("--image", "a.png"), "Pillow"),
+    ],
+)
 def test_a_missing_library(
-    engine: Path, files: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: tuple[str, ...],
+    engine: Path,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    words: tuple[str, ...],
     named: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     message = refused("run", engine, "--prompt", "what?", *words, code=3)
     assert named in message and "g4ir[mm]" in message

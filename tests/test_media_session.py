@@ -20,19 +20,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.artefact import Artefact, PackedWeights, read_manifest
-from g4ir.checkpoint import Checkpoint
-from g4ir.engine import Engine, load_artefact, prepare, write_engine
+from g4ir.engine.artefact import Artefact, PackedWeights, read_manifest
+from g4ir.engine.build import prepare, write_engine
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_artefact
 from g4ir.errors import InputError
-from g4ir.interpret import interpret
-from g4ir.ir import Program
-from g4ir.media.choice import KINDS, Media
+from g4ir.ir.graph import Program
+from g4ir.ir.interpret import interpret
 from g4ir.media.merge import block_ids, cut, merged
 from g4ir.media.soft import Soft
-from g4ir.model import BLOCKS, PHASES, build_graph, has_blocks
-from g4ir.packing import StoredParams, split_program
-from g4ir.pipeline import run_program
-from g4ir.spec import FULL, SLIDING, Spec, check_spec
+from g4ir.model.media import KINDS, Media
+from g4ir.model.text import BLOCKS, PHASES, build_graph, has_blocks
+from g4ir.passes import run_program
+from g4ir.spec.parts import FULL, SLIDING
+from g4ir.spec.record import Spec, check_spec
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.pack import StoredParams, split_program
 from tests.configs import spec_called
 from tests.oracle import SELF_DIFFERENCE, Oracle, find_oracle, relative, save_checkpoint
 from tests.runner import with_chunk
@@ -109,17 +112,26 @@ def text_engine(
     """An engine that takes media and has no towers: its soft tokens come from elsewhere."""
     spec, media = oracle.spec, Media(KINDS)
     prepared = prepare(
-        spec, random_weights=0, backend=backend, max_batch=len(ROWS), max_seq=MAX_SEQ,
-        prefill_chunk=max(SIZES), all_logits=all_logits, latent_kv=latent_kv,
-    )  # fmt: skip
+        spec,
+        random_weights=0,
+        backend=backend,
+        max_batch=len(ROWS),
+        max_seq=MAX_SEQ,
+        prefill_chunk=max(SIZES),
+        all_logits=all_logits,
+        latent_kv=latent_kv,
+    )
     names = (*PHASES, BLOCKS) if has_blocks(spec) else PHASES
     plain = Program({p: build_graph(spec, p, all_logits, "f32", media) for p in names})
     program = run_program(plain, options=prepared.options)
     source = Checkpoint.open(save_checkpoint(oracle, folder / "checkpoint"), spec)
     made = replace(
-        prepared, media=media, source=source, weights=PackedWeights("packed"),
+        prepared,
+        media=media,
+        source=source,
+        weights=PackedWeights("packed"),
         packing=split_program(program),
-    )  # fmt: skip
+    )
     out = folder / "engine"
     write_engine(made, out, print)
     # Nobody can build it: its graphs are not those of its spec.
@@ -144,15 +156,19 @@ class Case:
 CASES = (
     *(Case(n) for n in ("12b", "26b-a4b", "e2b", "capped")),
     Case("31b", all_logits=False),
-    Case("tied", latent_kv="raw"), Case("tied", all_logits=False, latent_kv="value"),
+    Case("tied", latent_kv="raw"),
+    Case("tied", all_logits=False, latent_kv="value"),
     Case("tiny", "torch"),
-)  # fmt: skip
+)
 
 
 #: compiled programs with media are run by tests/test_media_models.py too
-@pytest.fixture(scope="module", params=[
-    pytest.param(c, marks=[pytest.mark.full] * (c.backend == "torch"), id=str(c)) for c in CASES
-])  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(c, marks=[pytest.mark.full] * (c.backend == "torch"), id=str(c)) for c in CASES
+    ],
+)
 def any_engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
     yield from opened(request.param, tmp_path_factory.mktemp("engine"))
 
@@ -189,8 +205,9 @@ class Row:
         """Those of the runs of a kind, in order."""
         return [
             Soft(kind, tuple(self.vectors[i:j].split(5)))
-            for letter, i, j in runs(self.layout) if LETTERS.get(letter) == kind
-        ]  # fmt: skip
+            for letter, i, j in runs(self.layout)
+            if LETTERS.get(letter) == kind
+        ]
 
 
 def runs(layout: str) -> Iterator[tuple[str, int, int]]:
@@ -252,9 +269,13 @@ def reference_logits(oracle: Oracle, row: Row) -> torch.Tensor:
         if text.use_bidirectional_attention is None:
             blocks = torch.full_like(blocks, -1)
         masks = hf.create_masks_for_vision_model(
-            config=model.config, inputs_embeds=embeds, attention_mask=None, past_key_values=None,
-            position_ids=torch.arange(len(row.tokens))[None], block_sequence_ids=blocks,
-        )  # fmt: skip
+            config=model.config,
+            inputs_embeds=embeds,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=torch.arange(len(row.tokens))[None],
+            block_sequence_ids=blocks,
+        )
         out = model(inputs_embeds=embeds, attention_mask=masks, use_cache=False, **extra)
     logits: torch.Tensor = out.logits[0]
     return logits
@@ -374,11 +395,11 @@ def test_media_are_encoded_in_order(engine: Engine, monkeypatch: pytest.MonkeyPa
     images, videos, audio = (row.softs(kind) for kind in KINDS)
     asked: list[Any] = []
 
-    def encode(self: Engine, kind: str, item: Any) -> Soft:
+    def encode(engine: Engine, kind: str, item: Any) -> Soft:
         asked.append((kind, item))
         return {"b": images[1], "v": videos[0], "x": audio[0], "y": audio[1]}[item]
 
-    monkeypatch.setattr(Engine, "encode", encode, raising=False)
+    monkeypatch.setattr("g4ir.engine.session.encode", encode)
     got = engine.session(1).prefill(
         row.tokens[None], soft=images[:1], images=["b"], videos=["v"], audio=["x", "y"]
     )
@@ -392,16 +413,29 @@ def test_media_are_encoded_in_order(engine: Engine, monkeypatch: pytest.MonkeyPa
 IMAGE, AUDIO = [[7, 250, 250, 8]], [[7, 252, 252, 8]]
 
 
-@pytest.mark.parametrize("tokens, kind, shape, message", [
-    (IMAGE, None, (), r"2 placeholders \(id 250\) for 0 media with 0 soft tokens; prefill takes"),
-    (IMAGE, "image", (3, 64), r"image: .* 2 placeholders \(id 250\) for 1 media with 3 soft"),
-    (AUDIO, "image", (2, 64), r"image: .* 0 placeholders \(id 250\) for 1 media with 2 soft"),
-    (AUDIO, "audio", (2, 40), r"audio 0 .* of floats \[n, 64\], found float32 \[2, 40\]"),
-    (AUDIO, "audio", (64,), r"audio 0 .* found float32 \[64\]"),
-    ([[250] * 20], "image", (20, 64), r"row 0: the 20 soft tokens of the picture at index 0 .* "
-     r"one chunk, of at most 16; build with --prefill-chunk 20 or more"),
-    ([[7, 250, 900]], "image", (1, 64), r"token 900 \(row 0, index 2\) is outside"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, kind, shape, message",
+    [
+        (
+            IMAGE,
+            None,
+            (),
+            r"2 placeholders \(id 250\) for 0 media with 0 soft tokens; prefill takes",
+        ),
+        (IMAGE, "image", (3, 64), r"image: .* 2 placeholders \(id 250\) for 1 media with 3 soft"),
+        (AUDIO, "image", (2, 64), r"image: .* 0 placeholders \(id 250\) for 1 media with 2 soft"),
+        (AUDIO, "audio", (2, 40), r"audio 0 .* of floats \[n, 64\], found float32 \[2, 40\]"),
+        (AUDIO, "audio", (64,), r"audio 0 .* found float32 \[64\]"),
+        (
+            [[250] * 20],
+            "image",
+            (20, 64),
+            r"row 0: the 20 soft tokens of the picture at index 0 .* "
+            r"one chunk, of at most 16; build with --prefill-chunk 20 or more",
+        ),
+        ([[7, 250, 900]], "image", (1, 64), r"token 900 \(row 0, index 2\) is outside"),
+    ],
+)
 def test_wrong_media(
     engine: Engine, tokens: Any, kind: str, shape: tuple[int, ...], message: str
 ) -> None:
@@ -430,14 +464,23 @@ def test_soft_tokens_are_floats(engine: Engine) -> None:
 ONE = torch.ones(1, 64)
 
 
-@pytest.mark.parametrize("soft, message", [
-    ([Soft("image", (ONE.numpy(),))], r"image 0 .* a tensor of floats \[n, 64\], found ndarray"),
-    ([Soft("image", ([0.5] * 64,))], r"image 0 .* found list"),
-    ([Soft("image", (ONE,)), Soft("audio", ONE)], r"audio 1 .* a tuple of tensors, found float32"),
-    ([ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
-    (Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
-    ([Soft("smell", (ONE,))], r"^media 'smell': one of image, video, audio"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "soft, message",
+    [
+        (
+            [Soft("image", (ONE.numpy(),))],
+            r"image 0 .* a tensor of floats \[n, 64\], found ndarray",
+        ),
+        ([Soft("image", ([0.5] * 64,))], r"image 0 .* found list"),
+        (
+            [Soft("image", (ONE,)), Soft("audio", ONE)],
+            r"audio 1 .* a tuple of tensors, found float32",
+        ),
+        ([ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
+        (Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
+        ([Soft("smell", (ONE,))], r"^media 'smell': one of image, video, audio"),
+    ],
+)
 def test_what_is_no_soft_token(engine: Engine, soft: Any, message: str) -> None:
     session = engine.session(1)
     with pytest.raises(InputError, match=message):

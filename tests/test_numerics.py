@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.interpret import run_node
-from g4ir.ir import Graph, Node, Program, rebuild
-from g4ir.model import build_program
+from g4ir.ir.graph import Graph, Node, Program, rebuild
+from g4ir.ir.interpret import run_node
+from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
-from g4ir.pipeline import PASSES
-from g4ir.spec import Spec, load_spec
+from g4ir.passes import PASSES
+from g4ir.spec.record import Spec, load_spec
 from tests.configs import (
     FEATURES,
     FEW,
@@ -301,10 +301,13 @@ def first_donor(g: Graph) -> Graph:
         layer = n.outputs[0].name.partition(".")[0].removeprefix("L")
         if n.op not in ("cache_write", "attention") or int(layer) < 10:
             return n
-        return replace(n, inputs=tuple(
-            made[v.name.replace("L8.attn", "L0.attn")] if v.name.startswith("L8.attn") else v
-            for v in n.inputs
-        ))  # fmt: skip
+        return replace(
+            n,
+            inputs=tuple(
+                made[v.name.replace("L8.attn", "L0.attn")] if v.name.startswith("L8.attn") else v
+                for v in n.inputs
+            ),
+        )
 
     return replace(g, nodes=tuple(map(one, g.nodes)))
 
@@ -339,7 +342,7 @@ ABLATIONS: dict[str, tuple[str, Change]] = {
     "final softcap": ("31b-small", with_attrs("softcap", cap=lambda c: 1e6)),
     "attention softcap": ("CAPPED", with_attrs("attention", softcap=lambda c: 0.0)),
     "rope factor": ("FACTOR", with_attrs("rope_table", factor=lambda f: 1.0)),
-}  # fmt: skip
+}
 
 
 def random_name(has: Callable[[Any], Any]) -> str:
@@ -371,10 +374,18 @@ def test_a_dropped_feature_shows(dropped: str) -> None:
     assert ablated_error(oracle, change) > 30 * oracle.budget
 
 
-@pytest.mark.parametrize("part", [
-    "layer_scalar", "router.per_expert_scale", "router.scale", "q_norm.weight", "k_norm.weight",
-    "post_feedforward_layernorm_1.weight", "per_layer_projection_norm.weight",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        "layer_scalar",
+        "router.per_expert_scale",
+        "router.scale",
+        "q_norm.weight",
+        "k_norm.weight",
+        "post_feedforward_layernorm_1.weight",
+        "per_layer_projection_norm.weight",
+    ],
+)
 def test_every_vector_is_used(part: str) -> None:
     """Left at its initial ones, a norm weight, scalar or per-expert scale shows."""
     oracle = oracle_of("combined")
@@ -487,8 +498,9 @@ def test_window_truth_table(window: int) -> None:
     at = torch.arange(length)[None]
     got = visible(at.t(), at, window)[0]
     rule = sliding_window_causal_mask_function(window)
-    want = torch.tensor([[bool(rule(0, 0, at[0, q], at[0, k])) for k in range(length)]
-                         for q in range(length)])  # fmt: skip
+    want = torch.tensor(
+        [[bool(rule(0, 0, at[0, q], at[0, k])) for k in range(length)] for q in range(length)]
+    )
     assert torch.equal(got, want)
     assert got.sum(-1).tolist() == [min(q + 1, window) for q in range(length)]
 

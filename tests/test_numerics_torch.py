@@ -16,17 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
-from g4ir.backends.torch_compile.backend import phase_steps
+from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.segment import Segment
-from g4ir.cache_sizes import capacity
-from g4ir.checkpoint import Checkpoint, write_checkpoint
-from g4ir.engine import Engine, build, prepare
-from g4ir.packing import split_program
-from g4ir.params import dead_tensors, kv_bytes, weight_bytes
-from g4ir.pipeline import PASSES
-from g4ir.spec import FULL, SLIDING, Moe, Spec, check_spec
-from tests.configs import FEATURES, NAMES, SMALL, spec_called
+from g4ir.engine.build import build, prepare
+from g4ir.engine.engine import Engine
+from g4ir.model.tensors import dead_tensors
+from g4ir.passes import PASSES
+from g4ir.plan.cache_sizes import capacity
+from g4ir.plan.count import kv_bytes, weight_bytes
+from g4ir.plan.limits import Limits
+from g4ir.spec.parts import FULL, SLIDING, Moe
+from g4ir.spec.record import Spec, check_spec
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.pack import split_program
+from g4ir.weights.write import write_checkpoint
+from tests.configs import FEATURES, NAMES, SMALL, few, spec_called
 from tests.oracle import (
     Oracle,
     close_calls,
@@ -65,8 +69,11 @@ class Case:
 
     def __str__(self) -> str:
         parts = [self.name, f"{self.rows}-rows", "all" if self.all_logits else "last"]
-        return "-".join([*parts, *(f"no-{p}" for p in self.skip)] if self.skip != PASSES else
-                        [*parts, "no-pass"])  # fmt: skip
+        return "-".join(
+            [*parts, *(f"no-{p}" for p in self.skip)]
+            if self.skip != PASSES
+            else [*parts, "no-pass"]
+        )
 
     @property
     def spec(self) -> Spec:
@@ -108,8 +115,9 @@ def leftover() -> Spec:
         sliding=replace(base.text.sliding, window=4, k_eq_v=True),
         full=replace(base.text.full, rope=replace(base.text.full.rope, factor=4.0)),
         moe=Moe(num_experts=6, top_k_experts=1, intermediate_size=24, layers=(3,)),
-        attn_logit_softcapping=20.0, tie_word_embeddings=False,
-    )  # fmt: skip
+        attn_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+    )
     return check_spec(replace(base, name="leftover", text=text))
 
 
@@ -128,7 +136,7 @@ def short(*cases: Case) -> list[Any]:
 
 SHORT = {
     "every token": (Case("tiny-ple"),),
-    "last token": (Case("tiny-moe", 1, False),),
+    "last token": (Case("tiny-ple", ROWS, False), Case("tiny-moe", 1, False)),
     # in the form that is bit-equal in bf16, so that it is compiled too
     "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw"),),
 }
@@ -148,7 +156,7 @@ def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Bui
     scope="module",
     params=[
         *short(*SHORT["last token"]),
-        *full(*(Case(n, ROWS, False) for n in (*NAMES, "tiny-ple"))),
+        *full(*(Case(n, ROWS, False) for n in NAMES)),
         *full(*(Case(n, 1, False) for n in (*SMALL, "combined"))),
     ],
 )
@@ -186,10 +194,16 @@ def built(case: Case, tmp_path_factory: Any) -> Iterator[Built]:
     """Builds the engine for the tests of one parameter, then removes it."""
     oracle, folder = case.oracle, tmp_path_factory.mktemp("engine")
     engine = build_engine(
-        oracle, folder, backend="torch", max_batch=case.rows, max_seq=MAX_SEQ,
-        prefill_chunk=CHUNK, all_logits=case.all_logits, skip=case.skip,
+        oracle,
+        folder,
+        backend="torch",
+        max_batch=case.rows,
+        max_seq=MAX_SEQ,
+        prefill_chunk=CHUNK,
+        all_logits=case.all_logits,
+        skip=case.skip,
         latent_kv=case.latent_kv,
-    )  # fmt: skip
+    )
     assert engine.dtype == ("bf16" if case.bf16 else "f32")
     yield Built(case, engine, oracle)
     engine.close()
@@ -316,12 +330,16 @@ def caches_are_planned(engine: Engine, rows: int) -> None:
     assert session.nbytes() == allocated == planned
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_planned_cache_bytes(tmp_path: Path, name: str) -> None:
     engine = build(
-        spec_called(name), tmp_path / "engine", random_weights=0, backend="reference",
-        max_batch=3, max_seq=100,
-    )  # fmt: skip
+        spec_called(name),
+        tmp_path / "engine",
+        random_weights=0,
+        backend="reference",
+        max_batch=3,
+        max_seq=100,
+    )
     for rows in (1, 3):
         caches_are_planned(engine, rows)
 
@@ -333,9 +351,10 @@ def programs(spec: Spec, rows: int, all_logits: bool) -> int:
     return len({s.text for many in steps.values() for s in many if isinstance(s, Segment)})
 
 
-@pytest.mark.parametrize("name, rows, all_logits", [
-    ("combined", 1, False), pytest.param("e2b-small", ROWS, True, marks=pytest.mark.full)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, rows, all_logits",
+    [("combined", 1, False), pytest.param("e2b-small", ROWS, True, marks=pytest.mark.full)],
+)
 def test_compiled_programs_do_not_grow_with_layers(name: str, rows: int, all_logits: bool) -> None:
     """About 60 layers cost as many programs as about 12."""
     base = spec_called(name)
@@ -355,14 +374,18 @@ def test_packed_weights_have_no_padding(name: str) -> None:
     spec = spec_called(name)
     prepared = prepare(spec, random_weights=0)
     assert prepared.param_bytes() == weight_bytes(spec)
-    packs = {n.out.name.split(".")[0]: n for n in prepared.packing.prologue.find("concat")
-             if ".attn." in n.inputs[0].name}  # fmt: skip
+    packs = {
+        n.out.name.split(".")[0]: n
+        for n in prepared.packing.prologue.find("concat")
+        if ".attn." in n.inputs[0].name
+    }
     for layer in spec.layers():
         found = packs.get(f"L{layer.index}")
         parts = [v.name.rsplit(".", 1)[1] for v in found.inputs] if found else ["wq"]
         tied = layer.attention.k_eq_v
-        assert parts == (["wq"] if layer.donor is not None else
-                         ["wq", "wk"] if tied else ["wq", "wk", "wv"])  # fmt: skip
+        assert parts == (
+            ["wq"] if layer.donor is not None else ["wq", "wk"] if tied else ["wq", "wk", "wv"]
+        )
 
 
 #: how a checkpoint of KV-shared layers may look

@@ -22,7 +22,6 @@ import torch
 from onnx import helper
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import Limits
 from g4ir.backends.onnx_graph import backend, export
 from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
@@ -30,16 +29,19 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
 from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
 from g4ir.cli import main
-from g4ir.engine import Engine, build, load_engine, prepare
+from g4ir.engine.build import build, prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, InputError, LowerError, MissingError
-from g4ir.interpret import run_node
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
+from g4ir.ir.interpret import run_node
 from g4ir.ops.latent import PARTS
-from g4ir.packing import split_program
-from g4ir.pipeline import PASSES
-from g4ir.spec import Spec, check_spec, load_spec
-from g4ir.tensorfile import read_header
-from g4ir.types import FLOATS, Type
+from g4ir.ops.types import FLOATS, Type
+from g4ir.passes import PASSES
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import Spec, check_spec, load_spec
+from g4ir.weights.pack import split_program
+from g4ir.weights.tensorfile import read_header
 from tests.configs import NAMES, VARIANTS, spec_called
 from tests.engines import some_tokens
 from tests.network_session import in_range
@@ -86,9 +88,16 @@ def built(case: Case, tmp_path_factory: Any, oracle: Oracle | None = None, **opt
     """Builds the engine for the tests of one parameter, then removes it."""
     oracle, folder = oracle or case.oracle, tmp_path_factory.mktemp("engine")
     engine = build_engine(
-        oracle, folder, backend="onnx", max_batch=case.rows, max_seq=MAX_SEQ, prefill_chunk=CHUNK,
-        all_logits=case.all_logits, skip=case.skip, **options,
-    )  # fmt: skip
+        oracle,
+        folder,
+        backend="onnx",
+        max_batch=case.rows,
+        max_seq=MAX_SEQ,
+        prefill_chunk=CHUNK,
+        all_logits=case.all_logits,
+        skip=case.skip,
+        **options,
+    )
     yield Built(case, engine, oracle)
     engine.close()
     shutil.rmtree(folder)
@@ -119,13 +128,16 @@ LAST = tuple(Case(name, ROWS, False) for name in ("e2b-small", "combined", "tiny
 @pytest.fixture(
     scope="module",
     params=cases(
-        *LAST, Case("combined", ROWS, False, PASSES),
+        *LAST,
+        Case("combined", ROWS, False, PASSES),
         Case("combined", ROWS, False, ("plan_cache",)),
         Case("31b-small", ROWS, False, ("plan_cache", "last_token_only")),
-        full=(*(Case(n, ROWS, False) for n in (*NAMES, *TINY)),
-              *(Case("combined", ROWS, False, (p,)) for p in PASSES)),
+        full=(
+            *(Case(n, ROWS, False) for n in (*NAMES, *TINY)),
+            *(Case("combined", ROWS, False, (p,)) for p in PASSES),
+        ),
     ),
-)  # fmt: skip
+)
 def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
     """An engine that works out each row's last token only, some without passes."""
     yield from built(request.param, tmp_path_factory)
@@ -173,9 +185,8 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "value rows, no rings": ("combined", {"latent_kv": "value", "skip": ("plan_cache",)}),
     "experts gathered": ("26b-a4b-small", {"settings": {"experts": "gather"}}),
     "all experts": ("26b-a4b-small", {"settings": {"experts": "all"}}),
-    "all experts, last token": ("combined", {"settings": {"experts": "all"},
-                                             "all_logits": False}),
-}  # fmt: skip
+    "all experts, last token": ("combined", {"settings": {"experts": "all"}, "all_logits": False}),
+}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -240,9 +251,13 @@ def test_greedy_text_of_the_torch_backend(tmp_path: Path, name: str) -> None:
     found = []
     for backend_name in ("onnx", "torch"):
         engine = build_engine(
-            oracle, tmp_path / backend_name, backend=backend_name, max_batch=2, max_seq=MAX_SEQ,
+            oracle,
+            tmp_path / backend_name,
+            backend=backend_name,
+            max_batch=2,
+            max_seq=MAX_SEQ,
             prefill_chunk=16,
-        )  # fmt: skip
+        )
         found.append(greedy(engine, oracle.tokens[:, :9]))
     assert found[0] == found[1]
 
@@ -281,9 +296,7 @@ def test_caches_of_full_length_are_written_in_place(small: Engine) -> None:
     assert facts["g4ir.in_place"].split(",") == ["L3.k", "L3.v"]
     same = {n for n in state.held if state.held[n] is state.spare[n]}
     assert same == {"L3.k", "L3.v"}
-    assert state.nbytes() == sum(
-        t.nbytes * (1 if n in same else 2) for n, t in state.held.items()
-    )
+    assert state.nbytes() == sum(t.nbytes * (1 if n in same else 2) for n, t in state.held.items())
     planned = find_backend("onnx").cache_bytes(small.program, replace(small.limits, max_batch=2))
     assert state.nbytes() == planned
 
@@ -314,8 +327,11 @@ def models(folder: Path) -> dict[str, onnx.ModelProto]:
 
 def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
     """Every initialiser of any size is a tensor of theirs, where that file says it is."""
-    entries = {k: (h.path.name, e) for h in map(read_header, small.path.glob("*.safetensors"))
-               for k, e in h.entries.items()}  # fmt: skip
+    entries = {
+        k: (h.path.name, e)
+        for h in map(read_header, small.path.glob("*.safetensors"))
+        for k, e in h.entries.items()
+    }
     used = set()
     for model in models(small.path).values():
         assert model.ByteSize() < 1 << 20
@@ -328,8 +344,11 @@ def test_weights_stay_in_the_safetensors_files(small: Engine) -> None:
                 continue
             name = t.name.split("[")[0]
             file, entry = entries[name]
-            assert place == {"location": file, "offset": str(entry.start),
-                             "length": str(entry.nbytes)}  # fmt: skip
+            assert place == {
+                "location": file,
+                "offset": str(entry.start),
+                "length": str(entry.nbytes),
+            }
             used.add(name)
     assert used == set(entries)
 
@@ -349,8 +368,9 @@ def test_engine_without_g4ir(small: Engine) -> None:
     facts = net.get_modelmeta().custom_metadata_map
     caches = {
         i.name: np.zeros([1 if d == "B" else d for d in i.shape], np.float32)
-        for i in net.get_inputs() if f"{i.name}.next" in {o.name for o in net.get_outputs()}
-    }  # fmt: skip
+        for i in net.get_inputs()
+        if f"{i.name}.next" in {o.name for o in net.get_outputs()}
+    }
     names = [o.name for o in net.get_outputs()]
     tokens, held, out = [5, 77, 31, 8, 402], 0, []
     while len(out) < 24:
@@ -360,7 +380,7 @@ def test_engine_without_g4ir(small: Engine) -> None:
             "positions": held + np.arange(len(tokens))[None],
             "lengths": np.array([len(tokens)]),
             "slots": np.arange(int(facts["g4ir.max_seq"])),
-        }  # fmt: skip
+        }
         found = dict(zip(names, net.run(names, feeds)))
         caches = {n: found[f"{n}.next"] for n in caches}
         held += len(tokens)
@@ -416,10 +436,12 @@ def one_node(op: str, inputs: list[str], **attrs: Any) -> onnx.ModelProto:
     known = {"x": (1, [2, 3, 8, 4]), "i": (7, [2, 1, 1]), "b": (7, [2])}
     k = helper.make_tensor("k", 7, [1], [attrs.pop("k", 1)])
     graph = helper.make_graph(
-        [helper.make_node(op, inputs, ["y"], name="L3.out/it", **attrs)], "g",
+        [helper.make_node(op, inputs, ["y"], name="L3.out/it", **attrs)],
+        "g",
         [helper.make_tensor_value_info(n, *known[n]) for n in inputs if n != "k"],
-        [helper.make_tensor_value_info("y", 1, None)], [k],
-    )  # fmt: skip
+        [helper.make_tensor_value_info("y", 1, None)],
+        [k],
+    )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
 
 
@@ -430,7 +452,7 @@ BEYOND: Mapping[str, tuple[onnx.ModelProto, str]] = {
     "too many of the best": (one_node("TopK", ["x", "k"], k=3840), "K is 3840, the limit 3839"),
     "computed axes": (one_node("ReduceSum", ["x", "b"]), "b is computed"),
     "an operator of others": (one_node("Gelu", ["x"], domain="com.microsoft"), "Gelu: not among"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BEYOND)
@@ -472,10 +494,16 @@ def test_a_wrong_type_is_found(tmp_path: Path, small: Engine) -> None:
 
 def deeper(spec: Spec, times: int) -> Spec:
     text = spec.text
-    return check_spec(replace(spec, text=replace(
-        text, num_hidden_layers=times * text.num_hidden_layers,
-        num_kv_shared_layers=times * text.num_kv_shared_layers,
-    )))  # fmt: skip
+    return check_spec(
+        replace(
+            spec,
+            text=replace(
+                text,
+                num_hidden_layers=times * text.num_hidden_layers,
+                num_kv_shared_layers=times * text.num_kv_shared_layers,
+            ),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *TINY, "combined"])
@@ -571,8 +599,19 @@ def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch
 
 @pytest.mark.parametrize("name", full_only("26b-a4b", VARIANTS))
 def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
-    argv = ["build", "--variant", name, "--backend", "onnx", "--dry-run", "--json",
-            "--memory", "2TiB", "--out", "engines/x"]  # fmt: skip
+    argv = [
+        "build",
+        "--variant",
+        name,
+        "--backend",
+        "onnx",
+        "--dry-run",
+        "--json",
+        "--memory",
+        "2TiB",
+        "--out",
+        "engines/x",
+    ]
     assert main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["dtype"] == "f32" and " nodes: " in told["onnx"]
@@ -630,8 +669,9 @@ def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
 def test_a_step_that_fails(small: Engine) -> None:
     session = small.session(1)
     feeds = small.embed(torch.tensor([[3, 4]])) | {
-        "positions": torch.tensor([[1000, 1001]]), "lengths": torch.tensor([2]),
-    }  # fmt: skip
+        "positions": torch.tensor([[1000, 1001]]),
+        "lengths": torch.tensor([2]),
+    }
     with pytest.raises(EngineError, match="failed in a prefill chunk of 1 x 2 tokens"):
         small.runtime.run("prefill", feeds, session.state, 2, True)
 

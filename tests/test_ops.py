@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as f
 
 from g4ir.errors import VerifyError
-from g4ir.flatten import inner_nodes
-from g4ir.interpret import expansion, run_node
-from g4ir.ir import Node, Value, infer
-from g4ir.model import build_graph
+from g4ir.ir.flatten import inner_nodes
+from g4ir.ir.graph import Node, Value, infer
+from g4ir.ir.interpret import expansion, run_node
+from g4ir.model.text import build_graph
 from g4ir.ops import OPS, Sample
 from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple, op
+from g4ir.ops.budgets import MOVES
 from g4ir.ops.rope import inverse_frequencies, rotate_half
-from g4ir.spec import load_spec
-from g4ir.types import FLOATS, Type, dtype_name, torch_dtype
+from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
+from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
@@ -84,8 +85,12 @@ def rand(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
 def test_the_table_holds_each_op_under_its_name() -> None:
     assert all(name == o.name and o.doc.strip() and o.samples for name, o in OPS.items())
     phases = ("embed", "prefill", "decode")
-    used = {n.op for s in ("tiny-moe", "tiny-ple") for p in phases
-            for n in build_graph(load_spec(s), p).nodes}  # fmt: skip
+    used = {
+        n.op
+        for s in ("tiny-moe", "tiny-ple")
+        for p in phases
+        for n in build_graph(load_spec(s), p).nodes
+    }
     assert used <= OPS.keys()
 
 
@@ -136,8 +141,19 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
     assert (not any((*reads, *writes))) == (case[0] in VIEWS)
 
 
-NO_FLOPS = {"cast", "concat", "split", "heads", "merge_heads", "last_row", "row_start",
-            "cache_write", "stack_layers", "unstack_layers", "latent_row"}  # fmt: skip
+NO_FLOPS = {
+    "cast",
+    "concat",
+    "split",
+    "heads",
+    "merge_heads",
+    "last_row",
+    "row_start",
+    "cache_write",
+    "stack_layers",
+    "unstack_layers",
+    "latent_row",
+}
 VIEWS = {"split", "heads", "merge_heads", "unstack_layers"}
 
 
@@ -178,8 +194,10 @@ def test_what_an_op_says_of_caches(case: tuple[str, int]) -> None:
 
 #: (op, form) -> inputs before the fresh chunk
 WITHOUT_FRESH = {
-    ("attention", None): 5, ("attention_latent", "value"): 5, ("attention_latent", "raw"): 6,
-}  # fmt: skip
+    ("attention", None): 5,
+    ("attention_latent", "value"): 5,
+    ("attention_latent", "raw"): 6,
+}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if OPS[c[0]].rows])
@@ -225,21 +243,42 @@ def test_a_wrong_type_is_refused_by_name_or_it_runs(case: tuple[str, int]) -> No
 
 
 MISMATCHES = {
-    "linear": ("f32[2,8]", "f32[4,9]"), "add": ("f32[2,8]", "f32[2,7]"),
-    "mul": ("f32[2,8]", "f32[3]"), "glu": ("f32[2,8]", "f32[2,7]"),
-    "concat": ("f32[2,8]", "f32[2,7]"), "rms_norm": ("f32[2,8]", "f32[7]"),
+    "linear": ("f32[2,8]", "f32[4,9]"),
+    "add": ("f32[2,8]", "f32[2,7]"),
+    "mul": ("f32[2,8]", "f32[3]"),
+    "glu": ("f32[2,8]", "f32[2,7]"),
+    "concat": ("f32[2,8]", "f32[2,7]"),
+    "rms_norm": ("f32[2,8]", "f32[7]"),
     "rope": ("f32[2,3,4,8]", "f32[2,3,7]", "f32[2,3,7]"),
-    "last_row": ("f32[2,3,8]", "i64[3]"), "embedding": ("f32[8]", "i64[2]"),
+    "last_row": ("f32[2,3,8]", "i64[3]"),
+    "embedding": ("f32[8]", "i64[2]"),
     "cache_write": ("f32[4,2,2,8]", "f32[2,3,2,9]", "i64[2]", "i64[2]"),
     "attention": ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[9,2,2,7]", "f32[9,2,2,7]"),
     "attention_latent": ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[9]", "f32[9,2,2,12]"),
     "latent_row": ("f32[2,3,2,8]", "f32[2,3,2,7]"),
     "dual_norm_residual": ("f32[2,8]", "f32[8]", "f32[2,8]", "f32[8]", "f32[8]", "f32[2,7]"),
-    "moe_mlp": (*("f32[2,3,8]",) * 3, "f32[8]", "f32[4,8]", "f32[4]", "f32[6,8]", "f32[8,3]",
-                "f32[5,6,8]", "f32[5,8,3]"),
-    "qkv_write": ("f32[2,1,64]", "f32[8]", "f32[9]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]",
-                  "i64[2]", "f32[4,2,2,8]", "f32[4,2,2,8]"),
-}  # fmt: skip
+    "moe_mlp": (
+        *("f32[2,3,8]",) * 3,
+        "f32[8]",
+        "f32[4,8]",
+        "f32[4]",
+        "f32[6,8]",
+        "f32[8,3]",
+        "f32[5,6,8]",
+        "f32[5,8,3]",
+    ),
+    "qkv_write": (
+        "f32[2,1,64]",
+        "f32[8]",
+        "f32[9]",
+        "f32[2,1,8]",
+        "f32[2,1,8]",
+        "i64[2]",
+        "i64[2]",
+        "f32[4,2,2,8]",
+        "f32[4,2,2,8]",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
@@ -252,24 +291,55 @@ def test_infer_itself_names_both_types(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attr", "value"),
-    [("heads", "n", 0), ("heads", "n", -4), ("heads", "n", 2.0), ("heads", "n", True),
-     ("split", "sizes", (18, -6)), ("split", "sizes", [6, 4, 2]), ("split", "sizes", 12),
-     ("concat", "axis", 2), ("concat", "axis", -1), ("softcap", "cap", 0.0),
-     ("rms_norm", "eps", 0.0), ("rms_norm", "eps", math.inf), ("glu", "act", "tanh"),
-     ("rope_table", "dim", 7), ("rope_table", "kind", "yarn"), ("rope_table", "dtype", "f8"),
-     ("rope_table", "factor", 0.0), ("router", "top_k", 9), ("router", "top_k", 0),
-     ("attention", "window", -1), ("attention", "softcap", -1.0), ("scale", "value", "2"),
-     ("attention_latent", "form", "whole"), ("attention_latent", "window", -1),
-     ("attention_latent", "fraction", 1.5), ("attention_latent", "kind", "yarn"),
-     ("latent_row", "pairs", 5), ("latent_row", "pairs", -1), ("inverse_rms", "eps", 0.0),
-     ("norm_residual", "weighted", (1,)), ("norm_residual", "scaled", False),
-     ("dual_norm_residual", "eps", 0.0), ("dual_norm_residual", "scaled", False),
-     ("linear_glu", "act", "tanh"), ("moe_mlp", "act", "tanh"), ("moe_mlp", "top_k", 9),
-     ("qkv_write", "eps", 0.0), ("qkv_write", "heads", 3), ("qkv_write", "heads", 0),
-     ("qkv_write", "kv_heads", 1), ("qkv_write", "values", False), ("qkv_write", "form", "whole"),
-     ("qkv_write", "form", "value"), ("qkv_write", "form", "raw"), ("qkv_write", "pairs", 1),
-     ("qkv_write", "pairs", -1)],
-)  # fmt: skip
+    [
+        ("heads", "n", 0),
+        ("heads", "n", -4),
+        ("heads", "n", 2.0),
+        ("heads", "n", True),
+        ("split", "sizes", (18, -6)),
+        ("split", "sizes", [6, 4, 2]),
+        ("split", "sizes", 12),
+        ("concat", "axis", 2),
+        ("concat", "axis", -1),
+        ("softcap", "cap", 0.0),
+        ("rms_norm", "eps", 0.0),
+        ("rms_norm", "eps", math.inf),
+        ("glu", "act", "tanh"),
+        ("rope_table", "dim", 7),
+        ("rope_table", "kind", "yarn"),
+        ("rope_table", "dtype", "f8"),
+        ("rope_table", "factor", 0.0),
+        ("router", "top_k", 9),
+        ("router", "top_k", 0),
+        ("attention", "window", -1),
+        ("attention", "softcap", -1.0),
+        ("scale", "value", "2"),
+        ("attention_latent", "form", "whole"),
+        ("attention_latent", "window", -1),
+        ("attention_latent", "fraction", 1.5),
+        ("attention_latent", "kind", "yarn"),
+        ("latent_row", "pairs", 5),
+        ("latent_row", "pairs", -1),
+        ("inverse_rms", "eps", 0.0),
+        ("norm_residual", "weighted", (1,)),
+        ("norm_residual", "scaled", False),
+        ("dual_norm_residual", "eps", 0.0),
+        ("dual_norm_residual", "scaled", False),
+        ("linear_glu", "act", "tanh"),
+        ("moe_mlp", "act", "tanh"),
+        ("moe_mlp", "top_k", 9),
+        ("qkv_write", "eps", 0.0),
+        ("qkv_write", "heads", 3),
+        ("qkv_write", "heads", 0),
+        ("qkv_write", "kv_heads", 1),
+        ("qkv_write", "values", False),
+        ("qkv_write", "form", "whole"),
+        ("qkv_write", "form", "value"),
+        ("qkv_write", "form", "raw"),
+        ("qkv_write", "pairs", 1),
+        ("qkv_write", "pairs", -1),
+    ],
+)
 def test_a_wrong_attribute_is_refused(name: str, attr: str, value: Any) -> None:
     s = OPS[name].samples[0]
     with pytest.raises(VerifyError, match=f"y: {name}\\(%x0: "):
@@ -278,7 +348,9 @@ def test_a_wrong_attribute_is_refused(name: str, attr: str, value: Any) -> None:
 
 def test_an_op_class_must_be_complete() -> None:
     def make(**parts: Any) -> type:
-        return type("thing", (), {"__doc__": "does", "samples": [Sample(())], **parts})
+        return type(
+            "thing", (), {"__doc__": "does", "samples": [Sample(())], "budget": MOVES, **parts}
+        )
 
     def typed(x: Type) -> Type:
         return x
@@ -287,12 +359,15 @@ def test_an_op_class_must_be_complete() -> None:
         return x
 
     for cls, message in (
-        (make(), "docstring and infer"), (make(infer=typed, __doc__=""), "docstring and infer"),
+        (make(), "docstring and infer"),
+        (make(infer=typed, __doc__=""), "docstring and infer"),
         (make(infer=typed), "exactly one of"),
         (make(infer=typed, reference=typed, expand=typed), "exactly one of"),
         (make(infer=typed, reference=typed, samples=[]), "samples"),
+        (make(infer=typed, reference=typed, budget=None), "a budget"),
+        (make(infer=typed, reference=typed, kind="tail"), "kind 'tail': one of attention"),
         (make(infer=odd, reference=typed), "attribute of kind dict"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TypeError, match=message):
             op(cls)
     made = op(make(infer=staticmethod(typed), reference=staticmethod(typed)))
@@ -317,11 +392,19 @@ EXPANSIONS = {
     "qkv_write": [
         ["split", "heads", "norm_rope", "heads", "heads", "norm_rope", "rms_norm", *CACHE_WRITES],
         ["split", "heads", "norm_rope", "heads", "norm_rope", "rms_norm", *CACHE_WRITES],
-        ["split", "heads", "norm_rope", "heads", "norm_rope", "rms_norm", "latent_row",
-         "cache_write"],
+        [
+            "split",
+            "heads",
+            "norm_rope",
+            "heads",
+            "norm_rope",
+            "rms_norm",
+            "latent_row",
+            "cache_write",
+        ],
         ["split", "heads", "norm_rope", "heads", "inverse_rms", *CACHE_WRITES],
     ],
-}  # fmt: skip
+}
 
 
 def test_every_fused_op_is_listed() -> None:
@@ -344,8 +427,9 @@ def test_norm_rope_is_the_norm_then_the_rotation() -> None:
 
 def test_norm_residual_rounds_after_each_step() -> None:
     """[6 to 9] the norm, the add and the layer scalar round one after the other."""
-    x, r, w, s, u = (rand(*shape, seed=i) for i, shape in
-                     enumerate([(2, 3, 16), (2, 3, 16), (16,), (1,), (16,)]))  # fmt: skip
+    x, r, w, s, u = (
+        rand(*shape, seed=i) for i, shape in enumerate([(2, 3, 16), (2, 3, 16), (16,), (1,), (16,)])
+    )
     h, n, m = run("norm_residual", x, r, w, s, u, eps=1e-6, scaled=True, weighted=(True, False))
     want = (r + norm(x, w)) * s
     assert torch.equal(h, want)
@@ -405,10 +489,22 @@ def test_qkv_write_norms_rotates_and_writes(form: str, values: bool) -> None:
     widths = {"plain": (d, d), "value": (d + 4,), "raw": (d, 1)}[form]
     caches = [rand(5, 2, kv, n, dtype=F32 if n == 1 else BF16, seed=n) for n in widths]
     got = run(
-        "qkv_write", qkv, w_q, w_k, cos, sin, torch.tensor([7, 3]), torch.tensor([1, 0]), *caches,
-        heads=heads, kv_heads=kv, values=values, form=form, pairs=2 if form == "value" else 0,
+        "qkv_write",
+        qkv,
+        w_q,
+        w_k,
+        cos,
+        sin,
+        torch.tensor([7, 3]),
+        torch.tensor([1, 0]),
+        *caches,
+        heads=heads,
+        kv_heads=kv,
+        values=values,
+        form=form,
+        pairs=2 if form == "value" else 0,
         eps=1e-6,
-    )  # fmt: skip
+    )
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         return x * cos[:, :, None] + rotate_half(x) * sin[:, :, None]
@@ -495,19 +591,21 @@ def test_glu_rounds_the_activation(act: str) -> None:
     gate, up = rand(2, 3, 64), rand(2, 3, 64, seed=1)
     x = gate.float()
     by_hand = {
-        "gelu_pytorch_tanh": 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5
-                                                      * (x + 0.044715 * x**3))),
+        "gelu_pytorch_tanh": 0.5
+        * x
+        * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
         "gelu": 0.5 * x * (1 + torch.erf(x * 0.5**0.5)),
         "silu": x * torch.sigmoid(x),
         "relu": x.clamp(min=0),
-    }[act]  # fmt: skip
+    }[act]
     got = run("glu", gate, up, act=act)
     want = by_hand.to(BF16) * up
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
     assert (got == want).float().mean() > 0.97, "the same but for ties of the last bit"
     wide = [t.double() for t in (gate, up)]
-    torch.testing.assert_close(run("glu", *wide, act=act), by_hand.double() * wide[1],
-                               rtol=1e-5, atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(
+        run("glu", *wide, act=act), by_hand.double() * wide[1], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_softcap_rounds_three_times() -> None:
@@ -548,8 +646,16 @@ def test_inverse_frequencies_of_a_sliding_layer() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_a_rope_table_is_fp32_then_cast(dtype: str) -> None:
     positions = torch.tensor([[0, 1, 4095], [7, 131071, 262143]])
-    cos, sin = run("rope_table", positions, kind="proportional", theta=1e6, dim=512,
-                   fraction=0.25, factor=1.0, dtype=dtype)  # fmt: skip
+    cos, sin = run(
+        "rope_table",
+        positions,
+        kind="proportional",
+        theta=1e6,
+        dim=512,
+        fraction=0.25,
+        factor=1.0,
+        dtype=dtype,
+    )
     angle = positions[..., None].float() * inverse_frequencies("proportional", 1e6, 512, 0.25, 1.0)
     for got, function in ((cos, torch.cos), (sin, torch.sin)):
         assert torch.equal(got, function(torch.cat((angle, angle), -1)).to(torch_dtype(dtype)))
@@ -704,8 +810,11 @@ def attention_by_hand(
     out = torch.zeros_like(q)
     group = q.shape[1] // keys.shape[1]
     for s, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-        seen = [t for t, p in enumerate(key_pos)
-                if 0 <= p <= pos[s] and (not window or p > pos[s] - window)]  # fmt: skip
+        seen = [
+            t
+            for t, p in enumerate(key_pos)
+            if 0 <= p <= pos[s] and (not window or p > pos[s] - window)
+        ]
         scores = [sum(q[s, h, i] * keys[t, h // group, i] for i in range(q.shape[2])) for t in seen]
         if cap:
             scores = [torch.tanh(x / cap) * cap for x in scores]
@@ -738,9 +847,14 @@ def test_attention_against_a_loop(window: int, cap: float, dtype: torch.dtype) -
     for b, past in enumerate(history):
         total = past + size
         want = attention_by_hand(
-            q[b], everything[0][b, :total], everything[1][b, :total], list(range(total)),
-            positions[b].tolist(), window, cap,
-        )  # fmt: skip
+            q[b],
+            everything[0][b, :total],
+            everything[1][b, :total],
+            list(range(total)),
+            positions[b].tolist(),
+            window,
+            cap,
+        )
         torch.testing.assert_close(got[b], want, rtol=rtol, atol=atol)
     new_k, new_v = (
         run("cache_write", c, x, age, torch.tensor([size, size]))
@@ -766,6 +880,15 @@ def test_attention_rounds_scores_probabilities_and_output() -> None:
 
 def test_a_query_that_sees_nothing_stays_finite() -> None:
     q, cache = rand(1, 1, 2, 4, dtype=F32), torch.zeros(3, 1, 1, 4)
-    out = run("attention", q, torch.tensor([[0]]), torch.tensor([0]), cache, cache,
-              window=0, scale=1.0, softcap=0.0)  # fmt: skip
+    out = run(
+        "attention",
+        q,
+        torch.tensor([[0]]),
+        torch.tensor([0]),
+        cache,
+        cache,
+        window=0,
+        scale=1.0,
+        softcap=0.0,
+    )
     assert out.isfinite().all()

@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from g4ir.params import (
-    counts,
-    dead_tensors,
-    kv_bytes,
-    numel,
-    text_tensors,
-    tower_tensors,
-    weight_bytes,
-)
-from g4ir.spec import Spec, load_spec
+from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
+from g4ir.plan.count import counts, kv_bytes, weight_bytes
+from g4ir.spec.record import Spec, load_spec
 
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB = 2**30
@@ -107,8 +100,9 @@ def shrunk(name: str) -> Spec:
     """The variant with few layers, all else kept."""
     spec = load_spec(name)
     shared = 5 if spec.text.num_kv_shared_layers else 0
-    text = replace(spec.text, num_hidden_layers=len(spec.text.pattern) * 2,
-                   num_kv_shared_layers=shared)  # fmt: skip
+    text = replace(
+        spec.text, num_hidden_layers=len(spec.text.pattern) * 2, num_kv_shared_layers=shared
+    )
     towers: dict[str, Any] = {}
     for part in ("vision", "audio"):
         tower = getattr(spec, part)
@@ -118,10 +112,10 @@ def shrunk(name: str) -> Spec:
 
 
 UNIFIED_NAMES = {  # hub name -> name in the reference's module
-    "model.embed_vision.embedding_projection":
-        "model.embed_vision.multimodal_embedder.embedding_projection",
+    "model.embed_vision.embedding_projection": "model.embed_vision.multimodal_embedder"
+    ".embedding_projection",
     "model.vision_embedder.": "model.embed_vision.",
-}  # fmt: skip
+}
 
 
 def reference_name(name: str) -> str:

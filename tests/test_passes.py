@@ -14,19 +14,21 @@ import pytest
 import torch
 
 from g4ir.errors import InputError, PassError
-from g4ir.interpret import empty_state, interpret
-from g4ir.ir import Graph, Program, Value, verify
-from g4ir.model import build_graph, build_program
-from g4ir.passes import Note
-from g4ir.pipeline import CHANGES_STATE, LEAVES, PASSES, find_pass, run_passes, run_program
-from g4ir.spec import FULL, SLIDING, Layer, Moe, Spec, check_spec, load_spec, spec_names
-from g4ir.text import parse_graph, print_graph
+from g4ir.ir.graph import Graph, Program, Value, verify
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.text import parse_graph, print_graph
+from g4ir.model.text import build_graph, build_program
+from g4ir.passes import CHANGES_STATE, PASSES, find_pass, run_passes, run_program
+from g4ir.passes.match import Note
+from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
+from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 
 PHASES = ("prefill", "decode")
 
 
 # --- golden files -----------------------------------------------------------------------------
 
+ROOT = Path(__file__).parents[1]
 GOLDEN = sorted((Path(__file__).parent / "passes").glob("*.g4ir"))
 CUT = "// ----\n"
 ASKS = "# options: "
@@ -97,13 +99,14 @@ SPECS: dict[str, Callable[[], Spec]] = {
 }
 LATENT = ("value", "raw")
 SKIPS = {
-    "none": (), "all": PASSES,
+    "none": (),
+    "all": PASSES,
     **{f"no {p}": (p,) for p in PASSES},
     **{f"only {p}": tuple(q for q in PASSES if q != p) for p in PASSES},
     **dict.fromkeys(LATENT, ()),
     **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
     **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
-}  # fmt: skip
+}
 
 
 def options(skip: str) -> dict[str, dict[str, str]]:
@@ -150,10 +153,12 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
     tied = any(x.attention.k_eq_v for x in SPECS[spec]().layers())
     routed = any(x.has_moe for x in SPECS[spec]().layers())
     idle = {
-        "last_token_only": phase == "decode", "latent_kv": form == "off" or not tied,
-        "fuse_moe": not routed, "fuse_dual_norm": not routed,
+        "last_token_only": phase == "decode",
+        "latent_kv": form == "off" or not tied,
+        "fuse_moe": not routed,
+        "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
-    }  # fmt: skip
+    }
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
         assert interface(after) == interface(before)
         assert before.state == after.state or name in CHANGES_STATE
@@ -165,9 +170,13 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
 # Chunks as (padded length, valid tokens of each row): longer than the window of 8, ragged, rows of
 # length 0, single tokens, and a chunk after them.
 CHUNKS = (
-    (11, (11, 7, 0)), (5, (0, 5, 3)), (1, (1, 1, 1)),
-    (1, (1, 0, 1)), (9, (2, 9, 9)), (1, (1, 1, 1)),
-)  # fmt: skip
+    (11, (11, 7, 0)),
+    (5, (0, 5, 3)),
+    (1, (1, 1, 1)),
+    (1, (1, 0, 1)),
+    (9, (2, 9, 9)),
+    (1, (1, 1, 1)),
+)
 
 
 def random_weight(v: Value) -> torch.Tensor:
@@ -213,6 +222,7 @@ def plain_logits(spec: str) -> torch.Tensor:
     return logits(spec, program(spec))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("skip", [s for s in SKIPS if s != "all"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
@@ -310,14 +320,16 @@ def test_caches_are_planned(spec: str, phase: str) -> None:
     owners = [x for x in layers if x.donor is None]
     want = {f"L{x.index}.{c}": x.attention.window or "C" for x in owners for c in "kv"}
     assert sizes == want
-    written = [(old.name, new) for n in g.nodes
-               for old, new in n.definition.updated(n.inputs, n.outputs)]  # fmt: skip
+    written = [
+        (old.name, new) for n in g.nodes for old, new in n.definition.updated(n.inputs, n.outputs)
+    ]
     assert dict(written) == g.next and len(written) == len(sizes) == len(g.next)
     for x, n in zip(layers, g.find("attention"), strict=True):
         owner = x.index if x.donor is None else x.donor
         assert [v.name.removesuffix(".next") for v in n.inputs[3:5]] == [
-            f"L{owner}.k", f"L{owner}.v"
-        ]  # fmt: skip
+            f"L{owner}.k",
+            f"L{owner}.v",
+        ]
 
 
 KEYS_VALUES = ("wk", "wv", "wqk", "wqkv", "norm_k", "k", "v", "k.norm", "v.norm", "k.rope")
@@ -341,8 +353,12 @@ def test_only_the_last_row_goes_past_the_last_owner(spec: str) -> None:
     """After the last layer with keys and values of its own nothing is left of the chunk."""
     layers, _, g = after(spec, "prefill")
     last = max(x.index for x in layers if x.donor is None)
-    late = [v for n in g.nodes for v in n.outputs if v.name.endswith((".last", ".o"))
-            or _layer(v.name) > last]  # fmt: skip
+    late = [
+        v
+        for n in g.nodes
+        for v in n.outputs
+        if v.name.endswith((".last", ".o")) or _layer(v.name) > last
+    ]
     rows = {f"L{x.index}.ple" for x in layers}
     whole = {v.name for v in late if "S" in v.type.shape} - rows
     assert whole == {f"L{x.index}.attn.o" for x in layers if x.index < last}
@@ -363,9 +379,14 @@ def _layer(name: str) -> int:
 
 @pytest.mark.parametrize(
     ("spec", "rings", "per_token"),
-    [("e2b", 6_291_456, 6_144), ("e4b", 20_971_520, 16_384), ("12b", 335_544_320, 16_384),
-     ("26b-a4b", 209_715_200, 20_480), ("31b", 838_860_800, 81_920)],
-)  # fmt: skip
+    [
+        ("e2b", 6_291_456, 6_144),
+        ("e4b", 20_971_520, 16_384),
+        ("12b", 335_544_320, 16_384),
+        ("26b-a4b", 209_715_200, 20_480),
+        ("31b", 838_860_800, 81_920),
+    ],
+)
 def test_cache_bytes(spec: str, rings: int, per_token: int) -> None:
     """bf16, one row: a constant for the windows, and bytes for each token of the context."""
     g = after(spec, "decode")[2]
@@ -379,9 +400,7 @@ def test_cache_bytes(spec: str, rings: int, per_token: int) -> None:
 @pytest.mark.parametrize("spec", ALL)
 def test_prefill_and_decode_share_weights_and_caches(spec: str) -> None:
     """Both phases pack alike, so one set of packed weights serves them."""
-    packs = [
-        {n.out: n.inputs for n in after(spec, phase)[2].find("concat")} for phase in PHASES
-    ]
+    packs = [{n.out: n.inputs for n in after(spec, phase)[2].find("concat")} for phase in PHASES]
     assert packs[0] == packs[1]
     assert after(spec, "prefill")[2].state == after(spec, "decode")[2].state
 
@@ -397,13 +416,19 @@ def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, f: Callable[[Graph], 
 
 
 FIRST_LEFT = {
-    "share_rope_tables": "%L0.attn.cos = rope_table", "fuse_qkv": "%L0.attn.q.heads = heads",
-    "fuse_gate_up": "%L0.mlp.act = glu", "fuse_norm_rope": "%L0.attn.q.rope = rope",
-    "fuse_norm_residual": "%L0.mid = add", "plan_cache": "%L0.attn.out = attention",
-    "last_token_only": "%logits = last_row", "latent_kv": "%L3.v.next = cache_write",
-    "fuse_glu": "%L0.mlp.act = glu_packed", "fuse_moe": "%L1.moe.out = experts",
-    "fuse_dual_norm": "%L1.ffn.out = norm_residual", "fuse_cache_write": "%L0.attn.q = split",
-}  # fmt: skip
+    "share_rope_tables": "%L0.attn.cos = rope_table",
+    "fuse_qkv": "%L0.attn.q.heads = heads",
+    "fuse_gate_up": "%L0.mlp.act = glu",
+    "fuse_norm_rope": "%L0.attn.q.rope = rope",
+    "fuse_norm_residual": "%L0.mid = add",
+    "plan_cache": "%L0.attn.out = attention",
+    "last_token_only": "%logits = last_row",
+    "latent_kv": "%L3.v.next = cache_write",
+    "fuse_glu": "%L0.mlp.act = glu_packed",
+    "fuse_moe": "%L1.moe.out = experts",
+    "fuse_dual_norm": "%L1.ffn.out = norm_residual",
+    "fuse_cache_write": "%L0.attn.q = split",
+}
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -422,7 +447,10 @@ def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.Mon
 
 
 def test_every_pass_says_what_it_leaves() -> None:
-    assert LEAVES.keys() == set(PASSES)
+    found = [importlib.import_module(f"g4ir.passes.{name}") for name in PASSES]
+    assert all(callable(m.left) for m in found)
+    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - {"__init__", "match"}
+    assert files == {*PASSES}
 
 
 @pytest.mark.parametrize("path", [p for p in GOLDEN if ".refuse" in p.name], ids=lambda p: p.stem)
@@ -438,10 +466,11 @@ MISDEEDS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "outputs": (lambda g: replace(g, outputs=()), "inputs or outputs"),
     "inputs": (lambda g: replace(g, inputs=g.inputs[::-1]), "inputs or outputs"),
     "state": (
-        lambda g: replace(g, state=(*g.state, Value("more", g.state[0].type))), "changed the state",
+        lambda g: replace(g, state=(*g.state, Value("more", g.state[0].type))),
+        "changed the state",
     ),
     "validity": (lambda g: replace(g, nodes=g.nodes[1:]), "is not defined before its use"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
@@ -460,17 +489,21 @@ def test_every_candidate_gets_a_reason(spec: str) -> None:
     notes: dict[str, dict[str, str]] = {p: {} for p in PASSES}
     graphs = {"": program(spec).graphs["prefill"]}
     run_passes(
-        graphs[""], dump=lambda p, g: graphs.update({p: g}),
+        graphs[""],
+        dump=lambda p, g: graphs.update({p: g}),
         note=lambda p, value, reason: notes[p].update({value: reason}),
-    )  # fmt: skip
+    )
     before = dict(zip(PASSES, graphs.values(), strict=False))
     candidates = {
-        "share_rope_tables": ("rope_table",), "fuse_gate_up": ("glu",),
-        "fuse_norm_rope": ("rope",), "fuse_norm_residual": ("add",),
-        "fuse_glu": ("glu", "glu_packed"), "fuse_moe": ("linear_glu",),
+        "share_rope_tables": ("rope_table",),
+        "fuse_gate_up": ("glu",),
+        "fuse_norm_rope": ("rope",),
+        "fuse_norm_residual": ("add",),
+        "fuse_glu": ("glu", "glu_packed"),
+        "fuse_moe": ("linear_glu",),
         "fuse_dual_norm": ("norm_residual",),
         "fuse_cache_write": ("attention", "attention_latent"),
-    }  # fmt: skip
+    }
     for name, ops in candidates.items():
         assert notes[name].keys() == {n.outputs[0].name for n in before[name].find(*ops)}
     layers = SPECS[spec]().layers()
@@ -484,9 +517,10 @@ def test_every_candidate_gets_a_reason(spec: str) -> None:
         assert notes["plan_cache"][f"L{x.index}.k"].startswith(plan)
     chosen = {n.out.name for n in graphs["last_token_only"].find("last_row")}
     whole = {
-        n.out.name for n in graphs["last_token_only"].find("attention")
+        n.out.name
+        for n in graphs["last_token_only"].find("attention")
         if n.out.type.shape[1] == "S"
-    }  # fmt: skip
+    }
     assert notes["last_token_only"].keys() == chosen | whole
     tied = {f"L{x.index}.k": x.attention.k_eq_v for x in layers if x.donor is None}
     reasons = {False: "K and V do not come from one projection", True: "the form `off` keeps K"}
@@ -523,8 +557,9 @@ def test_any_value_can_be_one_more_output() -> None:
     caches are the exception: they get new names and sizes."""
     for phase, step in (("prefill", 7), ("decode", 5)):
         g = program("combined").graphs[phase]
-        values = [v for n in g.nodes if n.op not in ("rope_table", "cache_write")
-                  for v in n.outputs]  # fmt: skip
+        values = [
+            v for n in g.nodes if n.op not in ("rope_table", "cache_write") for v in n.outputs
+        ]
         for v in values[::step]:
             asked = replace(g, outputs=(*g.outputs, v))
             assert run_passes(asked).outputs == asked.outputs

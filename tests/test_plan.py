@@ -17,24 +17,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.backends.base import Limits
 from g4ir.backends.caches import Caches
-from g4ir.engine import prepare
+from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
-from g4ir.fit import _group_limits, device_memory, require_fit
-from g4ir.gpus import GPUS, find_gpu
-from g4ir.ir import Builder, Graph, Program, split_prologue
-from g4ir.memory import Needs, Size, live_sizes
-from g4ir.model import build_graph, build_program
-from g4ir.packing import split_program
-from g4ir.params import kv_bytes, numel, text_tensors
-from g4ir.pipeline import run_passes, run_program
-from g4ir.plan import KEYS, RESERVE_BYTES, SCHEMA, TOTALS, Plan, cache_lines, make_plan, reserve
-from g4ir.shrink import shrink
-from g4ir.spec import load_spec
-from g4ir.types import Type
-from g4ir.units import count_text, parse_counts, rounded_count, size_text
-from g4ir.weight_sizes import weight_sizes
+from g4ir.ir.graph import Builder, Graph, Program, split_prologue
+from g4ir.model.tensors import numel, text_tensors
+from g4ir.model.text import build_graph, build_program
+from g4ir.ops.types import Type
+from g4ir.passes import run_passes, run_program
+from g4ir.plan.count import kv_bytes
+from g4ir.plan.fit import _group_limits, device_memory, require_fit
+from g4ir.plan.gpus import GPUS, find_gpu
+from g4ir.plan.limits import Limits
+from g4ir.plan.memory import Needs, Size, live_sizes
+from g4ir.plan.plan import (
+    KEYS,
+    RESERVE_BYTES,
+    SCHEMA,
+    TOTALS,
+    Plan,
+    cache_lines,
+    make_plan,
+    reserve,
+)
+from g4ir.plan.table import plan_text
+from g4ir.plan.weight_sizes import weight_sizes
+from g4ir.spec.record import load_spec
+from g4ir.spec.shrink import shrink
+from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
+from g4ir.weights.pack import split_program
 from tests.cli_tools import (
     g4ir,
     refused,
@@ -140,8 +151,17 @@ BLOCKS = {
     ("e2b", 15): (6.3, 56.6, 0, 0, 0, 56.6, 56.6, 62.9, 62.9),
     ("e2b", 19): (12.6, 56.6, 0, 0, 0, 56.6, 56.6, 69.2, 69.2),
 }
-BLOCK_KEYS = ("attention", "mlp", "router", "experts", "experts_active", "ffn", "ffn_active",
-              "total", "active")  # fmt: skip
+BLOCK_KEYS = (
+    "attention",
+    "mlp",
+    "router",
+    "experts",
+    "experts_active",
+    "ffn",
+    "ffn_active",
+    "total",
+    "active",
+)
 
 
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
@@ -194,9 +214,14 @@ def test_blocks_add_up(name: str) -> None:
 
 def test_per_layer_embeddings() -> None:
     assert planned("e2b")["ple_parameters"] == {
-        "table": 2_348_810_240, "model_proj": 13_762_560, "proj_norm": 256, "gates": 13_762_560,
-        "projections": 13_762_560, "post_norms": 53_760, "total": 2_390_151_936,
-    }  # fmt: skip
+        "table": 2_348_810_240,
+        "model_proj": 13_762_560,
+        "proj_norm": 256,
+        "gates": 13_762_560,
+        "projections": 13_762_560,
+        "post_norms": 53_760,
+        "total": 2_390_151_936,
+    }
     assert planned("31b")["ple_parameters"]["total"] == 0
 
 
@@ -360,9 +385,13 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
 def test_full_size_weights(dtype: str, placement: str) -> None:
     spec = load_spec("e2b")
     prepared = prepare(
-        spec, random_weights=0, backend="reference", dtype=dtype, ple_placement=placement,
+        spec,
+        random_weights=0,
+        backend="reference",
+        dtype=dtype,
+        ple_placement=placement,
         media="none",
-    )  # fmt: skip
+    )
     plan = make_plan(spec, dtype=dtype, ple_placement=placement)
     found = plan.weights_as(prepared.dtype)
     table = prepared.packing.program.params()["ple.table"].type.nbytes()
@@ -392,8 +421,10 @@ def test_formats_add_up(name: str) -> None:
     spec = spec_called(name)
     elements = numel(text_tensors(spec))
     assert [weight_sizes(spec, f).total for f in ("f32", "bf16", "f16")] == [
-        4 * elements, 2 * elements, 2 * elements,
-    ]  # fmt: skip
+        4 * elements,
+        2 * elements,
+        2 * elements,
+    ]
     sizes = weight_sizes(spec, "int8")
     assert elements < sizes.total < 1.3 * elements + 4 * 70 * len(text_tensors(spec))
     tied = spec.text.tie_word_embeddings
@@ -459,9 +490,7 @@ def by_definition(g: Graph, dims: dict[str, int]) -> int:
         dies[owner[v.name]] = len(g.nodes)
     fixed = sum(v.type.bind(dims).nbytes() for v in g.inputs)
     last = sum(size[owner[v.name]] + 4 * v.type.bind(dims).numel() for v in g.outputs)
-    steps = (
-        sum(size[k] for k in born if born[k] <= i <= dies[k]) for i in range(len(g.nodes))
-    )
+    steps = (sum(size[k] for k in born if born[k] <= i <= dies[k]) for i in range(len(g.nodes)))
     return fixed + max(*steps, last)
 
 
@@ -549,10 +578,14 @@ def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) 
 
 @settings(max_examples=25)
 @given(
-    name=st.sampled_from((*SMALL, "tiny-ple", "tiny-moe")), room=st.integers(0, 30 << 20),
-    latent=st.sampled_from(FORMS), ctx=st.integers(1, 500), batch=st.integers(1, 40),
-    chunk=st.sampled_from((1, 100, 1024)), device=st.sampled_from(("cpu", "cuda")),
-)  # fmt: skip
+    name=st.sampled_from((*SMALL, "tiny-ple", "tiny-moe")),
+    room=st.integers(0, 30 << 20),
+    latent=st.sampled_from(FORMS),
+    ctx=st.integers(1, 500),
+    batch=st.integers(1, 40),
+    chunk=st.sampled_from((1, 100, 1024)),
+    device=st.sampled_from(("cpu", "cuda")),
+)
 def test_the_largest_fits_and_one_more_does_not(
     name: str, room: int, latent: str, ctx: int, batch: int, chunk: int, device: str
 ) -> None:
@@ -560,9 +593,14 @@ def test_the_largest_fits_and_one_more_does_not(
     check_largest(name, memory, ctx, batch, latent=latent, prefill_chunk=chunk, device=device)
 
 
-@pytest.mark.parametrize("name, size, ctx, batch, latent", [
-    ("e2b", 8, 32768, 4, "off"), ("12b", 24, 4096, 1, "value"), ("31b", 80, 32768, 1, "raw"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, size, ctx, batch, latent",
+    [
+        ("e2b", 8, 32768, 4, "off"),
+        ("12b", 24, 4096, 1, "value"),
+        ("31b", 80, 32768, 1, "raw"),
+    ],
+)
 def test_the_largest_of_a_released_variant(
     name: str, size: int, ctx: int, batch: int, latent: str
 ) -> None:
@@ -597,18 +635,20 @@ def test_an_80_gb_card_and_the_largest_variant() -> None:
 def test_the_table_outside_the_device_leaves_room() -> None:
     spec, size = load_spec("e2b"), 8 * GIB
     most = {
-        (device, place): make_plan(
-            spec, memory=size, device=device, ple_placement=place
-        ).fits[0].max_context[0].built
-        for device in ("cuda", "cpu") for place in ("device", "host", "mmap")
-    }  # fmt: skip
+        (device, place): make_plan(spec, memory=size, device=device, ple_placement=place)
+        .fits[0]
+        .max_context[0]
+        .built
+        for device in ("cuda", "cpu")
+        for place in ("device", "host", "mmap")
+    }
     assert most["cuda", "device"] == 0 < most["cuda", "host"] == most["cuda", "mmap"]
     # the host's memory is the CPU's own
     assert most["cpu", "device"] == most["cpu", "host"] == 0 < most["cpu", "mmap"]
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.cost import decode_costs, floors
+    from g4ir.plan.cost import decode_costs, floors
 
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
@@ -621,21 +661,32 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
     assert {c.decode_floor_s for c in sized.cells} == {None}
 
 
-@pytest.mark.parametrize("device, memory, place", [
-    ("cuda", 80 * GB, "device"), ("cuda", 9 * GIB, "mmap"), ("cpu", 80 * GB, "mmap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "device, memory, place",
+    [
+        ("cuda", 80 * GB, "device"),
+        ("cuda", 9 * GIB, "mmap"),
+        ("cpu", 80 * GB, "mmap"),
+    ],
+)
 def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -> None:
     """A plan and a build say the same, and its bytes are counted there."""
     spec = load_spec("e2b")
     plan = make_plan(spec, ctx=8192, device=device, memory=memory)
     built = prepare(
-        spec, random_weights=0, backend="reference", device=device, memory=memory, media="none",
+        spec,
+        random_weights=0,
+        backend="reference",
+        device=device,
+        memory=memory,
+        media="none",
         dry=True,
-    )  # fmt: skip
+    )
     assert plan.ple_placement == built.ple_placement == place
     found = plan.weights_as("bf16")
     assert {"device": found.device, "mmap": found.mapped}[place] >= found.sizes.ple_table
-    assert plan.to_dict()["ple_placement"] == place and f"per-layer table: {place}" in str(plan)
+    assert plan.to_dict()["ple_placement"] == place
+    assert f"per-layer table: {place}" in plan_text(plan)
 
 
 def test_one_placement_serves_every_row_of_a_plan() -> None:
@@ -653,8 +704,15 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
 def check(name: str, memory: int, **changes: Any) -> None:
     """require_fit for an engine by these settings."""
     spec = spec_called(name)
-    given = {"max_batch": 1, "max_seq": 8192, "prefill_chunk": 1024, "dtype": "bf16",
-             "device": "cuda", "ple_placement": None, "latent": "off"} | changes  # fmt: skip
+    given = {
+        "max_batch": 1,
+        "max_seq": 8192,
+        "prefill_chunk": 1024,
+        "dtype": "bf16",
+        "device": "cuda",
+        "ple_placement": None,
+        "latent": "off",
+    } | changes
     form = given.pop("latent")
     limits = Limits(*(given.pop(k) for k in ("max_batch", "max_seq", "prefill_chunk")))
     program = program_of(name, given["dtype"], form)
@@ -670,8 +728,13 @@ def program_of(name: str, dtype: str, form: str) -> Program:
     return run_program(built, options={"latent_kv": {"form": form}})
 
 
-FLAGS = {"--max-seq": "max_seq", "--max-batch": "max_batch", "--prefill-chunk": "prefill_chunk",
-         "--dtype": "dtype", "--ple-placement": "ple_placement"}  # fmt: skip
+FLAGS = {
+    "--max-seq": "max_seq",
+    "--max-batch": "max_batch",
+    "--prefill-chunk": "prefill_chunk",
+    "--dtype": "dtype",
+    "--ple-placement": "ple_placement",
+}
 
 
 def advised(message: str) -> list[dict[str, Any]]:
@@ -692,13 +755,20 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
     "length": ("12b", 34 * GB, {"max_seq": 262144}, {"max_seq", "prefill_chunk"}),
     "dtype": ("e2b", 8 * GIB, {"dtype": "f32", "ple_placement": "host"}, {"dtype"}),
     "table": ("e2b", 9 * GIB, {"ple_placement": "device"}, {"ple_placement"}),
-    "table on a cpu": ("e2b", 9 * GIB, {"ple_placement": "host", "device": "cpu"},
-                       {"ple_placement"}),
-    "all of it": ("e2b", 6 * GIB, {"dtype": "f32", "ple_placement": "device", "max_batch": 8},
-                  {"max_seq", "max_batch", "prefill_chunk", "dtype", "ple_placement"}),
-    "latent": ("31b", 80 * GB, {"max_seq": 262144, "latent": "raw", "max_batch": 2},
-               {"max_seq"}),
-}  # fmt: skip
+    "table on a cpu": (
+        "e2b",
+        9 * GIB,
+        {"ple_placement": "host", "device": "cpu"},
+        {"ple_placement"},
+    ),
+    "all of it": (
+        "e2b",
+        6 * GIB,
+        {"dtype": "f32", "ple_placement": "device", "max_batch": 8},
+        {"max_seq", "max_batch", "prefill_chunk", "dtype", "ple_placement"},
+    ),
+    "latent": ("31b", 80 * GB, {"max_seq": 262144, "latent": "raw", "max_batch": 2}, {"max_seq"}),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -777,8 +847,11 @@ def test_json_has_a_schema_and_documented_keys() -> None:
         part = found[key] if isinstance(found[key], dict) else found[key][0]
         undocumented = {k for k in part if k not in ("ctx", "batch", *TOTALS)}
         assert not {k for k in undocumented if k not in KEYS[key]}, key
-    assert all(k in KEYS["blocks"] for k in found["blocks"][0]
-               if k not in ("layers", "kind", "donor", "intermediate_size"))  # fmt: skip
+    assert all(
+        k in KEYS["blocks"]
+        for k in found["blocks"][0]
+        if k not in ("layers", "kind", "donor", "intermediate_size")
+    )
 
 
 def test_text_of_one_variant() -> None:
@@ -807,13 +880,18 @@ def test_comparison_of_all_variants() -> None:
     assert "tiny" not in out
     (h100,) = [line for line in table.splitlines() if line.lstrip().startswith("h100-80gb ")]
     assert h100.split()[3:] == [
-        "128K/128K/128K", "128K/128K/128K", "256K/256K/256K", "256K/256K/256K", "192K/256K/256K",
-    ]  # fmt: skip
+        "128K/128K/128K",
+        "128K/128K/128K",
+        "256K/256K/256K",
+        "256K/256K/256K",
+        "192K/256K/256K",
+    ]
 
 
 def test_sweeps() -> None:
-    found = json.loads(ok("--variant", "e4b,12b", "--ctx", "128K,4K,256K,4K", "--batch", "8,1",
-                          "--json"))  # fmt: skip
+    found = json.loads(
+        ok("--variant", "e4b,12b", "--ctx", "128K,4K,256K,4K", "--batch", "8,1", "--json")
+    )
     assert found["schema"] == SCHEMA
     e4b, twelve = found["plans"]
     assert [(r["batch"], r["ctx"]) for r in twelve["rows"]] == [
@@ -842,9 +920,12 @@ OPTIONS: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any], Any]] = {
     "skip": (["--skip", "plan_cache"], lambda p: p["skipped_passes"], ["plan_cache"]),
     "latent": (["--latent-kv", "raw"], lambda p: p["latent"], "raw"),
     "size": (["--gpu", "24GiB"], lambda p: p["fits"][0]["memory"], 24 * GIB),
-    "all logits": (["--all-logits", "--ctx", "4K"], lambda p: p["rows"][0]["activations"] > GIB,
-                   True),
-}  # fmt: skip
+    "all logits": (
+        ["--all-logits", "--ctx", "4K"],
+        lambda p: p["rows"][0]["activations"] > GIB,
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -894,13 +975,20 @@ def test_bad_variants() -> None:
     assert g4ir("plan", "--variant", "e2b,31b", "--ple-placement", "host").code == 0
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"ctx": []}, "ctx: expected at least one number"), ({"ctx": 0}, "ctx 0: expected"),
-    ({"ctx": 1.5}, "ctx 1.5: expected a whole number"), ({"ctx": True}, "ctx True: expected"),
-    ({"batch": -1}, "batch -1: expected"),
-    ({"memory": 0}, "memory 0: expected"), ({"memory": [-5]}, "memory -5: expected"),
-    ({"prefill_chunk": 0}, "prefill-chunk 0"), ({"device": "tpu"}, "device 'tpu': expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"ctx": []}, "ctx: expected at least one number"),
+        ({"ctx": 0}, "ctx 0: expected"),
+        ({"ctx": 1.5}, "ctx 1.5: expected a whole number"),
+        ({"ctx": True}, "ctx True: expected"),
+        ({"batch": -1}, "batch -1: expected"),
+        ({"memory": 0}, "memory 0: expected"),
+        ({"memory": [-5]}, "memory -5: expected"),
+        ({"prefill_chunk": 0}, "prefill-chunk 0"),
+        ({"device": "tpu"}, "device 'tpu': expected"),
+    ],
+)
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make_plan(load_spec("e2b"), **options)
@@ -933,8 +1021,10 @@ def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
         at = lines.contexts.index(r.ctx)
         built = lines.totals.get("built", lines.totals["planned"])
         assert (lines.totals["naive"][at], lines.totals["planned"][at], built[at]) == (
-            r.naive, r.planned, r.built,
-        )  # fmt: skip
+            r.naive,
+            r.planned,
+            r.built,
+        )
     k_eq_v = plan.spec.text.full.k_eq_v
     assert ("built" in lines.totals) is (k_eq_v and latent != "off")
 
@@ -968,8 +1058,9 @@ def test_a_plan_is_instant_and_needs_no_torch(words: tuple[str, ...]) -> None:
     """Processor time, which other work on the machine does not lengthen by much."""
     done = subprocess.run(
         [sys.executable, "-c", TIMED, "plan", "--variant", "31b", "--ctx", "256K", *words],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     seconds, *loaded = done.stdout.split()
     assert not loaded
@@ -978,10 +1069,12 @@ def test_a_plan_is_instant_and_needs_no_torch(words: tuple[str, ...]) -> None:
 
 def _processor_time(*words: str) -> float:
     """Of a whole process of Python, seconds, the best of several."""
-    code = "import resource, subprocess, sys\n" \
-        "subprocess.run([sys.executable, *sys.argv[1:]], stdout=-3, check=True)\n" \
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n" \
-        "print(used.ru_utime + used.ru_stime)"  # fmt: skip
+    code = (
+        "import resource, subprocess, sys\n"
+        "subprocess.run([sys.executable, *sys.argv[1:]], stdout=-3, check=True)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(used.ru_utime + used.ru_stime)"
+    )
     command = [sys.executable, "-c", code, *words]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(5)]
     return min(float(run.stdout) for run in runs)
@@ -1000,15 +1093,24 @@ def test_help_is_quick() -> None:
 def test_counts_and_sizes() -> None:
     assert parse_counts("4096,4K, 1m", "--ctx") == [4096, 4096, 1 << 20]
     assert [count_text(n) for n in (1, 1000, 4096, 5000, 262_144, 1 << 20)] == [
-        "1", "1000", "4K", "5000", "256K", "1M",
-    ]  # fmt: skip
+        "1",
+        "1000",
+        "4K",
+        "5000",
+        "256K",
+        "1M",
+    ]
     assert [rounded_count(n) for n in (0, 1, 9999, 93_440)] == ["-", "1", "9999", "91K"]
     assert [size_text(n) for n in (0, 3000, 512 << 20, 22_313_697_280, 220 << 30)] == [
-        "0.00 KiB", "2.93 KiB", "0.50 GiB", "20.8 GiB", "220 GiB",
-    ]  # fmt: skip
+        "0.00 KiB",
+        "2.93 KiB",
+        "0.50 GiB",
+        "20.8 GiB",
+        "220 GiB",
+    ]
 
 
 def test_str_of_a_plan() -> None:
     plan: Plan = make_plan(load_spec("tiny-moe"), memory=GIB)
-    assert str(plan).startswith("tiny-moe: ")
+    assert plan_text(plan).startswith("tiny-moe: ")
     assert plan.fits[0].max_context[0].built == plan.spec.text.max_position_embeddings

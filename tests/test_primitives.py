@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE, missing
 from g4ir.backends.primitives.network import EXPERTS, Network
-from g4ir.interpret import interpret
-from g4ir.ir import Program, split_prologue
+from g4ir.ir.graph import Program, split_prologue
+from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
+from g4ir.plan.limits import Limits
 from tests.configs import spec_called
 from tests.eager_emitter import EagerEmitter
 from tests.engines import BUDGET

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.choice import KINDS
-from g4ir.params import media_tensors, text_tensors
-from g4ir.random_weights import (
+from g4ir.model.media import KINDS
+from g4ir.model.tensors import media_tensors, text_tensors
+from g4ir.spec.record import load_spec
+from g4ir.weights.random import (
     BLOCK,
     DISTRIBUTIONS,
     RandomCheckpoint,
@@ -18,7 +19,6 @@ from g4ir.random_weights import (
     random_rows,
     random_tensor,
 )
-from g4ir.spec import load_spec
 
 NAME = "layers.3.mlp.up_proj.weight"
 

@@ -12,17 +12,22 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import compare, distance
 from g4ir.bench import measure, roof
 from g4ir.bench.peers import peer_model
 from g4ir.bench.report import run_bench
 from g4ir.bench.workload import Workload
-from g4ir.compare import Report, verify_engine
-from g4ir.distance import LAYER_TYPICAL, LAYER_WORST, Anchor, row_errors
-from g4ir.engine import Engine
-from g4ir.ir import Graph
-from g4ir.spec import load_spec
-from g4ir.wide import WideProducts
+from g4ir.check import room
+from g4ir.check.logits import verify_engine
+from g4ir.check.peers import EnginePeer, HfPeer
+from g4ir.check.reference import reference_engine
+from g4ir.check.report import Report
+from g4ir.check.tokens import random_tokens
+from g4ir.engine.engine import Engine
+from g4ir.ir import distance
+from g4ir.ir.distance import LAYER_TYPICAL, LAYER_WORST, Anchor, row_errors
+from g4ir.ir.graph import Graph
+from g4ir.ir.wide import WideProducts
+from g4ir.spec.record import load_spec
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 NAMES = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
@@ -44,16 +49,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     @cache
     def build(name: str, dtype: str, seed: int, backend: str = "reference") -> Engine:
         return g4ir.build(
-            name, folder / f"{name}-{dtype}-{seed}-{backend}", random_weights=seed,
-            backend=backend, dtype=dtype, max_seq=96, prefill_chunk=16,
-        )  # fmt: skip
+            name,
+            folder / f"{name}-{dtype}-{seed}-{backend}",
+            random_weights=seed,
+            backend=backend,
+            dtype=dtype,
+            max_seq=96,
+            prefill_chunk=16,
+        )
 
     return build
 
 
 def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
     """The engine with other weights after loading."""
-    out = compare.reference_engine(engine)
+    out = reference_engine(engine)
     held = out.runtime.params  # type: ignore[attr-defined]
     edited = {name: edit(held[name]) for name, edit in edits.items()}
     out.runtime.params = {**held, **edited}  # type: ignore[attr-defined]
@@ -175,8 +185,9 @@ def cases() -> list[Any]:
     every = [(n, what) for n in ("tiny-dense", "tiny-moe") for what in WRONG]
     return [
         pytest.param(n, what, marks=[] if (n, what) in quick else pytest.mark.full)
-        for n, what in every if n == "tiny-moe" or "expert" not in what
-    ]  # fmt: skip
+        for n, what in every
+        if n == "tiny-moe" or "expert" not in what
+    ]
 
 
 @pytest.mark.parametrize("name, what", cases())
@@ -196,11 +207,13 @@ def narrowed(engine: Engine) -> Engine:
     def narrow(g: Graph) -> Graph:
         nodes = (
             replace(n, attrs={**n.attrs, "window": n.whole("window") - 1})
-            if n.attrs.get("window") else n for n in g.nodes
-        )  # fmt: skip
+            if n.attrs.get("window")
+            else n
+            for n in g.nodes
+        )
         return replace(g, nodes=tuple(nodes))
 
-    out = compare.reference_engine(engine)
+    out = reference_engine(engine)
     out.runtime.program = out.runtime.program.map(narrow)  # type: ignore[attr-defined]
     return out
 
@@ -230,7 +243,7 @@ def test_wrong_logits_fail_without_layers(built: Callable[..., Engine]) -> None:
 def test_without_room_the_other_mode_is_the_measure(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distance, "device_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(room, "device_memory", lambda device: 1 << 20)
     engine = built("tiny-dense", "bfloat16", 0)
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
@@ -247,9 +260,9 @@ def test_without_room_the_other_mode_is_the_measure(
 def test_room_follows_from_tokens_and_logits() -> None:
     """E2B in bf16: 10 GB of weights and a thousand tokens fit 24 GB beside a peer."""
     spec = load_spec("e2b")
-    few, many = (distance.wide_bytes(spec, n, 50) for n in (1100, 8192))
+    few, many = (room.wide_bytes(spec, n, 50) for n in (1100, 8192))
     assert few < 2 << 30 < many
-    assert distance.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
+    assert room.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
 
 
 # ---- bench ---------------------------------------------------------------------------------------
@@ -281,6 +294,7 @@ def test_bench_numbers_of_a_right_engine_hold(
     assert found["distance_median"] <= found["distance_worst"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
 def test_bench_numbers_of_a_wrong_engine_are_void(
     built: Callable[..., Engine], quick: None, name: str
@@ -355,9 +369,9 @@ def test_products_in_float64_of_weights_in_16_bits() -> None:
 def test_the_wide_interpreter_is_transformers_in_float64(built: Callable[..., Engine]) -> None:
     """Two float64 computations of one model in 16 bits agree to far more than 16 bits."""
     engine = built("tiny-ple", "bfloat16", 1)
-    ids, turns = compare.random_tokens(engine, 40), [40]
+    ids, turns = random_tokens(engine, 40), [40]
     model = peer_model(engine)
-    want = compare.HfPeer(model).wide(ids, turns, True)
-    got = compare.EnginePeer(engine).wide(ids, [1] * 40, False)
+    want = HfPeer(model).wide(ids, turns, True)
+    got = EnginePeer(engine).wide(ids, [1] * 40, False)
     assert want.dtype == torch.float64
     assert float(row_errors(got, want).distance.max()) < 1e-4

@@ -10,20 +10,11 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import sampling
-from g4ir.engine import Engine
+from g4ir.backends import sampling
+from g4ir.backends.sampling import Sampler, Sampling, choose, draw, largest
+from g4ir.engine.engine import Engine
+from g4ir.engine.prompts import Defaults, checked_ids, checked_prompt, read_defaults
 from g4ir.errors import InputError, WeightsError
-from g4ir.sampling import (
-    Defaults,
-    Sampler,
-    Sampling,
-    checked_ids,
-    checked_prompt,
-    choose,
-    draw,
-    largest,
-    read_defaults,
-)
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 DRAWS = 20_000
@@ -84,16 +75,28 @@ def test_temperature(temperature: float) -> None:
     fits(counts(temperature=temperature), (LOGITS / temperature).softmax(-1))
 
 
-@pytest.mark.parametrize("k, keep", [
-    (2, [1, 4]), (3, [1, 4, 2]), (6, [*range(6)]), (99, [*range(6)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "k, keep",
+    [
+        (2, [1, 4]),
+        (3, [1, 4, 2]),
+        (6, [*range(6)]),
+        (99, [*range(6)]),
+    ],
+)
 def test_top_k(k: int, keep: list[int]) -> None:
     fits(counts(temperature=1.0, top_k=k), only(LOGITS.softmax(-1), keep))
 
 
-@pytest.mark.parametrize("p, keep", [
-    (0.3, [1]), (0.6, [1, 4]), (0.8, [1, 4, 2]), (1.0, [*range(6)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "p, keep",
+    [
+        (0.3, [1]),
+        (0.6, [1, 4]),
+        (0.8, [1, 4, 2]),
+        (1.0, [*range(6)]),
+    ],
+)
 def test_top_p_keeps_the_fewest_that_reach_it(p: float, keep: list[int]) -> None:
     fits(counts(temperature=1.0, top_p=p), only(LOGITS.softmax(-1), keep))
 
@@ -137,9 +140,16 @@ def test_largest_are_those_of_a_stable_sort(k: int) -> None:
     assert torch.equal(index, want.indices[:, :k]) and torch.equal(values, want.values[:, :k])
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"top_k": 50}, {"top_p": 0.7}, {"top_k": 1500, "top_p": 0.5}, {"top_p": 0.9999},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 50},
+        {"top_p": 0.7},
+        {"top_k": 1500, "top_p": 0.5},
+        {"top_p": 0.9999},
+    ],
+)
 def test_short_cuts_draw_the_same(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
@@ -179,11 +189,18 @@ def test_what_is_no_number_draws_a_token() -> None:
         assert 0 <= int(chosen) < 9
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"temperature": -1.0}, "temperature -1.0"), ({"temperature": float("nan")}, "temperature nan"),
-    ({"temperature": float("inf")}, "temperature inf"), ({"top_k": 0}, "top_k 0"),
-    ({"top_p": 0.0}, "top_p 0.0"), ({"top_p": 1.1}, "top_p 1.1"), ({"seed": -1}, "seed -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"top_k": 0}, "top_k 0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.1}, "top_p 1.1"),
+        ({"seed": -1}, "seed -1"),
+    ],
+)
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Sampling(**settings)
@@ -207,19 +224,24 @@ def test_checked_prompt_counts_what_is_written() -> None:
 # --- generation_config.json -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values, expected", [
-    (None, Defaults()),
-    ({}, Defaults()),
-    ({"eos_token_id": 5}, Defaults(stop=(5,))),
-    ({"eos_token_id": [1, 106, 50]}, Defaults(stop=(1, 106, 50))),
-    ({"eos_token_id": [1, 999_999]}, Defaults(stop=(1,))),
-    ({"suppress_tokens": [7, 8]}, Defaults(suppress=(7, 8))),
-    ({"suppress_tokens": None}, Defaults()),
-    ({"temperature": 0.7, "top_k": 64}, Defaults()),
-    ({"do_sample": True, "top_k": 64, "top_p": 0.95},
-     Defaults(temperature=1.0, top_k=64, top_p=0.95)),
-    ({"do_sample": True, "top_k": 0}, Defaults(temperature=1.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        (None, Defaults()),
+        ({}, Defaults()),
+        ({"eos_token_id": 5}, Defaults(stop=(5,))),
+        ({"eos_token_id": [1, 106, 50]}, Defaults(stop=(1, 106, 50))),
+        ({"eos_token_id": [1, 999_999]}, Defaults(stop=(1,))),
+        ({"suppress_tokens": [7, 8]}, Defaults(suppress=(7, 8))),
+        ({"suppress_tokens": None}, Defaults()),
+        ({"temperature": 0.7, "top_k": 64}, Defaults()),
+        (
+            {"do_sample": True, "top_k": 64, "top_p": 0.95},
+            Defaults(temperature=1.0, top_k=64, top_p=0.95),
+        ),
+        ({"do_sample": True, "top_k": 0}, Defaults(temperature=1.0)),
+    ],
+)
 def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
     file = tmp_path / "generation_config.json"
     if values is not None:
@@ -227,10 +249,18 @@ def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
     assert read_defaults(file, 512) == expected
 
 
-@pytest.mark.parametrize("text", [
-    '{"eos_token_id": "1"}', '{"eos_token_id": [1, null]}', '{"suppress_tokens": [true]}', "[]",
-    '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_p": 2}', "{",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"eos_token_id": "1"}',
+        '{"eos_token_id": [1, null]}',
+        '{"suppress_tokens": [true]}',
+        "[]",
+        '{"do_sample": true, "temperature": "hot"}',
+        '{"do_sample": true, "top_p": 2}',
+        "{",
+    ],
+)
 def test_read_wrong_defaults(tmp_path: Path, text: str) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(text)
@@ -333,17 +363,20 @@ def test_generate_up_to_max_seq(engine: Engine) -> None:
         engine.generate(prompt, 2)
 
 
-@pytest.mark.parametrize("prompt, settings, message", [
-    ([], {}, "prompt 0.* is empty"),
-    ([[2], []], {}, "prompt 1.* is empty"),
-    ([2, 512], {}, "prompt 0: token 512 at index 1"),
-    ([[2], [3], [4], [5]], {}, "built for 1 to 3 rows"),
-    ([2], {"max_new_tokens": 0}, "max_new_tokens 0"),
-    ([2], {"temperature": -1.0}, "temperature"),
-    ([2], {"top_k": 0, "temperature": 1.0}, "top_k"),
-    ([[2], 3], {}, "prompt"),
-    ("hello", {}, "prompt tokens: found text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompt, settings, message",
+    [
+        ([], {}, "prompt 0.* is empty"),
+        ([[2], []], {}, "prompt 1.* is empty"),
+        ([2, 512], {}, "prompt 0: token 512 at index 1"),
+        ([[2], [3], [4], [5]], {}, "built for 1 to 3 rows"),
+        ([2], {"max_new_tokens": 0}, "max_new_tokens 0"),
+        ([2], {"temperature": -1.0}, "temperature"),
+        ([2], {"top_k": 0, "temperature": 1.0}, "top_k"),
+        ([[2], 3], {}, "prompt"),
+        ("hello", {}, "prompt tokens: found text"),
+    ],
+)
 def test_generate_wrong(
     engine: Engine, prompt: Any, settings: dict[str, Any], message: str
 ) -> None:

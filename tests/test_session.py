@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
+from g4ir.engine.session import Session
 from g4ir.errors import InputError
-from g4ir.session import Session
 from tests.engines import BUDGET, CHUNK, MAX_SEQ, agrees, some_tokens
 from tests.oracle import close_calls
 
@@ -191,9 +191,19 @@ def test_sessions_do_not_disturb_each_other(any_engine: Engine, fresh: Any) -> N
 # --- truncate and reset -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("held, keep", [
-    (30, 30), (30, 29), (30, 0), (6, 2), (W, 1), (W, W - 1), (W + 1, W), (W - 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "held, keep",
+    [
+        (30, 30),
+        (30, 29),
+        (30, 0),
+        (6, 2),
+        (W, 1),
+        (W, W - 1),
+        (W + 1, W),
+        (W - 1, 0),
+    ],
+)
 def test_truncate_then_continue_equals_fresh(
     any_engine: Engine, fresh: Any, held: int, keep: int
 ) -> None:
@@ -289,9 +299,12 @@ def test_reset_wrong(engine: Engine, rows: Any) -> None:
 def test_length_is_int64(engine: Engine) -> None:
     session = engine.session(2)
     for act in (
-        lambda: None, lambda: session.prefill(some_tokens(2, 5), [5, 2]),
-        lambda: session.truncate(2), lambda: session.decode([4, 5]), lambda: session.reset([0]),
-    ):  # fmt: skip
+        lambda: None,
+        lambda: session.prefill(some_tokens(2, 5), [5, 2]),
+        lambda: session.truncate(2),
+        lambda: session.decode([4, 5]),
+        lambda: session.reset([0]),
+    ):
         act()
         assert session.length.dtype == torch.int64 and session.length.shape == (2,)
 
@@ -317,22 +330,29 @@ def test_empty_turn(engine: Engine) -> None:
     assert session.length.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("tokens, lengths, message", [
-    ([1, 2], None, "expected int64 tokens"),
-    ([[1, 2]], None, "expected int64 tokens"),
-    ([[1.0], [2.0]], None, "expected int64 tokens"),
-    (torch.ones(2, 1, dtype=torch.int32), None, "found int32"),
-    ("ab", None, "expected int64 tokens"),
-    ([[1], [2, 3]], None, "expected int64 tokens"),
-    ([[1], [2]], [1], "expected 2 lengths"),
-    ([[1], [2]], 1, "expected 2 lengths"),
-    ([[1], [2]], [1, 2], "lengths of 0 to 1"),
-    ([[1], [2]], [-1, 1], "lengths of 0 to 1"),
-    ([[1], [2]], [0.5, 1], "lengths: expected whole numbers"),
-    ([[1], [2]], "ab", "lengths: found"),
-    ([[1, 3], [2, 512]], None, r"token 512 \(row 1, index 1\) is outside the vocabulary of 512"),
-    ([[1, -1], [2, 3]], None, r"token -1 \(row 0, index 1\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, lengths, message",
+    [
+        ([1, 2], None, "expected int64 tokens"),
+        ([[1, 2]], None, "expected int64 tokens"),
+        ([[1.0], [2.0]], None, "expected int64 tokens"),
+        (torch.ones(2, 1, dtype=torch.int32), None, "found int32"),
+        ("ab", None, "expected int64 tokens"),
+        ([[1], [2, 3]], None, "expected int64 tokens"),
+        ([[1], [2]], [1], "expected 2 lengths"),
+        ([[1], [2]], 1, "expected 2 lengths"),
+        ([[1], [2]], [1, 2], "lengths of 0 to 1"),
+        ([[1], [2]], [-1, 1], "lengths of 0 to 1"),
+        ([[1], [2]], [0.5, 1], "lengths: expected whole numbers"),
+        ([[1], [2]], "ab", "lengths: found"),
+        (
+            [[1, 3], [2, 512]],
+            None,
+            r"token 512 \(row 1, index 1\) is outside the vocabulary of 512",
+        ),
+        ([[1, -1], [2, 3]], None, r"token -1 \(row 0, index 1\)"),
+    ],
+)
 def test_prefill_wrong(engine: Engine, tokens: Any, lengths: Any, message: str) -> None:
     session = engine.session(2)
     with pytest.raises(InputError, match=message):
@@ -340,13 +360,16 @@ def test_prefill_wrong(engine: Engine, tokens: Any, lengths: Any, message: str) 
     assert session.length.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("tokens, active, message", [
-    ([1], None, "expected .2. tokens"),
-    ([[1], [2]], None, "expected .2. tokens"),
-    ([1, 512], None, "outside the vocabulary"),
-    ([1, 2], [True], "active"),
-    ([1, 2], [2, 1], "active"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, active, message",
+    [
+        ([1], None, "expected .2. tokens"),
+        ([[1], [2]], None, "expected .2. tokens"),
+        ([1, 512], None, "outside the vocabulary"),
+        ([1, 2], [True], "active"),
+        ([1, 2], [2, 1], "active"),
+    ],
+)
 def test_decode_wrong(engine: Engine, tokens: Any, active: Any, message: str) -> None:
     session = engine.session(2)
     with pytest.raises(InputError, match=message):
@@ -389,9 +412,11 @@ def test_generate_within_generate(engine: Engine) -> None:
     want = engine.generate([2, 5, 7], 4, stop_ids=())
     inner: list[Any] = []
     outer = engine.generate(
-        [2, 5, 7], 4, stop_ids=(),
+        [2, 5, 7],
+        4,
+        stop_ids=(),
         on_token=lambda _: inner.append(engine.generate([2, 5, 7], 4, stop_ids=())),
-    )  # fmt: skip
+    )
     assert outer == want and inner == [want] * 4
 
     def stop(token: int) -> None:

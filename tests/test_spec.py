@@ -17,25 +17,17 @@ import pytest
 import yaml
 
 from g4ir.errors import SpecError
-from g4ir.spec import (
-    FULL,
-    SLIDING,
-    Audio,
-    Moe,
-    Ple,
+from g4ir.spec.parts import FULL, SLIDING, Audio, Moe, Ple, UnifiedAudio, UnifiedVision, Vision
+from g4ir.spec.record import (
     Spec,
-    UnifiedAudio,
-    UnifiedVision,
-    Vision,
     check_spec,
     diff_specs,
     json_schema,
     load_spec,
-    problems,
-    shortest_pattern,
     spec_names,
     spec_path,
 )
+from g4ir.spec.rules import problems, shortest_pattern
 
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
@@ -369,7 +361,7 @@ def test_tiny_specs_cover_the_structure() -> None:
 
 
 def test_reading_specs_imports_no_torch() -> None:
-    code = "import sys, g4ir.spec, g4ir.params, g4ir.hf_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, g4ir.spec.record, g4ir.model.tensors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -590,8 +582,12 @@ REFUSALS = [
     ("vocab_size: 512", "vocab_size: [512]", "text.vocab_size: expected an integer, found a list"),
     ("vocab_size: 512", "vocab_size: " + "9" * 5000, ":5: text.vocab_size: expected an integer"),
     ("vocab_size: 512", "vocab_size: 99999999999", ":5: text.vocab_size: must be at most"),
-    ("vocab_size: 512", "vocab_size: 512\n  vocab_size: 512", ":6: vocab_size: is given twice",
-     "line 5"),
+    (
+        "vocab_size: 512",
+        "vocab_size: 512\n  vocab_size: 512",
+        ":6: vocab_size: is given twice",
+        "line 5",
+    ),
     ("hidden_size: 64", "hidden_size: &a 64", ":6: uses an anchor or alias"),
     ("hidden_size: 64", "hidden_size: *a", ":6: uses an anchor or alias"),
     ("hidden_size: 64", "hidden_size: !!int 64", ":6: has the tag"),
@@ -601,16 +597,29 @@ REFUSALS = [
     ("hidden_size: 64", "hidden_size: 64 : 3", "is not valid YAML"),
     ("hidden_size: 64", "hidden_size: 64\n---\na: 1", "has a second document"),
     ("num_hidden_layers: 6", "num_hidden_layers: 100000", ":8: text.num_hidden_layers: must be at"),
-    ("num_attention_heads: 4", "num_attention_heads: 5", ":14: text.sliding.num_key_value_heads",
-     "does not divide text.num_attention_heads 5"),
+    (
+        "num_attention_heads: 4",
+        "num_attention_heads: 5",
+        ":14: text.sliding.num_key_value_heads",
+        "does not divide text.num_attention_heads 5",
+    ),
     ("num_attention_heads: 4", "attention_bias: true", ":9: text.attention_bias: unknown key"),
     ("[sliding, sliding, full]", "[]", ":10: text.pattern: must have"),
     ("[sliding, sliding, full]", "[slidng]", ":10: text.pattern[0]: must be", "mean sliding"),
     ("[sliding, sliding, full]", "sliding", ":10: text.pattern: expected a list"),
-    ("num_kv_shared_layers: 0", "num_kv_shared_layers: 6", ":11: text.num_kv_shared_layers: 6 of 6",
-     "at most 5"),
-    ("num_kv_shared_layers: 0", "num_kv_shared_layers: 4", ":11: text.num_kv_shared_layers",
-     "no full layer below 2", "layer 2 needs one"),
+    (
+        "num_kv_shared_layers: 0",
+        "num_kv_shared_layers: 6",
+        ":11: text.num_kv_shared_layers: 6 of 6",
+        "at most 5",
+    ),
+    (
+        "num_kv_shared_layers: 0",
+        "num_kv_shared_layers: 4",
+        ":11: text.num_kv_shared_layers",
+        "no full layer below 2",
+        "layer 2 needs one",
+    ),
     ("num_kv_shared_layers: 0", "num_kv_shared_layers: -1", ":11: text.num_kv_shared_layers: must"),
     ("head_dim: 32", "head_dim: 33", ":13: text.sliding.head_dim: 33 is odd"),
     ("    head_dim: 32\n", "", "text.sliding.head_dim: is missing"),
@@ -624,8 +633,12 @@ REFUSALS = [
     ("theta: 10000.0", "theta: .nan", ":16: text.sliding.rope.theta: expected a finite number"),
     ("theta: 10000.0", "theta: 1e999", ":16: text.sliding.rope.theta: expected a finite number"),
     ("theta: 10000.0", "theta: 1e4, factor: 2", ":16: text.sliding.rope.factor: has no effect"),
-    ("theta: 10000.0", "theta: 1e4, rotary_fraction: 0.5", ":16: text.sliding.rope.rotary_fraction",
-     "has no effect"),
+    (
+        "theta: 10000.0",
+        "theta: 1e4, rotary_fraction: 0.5",
+        ":16: text.sliding.rope.rotary_fraction",
+        "has no effect",
+    ),
     ("rotary_fraction: 0.25", "rotary_fraction: 0", ":21: text.full.rope.rotary_fraction: must be"),
     ("rotary_fraction: 0.25", "rotary_fraction: 1.5", "rotary_fraction: must be at most 1"),
     ("rotary_fraction: 0.25", "rotary_fraction: 0.01", "rotates no pair"),
@@ -647,9 +660,12 @@ REFUSALS = [
     ("dtype: f32", "dtype: f32\nextends: nothere.yaml", "nothere.yaml: cannot be read"),
     ("dtype: f32", "dtype: f32\nvision: {mm_embed_dim: 4}", ":4: vision.mm_embed_dim: unknown"),
     ("dtype: f32", "dtype: f32\nprefixes: {text: x}", ":4: prefixes.text: expected a list"),
-    ("dtype: f32", "dtype: f32\nprefixes: {embed_vision: []}",
-     ":4: prefixes.embed_vision: must have 1 to 16 items, has 0"),
-]  # fmt: skip
+    (
+        "dtype: f32",
+        "dtype: f32\nprefixes: {embed_vision: []}",
+        ":4: prefixes.embed_vision: must have 1 to 16 items, has 0",
+    ),
+]
 
 
 def test_the_base_of_the_refusals_loads(tmp_path: Path) -> None:
@@ -670,17 +686,33 @@ def test_refusal(case: tuple[str, ...], tmp_path: Path) -> None:
 
 GOOD_VISION = "vision: {hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, head_dim: 8, "
 VISION_REFUSALS = [
-    ("gemma4", GOOD_VISION + "num_attention_heads: 3, num_key_value_heads: 2, patch_size: 2, "
-     "pooling_kernel_size: 1, position_embedding_size: 4}", "vision.num_key_value_heads"),
-    ("gemma4", GOOD_VISION.replace("head_dim: 8", "head_dim: 6") + "num_attention_heads: 1, "
-     "num_key_value_heads: 1, patch_size: 2, pooling_kernel_size: 1, position_embedding_size: 4}",
-     "vision.head_dim: 6 is not a multiple of 4"),
-    ("gemma4", "audio: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 3, "
-     "output_proj_dims: 4}", "audio.num_attention_heads: 3 does not divide"),
-    ("gemma4", "audio: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, "
-     "output_proj_dims: 4, subsampling_conv_channels: [1]}", "must have 2 items, has 1"),
+    (
+        "gemma4",
+        GOOD_VISION + "num_attention_heads: 3, num_key_value_heads: 2, patch_size: 2, "
+        "pooling_kernel_size: 1, position_embedding_size: 4}",
+        "vision.num_key_value_heads",
+    ),
+    (
+        "gemma4",
+        GOOD_VISION.replace("head_dim: 8", "head_dim: 6") + "num_attention_heads: 1, "
+        "num_key_value_heads: 1, patch_size: 2, pooling_kernel_size: 1, "
+        "position_embedding_size: 4}",
+        "vision.head_dim: 6 is not a multiple of 4",
+    ),
+    (
+        "gemma4",
+        "audio: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 3, "
+        "output_proj_dims: 4}",
+        "audio.num_attention_heads: 3 does not divide",
+    ),
+    (
+        "gemma4",
+        "audio: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, "
+        "output_proj_dims: 4, subsampling_conv_channels: [1]}",
+        "must have 2 items, has 1",
+    ),
     ("gemma4_unified", "vision: {mm_embed_dim: 4, mm_posemb_size: 4}", "vision.output_proj_dims"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("model_type, line, part", VISION_REFUSALS)
@@ -795,8 +827,9 @@ def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any
     from transformers import AutoConfig
 
     kind = config["model_type"]
-    AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}
-                         ).save_pretrained(folder)  # fmt: skip
+    AutoConfig.for_model(
+        kind, **{k: v for k, v in config.items() if k != "model_type"}
+    ).save_pretrained(folder)
     out: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return out
 
@@ -948,7 +981,11 @@ HF_REFUSALS: list[tuple[str, Any, str]] = [
     ("text_config/chunk_size_feed_forward", 4, "text_config.chunk_size_feed_forward"),
     ("text_config/rope_scaling", {"factor": 8}, "text_config.rope_scaling: unknown key"),
     ("text_config/rope_theta", 1e4, "text_config.rope_theta: unknown key"),
-    ("text_config/hiden_size", 4, "text_config.hiden_size: unknown key", ),
+    (
+        "text_config/hiden_size",
+        4,
+        "text_config.hiden_size: unknown key",
+    ),
     ("surprise", 1, "surprise: unknown key"),
     ("vision_config/surprise", 1, "vision_config.surprise: unknown key"),
     ("audio_config/surprise", 1, "audio_config.surprise: unknown key"),
@@ -1000,7 +1037,7 @@ HF_REFUSALS: list[tuple[str, Any, str]] = [
     ("vision_config", [], "vision_config: expected an object"),
     ("audio_config/subsampling_conv_channels", [1, 2, 3], "must have 2 items"),
     ("audio_config/num_attention_heads", 7, "audio.num_attention_heads: 7 does not divide"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path, value, part", HF_REFUSALS, ids=[str(c[:2]) for c in HF_REFUSALS])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.token_loop import TokenLoop
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, InputError
-from g4ir.sampling import Sampler, Sampling
 from tests.engines import some_tokens
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
@@ -52,14 +52,18 @@ def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
     return turn_on
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"temperature": 1.0, "top_k": 5, "seed": 3},
-    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4}, {"temperature": 1.0, "seed": 5},
-    {"temperature": 1.0, "top_k": 65, "seed": 6}, {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-])  # fmt: skip
-def test_same_tokens_as_the_host(
-    engine: Engine, looped: Loops, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0, "top_k": 5, "seed": 3},
+        {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "top_k": 65, "seed": 6},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+    ],
+)
+def test_same_tokens_as_the_host(engine: Engine, looped: Loops, settings: dict[str, Any]) -> None:
     """Ragged rows past three windows; the step is prepared once for a session."""
     want = engine.generate(rows(engine), 40, stop_ids=(), **settings)
     looped()
@@ -147,9 +151,10 @@ def test_a_stream_that_is_left_early(engine: Engine, looped: Loops) -> None:
     held = int(session.length)
     assert 3 + 2 <= held <= 3 + 4
     session.truncate(3 + 2)
-    assert session.decode(torch.tensor([tokens[2]])).argmax() == engine.generate(
-        PROMPTS[1], 4, stop_ids=()
-    )[3]
+    assert (
+        session.decode(torch.tensor([tokens[2]])).argmax()
+        == engine.generate(PROMPTS[1], 4, stop_ids=())[3]
+    )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
@@ -190,9 +195,7 @@ def test_no_room(engine: Engine, looped: Loops) -> None:
     assert int(session.length) == room - 2
 
 
-def test_a_step_that_cannot_be_recorded(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason and the way out; nothing falls back in silence."""
 
     class Graph:
@@ -219,9 +222,12 @@ def test_a_step_that_cannot_be_recorded(
 
     cuda = cuda_graph.torch.cuda
     for name, value in (
-        ("CUDAGraph", Graph), ("Stream", Stream), ("graph", Broken), ("stream", Quiet),
+        ("CUDAGraph", Graph),
+        ("Stream", Stream),
+        ("graph", Broken),
+        ("stream", Quiet),
         ("current_stream", Stream),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
     monkeypatch.setattr(engine.runtime, "any_length", True)

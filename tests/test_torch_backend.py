@@ -23,29 +23,32 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
-from g4ir.backends.torch_compile.backend import phase_steps
 from g4ir.backends.torch_compile.lower import SegmentModule, _list_write, grouped_experts
+from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, schedule, state_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError, LowerError
-from g4ir.ir import Graph, Program
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
-from g4ir.packing import split_program
-from g4ir.spec import Spec, load_spec
-from g4ir.text import parse_graph, print_graph
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.progress import no_progress
+from g4ir.weights.pack import split_program
 from tests.configs import RANDOM, SMALL, spec_called
 from tests.runner import built_program
 
 PHASES = ("prefill", "decode")
 SPECS = ("tiny-dense", "tiny-moe", "tiny-ple", "combined", *SMALL, *RANDOM[:6])
 #: with the forms of the K=V caches
-FORMS = (*((n, "off") for n in SPECS), *((n, f) for n in ("combined", "31b-small", "random-19")
-                                          for f in ("value", "raw")))  # fmt: skip
+FORMS = (
+    *((n, "off") for n in SPECS),
+    *((n, f) for n in ("combined", "31b-small", "random-19") for f in ("value", "raw")),
+)
 #: largest difference, relative to the rms of the result: fp32 sums in another order; bf16 rounds
 #: each product once, to 2^-9 of its own size
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -217,10 +220,13 @@ def test_equal_layers_have_equal_text() -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("name", "form"), [
-    *((n, "off") for n in ("tiny-ple", "tiny-moe", "combined", "random-2", "random-5")),
-    *((n, f) for n in ("combined", "random-5", "random-19") for f in ("value", "raw")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((n, "off") for n in ("tiny-ple", "tiny-moe", "combined", "random-2", "random-5")),
+        *((n, f) for n in ("combined", "random-5", "random-19") for f in ("value", "raw")),
+    ],
+)
 def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) -> None:
     """Every step as eager torch, against the interpreter, caches included."""
     graph = main_graph(spec_called(name), phase, latent_kv=form)
@@ -236,7 +242,7 @@ def test_segments_compute_what_the_graph_says(name: str, form: str, phase: str) 
     feeds["lengths"] = torch.tensor([dims["S"], 1])
     params = {v.name: draw(v) for v in graph.params}
     caches = {v.name: draw(v) for v in graph.state}
-    from g4ir.interpret import interpret
+    from g4ir.ir.interpret import interpret
 
     want, after = interpret(graph, feeds, params, {k: t.clone() for k, t in caches.items()})
     alias = {v.name: cache for cache, v in graph.next.items()}
@@ -388,10 +394,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def silent(message: str) -> None:
-    pass
-
-
 def name(text: str) -> str:
     return compiler.program_name(text, Target("cpu"))
 
@@ -400,8 +402,8 @@ def test_second_compile_comes_from_the_cache(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    first = compiler.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, silent)
-    second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
+    first = compiler.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+    second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
     assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
     kept = own_cache / first[TEXT]
     assert list(own_cache.iterdir()) == [kept]
@@ -414,11 +416,12 @@ def test_damaged_cache_entry_is_compiled_again(
     damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stub(monkeypatch)
-    kept = own_cache / compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)[TEXT]
+    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
+    kept = own_cache / made[TEXT]
     {"program": kept, "digest": compiler._digest_file(kept.name)}[damaged].write_text("damaged")
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, silent)
+    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
     assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, silent)
+    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)
     assert len(done) == 2
 
 
@@ -429,7 +432,7 @@ def test_cache_that_cannot_be_written_is_no_error(
     monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "file" / "cache")
     done = stub(monkeypatch)
     for folder in ("a", "b"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, no_progress)
     assert done == [TEXT, TEXT]
 
 
@@ -440,8 +443,12 @@ def test_key_covers_what_lowering_imports() -> None:
     kernels = {"gpu.py", "select.py", "tunings.py", "kernels.py"}
     assert imported(set()) == {*compiler.SOURCES, *kernels}
     assert {p.partition("/")[0].removesuffix(".py") for p in compiler.GPU_SOURCES} == {
-        "gpu", "select", "tunings", "tunings.yaml", "kernels",
-    }  # fmt: skip
+        "gpu",
+        "select",
+        "tunings",
+        "tunings.yaml",
+        "kernels",
+    }
 
 
 def imported(closed: set[str]) -> set[str]:
@@ -484,7 +491,7 @@ def test_failing_segment_is_named(
 ) -> None:
     failing(monkeypatch)
     with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     assert not own_cache.exists()
 
 
@@ -492,7 +499,7 @@ def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: 
     """An op that nobody knows, in one of two processes; none is left running."""
     texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
     with pytest.raises(LowerError, match=r"unheard_of|unseen"):
-        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
+        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
 
 
 def test_kernel_that_torch_does_not_understand_is_an_error(
@@ -502,13 +509,14 @@ def test_kernel_that_torch_does_not_understand_is_an_error(
     log = logging.getLogger("torch._dynamo")
 
     def grumble(*_: Any) -> None:
-        log.warning("Encountered an exception in identify_accessed_tensors, "
-                    "assuming every input is mutated")  # fmt: skip
+        log.warning(
+            "Encountered an exception in identify_accessed_tensors, assuming every input is mutated"
+        )
 
     before = log.level, log.propagate, list(log.handlers)
     monkeypatch.setattr(compiler, "_compile", grumble)
     with pytest.raises(LowerError, match="which operands a kernel writes"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
     assert (log.level, log.propagate, list(log.handlers)) == before
 
 
@@ -518,7 +526,7 @@ def test_process_that_dies_is_an_error(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     texts = [TEXT, TEXT.replace("8", "6")]
     with pytest.raises(LowerError, match="ended with status 1"):
-        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, silent)
+        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
 
 
 TWO = (TEXT, TEXT.replace("8", "6"))
@@ -533,12 +541,14 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str) -> None:
 
 
 def test_what_a_process_prints_is_the_cause_and_not_on_the_terminal(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    own_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     worker(monkeypatch, tmp_path, "echo frame 12 of a stack >&2; kill -ABRT $$")
     with pytest.raises(LowerError, match=r"ended by SIGABRT; run again with --trace") as caught:
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
     assert "frame 12 of a stack" in str(caught.value.__cause__)
     assert capfd.readouterr().err == ""
 
@@ -548,7 +558,7 @@ def test_a_process_that_is_killed_may_lack_memory(
 ) -> None:
     worker(monkeypatch, tmp_path, "kill -KILL $$")
     with pytest.raises(LowerError, match="killed, most likely for memory"):
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
 
 
 def runs(pid: int) -> bool:
@@ -579,7 +589,7 @@ def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
 
     Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, silent)
+        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
     told = [*tmp_path.glob("*.pid")]
     assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
 
@@ -606,9 +616,13 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     assert gone([pid], 10)
 
 
-@pytest.mark.parametrize("error", [
-    OSError(errno.ENOSPC, "No space left on device"), RuntimeError("g++: No space left on device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("g++: No space left on device"),
+    ],
+)
 def test_a_full_disk_is_called_so_and_the_folder_named(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -620,14 +634,14 @@ def test_a_full_disk_is_called_so_and_the_folder_named(
 
     monkeypatch.setattr(compiler, "_compile", fail)
     with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
     with pytest.raises(LowerError, match=r"no space left .*TORCHINDUCTOR_CACHE_DIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
     temporary = Path(tempfile.gettempdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != temporary)))
     with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, silent)
+        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
 
 
 def test_a_full_disk_does_not_end_the_process(
@@ -649,9 +663,12 @@ def test_serve_answers_line_by_line(tmp_path: Path) -> None:
     ask = json.dumps([TEXT.replace("linear", "unheard_of"), {"device": "cpu"}, str(tmp_path / "x")])
     code = "from g4ir.backends.torch_compile.compile import serve; serve()"
     done = subprocess.run(
-        [sys.executable, "-c", code], input=f"{ask}\n{ask}\n", capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        input=f"{ask}\n{ask}\n",
+        capture_output=True,
+        text=True,
         timeout=200,
-    )  # fmt: skip
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 2 and all("unheard_of" in a for a in answers)
 
@@ -660,7 +677,7 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
     """Compiled for real: any size up to the limits, weights as inputs."""
     from g4ir.backends.torch_compile.runtime import _load_program
 
-    (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, silent).values()
+    (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
     call = _load_program(tmp_path / "a" / name, "cpu")
     w = torch.randn(4, 8)
     for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
@@ -680,10 +697,15 @@ def test_programs_of_one_row_have_a_fixed_batch() -> None:
 # --- writes of a chunk --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("chunk", "start", "lengths"), [
-    (5, [0, 3, 11], [5, 2, 4]), (5, [14, 11, 15], [2, 5, 0]), (16, [0, 4, 16], [16, 9, 0]),
-    (1, [2, 15, 0], [1, 1, 0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("chunk", "start", "lengths"),
+    [
+        (5, [0, 3, 11], [5, 2, 4]),
+        (5, [14, 11, 15], [2, 5, 0]),
+        (16, [0, 4, 16], [16, 9, 0]),
+        (1, [2, 15, 0], [1, 1, 0]),
+    ],
+)
 def test_a_chunk_goes_to_its_slots_of_a_list(
     chunk: int, start: list[int], lengths: list[int]
 ) -> None:

@@ -16,26 +16,28 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile.lower import Run
+from g4ir.backends.torch_compile import lower
+from g4ir.backends.torch_compile.run import Run
 from g4ir.backends.torch_compile.target import Target
-from g4ir.budgets import budget
-from g4ir.checkpoint import write_checkpoint
+from g4ir.check.pass_report import local_errors
 from g4ir.errors import InputError
-from g4ir.interpret import run_node
-from g4ir.ir import Graph
-from g4ir.media.audio import Clip, Sound, audio_settings, prepare_sound
-from g4ir.media.budget import BUDGETS, image_settings
-from g4ir.media.choice import KINDS, find_media
+from g4ir.ir.graph import Graph
+from g4ir.ir.interpret import run_node
 from g4ir.media.images import prepare_image
+from g4ir.media.sound import Clip, Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, video_settings
-from g4ir.pipeline import run_passes
-from g4ir.random_weights import RandomCheckpoint
-from g4ir.shrink import shrink
-from g4ir.spec import Spec, load_spec
-from g4ir.stage_report import local_errors
-from g4ir.towers import build_towers
-from g4ir.types import torch_dtype
-from g4ir.weights import checkpoint_name
+from g4ir.model.images import BUDGETS, image_settings
+from g4ir.model.media import KINDS, find_media
+from g4ir.model.names import checkpoint_name
+from g4ir.model.sounds import audio_settings
+from g4ir.model.towers import build_towers
+from g4ir.ops import OPS
+from g4ir.ops.types import torch_dtype
+from g4ir.passes import run_passes
+from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.shrink import shrink
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 
 TOWERS = ("e2b", "26b-a4b")  # clipped, 16 per head; plain and standardized, 20 per head
 UNIFIED = "12b"
@@ -58,7 +60,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         source = RandomCheckpoint(spec, 3, torch.float32)
         checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
         engine = g4ir.build(
-            spec, folder / "engine", checkpoint=checkpoint, backend="reference", max_seq=256,
+            spec,
+            folder / "engine",
+            checkpoint=checkpoint,
+            backend="reference",
+            max_seq=256,
             image_budgets=BUDGETS,
         )
         model, loading = AutoModelForMultimodalLM.from_pretrained(
@@ -100,7 +106,7 @@ def test_images(pairs: Any, variant: str, budget: int) -> None:
         with torch.no_grad():
             wanted = model.get_image_features(
                 torch.from_numpy(picture.patches)[None], torch.from_numpy(picture.positions)[None]
-            )  # fmt: skip
+            )
         (rows,) = wanted.pooler_output
         assert soft.count == picture.soft_tokens and len(soft.pieces) == 1
         assert error(soft.pieces[0], rows) < BUDGET
@@ -146,8 +152,9 @@ def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
     features = np.pad(clip.features, ((0, fill), (0, 0)), constant_values=7.0)
     mask = np.pad(clip.mask, (0, fill))
     with torch.no_grad():
-        out = model.get_audio_features(torch.from_numpy(features)[None],
-                                       torch.from_numpy(mask)[None])  # fmt: skip
+        out = model.get_audio_features(
+            torch.from_numpy(features)[None], torch.from_numpy(mask)[None]
+        )
     if out.attention_mask is None:
         return out.pooler_output[0]
     return out.pooler_output[0][out.attention_mask[0]]
@@ -184,9 +191,7 @@ def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:
 
 
 @pytest.mark.parametrize("variant", (*TOWERS, UNIFIED))
-def test_rounding_is_no_worse_than_the_references(
-    pairs: Any, tmp_path: Path, variant: str
-) -> None:
+def test_rounding_is_no_worse_than_the_references(pairs: Any, tmp_path: Path, variant: str) -> None:
     """In bf16 both miss what fp32 says; we by no more than half as much again, and by op no more
     than its budget (below)."""
     from transformers import AutoModelForMultimodalLM
@@ -196,9 +201,14 @@ def test_rounding_is_no_worse_than_the_references(
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small(variant), source, media=KINDS)
     model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).model.eval()
     engine = g4ir.build(
-        small(variant), tmp_path / "engine", checkpoint=checkpoint, backend="reference",
-        dtype="bfloat16", max_seq=256, media="image",
-    )  # fmt: skip
+        small(variant),
+        tmp_path / "engine",
+        checkpoint=checkpoint,
+        backend="reference",
+        dtype="bfloat16",
+        max_seq=256,
+        media="image",
+    )
     picture = prepare_image(pixels(90, 60), image_settings(engine.spec, 70))
     (wanted,) = exact.encode("image", picture).pieces
     (got,) = engine.encode("image", picture).pieces
@@ -225,11 +235,11 @@ def test_every_node_keeps_its_ops_budget(variant: str, dtype: str) -> None:
             given = [values[v.name] for v in n.inputs]
             results = run_node(n, given)
             run = Run(g, Target("cpu"), dict(values))
-            run.node(n)
+            lower.run_node(run, n)
             for v, wanted in zip(n.outputs, results, strict=True):
                 if wanted.is_floating_point():
                     worst = float(local_errors(run.env[v.name], wanted).max())
-                    assert worst <= budget(n.op, dtype), (v, n.op)
+                    assert worst <= OPS[n.op].budget.at(dtype), (v, n.op)
                 values[v.name] = wanted
             seen.add(n.op)
     assert {"rms_norm", "linear"} <= seen

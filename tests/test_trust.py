@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import g4ir
-from g4ir import places, trust
-from g4ir.artefact import MANIFEST, SIGNATURE, open_artefact
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.cli import main
-from g4ir.engine import Engine, load_artefact, load_engine
+from g4ir.engine import trust
+from g4ir.engine.artefact import MANIFEST, SIGNATURE, open_artefact
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_artefact, load_engine
 from g4ir.errors import (
     EngineError,
     G4Error,
@@ -27,6 +28,7 @@ from g4ir.errors import (
     TrustError,
     WeightsError,
 )
+from g4ir.ui import places
 from tests.engines import resigned
 
 #: a library that writes a file as soon as it is loaded
@@ -104,8 +106,9 @@ def test_a_decision_ends_with_a_change(copied: Path) -> None:
 
 
 def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
-    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="reference",
-                        max_seq=32)  # fmt: skip
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=0, backend="reference", max_seq=32
+    )
     digest = engine.manifest["digest"]
     decision = trust.find_decision(digest)
     assert decision and decision.why == trust.BUILT and decision.path == str(tmp_path / "e")
@@ -131,9 +134,7 @@ def test_a_decision_that_cannot_be_kept_is_a_warning(
 # --- signatures -------------------------------------------------------------------------------
 
 
-def test_signed_engines(
-    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signed_engines(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = tmp_path / "me"
     assert main(["sign", "--new-key", str(name)]) == 0
     secret, public = Path(f"{name}.pem"), Path(f"{name}.pub.pem")
@@ -170,15 +171,23 @@ def test_openssl_reads_the_same(copied: Path, tmp_path: Path) -> None:
     key.verify((copied / SIGNATURE).read_bytes(), (copied / MANIFEST).read_bytes())
 
 
-@pytest.mark.parametrize("words, message", [
-    (["sign"], "give ENGINE and --key"), (["sign", "--new-key", "k", "--key", "x"], "--new-key"),
-    (["trust", "x", "--key", "y"], "give one of"), (["trust", "--key", "no.pem"], "no.pem"),
-    (["trust", "--key", "junk.pem"], "public key as PEM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sign"], "give ENGINE and --key"),
+        (["sign", "--new-key", "k", "--key", "x"], "--new-key"),
+        (["trust", "x", "--key", "y"], "give one of"),
+        (["trust", "--key", "no.pem"], "no.pem"),
+        (["trust", "--key", "junk.pem"], "public key as PEM"),
+    ],
+)
 def test_wrong_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], message: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("junk.pem").write_text("junk")
     assert main(words) == 2
@@ -254,9 +263,7 @@ def test_a_planted_program_is_not_taken_from_the_cache(
     assert not (tmp_path / "pwned").exists()
 
 
-def test_caches_lie_where_the_user_wants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_lie_where_the_user_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compiler.cache_dir() == tmp_path / "g4ir" / "programs"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -364,9 +371,11 @@ def test_unpacked_programs_leave_nothing(
 
 
 def test_no_room_to_unpack_is_one_error(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    copied: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path / "missing"))
@@ -395,8 +404,9 @@ def test_an_exposed_state_folder_fails_no_build(
     """The engine is there; what cannot be kept is said, with the command that mends it."""
     folder = places.private(places.state_root())
     folder.chmod(0o775)
-    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=0, backend="reference",
-                        max_seq=32)  # fmt: skip
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=0, backend="reference", max_seq=32
+    )
     assert engine.path.is_dir() and "chmod go-w" in caplog.text
 
 
@@ -448,9 +458,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         places.cache_root()
 
 
-def test_the_compiler_does_without_a_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_does_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

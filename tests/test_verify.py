@@ -16,21 +16,27 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import compare, tensorfile
-from g4ir.compare import LEVELS, Report, Saturation, curve, verify_engine
-from g4ir.distance import BUDGETS, Budget, row_errors
-from g4ir.engine import Engine
+from g4ir.check import logits as compare
+from g4ir.check import peers
+from g4ir.check.logits import verify_engine
+from g4ir.check.reference import reference_engine
+from g4ir.check.report import LEVELS, Report, Saturation, curve
+from g4ir.check.tokens import random_tokens
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
-from g4ir.spec import load_spec
+from g4ir.ir.distance import BUDGETS, Budget, row_errors
+from g4ir.spec.record import load_spec
+from g4ir.ui import files
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 
 def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
     """The engine on the reference backend, with one weight changed after loading (not by a
     factor, which the next norm would take out)."""
-    out = compare.reference_engine(engine)
+    out = reference_engine(engine)
     out.runtime.params = {  # type: ignore[attr-defined]
-        k: t + factor * t.flip(0) if k == param else t for k, t in out.runtime.params.items()  # type: ignore[attr-defined]
+        k: t + factor * t.flip(0) if k == param else t
+        for k, t in out.runtime.params.items()  # type: ignore[attr-defined]
     }
     return out
 
@@ -77,9 +83,15 @@ def test_16_bit(tmp_path: Path, dtype: str, against: str) -> None:
     """fp32 weights, rounded by engine and peer alike."""
     checkpoint = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
     engine = g4ir.build(
-        None, tmp_path / "engine", checkpoint=checkpoint, backend="reference", dtype=dtype,
-        max_seq=64, prefill_chunk=16, all_logits=True,
-    )  # fmt: skip
+        None,
+        tmp_path / "engine",
+        checkpoint=checkpoint,
+        backend="reference",
+        dtype=dtype,
+        max_seq=64,
+        prefill_chunk=16,
+        all_logits=True,
+    )
     report = verify_engine(engine, against, checkpoint=checkpoint)
     assert report.budget.rounding and report.budget.rounding.anchor == "float64"
     assert report.ok, report.text()
@@ -88,9 +100,13 @@ def test_16_bit(tmp_path: Path, dtype: str, against: str) -> None:
 def test_small_limits(tmp_path: Path) -> None:
     """max_seq below the window and the greedy tokens; chunks of one token."""
     engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", random_weights=1, backend="reference", max_seq=5,
+        "tiny-dense",
+        tmp_path / "e",
+        random_weights=1,
+        backend="reference",
+        max_seq=5,
         prefill_chunk=1,
-    )  # fmt: skip
+    )
     report = verify_engine(engine)
     assert report.ok and sum(report.turns) == 5 and report.greedy.count == 5
 
@@ -99,11 +115,15 @@ def test_random_weights_against_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Random weights are written for transformers, if they are few; rounding grows on them, and
     is measured where the plain budget does not do."""
     engine = g4ir.build(
-        "tiny-moe", tmp_path / "e", random_weights=3, backend="reference", max_seq=64,
-    )  # fmt: skip
+        "tiny-moe",
+        tmp_path / "e",
+        random_weights=3,
+        backend="reference",
+        max_seq=64,
+    )
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
-    monkeypatch.setattr(compare, "TEMPORARY_BYTES", 1 << 20)
+    monkeypatch.setattr(peers, "TEMPORARY_BYTES", 1 << 20)
     with pytest.raises(InputError, match=r" 2.87 MiB, .* 1.00 MiB are .*--against reference"):
         verify_engine(engine, "hf")
 
@@ -113,10 +133,14 @@ def test_a_temporary_folder_without_room_is_named(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", random_weights=3, backend="reference", max_seq=64,
-    )  # fmt: skip
+        "tiny-dense",
+        tmp_path / "e",
+        random_weights=3,
+        backend="reference",
+        max_seq=64,
+    )
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(tensorfile, "_new_file", Mock(side_effect=full))
+    monkeypatch.setattr(files, "_new_file", Mock(side_effect=full))
     with pytest.raises(MissingError, match=f"{tmp_path}/g4ir-verify-.*No space left.*TMPDIR"):
         verify_engine(engine, "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["e"]
@@ -139,10 +163,15 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("param, value", [
-    ("L3.attn.wo", "L3.attn.o"), ("L6.mlp.w_down", "L6."), ("ple.w", "ple."),
-    ("L5.scalar", "L5.out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "param, value",
+    [
+        ("L3.attn.wo", "L3.attn.o"),
+        ("L6.mlp.w_down", "L6."),
+        ("ple.w", "ple."),
+        ("L5.scalar", "L5.out"),
+    ],
+)
 @pytest.mark.parametrize("against", ["reference", "hf"])
 def test_disturbed_weight_is_found(engines: Any, against: str, param: str, value: str) -> None:
     engine = disturbed(engines("reference", "tiny-ple"), param)
@@ -173,7 +202,7 @@ def test_disturbed_torch_engine_names_the_layer(engines: Any, layer: int) -> Non
 
 def test_a_fault_of_decoding_only(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns end in single steps: a fault there shows, and where."""
-    engine = compare.reference_engine(engines("reference", "tiny-ple"))
+    engine = reference_engine(engines("reference", "tiny-ple"))
     run = engine.runtime.run
 
     def faulty(phase: str, feeds: dict[str, Any], *rest: Any) -> Any:
@@ -220,7 +249,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     monkeypatch.setitem(BUDGETS, ("f32", against), Budget(relative=1e-9))
     engine = engines("torch", "tiny-ple")
     report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
-    ids = compare.random_tokens(engine, 96)
+    ids = random_tokens(engine, 96)
     rounding = compare.rounding_error(engine, ids, report.turns, True)
     assert 1e-7 < rounding < 1e-4 and report.budget == Budget(relative=4 * rounding)
 
@@ -232,11 +261,18 @@ def test_report(engines: Any) -> None:
     report = verify_engine(engines("reference", "tiny-ple"))
     values = json.loads(json.dumps(report.to_dict()))
     assert values["ok"] is True and values["budget"] == {
-        "relative": 1e-4, "cosine": None, "rounding": None,
-    }  # fmt: skip
+        "relative": 1e-4,
+        "cosine": None,
+        "rounding": None,
+    }
     assert len(values["positions"]) == 96 and set(values["positions"][0]) == {
-        "at", "absolute", "relative", "cosine", "ok", "distance",
-    }  # fmt: skip
+        "at",
+        "absolute",
+        "relative",
+        "cosine",
+        "ok",
+        "distance",
+    }
     text = report.text()
     lines = text.splitlines()
     assert lines[0].endswith("against reference, 96 tokens in 63 + 9 + 24 single steps")
@@ -294,7 +330,7 @@ def test_alarm_at_the_softcap(engines: Any) -> None:
     quiet = verify_engine(engine)
     assert quiet.saturation == Saturation(30.0, 0.0, 0.0) and not quiet.saturation.alarm
     assert "ALARM" not in quiet.text()
-    loud = compare.reference_engine(engine)
+    loud = reference_engine(engine)
     weights = loud.runtime.params  # type: ignore[attr-defined]
     weights["final.w"] = weights["final.w"] * 100
     report = verify_engine(loud)
@@ -360,13 +396,16 @@ def test_ok_needs_every_position_and_the_greedy_tokens(engines: Any) -> None:
 # --- wrong requests ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"against": "vllm"}, "reference or hf"),
-    ({"tokens": [5]}, "1 tokens; expected 2 to 128"),
-    ({"tokens": [5] * 129}, "129 tokens"),
-    ({"tokens": [5, 512]}, "token 512 at index 1"),
-    ({"against": "hf", "checkpoint": "/nowhere"}, "/nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"against": "vllm"}, "reference or hf"),
+        ({"tokens": [5]}, "1 tokens; expected 2 to 128"),
+        ({"tokens": [5] * 129}, "129 tokens"),
+        ({"tokens": [5, 512]}, "token 512 at index 1"),
+        ({"against": "hf", "checkpoint": "/nowhere"}, "/nowhere"),
+    ],
+)
 def test_wrong_request(engines: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         verify_engine(engines("reference", "tiny-ple"), **settings)
@@ -389,7 +428,7 @@ def test_without_transformers(engines: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_transformers_is_not_imported_otherwise(engines: Any) -> None:
     code = (
-        "import sys, g4ir; from g4ir.compare import verify_engine\n"
+        "import sys, g4ir; from g4ir.check.logits import verify_engine\n"
         "engine = g4ir.load_engine(sys.argv[1])\n"
         "assert verify_engine(engine, tokens=[5, 6, 7]).ok\n"
         "assert 'transformers' not in sys.modules"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import g4ir
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
 
 THREADS, STEPS, ROUNDS = 8, 12, 2
 

@@ -89,8 +89,9 @@ OPERATORS: Mapping[str, Allowed] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Max", "Min", "Neg"), _NUMBER),
     **dict.fromkeys(("Exp", "Log", "Tanh", "Sqrt", "Erf", "Pow", "MatMul", "Softmax"), _REAL),
     **dict.fromkeys(("Equal", "Greater", "Less", "And", "Or", "Not"), _LOGIC),
-    **dict.fromkeys(("Cast", "Concat", "Gather", "GatherND", "Identity", "Transpose", "Where"),
-                    Allowed()),
+    **dict.fromkeys(
+        ("Cast", "Concat", "Gather", "GatherND", "Identity", "Transpose", "Where"), Allowed()
+    ),
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax"), Allowed(FLOAT, _fixed(1))),
     **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), Allowed(ANY, _fixed(1))),
     "Slice": Allowed(ANY, _fixed(1, 3)),
@@ -98,7 +99,7 @@ OPERATORS: Mapping[str, Allowed] = {
     "TopK": Allowed(FLOAT, _top_k),
     "TensorScatter": Allowed(FLOAT, _tensor_scatter),
     "If": Allowed(ANY, _not_in_branch),
-}  # fmt: skip
+}
 
 
 def check_model(model: onnx.ModelProto) -> None:

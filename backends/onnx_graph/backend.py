@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import MissingError
-from g4ir.ir import Program
-from g4ir.packing import ParamSource
+from g4ir.ir.graph import Program
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Progress, Setting
+from ..base import Setting
 from ..primitives.graph import tower_graphs
 from ..primitives.network import EXPERTS, stored_bytes
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
+    from g4ir.backends.base import Prepared
 
 NEEDS = ("onnx", "onnxruntime")
 
@@ -43,11 +45,12 @@ class OnnxBackend:
     record = Exported
     settings: Mapping[str, Setting] = {
         "experts": Setting(
-            EXPERTS, "auto",
+            EXPERTS,
+            "auto",
             "routed experts: `gather` the weights of the chosen ones (moves three times their "
             "bytes), multiply `all` of them, or `auto`: gather for single tokens only",
         ),
-    }  # fmt: skip
+    }
 
     def check(self, device: str) -> None:
         require(*NEEDS)
@@ -56,9 +59,15 @@ class OnnxBackend:
         return "any"
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        out: Path,
+        progress: Progress,
+        params: ParamSource,
+        settings: Mapping[str, str],
+    ) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file
 
         progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(program)))))
@@ -67,9 +76,7 @@ class OnnxBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def scratch_bytes(
-        self, program: Program, limits: Limits, settings: Mapping[str, str]
-    ) -> int:
+    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
         return 0
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
@@ -88,9 +95,16 @@ class OnnxBackend:
         return {"onnx": summary(model), **({"towers": towers} if towers else {})}
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: Any,
-        params: ParamSource, progress: Progress, cuda_graph: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        kept: Any,
+        params: ParamSource,
+        progress: Progress,
+        cuda_graph: bool = True,
+    ) -> Any:
         require("onnxruntime")
         from .runtime import OnnxRuntime
 

@@ -16,30 +16,48 @@ import onnx
 import torch
 from onnx import helper
 
-from g4ir.ir import Value
-from g4ir.types import Dim, Type, dtype_name, torch_dtype
+from g4ir.ir.graph import Value
+from g4ir.ops.types import Dim, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 
 OPSET = 24
 #: of the IR's dtypes; the same operators in bf16 are legal ONNX, but no runtime here has them
 ELEMENTS: Mapping[str, int] = {
-    "f32": onnx.TensorProto.FLOAT, "f16": onnx.TensorProto.FLOAT16,
-    "bf16": onnx.TensorProto.BFLOAT16, "i64": onnx.TensorProto.INT64,
-    "i32": onnx.TensorProto.INT32, "bool": onnx.TensorProto.BOOL,
-}  # fmt: skip
+    "f32": onnx.TensorProto.FLOAT,
+    "f16": onnx.TensorProto.FLOAT16,
+    "bf16": onnx.TensorProto.BFLOAT16,
+    "i64": onnx.TensorProto.INT64,
+    "i32": onnx.TensorProto.INT32,
+    "bool": onnx.TensorProto.BOOL,
+}
 #: constants of more bytes lie outside the model file
 INLINE_BYTES = 4096
 
 _UNARY = {
-    "neg": "Neg", "exp": "Exp", "log": "Log", "tanh": "Tanh", "sqrt": "Sqrt", "erf": "Erf",
+    "neg": "Neg",
+    "exp": "Exp",
+    "log": "Log",
+    "tanh": "Tanh",
+    "sqrt": "Sqrt",
+    "erf": "Erf",
     "not": "Not",
-}  # fmt: skip
+}
 _BINARY = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "max": "Max",
-    "min": "Min", "floor_div": "Div", "eq": "Equal", "gt": "Greater", "lt": "Less", "and": "And",
+    "add": "Add",
+    "sub": "Sub",
+    "mul": "Mul",
+    "div": "Div",
+    "pow": "Pow",
+    "max": "Max",
+    "min": "Min",
+    "floor_div": "Div",
+    "eq": "Equal",
+    "gt": "Greater",
+    "lt": "Less",
+    "and": "And",
     "or": "Or",
-}  # fmt: skip
+}
 _REDUCE = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
 
 
@@ -220,8 +238,9 @@ class OnnxEmitter(Emitter):
         return self._op(_REDUCE[kind], [x, self._whole(axis)], t, keepdims=1)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
-        found = self._make("TopK", [x.handle, self._whole(k)], [values, index],
-                           axis=-1, largest=1, sorted=1)  # fmt: skip
+        found = self._make(
+            "TopK", [x.handle, self._whole(k)], [values, index], axis=-1, largest=1, sorted=1
+        )
         return Operand(values, found[0]), Operand(index, found[1])
 
     # --- layout -------------------------------------------------------------------------------
@@ -288,20 +307,29 @@ class OnnxEmitter(Emitter):
             _rename(n, self.renamed)
         results = [_info(k, t) for k, t in self.results.items()]
         within = [
-            _info(self.renamed.get(k, k), t) for k, t in self.types.items()
+            _info(self.renamed.get(k, k), t)
+            for k, t in self.types.items()
             if self.renamed.get(k) not in self.results
-        ]  # fmt: skip
+        ]
         used = {i for n in walk(self.nodes) for i in n.input} | self.results.keys()
         held = [t for name, t in self.initializers.items() if name in used]
         graph = helper.make_graph(
-            self.nodes, name, self.inputs, results, held,
-            doc_string=doc, value_info=within,
-        )  # fmt: skip
+            self.nodes,
+            name,
+            self.inputs,
+            results,
+            held,
+            doc_string=doc,
+            value_info=within,
+        )
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(
-            graph, opset_imports=opsets, producer_name="g4ir", doc_string=doc,
+            graph,
+            opset_imports=opsets,
+            producer_name="g4ir",
+            doc_string=doc,
             ir_version=helper.find_min_ir_version_for(opsets),
-        )  # fmt: skip
+        )
         helper.set_model_props(model, dict(facts))
         return model
 
@@ -332,8 +360,10 @@ def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (
-        ("location", place.file), ("offset", place.offset), ("length", place.length),
-    ):  # fmt: skip
+        ("location", place.file),
+        ("offset", place.offset),
+        ("length", place.length),
+    ):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 

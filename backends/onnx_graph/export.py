@@ -1,13 +1,13 @@
 """A program as ONNX files in an engine directory.
 
-    model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
-    embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
-                    tables
-    vision_N.onnx   a picture, or a frame of a video, of at most N soft tokens -> its soft tokens
-    audio_N.onnx    a sound of at most N soft tokens -> its soft tokens
-    constants.bin   tables of angles, and others that are large
-    weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
-                    twice. Models and these files stay in one directory.
+model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
+embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
+                tables
+vision_N.onnx   a picture, or a frame of a video, of at most N soft tokens -> its soft tokens
+audio_N.onnx    a sound of at most N soft tokens -> its soft tokens
+constants.bin   tables of angles, and others that are large
+weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
+                twice. Models and these files stay in one directory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import IO, Any
 
 import onnx
 
-from g4ir import tensorfile
 from g4ir.errors import EngineError, LowerError
-from g4ir.ir import Graph, Node, Program, Value
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.plan.limits import Limits
+from g4ir.weights import tensorfile
 
-from ..base import Limits
 from ..primitives.emitter import SHARED, Operand
 from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.lowerings import LOWERINGS
@@ -257,4 +257,3 @@ def describe(path: Path) -> dict[str, str]:
     """The facts that a model file states."""
     model = onnx.load(str(path), load_external_data=False)
     return {p.key: p.value for p in model.metadata_props}
-

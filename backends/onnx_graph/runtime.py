@@ -10,13 +10,15 @@ from typing import Any
 import onnxruntime
 import torch
 
-from g4ir.cache_sizes import context_slots
 from g4ir.errors import EngineError
-from g4ir.ir import Program, Value
-from g4ir.packing import ParamSource
-from g4ir.types import Type, torch_dtype
+from g4ir.ir.graph import Program, Value
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.cache_sizes import context_slots
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Progress, Tensors, Watch
+from ..base import Tensors, Watch
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
@@ -43,9 +45,7 @@ class OnnxCaches:
     ) -> None:
         self.state, self.capacity = state, full_slots(limits)
         self.held = {n: _zeros(v, batch, limits) for n, v in state.items()}
-        self.spare = {
-            n: t if n in in_place else torch.zeros_like(t) for n, t in self.held.items()
-        }
+        self.spare = {n: t if n in in_place else torch.zeros_like(t) for n, t in self.held.items()}
 
     def swap(self) -> None:
         self.held, self.spare = self.spare, self.held
@@ -62,9 +62,7 @@ class OnnxCaches:
     def views(self, context: int) -> dict[str, torch.Tensor]:
         """What of `tensors` is in use while rows hold at most `context` tokens."""
         slots = self.slots(context)
-        return {
-            n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()
-        }
+        return {n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()}
 
     def nbytes(self) -> int:
         every = {t.data_ptr(): t for t in (*self.held.values(), *self.spare.values())}
@@ -90,9 +88,13 @@ class OnnxRuntime:
     """A loaded engine of the onnx backend."""
 
     def __init__(
-        self, program: Program, limits: Limits, folder: Path, params: ParamSource,
+        self,
+        program: Program,
+        limits: Limits,
+        folder: Path,
+        params: ParamSource,
         progress: Progress,
-    ) -> None:  # fmt: skip
+    ) -> None:
         graph = program.graphs["prefill"]
         self.graphs, self.folder = program.graphs, folder
         self.limits, self.source, self.path = limits, params, folder / MODEL
@@ -113,15 +115,21 @@ class OnnxRuntime:
         return OnnxCaches(self.state, batch, self.limits, self.in_place)
 
     def run(
-        self, phase: str, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int,
-        logits: bool, watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+        self,
+        phase: str,
+        feeds: dict[str, torch.Tensor],
+        state: OnnxCaches,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:
         """`watch` sees the logits: nothing else of the one network shows."""
         batch, size = feeds["positions"].shape
         given = {
-            BLOCK_IDS: torch.full((batch, size), NO_BLOCK), **feeds,
+            BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
+            **feeds,
             SLOTS: self._count(state.slots(context)),
-        }  # fmt: skip
+        }
         inputs = {k: t.contiguous() for k, t in given.items() if k in self.names}
         outputs = {f"{name}.next": t for name, t in state.spare.items()}
         out = self._empty_logits(batch, size) if logits or watch else None

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from g4ir.ir import Node, Value
+from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
-from g4ir.types import FLOATS, Type, torch_dtype
+from g4ir.ops.types import FLOATS, Type, torch_dtype
 
 from .emitter import Emitter, Operand
 from .network import SLOTS, Network, full_slots, is_ring
@@ -138,9 +138,7 @@ def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
     return e.cast(e.binary("max", at, e.reshape(ends, *at.shape)), "i32")
 
 
-def _rows(
-    net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None
-) -> Operand:
+def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None) -> Operand:
     """[B, n, T, d] of a cache, then of the chunk."""
     e = net.e
 
@@ -160,9 +158,7 @@ def held_rows(
     given, as many tensors of the chunk."""
     values = n.inputs[first : first + 2 * parts]
     fresh = [*zip(values[parts:], held[parts : len(values)], strict=True)]
-    return [
-        _rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)
-    ]
+    return [_rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)]
 
 
 def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
@@ -171,9 +167,7 @@ def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
     positions, written = n.inputs[1:3]
     return net.shared(
         ("keys", cache.shape[0], fresh, positions, written),
-        lambda: _key_positions(
-            net, cache, net.operand(positions), net.operand(written), fresh
-        ),
+        lambda: _key_positions(net, cache, net.operand(positions), net.operand(written), fresh),
     )
 
 
@@ -184,9 +178,7 @@ def mask(net: Network, n: Node, key: Operand, first: int, parts: int) -> Operand
     _, block_ids = split_chunk(n.inputs[first + parts :], parts)
     return net.shared(
         ("mask", id(key), positions, window, block_ids),
-        lambda: _mask(
-            net.e, key, net.operand(positions), window, _last(net, positions, block_ids)
-        ),
+        lambda: _mask(net.e, key, net.operand(positions), window, _last(net, positions, block_ids)),
     )
 
 
@@ -203,9 +195,14 @@ def _last(net: Network, positions: Value, block_ids: Value | None) -> Operand | 
 
 
 def attention(
-    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand,
+    net: Network,
+    n: Node,
+    q: Operand,
+    positions: Operand,
+    written: Operand,
+    *held: Operand,
     form: Callable[..., Operand] | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Over K and V as they are cached; `form` stands for `attend` where a target has its own."""
     keys, values = held_rows(net, n, held, 3, 2)
     seen = mask(net, n, key_positions(net, n, 3, 2), 3, 2)
@@ -213,9 +210,15 @@ def attention(
 
 
 def attention_latent(
-    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, w: Operand,
-    *held: Operand, form: Callable[..., Operand] | None = None,
-) -> Operand:  # fmt: skip
+    net: Network,
+    n: Node,
+    q: Operand,
+    positions: Operand,
+    written: Operand,
+    w: Operand,
+    *held: Operand,
+    form: Callable[..., Operand] | None = None,
+) -> Operand:
     """Over K and V that are made again from one cached tensor; `form` as in `attention`."""
     kept = n.word("form")
     parts = len(PARTS[kept])
@@ -225,17 +228,19 @@ def attention_latent(
     return (form or attend)(net, n, q, *made, mask(net, n, at, 4, parts))
 
 
-def _of_value(
-    net: Network, n: Node, rows: list[Operand], w: Operand
-) -> tuple[Operand, Operand]:
+def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[Operand, Operand]:
     """K's unrotated dims are V * w, rounded once."""
     e, (row,) = net.e, rows
     d = int(w.shape[0])
     half, pairs = d // 2, rotated_pairs(n.word("kind"), d, n.number("fraction"))
     v = e.slice(row, 3, 0, d)
     k = e.mul(v, e.unsqueeze(w, 0, 1, 2))
-    cuts = [(row, d, d + pairs), (k, pairs, half), (row, d + pairs, d + 2 * pairs),
-            (k, half + pairs, d)]  # fmt: skip
+    cuts = [
+        (row, d, d + pairs),
+        (k, pairs, half),
+        (row, d + pairs, d + 2 * pairs),
+        (k, half + pairs, d),
+    ]
     return e.concat([e.slice(x, 3, i, j) for x, i, j in cuts if i < j], 3), v
 
 
@@ -262,9 +267,15 @@ def attend(
 
 
 def weigh(
-    e: Emitter, q: Operand, keys: Operand, values: Operand, seen: Operand, scale: float,
-    cap: float = 0.0, softmax: Callable[[Emitter, Operand], Operand] | None = None,
-) -> Operand:  # fmt: skip
+    e: Emitter,
+    q: Operand,
+    keys: Operand,
+    values: Operand,
+    seen: Operand,
+    scale: float,
+    cap: float = 0.0,
+    softmax: Callable[[Emitter, Operand], Operand] | None = None,
+) -> Operand:
     """softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and a
     mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
     softmax in fp32 (rule 15), by `softmax` where a target has its own."""

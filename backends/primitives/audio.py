@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from g4ir.ir import Node, Value
+from g4ir.ir.graph import Node, Value
 
 from .emitter import Emitter, Operand
 from .network import Network
@@ -74,9 +74,15 @@ def causal_conv(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 
 def chunked_attention(
-    net: Network, n: Node, q: Operand, k: Operand, v: Operand, relative: Operand,
-    dim_scale: Operand, mask: Operand,
-) -> Operand:  # fmt: skip
+    net: Network,
+    n: Node,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    relative: Operand,
+    dim_scale: Operand,
+    mask: Operand,
+) -> Operand:
     """All in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.whole("chunk"), n.number("cap")

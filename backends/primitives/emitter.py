@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from g4ir.ir import Value
-from g4ir.types import FLOATS, Dim, Type
+from g4ir.ir.graph import Value
+from g4ir.ops.types import FLOATS, Dim, Type
 
 UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "max", "min", "floor_div")
@@ -113,8 +113,9 @@ class Emitter(ABC):
         other = b if isinstance(b, Operand) else self._number(b, a)
         _need(condition.dtype == "bool", f"where: {condition.type} is no condition")
         _need(a.dtype == other.dtype, f"where: {a.type} and {other.type} differ in dtype")
-        shape = broadcast("where", Type("bool", broadcast("where", a.type, other.type)),
-                          condition.type)  # fmt: skip
+        shape = broadcast(
+            "where", Type("bool", broadcast("where", a.type, other.type)), condition.type
+        )
         return self._where(condition, a, other, Type(a.dtype, shape))
 
     def cast(self, x: Operand, dtype: str) -> Operand:
@@ -135,7 +136,7 @@ class Emitter(ABC):
     def _number(self, value: float, like: Operand) -> Operand:
         import torch
 
-        from g4ir.types import torch_dtype
+        from g4ir.ops.types import torch_dtype
 
         return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
 
@@ -152,8 +153,9 @@ class Emitter(ABC):
         _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
         inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
         _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ inside")
-        lead = broadcast("matmul", a.type.with_shape(*a.shape[:-2]),
-                         b.type.with_shape(*b.shape[:-2]))  # fmt: skip
+        lead = broadcast(
+            "matmul", a.type.with_shape(*a.shape[:-2]), b.type.with_shape(*b.shape[:-2])
+        )
         return self._matmul(a, b, transpose_b, Type(a.dtype, (*lead, a.shape[-2], out)))
 
     def softmax(self, x: Operand) -> Operand:
@@ -179,8 +181,11 @@ class Emitter(ABC):
 
     def reshape(self, x: Operand, *shape: Dim) -> Operand:
         """A named dim keeps its place, except for one at most."""
-        moved = [i for i, d in enumerate(shape)
-                 if isinstance(d, str) and (i >= x.rank or x.shape[i] != d)]  # fmt: skip
+        moved = [
+            i
+            for i, d in enumerate(shape)
+            if isinstance(d, str) and (i >= x.rank or x.shape[i] != d)
+        ]
         _need(len(moved) <= 1, f"reshape: {x.type} to {list(shape)}: two dims are not known")
         return self._reshape(x, x.type.with_shape(*shape))
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from g4ir.errors import LowerError
-from g4ir.ir import Builder, Graph, Node, Program, Value, drop_dead, order, verify
-from g4ir.ops.latent import PARTS
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, verify
 
 from .network import is_ring
 
@@ -59,10 +58,8 @@ def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
     """The full-length caches that an attention reads as they were before its chunk."""
     if n.op not in ("attention", "attention_latent"):
         return ()
-    first, parts = (3, 2) if n.op == "attention" else (4, len(PARTS[n.word("form")]))
-    caches = n.inputs[first : first + parts]
-    old = all(v in g.state for v in caches) and len(n.inputs) > first + parts
-    return caches if old and not is_ring(caches[0].type) else ()
+    old = all(v in g.state for v in n.caches) and n.chunk
+    return n.caches if old and not is_ring(n.caches[0].type) else ()
 
 
 def _check_past(g: Graph, n: Node, chunk: int) -> None:

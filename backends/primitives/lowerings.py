@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
 from g4ir.ops import OPS
 
 from . import attention, audio, moe, vision
@@ -109,9 +109,7 @@ def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Op
     return rms_norm(net.e, x, w, n.number("eps"))
 
 
-def _layer_norm(
-    net: Network, n: Node, x: Operand, w: Operand, b: Operand | None = None
-) -> Operand:
+def _layer_norm(net: Network, n: Node, x: Operand, w: Operand, b: Operand | None = None) -> Operand:
     return layer_norm(net.e, x, w, b, n.number("eps"))
 
 

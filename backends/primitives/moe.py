@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
 
 from .emitter import Operand
 from .network import Network
@@ -25,9 +25,14 @@ def router(
 
 
 def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
+    net: Network,
+    n: Node,
+    x: Operand,
+    weights: Operand,
+    index: Operand,
+    gate_up: Operand,
     down: Operand,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """The chosen experts' weights gathered per token: three times their bytes, so for single
     tokens only unless asked for; else all experts on all tokens."""
     act = n.word("act")
@@ -54,9 +59,14 @@ def _gated(net: Network, y: Operand, act: str) -> Operand:
 
 
 def _gathered(
-    net: Network, x: Operand, weights: Operand, index: Operand, gate_up: Operand, down: Operand,
+    net: Network,
+    x: Operand,
+    weights: Operand,
+    index: Operand,
+    gate_up: Operand,
+    down: Operand,
     act: str,
-) -> Operand:  # fmt: skip
+) -> Operand:
     e = net.e
     y = e.matmul(e.unsqueeze(x, 2, 3), e.gather(gate_up, index, 0), transpose_b=True)
     y = e.matmul(_gated(net, y, act), e.gather(down, index, 0), transpose_b=True)
@@ -65,9 +75,14 @@ def _gathered(
 
 
 def _every(
-    net: Network, x: Operand, weights: Operand, index: Operand, gate_up: Operand, down: Operand,
+    net: Network,
+    x: Operand,
+    weights: Operand,
+    index: Operand,
+    gate_up: Operand,
+    down: Operand,
     act: str,
-) -> Operand:  # fmt: skip
+) -> Operand:
     e = net.e
     y = e.matmul(e.unsqueeze(x, 1), e.unsqueeze(gate_up, 0), transpose_b=True)
     y = e.matmul(_gated(net, y, act), e.unsqueeze(down, 0), transpose_b=True)

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from g4ir.errors import LowerError
-from g4ir.interpret import expansion
-from g4ir.ir import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import expansion
 from g4ir.ops.base import as_tuple
-from g4ir.types import Type
+from g4ir.ops.types import Type
+from g4ir.plan.limits import Limits
 
-from ..base import Limits
 from .emitter import Emitter, Operand
 
 if TYPE_CHECKING:

@@ -93,5 +93,8 @@ def _relu(e: Emitter, h: Operand) -> Operand:
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Emitter, Operand], Operand]] = {
-    "gelu_pytorch_tanh": _gelu_tanh, "gelu": _gelu, "silu": _silu, "relu": _relu,
-}  # fmt: skip
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "silu": _silu,
+    "relu": _relu,
+}

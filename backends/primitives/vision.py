@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from g4ir.ir import Node, Value
+from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 
 from .attention import rotated_half, weigh
@@ -96,9 +96,14 @@ Form = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
 
 
 def encoder_attention(
-    net: Network, n: Node, q: Operand, k: Operand, v: Operand, valid: Operand,
+    net: Network,
+    n: Node,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    valid: Operand,
     form: Form | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """`form` stands for products and a softmax where a target has its own."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
@@ -107,9 +112,14 @@ def encoder_attention(
 
 
 def in_parts(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand,
+    net: Network,
+    n: Node,
+    q: Operand,
+    keys: Operand,
+    values: Operand,
+    seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Queries in parts of one size, but the last; `softmax` as in `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
     parts = math.ceil(b * heads * p * p / SCORES)
@@ -131,9 +141,7 @@ def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Opera
     # Maxima of whole numbers are not among what TensorRT's parser takes.
     widest = e.cast(e.reduce("max", e.cast(column, "f32"), 1), "i64")
     across = e.binary("floor_div", e.add(widest, 1), k)
-    square = e.add(
-        e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k))
-    )
+    square = e.add(e.binary("floor_div", column, k), e.mul(across, e.binary("floor_div", row, k)))
     squares = e.constant(torch.arange(count)[None, :, None])
     share = e.constant(torch.full((1, 1, 1), 1 / k**2))
     weights = e.where(e.binary("eq", e.unsqueeze(square, 1), squares), share, 0.0)

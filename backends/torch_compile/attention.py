@@ -10,23 +10,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
 from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
-from g4ir.types import torch_dtype
+from g4ir.ops.types import torch_dtype
 
 if TYPE_CHECKING:
-    from .lower import Run
+    from .run import Run
 
 Tensor = torch.Tensor
 
 
 def attention(
-    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, cache_k: Tensor,
-    cache_v: Tensor, *chunk: Tensor,
-) -> Tensor:  # fmt: skip
+    m: Run,
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    *chunk: Tensor,
+) -> Tensor:
     """The form that measured fastest: plain products per head for a chunk over a ring in an engine
     for one row, and for its single bf16 tokens over a long cache; else the library's attention
     with the heads of a group as query rows."""
@@ -41,9 +47,14 @@ def attention(
 
 
 def attention_latent(
-    m: Run, n: Node, q: Tensor, positions: Tensor, written: Tensor, w: Tensor,
+    m: Run,
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    w: Tensor,
     *held: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The form that measured fastest. Rows of the form `value` are keys and values at once; those
     of the form `raw` are made K and V again, except for a single token of a single row."""
     if n.attrs["softcap"]:
@@ -77,9 +88,13 @@ def _reference(n: Node, *operands: Tensor) -> Tensor:
 
 
 def _mask(
-    n: Node, positions: Tensor, written: Tensor, cache: Tensor, chunk: bool,
+    n: Node,
+    positions: Tensor,
+    written: Tensor,
+    cache: Tensor,
+    chunk: bool,
     block_ids: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[B,S,T] bool, over the slots of the cache and then the tokens of the chunk."""
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
@@ -97,7 +112,7 @@ def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
 def _is_long(n: Node) -> bool:
     """A cache over which plain products beat the library's attention: a linear one, or a ring of
     many keys; the library is faster up to about a thousand."""
-    slots, _, heads, _ = n.inputs[3].type.shape
+    slots, _, heads, _ = n.caches[0].type.shape
     return not isinstance(slots, int) or slots * int(heads) > 1024
 
 
@@ -185,7 +200,7 @@ def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -
 
 def _one_token_raw(
     n: Node, q: Tensor, w: Tensor, raw: Tensor, rms: Tensor, key_pos: Tensor, mask: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """V = raw * rms: the reciprocal rms moves to the scores and to the probabilities, so that the
     projection is read as it is stored. Only K's rotated dims are made again."""
     still, turned = (x[0, 0].chunk(raw.shape[2]) for x in _query(q, w, _pairs(n)))
@@ -215,9 +230,13 @@ def _keys_values(
 
 
 def keys_values_of_chunk(
-    n: Node, positions: Tensor, written: Tensor, w: Tensor, caches: tuple[Tensor, ...],
+    n: Node,
+    positions: Tensor,
+    written: Tensor,
+    w: Tensor,
+    caches: tuple[Tensor, ...],
     fresh: tuple[Tensor, ...],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], of rows in the form `raw`."""
     raw, rms = caches
     old = _keys_values(n, raw, rms, w, slot_positions(written, raw.shape[0]))

@@ -8,64 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.cache_sizes import cache_bytes
 from g4ir.errors import EngineError
-from g4ir.ir import Builder, Program, bind
-from g4ir.ops.base import as_tuple
-from g4ir.packing import ParamSource
-from g4ir.params import DTYPE_BYTES
-from g4ir.text import print_graph
+from g4ir.ir.graph import Program
+from g4ir.plan.cache_sizes import cache_bytes
+from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Progress, Setting
+from ..base import Setting
 from . import compile as compiler
 from .kernel_table import unmeasured
-from .segment import Segment, Step, schedule
+from .programs import KERNELS, choice_texts, phase_steps, phases
+from .segment import Segment
 from .target import find_target
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
+    from g4ir.backends.base import Prepared
 
-#: the graphs that a step may run; an engine without pictures has no `prefill_media`
-PHASES = ("prefill", "decode", "prefill_media")
-KERNELS = "kernels.so"
+
 #: what a program's file is called
 PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
-
-
-def phases(program: Program) -> list[str]:
-    """The graphs of a program that append tokens."""
-    return [p for p in PHASES if p in program.graphs]
-
-
-def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """The schedule of each phase and tower; an engine for one row has its batch dim fixed."""
-    fixed = {"B": 1} if limits.max_batch == 1 else {}
-    return {
-        name: schedule(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
-    }
-
-
-#: most candidates that a compiled program finds; a wider choice takes torch's own kernels
-CANDIDATES = 64
-
-
-def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
-    """Programs of one op that choose tokens from the logits of a decode step."""
-    (logits,) = program.graphs["decode"].outputs
-    fixed = {"B": 1} if limits.max_batch == 1 else {}
-    kind, vocab = logits.type.bind(fixed), logits.type.shape[2]
-    assert isinstance(vocab, int)
-    attrs: dict[str, dict[str, Any]] = {
-        "greedy": {}, "candidates": {"k": min(CANDIDATES, vocab)},
-    }  # fmt: skip
-    texts = {}
-    for op, given in attrs.items():
-        b = Builder("segment")
-        made = as_tuple(b.emit(op, b.input("x0", kind), **given))
-        texts[op] = print_graph(b.graph(*made))
-    return texts
 
 
 class TorchBackend:
@@ -87,9 +52,15 @@ class TorchBackend:
         return compiler.machine(device)
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        out: Path,
+        progress: Progress,
+        params: ParamSource,
+        settings: Mapping[str, str],
+    ) -> dict[str, Any]:
         steps = phase_steps(program, limits)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         chooses = choice_texts(program, limits) if device == "cuda" else {}
@@ -112,9 +83,7 @@ class TorchBackend:
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def scratch_bytes(
-        self, program: Program, limits: Limits, settings: Mapping[str, str]
-    ) -> int:
+    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
         return 0
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
@@ -127,10 +96,16 @@ class TorchBackend:
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path,
-        kept: Mapping[str, tuple[str | None, ...]], params: ParamSource, progress: Progress,
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        kept: Mapping[str, tuple[str | None, ...]],
+        params: ParamSource,
+        progress: Progress,
         cuda_graph: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         from .runtime import TorchRuntime
 
         _check_programs(program, limits, device, folder / "programs", kept)
@@ -141,9 +116,12 @@ class TorchBackend:
 
 
 def _check_programs(
-    program: Program, limits: Limits, device: str, folder: Path,
+    program: Program,
+    limits: Limits,
+    device: str,
+    folder: Path,
     kept: Mapping[str, tuple[str | None, ...]],
-) -> None:  # fmt: skip
+) -> None:
     """EngineError unless every segment has a program that was made of it."""
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
@@ -152,13 +130,17 @@ def _check_programs(
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
     if kept.keys() != texts.keys():
-        raise EngineError(f"{folder}: programs of {', '.join(texts)} expected, those of "
-                          f"{', '.join(kept)} named; build the engine again")  # fmt: skip
+        raise EngineError(
+            f"{folder}: programs of {', '.join(texts)} expected, those of "
+            f"{', '.join(kept)} named; build the engine again"
+        )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
         if [t is None for t in many] != [f is None for f in kept[name]]:
-            raise EngineError(f"{folder}: the programs of {name} are not one for each segment; "
-                              f"build the engine again")  # fmt: skip
+            raise EngineError(
+                f"{folder}: the programs of {name} are not one for each segment; "
+                f"build the engine again"
+            )
         checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
     for file, text in sorted(checked):
         if not PROGRAM.fullmatch(file) or not (folder / file).is_file():

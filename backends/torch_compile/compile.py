@@ -30,11 +30,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from g4ir.checkpoint import sha256
 from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
-from g4ir.places import cache_root, check_private, keep_inductor_private, private, state_root
-from g4ir.tensorfile import open_regular, write_file
-from g4ir.text import parse_graph
+from g4ir.ir.text import parse_graph
+from g4ir.ui.files import write_file
+from g4ir.ui.places import cache_root, check_private, keep_inductor_private, private, state_root
+from g4ir.weights.checkpoint import sha256
+from g4ir.weights.tensorfile import open_regular
 
 from ..process import python
 from .cuda_toolkit import find_toolkit, toolkit_found
@@ -42,9 +43,16 @@ from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
 SOURCES = (
-    "attention.py", "compile.py", "cuda_toolkit.py", "lower.py", "pyops.py", "scratch.py",
-    "target.py", "towers.py",
-)  # fmt: skip
+    "attention.py",
+    "compile.py",
+    "cuda_toolkit.py",
+    "lower.py",
+    "pyops.py",
+    "run.py",
+    "scratch.py",
+    "target.py",
+    "towers.py",
+)
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
@@ -59,8 +67,10 @@ _TRACE = {"B": 2, "S": 4, "C": 16}
 #: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
 #: refuses a name that it does not know.
 INDUCTOR = {
-    "emulate_precision_casts": True, "compile_threads": 1, "_use_fp64_for_unbacked_floats": False,
-}  # fmt: skip
+    "emulate_precision_casts": True,
+    "compile_threads": 1,
+    "_use_fp64_for_unbacked_floats": False,
+}
 
 
 def program_name(text: str, target: Target) -> str:
@@ -141,9 +151,12 @@ def _check_cuda() -> None:
 
 
 def compile_all(
-    texts: Sequence[str], target: Target, out: Path, jobs: int,
+    texts: Sequence[str],
+    target: Target,
+    out: Path,
+    jobs: int,
     progress: Callable[[str], None],
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Compile each distinct text into `out`; returns text -> file name.
 
     Raises LowerError with the backend's message and the segment's first line.
@@ -189,9 +202,13 @@ def _keep(path: Path) -> None:
 
 
 def _compile_missing(
-    texts: Sequence[str], files: dict[str, str], target: Target, out: Path, jobs: int,
+    texts: Sequence[str],
+    files: dict[str, str],
+    target: Target,
+    out: Path,
+    jobs: int,
     progress: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     workers = min(jobs, len(texts))
     if workers == 1:
         for i, t in enumerate(texts):
@@ -259,9 +276,14 @@ class _Worker:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="backslashreplace", start_new_session=True,
-        )  # fmt: skip
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+        )
         self._printed: deque[str] = deque(maxlen=PRINTED_LINES)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -350,10 +372,23 @@ def compile_kernels(path: Path) -> None:
 
     source = Path(__file__).resolve().parent / "kernels.c"
     command = [
-        cpp_builder.get_cpp_compiler(), "-x", "c", "-O3", "-march=native", "-fopenmp", "-w",
-        "-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math",
-        "-shared", "-fPIC", str(source), "-o", str(path),
-    ]  # fmt: skip
+        cpp_builder.get_cpp_compiler(),
+        "-x",
+        "c",
+        "-O3",
+        "-march=native",
+        "-fopenmp",
+        "-w",
+        "-fno-math-errno",
+        "-fassociative-math",
+        "-fno-signed-zeros",
+        "-fno-trapping-math",
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-o",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise _without_space(RuntimeError(done.stderr), path) or LowerError(
@@ -460,8 +495,9 @@ def check_program(path: Path, text: str) -> None:
         file.seek(max(0, file.tell() - len(wanted)))
         found = file.read()
     if found != wanted:
-        raise EngineError(f"{path} was made for another segment than {first_node(text)}; build "
-                          f"the engine again")  # fmt: skip
+        raise EngineError(
+            f"{path} was made for another segment than {first_node(text)}; build the engine again"
+        )
 
 
 def first_node(text: str) -> str:

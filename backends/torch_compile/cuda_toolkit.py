@@ -27,9 +27,12 @@ WHEELS = ("nvidia/cu[0-9]*/include", "triton/backends/nvidia/include")
 SYSTEM = ("usr/local/cuda/include",)
 #: and folders in which a driver, or a stand-in to link with, may lie
 DRIVERS = (
-    "usr/local/nvidia/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib64",
-    "usr/local/cuda/lib64/stubs", "usr/local/cuda/compat",
-)  # fmt: skip
+    "usr/local/nvidia/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib64",
+    "usr/local/cuda/lib64/stubs",
+    "usr/local/cuda/compat",
+)
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 
 from .attention import keys_values_of_chunk
 from .kernels import decode_attention, head, linear, moe, norms, prefill_attention, qkv
-from .lower import Lowering, Run
+from .run import Lowering, Run
 from .select import Choice, caches, choose, has_chunk, kv_heads, reader
 
 Tensor = torch.Tensor
@@ -31,8 +31,9 @@ def _chosen(run: Run, n: Node) -> Choice:
 def _linear(run: Run, n: Node, x: Tensor, w: Tensor) -> Tensor:
     choice = _chosen(run, n)
     kernel = {
-        "skinny_linear": linear.skinny_linear, "skinny_linear_parts": linear.skinny_linear_parts,
-    }[choice.kernel]  # fmt: skip
+        "skinny_linear": linear.skinny_linear,
+        "skinny_linear_parts": linear.skinny_linear_parts,
+    }[choice.kernel]
     return kernel(x, w, **choice.use)
 
 
@@ -65,15 +66,20 @@ def _norm_residual(
 
 
 def _dual_norm_residual(
-    run: Run, n: Node, a: Tensor, w_a: Tensor, b: Tensor, w_b: Tensor, w: Tensor,
-    residual: Tensor, *rest: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    run: Run,
+    n: Node,
+    a: Tensor,
+    w_a: Tensor,
+    b: Tensor,
+    w_b: Tensor,
+    w: Tensor,
+    residual: Tensor,
+    *rest: Tensor,
+) -> tuple[Tensor, ...]:
     scalar, weights = _weights(n, rest)
     use = _chosen(run, n).use
     eps = n.number("eps")
-    return tuple(
-        norms.dual_norm_residual(a, w_a, b, w_b, w, residual, scalar, weights, eps, **use)
-    )
+    return tuple(norms.dual_norm_residual(a, w_a, b, w_b, w, residual, scalar, weights, eps, **use))
 
 
 def _arrivals(name: str) -> str:
@@ -81,14 +87,30 @@ def _arrivals(name: str) -> str:
 
 
 def _qkv_write(
-    run: Run, n: Node, x: Tensor, norm_q: Tensor, norm_k: Tensor, cos: Tensor, sin: Tensor,
-    start: Tensor, lengths: Tensor, *held: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    run: Run,
+    n: Node,
+    x: Tensor,
+    norm_q: Tensor,
+    norm_k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    *held: Tensor,
+) -> tuple[Tensor, ...]:
     """The queries and the caches, which the kernel wrote in place."""
     q, arrivals = qkv.qkv_write(
-        x, norm_q, norm_k, cos, sin, start, lengths, list(held), **n.attrs,
+        x,
+        norm_q,
+        norm_k,
+        cos,
+        sin,
+        start,
+        lengths,
+        list(held),
+        **n.attrs,
         **_chosen(run, n).use,
-    )  # fmt: skip
+    )
     run.env[_arrivals(n.outputs[0].name)] = arrivals
     return (q, *held)
 
@@ -97,9 +119,15 @@ def _queries(run: Run, n: Node, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) 
     user = reader(run.g, n)
     assert user
     q, arrivals = qkv.q_heads(
-        x.flatten(-2), w, cos, sin, x.shape[-2], kv_heads(user), n.number("eps"),
+        x.flatten(-2),
+        w,
+        cos,
+        sin,
+        x.shape[-2],
+        kv_heads(user),
+        n.number("eps"),
         **_chosen(run, n).use,
-    )  # fmt: skip
+    )
     run.env[_arrivals(n.out.name)] = arrivals
     return q
 
@@ -135,9 +163,16 @@ def _attention_latent(
     use, parts = _chosen(run, n).use, caches(n)
     if not has_chunk(n):
         return decode_attention.decode_attention_latent(
-            q, written, w, list(held), _counters(run, n, q), _frequencies(n, q),
-            n.word("form"), **_masking(n), **use,
-        )  # fmt: skip
+            q,
+            written,
+            w,
+            list(held),
+            _counters(run, n, q),
+            _frequencies(n, q),
+            n.word("form"),
+            **_masking(n),
+            **use,
+        )
     if n.attrs["form"] == "value":
         return prefill_attention.prefill_attention_latent(
             q, positions, written, w, *held, **_masking(n), **use
@@ -166,9 +201,19 @@ def _candidates(run: Run, n: Node, logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _moe(
-    run: Run, n: Node, x_dense: Tensor, x: Tensor, x_router: Tensor, scale: Tensor, proj: Tensor,
-    per_expert: Tensor, w_dense: Tensor, w_dense_down: Tensor, gate_up: Tensor, down: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    run: Run,
+    n: Node,
+    x_dense: Tensor,
+    x: Tensor,
+    x_router: Tensor,
+    scale: Tensor,
+    proj: Tensor,
+    per_expert: Tensor,
+    w_dense: Tensor,
+    w_dense_down: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, Tensor]:
     """(dense, experts): the dense MLP in the grids of the experts."""
     use = {name: t.use for name, t in _chosen(run, n).tunings.items()}
     act, top_k, root = n.word("act"), n.whole("top_k"), n.number("root")
@@ -177,9 +222,7 @@ def _moe(
         inner = moe.moe_gate_up(
             x_dense, x, scores, w_dense, gate_up, top_k, act, **use["moe_gate_up"]
         )
-        return moe.moe_down(
-            inner, scores, per_expert, w_dense_down, down, top_k, **use["moe_down"]
-        )
+        return moe.moe_down(inner, scores, per_expert, w_dense_down, down, top_k, **use["moe_down"])
     weights, index, listed = moe.moe_sort(scores, per_expert, top_k, **use["moe_sort"])
     inner = moe.moe_gate_up_sorted(
         x_dense, x, index, listed, w_dense, gate_up, act, **use["moe_gate_up_sorted"]

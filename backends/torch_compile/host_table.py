@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from g4ir.ir import Value
-from g4ir.packing import ParamSource, StoredParams, open_table
-from g4ir.types import torch_dtype
-from g4ir.units import size_text
+from g4ir.ir.graph import Value
+from g4ir.ops.types import torch_dtype
+from g4ir.ui.units import size_text
+from g4ir.weights.pack import ParamSource, StoredParams, open_table
 
 from .kernels.gather import gather_host_rows
 
@@ -58,8 +58,11 @@ def open_host_table(source: ParamSource, v: Value, placement: str, device: str) 
         return found
     log.warning(
         "%s: %s of host memory are not read by the GPU itself, so that each token waits for the "
-        "host to gather its rows: %s", v.name, size_text(table.nbytes), why,
-    )  # fmt: skip
+        "host to gather its rows: %s",
+        v.name,
+        size_text(table.nbytes),
+        why,
+    )
     return open_table(source, v, placement, device) if placement == "mmap" else table
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.cost import graph_costs
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Node, Program, Value, bind
-from g4ir.text import print_graph
-from g4ir.types import FLOATS, torch_dtype
+from g4ir.ir.graph import Graph, Node, Program, Value, bind
+from g4ir.ir.interpret import interpret
+from g4ir.ir.text import print_graph
+from g4ir.ops.types import FLOATS, torch_dtype
+from g4ir.plan.cost import graph_costs
 
 from .kernels.base import Launch, recorded
 from .lower import SegmentModule
@@ -86,7 +86,7 @@ def _alone(g: Graph, n: Node) -> Graph:
     params, state = ({v.name for v in vs} for vs in (g.params, (*g.state, *g.next.values())))
     updated = {
         old.name: new for m in nodes for old, new in m.definition.updated(m.inputs, m.outputs)
-    }  # fmt: skip
+    }
     return Graph(
         "case",
         tuple(v for v in read if v.name not in params | state),
@@ -95,7 +95,7 @@ def _alone(g: Graph, n: Node) -> Graph:
         tuple(nodes),
         tuple(v for v in nodes[-1].outputs if v not in updated.values()),
         dict(updated.items()),
-    )  # fmt: skip
+    )
 
 
 def operands(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -119,14 +119,15 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
 
 def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch.Tensor:
     """Positions and lengths of full rows, by the names that the graphs give them."""
-    new = next(
-        (int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1
-    )  # fmt: skip
+    new = next((int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1)
     first = case.tokens - new
     start = {
-        "lengths": new, "start": first, "end": case.tokens, "positions": first,
+        "lengths": new,
+        "start": first,
+        "end": case.tokens,
+        "positions": first,
         "positions.last": case.tokens - 1,
-    }[v.name]  # fmt: skip
+    }[v.name]
     step = torch.arange(shape[-1], device=device) if len(shape) == 2 else 0
     return torch.full(shape, start, dtype=torch.int64, device=device) + step
 
@@ -142,7 +143,7 @@ def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Te
     g = case.graph
     inputs, params, state = (
         {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
-    )  # fmt: skip
+    )
     outputs, after = interpret(g, inputs, params, state)
     return (*outputs.values(), *(after[name] for name in g.next))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from g4ir.ir import Graph
+from g4ir.ir.graph import Graph
 from g4ir.ops.base import nothing
 
 from .select import choose

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from g4ir.interpret import expansion
-from g4ir.ir import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import expansion
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
-from g4ir.types import Type, torch_dtype
+from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
+from .run import Lowering, Run
 from .target import Target
 from .towers import encoder_attention
 
-Lowering = Callable[..., Any]
 
-
-@dataclass(frozen=True)
-class Run:
-    """One pass over a segment: lowerings read and add values by name in `env`."""
-
-    g: Graph
-    target: Target
-    env: dict[str, Any]
-
-    @property
-    def device(self) -> str:
-        return self.target.device
-
-    def node(self, n: Node) -> None:
-        lowering = _find_lowering(self, n)
-        tensors = [self.env[v.name] for v in n.inputs]
-        if lowering:
-            results = as_tuple(lowering(self, n, *tensors))
-        elif n.definition.reference:
-            results = as_tuple(n.definition.reference(*tensors, **n.attrs))
-        else:
-            nodes, values = expansion(n)
-            for inner in nodes:
-                self.node(inner)
-            results = tuple(self.env[v.name] for v in values)
-        self.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
+def run_node(run: Run, n: Node) -> None:
+    """Adds what a node makes to the run: by its lowering, its reference, or its parts."""
+    lowering = _find_lowering(run, n)
+    tensors = [run.env[v.name] for v in n.inputs]
+    if lowering:
+        results = as_tuple(lowering(run, n, *tensors))
+    elif n.definition.reference:
+        results = as_tuple(n.definition.reference(*tensors, **n.attrs))
+    else:
+        nodes, values = expansion(n)
+        for inner in nodes:
+            run_node(run, inner)
+        results = tuple(run.env[v.name] for v in values)
+    run.env.update({v.name: t for v, t in zip(n.outputs, results, strict=True)})
 
 
 class SegmentModule(torch.nn.Module):
@@ -62,7 +48,7 @@ class SegmentModule(torch.nn.Module):
         run = Run(self.g, self.target, {v.name: t for v, t in zip(sources, tensors, strict=True)})
         _unify_dims(sources, run.env)
         for n in self.g.nodes:
-            run.node(n)
+            run_node(run, n)
         return tuple(run.env[v.name].contiguous() for v in self.g.outputs)
 
 
@@ -84,9 +70,14 @@ def _linear(m: Run, n: Node, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(
-    m: Run, n: Node, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
-    gate_up: torch.Tensor, down: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    m: Run,
+    n: Node,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
     act = n.word("act")
     if m.device == "cpu":
         out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, gate_up, down, act)
@@ -95,9 +86,13 @@ def _experts(
 
 
 def grouped_experts(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor, act: str,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
     """The op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     from g4ir.ops.mlp import activate
@@ -118,9 +113,13 @@ def grouped_experts(
 
 
 def _cache_write(
-    m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor,
+    m: Run,
+    n: Node,
+    cache: torch.Tensor,
+    new: torch.Tensor,
+    start: torch.Tensor,
     lengths: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """In place. One token goes to its slot, and so do those of a chunk in a list, of which a chunk
     fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may stay:
     there the chunk is gathered; on the CPU always, where copying is what was measured."""

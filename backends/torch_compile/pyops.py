@@ -120,9 +120,13 @@ def wide_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor, act: str,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
     """The op `experts`: each hit expert once; weighting and the sum over slots in fp32 and in
     rank order."""
 
@@ -174,9 +178,12 @@ def masked_attention(
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """q [B,P,nq,d], k and v [B,T,n,d] -> [B,P,nq,d]"""
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(
@@ -216,9 +223,13 @@ def _(
 
 @torch.library.register_fake("g4ir::experts")
 def _(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor, act: str,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 

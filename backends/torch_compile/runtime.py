@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.sampling import Sampling, draw
+from g4ir.backends.sampling import choose as choose_token
 from g4ir.errors import EngineError
-from g4ir.ir import Program
+from g4ir.ir.graph import Program
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
-from g4ir.packing import ParamSource
-from g4ir.places import unpacking
-from g4ir.sampling import Sampling, draw
-from g4ir.sampling import choose as choose_token
+from g4ir.plan.limits import Limits
+from g4ir.ui.places import unpacking
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Progress, Tensors, Watch
+from ..base import Tensors, Watch
 from ..caches import Caches
 from . import pyops
-from .backend import CANDIDATES, KERNELS, phase_steps
 from .cuda_graph import Captured, OrLaunched, recorded
+from .programs import CANDIDATES, KERNELS, phase_steps
 from .segment import Glue, Segment, Step, state_steps
 from .select import ATTENTIONS, choices
 from .target import find_target
@@ -61,10 +63,16 @@ class TorchRuntime:
     """A loaded engine of the torch backend."""
 
     def __init__(
-        self, program: Program, limits: Limits, device: str, folder: Path,
-        files: Mapping[str, Sequence[str | None]], params: ParamSource, progress: Progress,
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        files: Mapping[str, Sequence[str | None]],
+        params: ParamSource,
+        progress: Progress,
         cuda_graph: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = OrLaunched(recorded) if device == "cuda" and cuda_graph else None
@@ -98,9 +106,12 @@ class TorchRuntime:
     ) -> dict[str, torch.Tensor]:
         """Each param once, tensor by tensor, so that no more than one is held twice."""
         names = dict.fromkeys(
-            name for many in steps.values() for s in many if isinstance(s, Segment)
+            name
+            for many in steps.values()
+            for s in many
+            if isinstance(s, Segment)
             for name in s.params
-        )  # fmt: skip
+        )
         loaded: dict[str, torch.Tensor] = {}
         for i, name in enumerate(names):
             loaded[name] = _own(params.tensor(name), self.device)
@@ -117,9 +128,14 @@ class TorchRuntime:
         return caches
 
     def run(
-        self, phase: str, feeds: dict[str, torch.Tensor], state: Caches, context: int, logits: bool,
+        self,
+        phase: str,
+        feeds: dict[str, torch.Tensor],
+        state: Caches,
+        context: int,
+        logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         if phase == "decode" and self.any_length:
             context = self.limits.max_seq
         views = state.views(context)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from g4ir.errors import LowerError
-from g4ir.ir import Graph, Node, Value
-from g4ir.text import print_graph
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.text import print_graph
 
 #: a layer of the text model or of a tower
 _LAYER = re.compile(r"((?:[a-z]+\.)?L\d+)\.")
@@ -119,9 +119,10 @@ def _late_writes(g: Graph) -> dict[str, str]:
     users = g.users()
     return {
         n.outputs[0].name: old.name
-        for n in g.nodes for old, _ in _updates(n)
+        for n in g.nodes
+        for old, _ in _updates(n)
         if {_layer(m) for m in users[old.name]} != {_layer(n)}
-    }  # fmt: skip
+    }
 
 
 def _layer(n: Node) -> str:
@@ -129,9 +130,7 @@ def _layer(n: Node) -> str:
     return match[1] if match else ""
 
 
-def _order_groups(
-    g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]
-) -> list[Key]:
+def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
     """Topological order of the groups, stable by first node; reads of a cache precede its write."""
     producers = g.producers()
     needs: dict[Key, set[Key]] = {k: set() for k in groups}
@@ -172,8 +171,10 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
         tuple(v for v in read if v.name not in params and v.name not in state),
         tuple(v for v in read if v.name in params),
         tuple(v for v in read if v.name in state),
-        tuple(nodes), tuple(outputs), {old.name: new for old, new in updates},
-    )  # fmt: skip
+        tuple(nodes),
+        tuple(outputs),
+        {old.name: new for old, new in updates},
+    )
     return Segment(
         text=print_graph(canonical(sub)),
         inputs=_names(sub.inputs),
@@ -205,9 +206,7 @@ def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
         at = max([*reads, *made], default=-1) + 1
         uses = [i for i, n in enumerate(out) if set(w.outputs) & set(n.inputs)]
         if uses and uses[0] < at:
-            raise LowerError(
-                f"torch: graph {g.name}: {old[0]} is read after {new[0]} replaced it"
-            )
+            raise LowerError(f"torch: graph {g.name}: {old[0]} is read after {new[0]} replaced it")
         out.insert(uses[0] if uses else len(out), w)
     return out
 
@@ -228,6 +227,11 @@ def canonical(g: Graph) -> Graph:
 
     nodes = tuple(replace(n, inputs=many(n.inputs), outputs=many(n.outputs)) for n in g.nodes)
     return Graph(
-        g.name, many(g.inputs), many(g.params), many(g.state), nodes, many(g.outputs),
+        g.name,
+        many(g.inputs),
+        many(g.params),
+        many(g.state),
+        nodes,
+        many(g.outputs),
         {names[k]: c(v) for k, v in g.next.items()},
-    )  # fmt: skip
+    )

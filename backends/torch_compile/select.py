@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from g4ir.ir import Graph, Node, Program
-from g4ir.types import Type
+from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ops.types import Type
 
 from .target import Target
 from .tunings import Tuning, find_tuning
@@ -97,9 +97,12 @@ def _product(n: Node, target: Target) -> Shape:
 def is_summed(g: Graph, n: Node) -> bool:
     """Whether the node's result goes nowhere but into an op that can add up partial sums."""
     users = g.users().get(n.out.name, [])
-    return len(users) == 1 and users[0].op in SUMS and any(
-        users[0].inputs[i] == n.out for i in SUMS[users[0].op]
-    ) and users[0].inputs.count(n.out) == 1  # fmt: skip
+    return (
+        len(users) == 1
+        and users[0].op in SUMS
+        and any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
+        and users[0].inputs.count(n.out) == 1
+    )
 
 
 def _linear(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
@@ -166,9 +169,11 @@ def _attention(g: Graph, n: Node, target: Target) -> tuple[str, Shape] | None:
         return None
     q, heads = n.inputs[0].type, kv_heads(n)
     shape = {
-        "d": _size(q, -1), "kv_heads": heads, "group": _size(q, 2) // heads,
+        "d": _size(q, -1),
+        "kv_heads": heads,
+        "group": _size(q, 2) // heads,
         "window": n.whole("window"),
-    }  # fmt: skip
+    }
     latent = "_latent" if n.op == "attention_latent" else ""
     if not has_chunk(n):
         if not is_row(q):
@@ -184,9 +189,12 @@ def _moe(g: Graph, n: Node, target: Target) -> tuple[tuple[str, ...], Shape] | N
         return None
     x, dense, gate_up = n.inputs[1].type, n.inputs[6].type, n.inputs[8].type
     shape = {
-        "rows": target.rows, "d": _size(x, -1), "experts": _size(gate_up, 0),
-        "inner": _size(gate_up, 1) // 2, "dense": _size(dense, 0) // 2,
-    }  # fmt: skip
+        "rows": target.rows,
+        "d": _size(x, -1),
+        "experts": _size(gate_up, 0),
+        "inner": _size(gate_up, 1) // 2,
+        "dense": _size(dense, 0) // 2,
+    }
     return (MOE if target.rows <= UNSORTED else MOE_SORTED), shape
 
 

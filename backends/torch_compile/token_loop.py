@@ -26,9 +26,15 @@ class TokenLoop:
     """
 
     def __init__(
-        self, embed: Embed, step: Step, choose: Choose, batch: int, stops: Sequence[int],
-        device: str, record: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> None:  # fmt: skip
+        self,
+        embed: Embed,
+        step: Step,
+        choose: Choose,
+        batch: int,
+        stops: Sequence[int],
+        device: str,
+        record: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
         def zeros() -> torch.Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
@@ -42,9 +48,7 @@ class TokenLoop:
         self._record = record
         self._replay: Callable[[], None] | None = None
 
-    def start(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, active: torch.Tensor
-    ) -> None:
+    def start(self, tokens: torch.Tensor, lengths: torch.Tensor, active: torch.Tensor) -> None:
         """Set the rows: tokens to feed, tokens held, bool of the rows that run."""
         state = (self.tokens, self.lengths, self.active)
         given = (tokens, lengths, active)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from g4ir.ir import Node
+from g4ir.ir.graph import Node
 
 from . import pyops
 
 if TYPE_CHECKING:
-    from .lower import Run
+    from .run import Run
 
 Tensor = torch.Tensor
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
-from g4ir.bench.stats import median
 from g4ir.errors import G4Error
-from g4ir.ir import Program
+from g4ir.ir.graph import Program
 
 from .cuda_graph import recorded
 from .kernel_cases import (
@@ -70,9 +70,14 @@ class Tuned:
 
 
 def tune(
-    p: Program, phase: str, target: Target, tokens: int, bandwidth: float,
-    keep: Callable[[Tuned], None], progress: Callable[[str], None],
-) -> None:  # fmt: skip
+    p: Program,
+    phase: str,
+    target: Target,
+    tokens: int,
+    bandwidth: float,
+    keep: Callable[[Tuned], None],
+    progress: Callable[[str], None],
+) -> None:
     """Tune every case of a phase; `keep` sees each result as it is found. A case for which no
     settings run is left out."""
     cases = find_cases(p, phase, target, tokens, CHUNK)
@@ -172,9 +177,14 @@ def report(results: Iterable[Tuned]) -> list[dict[str, Any]]:
     """As JSON."""
     return [
         {
-            "kernel": t.kernel, "shape": dict(t.case.choice.shape),
-            "use": dict(t.use), "us": t.us, "before_us": t.before_us, "floor_us": t.floor_us,
-            "share_of_bandwidth": t.floor_us / t.us, "tried": t.tried,
+            "kernel": t.kernel,
+            "shape": dict(t.case.choice.shape),
+            "use": dict(t.use),
+            "us": t.us,
+            "before_us": t.before_us,
+            "floor_us": t.floor_us,
+            "share_of_bandwidth": t.floor_us / t.us,
+            "tried": t.tried,
         }
         for t in results
-    ]  # fmt: skip
+    ]

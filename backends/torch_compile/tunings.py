@@ -100,9 +100,11 @@ def _check(path: Path, kernel: str, entry: Mapping[str, Any]) -> None:
     use = entry.get("use")
     whole = isinstance(use, dict) and all(_positive(v) for v in use.values())
     rest = {k: v for k, v in entry.items() if k not in _OWN}
-    fits = whole and all(v == 0 or _positive(v) for v in rest.values()) and all(
-        not isinstance(v, bool) for v in rest.values()
-    )  # fmt: skip
+    fits = (
+        whole
+        and all(v == 0 or _positive(v) for v in rest.values())
+        and all(not isinstance(v, bool) for v in rest.values())
+    )
     fits = fits and isinstance(entry.get("gpu", ""), str)
     if not fits or ("us" in entry and "gpu" not in entry):
         raise SpecError(
@@ -116,13 +118,17 @@ def _positive(x: Any) -> bool:
 
 
 def add_measured(
-    kernel: str, gpu: str, shape: Mapping[str, int], use: Mapping[str, int], us: float,
+    kernel: str,
+    gpu: str,
+    shape: Mapping[str, int],
+    use: Mapping[str, int],
+    us: float,
     path: Path | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Put a measured entry first, in the place of an older one for the same shape."""
     import yaml
 
-    from g4ir.tensorfile import write_file
+    from g4ir.ui.files import write_file
 
     table = {k: list(v) for k, v in read_tunings(path).items()}
     key = {"gpu": gpu, **shape}

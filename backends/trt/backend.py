@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import EngineError
-from g4ir.fit import device_memory
-from g4ir.ir import Graph, Program
-from g4ir.packing import ParamSource, StoredParams
-from g4ir.places import cache_root
-from g4ir.plan import reserve
-from g4ir.schema import Count, Line, Range, Shaped
+from g4ir.ir.graph import Graph, Program
+from g4ir.plan.limits import Limits
+from g4ir.plan.plan import reserve
+from g4ir.spec.reader import Count, Line, Range, Shaped
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import ParamSource, StoredParams
 
-from ..base import Limits, Progress, Setting
-from ..primitives.graph import network_graph, tower_graphs
+from ..base import Setting
 from ..primitives.network import stored_bytes
 from . import probe
-from .files import ENGINE, files
+from .child import build_apart
+from .files import ENGINE, files, networks
+from .host import Host
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
+    from g4ir.backends.base import Prepared
 
-    from ..torch_compile.cuda_graph import Record
     from .runtime import TrtRuntime
-
-
-def cache_dir() -> Path:
-    """Where timing caches are kept between builds."""
-    return cache_root() / "tensorrt"
-
-
-def recorder_of(device: str) -> Record | None:
-    from ..torch_compile.cuda_graph import recorded
-
-    return recorded if device == "cuda" else None
 
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        ("explicit", "plain", "fused", "plugin"), "explicit",
+        ("explicit", "plain", "fused", "plugin"),
+        "explicit",
         "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
         "layer, in towers too; or, over full-length caches, kernels of this project that are made "
         "for decode steps",
     ),
     "experts": Setting(
-        ("auto", "gather", "all", "plugin"), "auto",
+        ("auto", "gather", "all", "plugin"),
+        "auto",
         "kernels of this project, which sort tokens by expert, where triton can compile them "
         "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
     ),
     "weights": Setting(
-        ("baked", "streamed", "refit"), "baked",
+        ("baked", "streamed", "refit"),
+        "baked",
         "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
         "takes them from the engine's safetensors when it is loaded",
     ),
     "hardware": Setting(
-        ("exact", "same-capability"), "exact",
+        ("exact", "same-capability"),
+        "exact",
         "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
     ),
-}  # fmt: skip
+}
 
 
 #: a file beside the manifest
@@ -93,23 +86,6 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class Host:
-    """What a machine offers; other values stand for another machine."""
-
-    tensorrt: Callable[[], probe.Api] = probe.require_tensorrt
-    check_gpu: Callable[[], None] = probe.require_gpu
-    gpu: Callable[[], str] = probe.gpu
-    architecture: Callable[[], str] = probe.architecture
-    memory: Callable[[str], int] = device_memory
-    free: Callable[[str], int] = probe.free_memory
-    timings: Callable[[], Path] = cache_dir
-    #: whether a build has a process of its own
-    apart: bool = True
-    #: device -> what makes of a step one that is replayed; None: steps run launch by launch
-    record: Callable[[str], Record | None] = recorder_of
-
-
-@dataclass(frozen=True)
 class TrtBackend:
     """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
 
@@ -124,44 +100,36 @@ class TrtBackend:
     native: bool = True
     record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
-    host: Host = Host()
+    host: Host = field(default_factory=Host)
 
     def check(self, device: str) -> None:
         self.host.tensorrt()
         self.host.check_gpu()
 
     def machine(self, device: str) -> str:
-        return f"{device} {self.host.architecture()} tensorrt-{self.host.tensorrt().short}"
+        return self.host.machine(device)
 
     def compile(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        out: Path,
+        progress: Progress,
+        params: ParamSource,
+        settings: Mapping[str, str],
+    ) -> dict[str, Any]:
         if self.host.apart:
-            from .child import build_apart
-
             return build_apart(program, limits, device, out, settings, progress)
-        return self.make(program, limits, device, out, progress, params, settings)
+        # Imported late: it looks for triton.
+        from .make import make
 
-    def make(
-        self, program: Program, limits: Limits, device: str, out: Path, progress: Progress,
-        params: ParamSource, settings: Mapping[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
-        """`compile` in this process, which a crash of the builder would end."""
-        from .make import Make
-
-        self.host.tensorrt()
-        return Make(
-            self.host, networks(program), limits, device, out, progress, params, dict(settings),
-            self.machine(device), self.cache_bytes(program, limits),
-        ).run()  # fmt: skip
+        return make(self.host, program, limits, device, out, progress, params, settings)
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def scratch_bytes(
-        self, program: Program, limits: Limits, settings: Mapping[str, str]
-    ) -> int:
+    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
         """The scores of attention, unless one layer hides them."""
         from .lowerings import score_bytes
 
@@ -181,9 +149,16 @@ class TrtBackend:
         return dry_run(prepared, progress)
 
     def load(
-        self, program: Program, limits: Limits, device: str, folder: Path, kept: dict[str, Any],
-        params: ParamSource, progress: Progress, cuda_graph: bool = True,
-    ) -> TrtRuntime:  # fmt: skip
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        folder: Path,
+        kept: dict[str, Any],
+        params: ParamSource,
+        progress: Progress,
+        cuda_graph: bool = True,
+    ) -> TrtRuntime:
         from . import make, runtime
         from .interface import interface
         from .log import logger
@@ -253,11 +228,6 @@ class TrtBackend:
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"
             )
-
-
-def networks(program: Program) -> dict[str, Graph]:
-    """The graph of every network of an engine directory, by name."""
-    return {ENGINE: network_graph(program), **tower_graphs(program)}
 
 
 BACKEND = TrtBackend()

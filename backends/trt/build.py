@@ -17,13 +17,15 @@ from types import FrameType
 from typing import Any
 
 from g4ir.errors import LowerError, TrustError
-from g4ir.ir import Graph, Value
-from g4ir.packing import ParamSource
-from g4ir.places import check_private, private
-from g4ir.tensorfile import CODES, new_version, write_file, write_tensors
-from g4ir.units import size_text
+from g4ir.ir.graph import Graph, Value
+from g4ir.plan.limits import Limits
+from g4ir.ui.files import new_version, write_file
+from g4ir.ui.places import check_private, private
+from g4ir.ui.progress import Progress
+from g4ir.ui.units import size_text
+from g4ir.weights.pack import ParamSource
+from g4ir.weights.tensorfile import CODES, write_tensors
 
-from ..base import Limits, Progress
 from ..primitives.network import Lowering, Network
 from .emitter import SHARED_BYTES, MappedWeights, TrtEmitter, without_weights
 from .interface import PROFILES, Interface, interface
@@ -89,9 +91,14 @@ class NamedWeights:
 
 
 def write_network(
-    api: Api, graph: Graph, limits: Limits, params: ParamSource | None,
-    settings: Mapping[str, str], log: Any = None, shared: int = SHARED_BYTES,
-) -> Written:  # fmt: skip
+    api: Api,
+    graph: Graph,
+    limits: Limits,
+    params: ParamSource | None,
+    settings: Mapping[str, str],
+    log: Any = None,
+    shared: int = SHARED_BYTES,
+) -> Written:
     """A graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to `shared`
     bytes of shared memory. LowerError names the op and the value, and ends with what TensorRT
     said."""
@@ -168,8 +175,9 @@ def write_constants(w: Written, path: Path) -> None:
     held = {name: t.reshape(-1) for name, (_, t) in w.emitter.constants.items()}
     # Each lies at a multiple of its size.
     names = sorted(held, key=lambda n: (-held[n].itemsize, n))
-    table = {n: (CODES[str(held[n].dtype).removeprefix("torch.")], (held[n].numel(),))
-             for n in names}  # fmt: skip
+    table = {
+        n: (CODES[str(held[n].dtype).removeprefix("torch.")], (held[n].numel(),)) for n in names
+    }
     write_tensors(path, table, held.__getitem__)
 
 
@@ -215,9 +223,16 @@ SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 #: ops whose products' kernels are timed
 TIMED = (
-    "linear", "linear_bias", "linear_clipped", "attention", "attention_latent", "experts",
-    "encoder_attention", "chunked_attention", "conv_halve",
-)  # fmt: skip
+    "linear",
+    "linear_bias",
+    "linear_clipped",
+    "attention",
+    "attention_latent",
+    "experts",
+    "encoder_attention",
+    "chunked_attention",
+    "conv_halve",
+)
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:

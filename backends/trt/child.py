@@ -15,21 +15,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir import errors
 from g4ir.errors import G4Error, LowerError
-from g4ir.ir import Program
-from g4ir.packing import StoredParams
-from g4ir.tensorfile import write_file
-from g4ir.text import parse_graph
+from g4ir.ir.graph import Program
+from g4ir.ir.text import parse_graph
+from g4ir.plan.limits import Limits
+from g4ir.ui.files import write_file
+from g4ir.ui.progress import Progress
+from g4ir.weights.pack import StoredParams
 
-from ..base import Limits, Progress
 from ..process import python
 from .files import keep_log
-
-if TYPE_CHECKING:
-    from .backend import TrtBackend
+from .host import Host
 
 JOB = "job.json"
 #: how long a child that is asked to end may take
@@ -53,9 +52,14 @@ def command(folder: Path) -> list[str]:
 
 
 def build_apart(
-    program: Program, limits: Limits, device: str, out: Path, settings: Mapping[str, str],
-    progress: Progress, argv: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    program: Program,
+    limits: Limits,
+    device: str,
+    out: Path,
+    settings: Mapping[str, str],
+    progress: Progress,
+    argv: Sequence[str] = (),
+) -> dict[str, Any]:
     """What the child process made in `out`. Its errors are raised here; LowerError where it ended
     without one, as when the builder crashes."""
     job = Job(asdict(limits), device, dict(settings), tuple(program.graphs))
@@ -127,8 +131,11 @@ def _ending(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def run_job(folder: Path, backend: TrtBackend) -> dict[str, Any]:
+def run_job(folder: Path, host: Host) -> dict[str, Any]:
     """The last line of the child process."""
+    # Imported late: the parent has no use for it, and it looks for triton.
+    from .make import make
+
     job = Job(**json.loads((folder / JOB).read_text()))
     program = Program({n: parse_graph((folder / _graph_file(n)).read_text()) for n in job.graphs})
     params = StoredParams.open(sorted(folder.glob("*.safetensors")))
@@ -138,7 +145,7 @@ def run_job(folder: Path, backend: TrtBackend) -> dict[str, Any]:
 
     limits = Limits(**job.limits)
     try:
-        made = backend.make(program, limits, job.device, folder, progress, params, job.settings)
+        made = make(host, program, limits, job.device, folder, progress, params, job.settings)
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}
@@ -152,9 +159,6 @@ def _say(line: Mapping[str, Any]) -> None:
 
 
 def main(folder: str) -> None:
-    from .backend import BACKEND
-
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
-    _say(run_job(Path(folder), BACKEND))
-
+    _say(run_job(Path(folder), Host()))

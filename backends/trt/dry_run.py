@@ -1,6 +1,6 @@
 """A build up to TensorRT's builder, on any machine.
 
-The recorder stands for TensorRT. First the variant in small (g4ir/shrink.py): it is written, every
+The recorder stands for TensorRT. First the variant in small (spec/shrink.py): it is written, every
 rule that the recorder knows is checked, and it is run, prefill in chunks and decode, beside the
 interpreter; so are its towers. Then the network, and the largest tower of each kind, at full size,
 without weights.
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
 from g4ir.errors import CheckError, LowerError
-from g4ir.fit import device_memory
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Program, Value
-from g4ir.units import size_text
+from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
+from g4ir.ir.graph import Graph, Program, Value
+from g4ir.ir.interpret import interpret
+from g4ir.plan.fit import device_memory
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
+from g4ir.ui.units import size_text
 
-from ..base import Limits, Progress
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
@@ -38,7 +39,7 @@ from .recorder.network import sizes as network_sizes
 from .runtime import TrtRuntime, TrtTower, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
+    from g4ir.backends.base import Prepared
 
 #: which TensorRT the recorder stands for
 EMULATED = "11.4.0"
@@ -62,10 +63,13 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
     progress("writing the network at full size")
     found = {
-        "tensorrt": f"emulated {api.version}", **_by_output(errors), **full_size(api, p),
-        "short": _too_small(p), "dry_run_s": round(time.monotonic() - start, 1),
+        "tensorrt": f"emulated {api.version}",
+        **_by_output(errors),
+        **full_size(api, p),
+        "short": _too_small(p),
+        "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": _peak_bytes(),
-    }  # fmt: skip
+    }
     return found
 
 
@@ -201,7 +205,7 @@ def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def rounds_alike(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor, dtype: str) -> bool:
-    """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/distance.py).
+    """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/check/distance.py).
     Fused kernels keep more digits than it: the two need not be near each other."""
     anchor = Anchor("float64", wide, ())
     budget = Budget(rounding=anchor.rounding(want, dtype))

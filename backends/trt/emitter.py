@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import LowerError
-from g4ir.ir import Value
-from g4ir.types import Type, dtype_name
+from g4ir.ir.graph import Value
+from g4ir.ops.types import Type, dtype_name
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 
@@ -23,17 +23,31 @@ if TYPE_CHECKING:
 
 #: IR dtype -> DataType
 DTYPES = {
-    "f32": "FLOAT", "f16": "HALF", "bf16": "BF16", "i32": "INT32", "i64": "INT64",
+    "f32": "FLOAT",
+    "f16": "HALF",
+    "bf16": "BF16",
+    "i32": "INT32",
+    "i64": "INT64",
     "bool": "BOOL",
-}  # fmt: skip
+}
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "sqrt": "SQRT", "erf": "ERF", "not": "NOT"}
 ELEMENTWISE = {
-    "add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "max": "MAX",
-    "min": "MIN", "floor_div": "FLOOR_DIV", "eq": "EQUAL", "gt": "GREATER", "lt": "LESS",
-    "and": "AND", "or": "OR",
-}  # fmt: skip
+    "add": "SUM",
+    "sub": "SUB",
+    "mul": "PROD",
+    "div": "DIV",
+    "pow": "POW",
+    "max": "MAX",
+    "min": "MIN",
+    "floor_div": "FLOOR_DIV",
+    "eq": "EQUAL",
+    "gt": "GREATER",
+    "lt": "LESS",
+    "and": "AND",
+    "or": "OR",
+}
 REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 MAX_DIMS = 8
 #: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
@@ -104,9 +118,13 @@ class TrtEmitter(Emitter):
     """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
 
     def __init__(
-        self, trt: Any, network: Any, weights: WeightsSource, shared: int = SHARED_BYTES,
+        self,
+        trt: Any,
+        network: Any,
+        weights: WeightsSource,
+        shared: int = SHARED_BYTES,
         said: Callable[[], str] = lambda: "its log says why",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.trt, self.network, self.weights = trt, network, weights
         #: TensorRT's last errors
         self.said = said
@@ -192,7 +210,7 @@ class TrtEmitter(Emitter):
     def constant(self, tensor: torch.Tensor) -> Operand:
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
         if dtype in STORED_AS:
-            from g4ir.types import torch_dtype
+            from g4ir.ops.types import torch_dtype
 
             return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
         stored = self._once(t, dtype)
@@ -288,9 +306,12 @@ class TrtEmitter(Emitter):
         if k > MAX_TOP_K:
             raise ValueError(f"topk: {k} of {x.type}; TensorRT takes at most {MAX_TOP_K}")
         layer = self.network.add_topk(
-            self.tensor(x), self.trt.TopKOperation.MAX, k, 1 << (x.rank - 1),
+            self.tensor(x),
+            self.trt.TopKOperation.MAX,
+            k,
+            1 << (x.rank - 1),
             _data_type(self.trt, index.dtype),
-        )  # fmt: skip
+        )
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
 
     # --- layout -------------------------------------------------------------------------------
@@ -344,14 +365,17 @@ class TrtEmitter(Emitter):
         """Entries first .. first + count - 1 of an axis whose size has a name, as far as it has
         them: it may have none."""
         name = str(x.shape[axis])
-        t = x.type.with_shape(*(f"{name}@{first}" if i == axis else d
-                                for i, d in enumerate(x.shape)))  # fmt: skip
+        t = x.type.with_shape(
+            *(f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
+        )
         start, size = self._within(x, axis, first, count)
         starts = self._joined_sizes([start if i == axis else 0 for i in range(x.rank)])
-        sizes = self._joined_sizes([
-            size if i == axis else d if isinstance(d, int) else self._dim(x, i)
-            for i, d in enumerate(x.shape)
-        ])  # fmt: skip
+        sizes = self._joined_sizes(
+            [
+                size if i == axis else d if isinstance(d, int) else self._dim(x, i)
+                for i, d in enumerate(x.shape)
+            ]
+        )
         ones = (1,) * x.rank
         layer = self.named(self.network.add_slice(self.tensor(x), ones, ones, ones), "block")
         layer.set_input(1, starts)
@@ -374,9 +398,14 @@ class TrtEmitter(Emitter):
         return found
 
     def _sliced(
-        self, x: Operand, start: tuple[int, ...], size: Any, stride: tuple[int, ...],
-        primitive: str, t: Type,
-    ) -> Operand:  # fmt: skip
+        self,
+        x: Operand,
+        start: tuple[int, ...],
+        size: Any,
+        stride: tuple[int, ...],
+        primitive: str,
+        t: Type,
+    ) -> Operand:
         """A slice whose size is a tensor."""
         layer = self.network.add_slice(self.tensor(x), start, (1,) * x.rank, stride)
         self.named(layer, primitive)

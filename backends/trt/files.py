@@ -5,6 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from g4ir.ir.graph import Graph, Program
+
+from ..primitives.graph import network_graph, tower_graphs
+
 #: the network of the text model; those of towers are called as their graphs
 ENGINE = "engine"
 #: what the builder said, all of it
@@ -27,3 +31,8 @@ def keep_log(folder: Path) -> str:
         return f"TensorRT's log: {shutil.copy(folder / LOG, folder.parent / f'{name}.{LOG}')}"
     except OSError as e:
         return f"TensorRT's log could not be kept ({e.strerror})"
+
+
+def networks(program: Program) -> dict[str, Graph]:
+    """The graph of every network of an engine directory, by name."""
+    return {ENGINE: network_graph(program), **tower_graphs(program)}

@@ -35,10 +35,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from g4ir.ir import Graph
-from g4ir.types import Type
+from g4ir.ir.graph import Graph
+from g4ir.ops.types import Type
+from g4ir.plan.limits import Limits
 
-from ..base import Limits
 from ..primitives.network import FULL, SLOTS, is_ring, stored_type
 
 #: profiles of an engine in the order of their indices, by the phase that each serves

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ..base import Progress
+from g4ir.ui.progress import Progress
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from g4ir.ir import Graph, Node
+from g4ir.ir.graph import Graph, Node
+from g4ir.plan.limits import Limits
 
-from ..base import Limits
 from ..primitives import attention as shared
 from ..primitives import moe, vision
 from ..primitives.emitter import Emitter, Operand
@@ -67,17 +67,26 @@ def score_bytes(g: Graph, limits: Limits) -> int:
     """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
     return max(
         (
-            limits.max_batch * int(n.inputs[0].type.shape[2]) * slots_of(n, limits)
-            * BYTES_PER_SCORE * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            limits.max_batch
+            * int(n.inputs[0].type.shape[2])
+            * slots_of(n, limits)
+            * BYTES_PER_SCORE
+            * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
             for n in g.find("attention", "attention_latent")
-        ), default=0,
-    )  # fmt: skip
+        ),
+        default=0,
+    )
 
 
 def in_blocks(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand,
+    net: Network,
+    n: Node,
+    q: Operand,
+    keys: Operand,
+    values: Operand,
+    seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Products and a softmax over q [B,S,heads,d], a static number of blocks of queries one after
     the other; for the last blocks of a short chunk nothing is left. `softmax` in the place of the
     layer."""
@@ -179,7 +188,5 @@ _FORMS: Mapping[str, Mapping[str, Lowering]] = {
         "attention_latent": partial(shared.attention_latent, form=attend),
         "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
     },
-    "plugin": {
-        op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()
-    },
+    "plugin": {op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()},
 }

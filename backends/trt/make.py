@@ -7,26 +7,26 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import PlanError
-from g4ir.ir import Graph
-from g4ir.packing import ParamSource
-from g4ir.plan import reserve
-from g4ir.tensorfile import write_file
-from g4ir.units import size_text
+from g4ir.ir.graph import Graph, Program
+from g4ir.plan.limits import Limits
+from g4ir.plan.plan import reserve
+from g4ir.ui.files import write_file
+from g4ir.ui.progress import Progress
+from g4ir.ui.units import size_text
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Progress
 from . import build, probe, trial
 from .dry_run import EMULATED, check_sizes
 from .emitter import SHARED_BYTES
-from .files import ENGINE, LOG, files, keep_log
+from .files import ENGINE, LOG, files, keep_log, networks
+from .host import Host
 from .log import logger
 from .recorder import recorder
 from .runtime import deserialize
-
-if TYPE_CHECKING:
-    from .backend import Host
 
 
 @dataclass
@@ -70,18 +70,21 @@ class Make:
     def _made(self) -> dict[str, Any]:
         scratch = self._check_sizes()
         self._choose()
-        self.progress(
-            f"TensorRT's builder: {build.estimate([*self.graphs.values()])}"
-        )
+        self.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
         layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
         found = self._check_memory()
         return {
-            "plan": files(ENGINE)[0], "tensors": files(ENGINE)[1], "tensorrt": self.api.version,
-            "gpu": self.host.gpu(), "settings": self.settings, "layers": layers[ENGINE],
-            "shared_bytes": self.shared, "notes": self.notes,
+            "plan": files(ENGINE)[0],
+            "tensors": files(ENGINE)[1],
+            "tensorrt": self.api.version,
+            "gpu": self.host.gpu(),
+            "settings": self.settings,
+            "layers": layers[ENGINE],
+            "shared_bytes": self.shared,
+            "notes": self.notes,
             "scratch_bytes": {"estimated": scratch, "engine": found},
             "towers": {name: files(name)[0] for name in self.graphs if name != ENGINE},
-        }  # fmt: skip
+        }
 
     def _check_sizes(self) -> int:
         """The estimate of scratch memory."""
@@ -105,9 +108,16 @@ class Make:
             self.shared = trial.shared_memory(self.api, self.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
         form = trial.attention_form(
-            self.api, graph, self.limits, self.settings, self._memory(), self._timing(),
-            self.progress, self.log, self.shared,
-        )  # fmt: skip
+            self.api,
+            graph,
+            self.limits,
+            self.settings,
+            self._memory(),
+            self._timing(),
+            self.progress,
+            self.log,
+            self.shared,
+        )
         self._use_form(form)
 
     def _use_form(self, form: str) -> None:
@@ -160,8 +170,10 @@ class Make:
         streamed = self.settings["weights"] == "streamed"
         parts = {
             "weights": 0 if streamed else build.weight_bytes(self.graphs[ENGINE]),
-            "caches": self.cache_bytes, "scratch": scratch, "reserve": reserve(memory),
-        }  # fmt: skip
+            "caches": self.cache_bytes,
+            "scratch": scratch,
+            "reserve": reserve(memory),
+        }
         if sum(parts.values()) > memory:
             shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
             raise PlanError(
@@ -176,3 +188,31 @@ def read_plan(path: Path, api: probe.Api, log: Any) -> Any:
     """Mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)
+
+
+def make(
+    host: Host,
+    program: Program,
+    limits: Limits,
+    device: str,
+    out: Path,
+    progress: Progress,
+    params: ParamSource,
+    settings: Mapping[str, str],
+) -> dict[str, Any]:
+    """Build in this process, which a crash of the builder would end; returns what the manifest
+    keeps."""
+    host.tensorrt()
+    cache_bytes = stored_bytes(program.graphs["prefill"], limits)
+    return Make(
+        host,
+        networks(program),
+        limits,
+        device,
+        out,
+        progress,
+        params,
+        dict(settings),
+        host.machine(device),
+        cache_bytes,
+    ).run()

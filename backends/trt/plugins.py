@@ -22,8 +22,8 @@ from types import GenericAlias
 from typing import Any
 
 from g4ir.errors import LowerError
-from g4ir.ir import Node
-from g4ir.types import Type
+from g4ir.ir.graph import Node
+from g4ir.ops.types import Type
 
 from ..primitives import attention as plain
 from ..primitives.emitter import Operand
@@ -232,9 +232,13 @@ class Experts:
 
     def sizes(self, *names: str) -> dict[str, Any]:
         known = {
-            "HIDDEN": self.hidden, "INNER": self.inner, "EXPERTS": self.experts,
-            "TOP_K": self.top_k, "ACT": self.act, "E_P": _power_of_2(self.experts),
-        }  # fmt: skip
+            "HIDDEN": self.hidden,
+            "INNER": self.inner,
+            "EXPERTS": self.experts,
+            "TOP_K": self.top_k,
+            "ACT": self.act,
+            "E_P": _power_of_2(self.experts),
+        }
         return {n: known[n] for n in names}
 
     def plans(self) -> tuple[Plan, Plan, Plan, Plan]:
@@ -244,11 +248,16 @@ class Experts:
         tiles = self.sizes("HIDDEN", "INNER", "EXPERTS", "E_P")
         return (
             Plan("moe_sort", self.dtype, {**self.sizes("EXPERTS"), "BLOCK": 1024}, 4, 1),
-            Plan("moe_gate_up_grouped", self.dtype,
-                 {**tiles, **self.sizes("TOP_K", "ACT"), **block}, warps, stages),
+            Plan(
+                "moe_gate_up_grouped",
+                self.dtype,
+                {**tiles, **self.sizes("TOP_K", "ACT"), **block},
+                warps,
+                stages,
+            ),
             Plan("moe_down_grouped", self.dtype, {**tiles, **wide}, warps, stages),
             Plan("moe_combine", self.dtype, {**self.sizes("HIDDEN", "TOP_K"), "BLOCK": 256}, 1, 1),
-        )  # fmt: skip
+        )
 
     def _tile(self) -> tuple[dict[str, int], int, int]:
         """Block sizes, warps, stages. A tile has room for twice the slots of an average expert, so
@@ -266,9 +275,14 @@ def _power_of_2(n: int) -> int:
 
 
 def experts(
-    net: Network, n: Node, x: Operand, weights: Operand, index: Operand, gate_up: Operand,
+    net: Network,
+    n: Node,
+    x: Operand,
+    weights: Operand,
+    index: Operand,
+    gate_up: Operand,
     down: Operand,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Sorted by expert, whatever the number of tokens: a step with a conditional, which could
     choose another form for single tokens, cannot be recorded."""
     sort, first, second, combine = experts_of(net, n, x.dtype).plans()
@@ -281,9 +295,14 @@ def experts(
 def experts_of(net: Network, n: Node, dtype: str) -> Experts:
     count, double, hidden = map(int, n.inputs[3].type.shape)
     return Experts(
-        dtype, hidden, double // 2, count, int(n.inputs[2].type.shape[-1]), n.word("act"),
+        dtype,
+        hidden,
+        double // 2,
+        count,
+        int(n.inputs[2].type.shape[-1]),
+        n.word("act"),
         net.limits.max_batch * net.limits.prefill_chunk,
-    )  # fmt: skip
+    )
 
 
 # --- attention --------------------------------------------------------------------------------
@@ -306,19 +325,30 @@ class Decode:
     def plans(self, shared: int = SHARED_BYTES) -> tuple[Plan, Plan]:
         """The shares, and their sum, which counts with the same blocks of keys."""
         shape = {
-            "d": self.d, "kv_heads": self.heads, "group": self.group, "window": self.window,
+            "d": self.d,
+            "kv_heads": self.heads,
+            "group": self.group,
+            "window": self.window,
             "programs": self.rows * self.heads,
-        }  # fmt: skip
+        }
         use = find_tuning("decode_attention", GPU, shape).use
         both = {
-            "HEADS": self.heads, "GROUP": self.group, "D": self.d, "SLOTS": self.slots,
-            "WINDOW": self.window, "N": use["block_n"], "SPLITS": use["splits"],
-        }  # fmt: skip
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "D": self.d,
+            "SLOTS": self.slots,
+            "WINDOW": self.window,
+            "N": use["block_n"],
+            "SPLITS": use["splits"],
+        }
         inner, outer = self._factors()
         own = {
-            "INNER": inner, "OUTER": outer, "CAPPED": self.softcap > 0,
-            "M": max(16, _power_of_2(self.group)), "DP": max(16, _power_of_2(self.d)),
-        }  # fmt: skip
+            "INNER": inner,
+            "OUTER": outer,
+            "CAPPED": self.softcap > 0,
+            "M": max(16, _power_of_2(self.group)),
+            "DP": max(16, _power_of_2(self.d)),
+        }
         plan = Plan("decode_parts", self.dtype, both | own, use["warps"], use["stages"])
         first = tightened(plan, shared)
         both |= {"N": first.constants["N"], "BLOCK": math.gcd(self.d, 64)}
@@ -332,9 +362,14 @@ class Decode:
 
 
 def attention(
-    net: Network, n: Node, q: Operand, positions: Operand, written: Operand, *held: Operand,
+    net: Network,
+    n: Node,
+    q: Operand,
+    positions: Operand,
+    written: Operand,
+    *held: Operand,
     form: Callable[..., Operand] | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
     do not fit, which is said."""
     e: Any = net.e
@@ -369,9 +404,16 @@ def decode_of(net: Network, n: Node, q: Operand, keys: Operand) -> Decode:
     whole = q.shape[2]
     assert isinstance(whole, int)
     return Decode(
-        q.dtype, net.limits.max_batch, heads, whole // heads, d, slots, n.whole("window"),
-        n.number("scale"), n.number("softcap"),
-    )  # fmt: skip
+        q.dtype,
+        net.limits.max_batch,
+        heads,
+        whole // heads,
+        d,
+        slots,
+        n.whole("window"),
+        n.number("scale"),
+        n.number("softcap"),
+    )
 
 
 #: op -> (network, node, *operands) -> results, in the place of primitives/lowerings.py's

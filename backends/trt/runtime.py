@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.sampling import Sampling
 from g4ir.errors import EngineError
-from g4ir.packing import ParamSource
-from g4ir.sampling import Sampling
-from g4ir.types import torch_dtype
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.limits import Limits
+from g4ir.weights.pack import ParamSource
 
-from ..base import Limits, Watch
+from ..base import Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
@@ -204,10 +205,17 @@ class TrtRuntime(Runner):
     done when it is first asked for."""
 
     def __init__(
-        self, api: Api, engine: Any, log: Any, io: Interface, limits: Limits, device: str,
-        params: ParamSource, open_tower: Callable[[str], TrtTower],
+        self,
+        api: Api,
+        engine: Any,
+        log: Any,
+        io: Interface,
+        limits: Limits,
+        device: str,
+        params: ParamSource,
+        open_tower: Callable[[str], TrtTower],
         record: Record | None = recorded,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(api, engine, log, io, device)
         self.limits, self.source, self.open_tower = limits, params, open_tower
         #: makes of a decode step what replays it; None: steps run launch by launch
@@ -237,16 +245,26 @@ class TrtRuntime(Runner):
         return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
 
     def run(
-        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
+        self,
+        phase: str,
+        feeds: Feeds,
+        state: TrtState,
+        context: int,
+        logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         with self.turn:
             return self._run(phase, feeds, state, context, logits, watch)
 
     def _run(
-        self, phase: str, feeds: Feeds, state: TrtState, context: int, logits: bool,
+        self,
+        phase: str,
+        feeds: Feeds,
+        state: TrtState,
+        context: int,
+        logits: bool,
         watch: Watch | None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         slots = step_slots(context, self.limits.max_seq)
         if self.record and phase == "decode":
             out = self._replay(feeds, state, slots)
@@ -266,9 +284,10 @@ class TrtRuntime(Runner):
         if key not in state.captured:
             context, out, side = self._context("decode"), self._logits(state.batch, 1), state.side
             state.captured[key] = Captured(
-                lambda given: self._step(context, given, state, slots, side, out), feeds,
+                lambda given: self._step(context, given, state, slots, side, out),
+                feeds,
                 self.record,
-            )  # fmt: skip
+            )
         logits: torch.Tensor = state.captured[key].replay(feeds)
         return logits
 
@@ -286,9 +305,14 @@ class TrtRuntime(Runner):
         return self._output(self.logits, {"B": batch, "S": count})
 
     def _step(
-        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int,
+        self,
+        context: Any,
+        feeds: Feeds,
+        state: TrtState,
+        slots: int,
+        side: int,
         logits: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Bind everything and run; returns the logits."""
         inputs, outputs = state.bindings(self.io, side)
         batch, size = feeds["positions"].shape
@@ -297,9 +321,11 @@ class TrtRuntime(Runner):
             single = self.no_blocks[:batch]
             given[BLOCK_IDS] = single if size == 1 else self._no_blocks(batch, size)
         self._execute(
-            context, given, outputs | {self.logits: logits},
+            context,
+            given,
+            outputs | {self.logits: logits},
             "load it with cuda_graph=False to see where",
-        )  # fmt: skip
+        )
         return logits
 
     def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
@@ -312,9 +338,13 @@ class TrtRuntime(Runner):
             return self.towers[tower].run(feeds)
 
     def token_loop(
-        self, embed: Callable[[torch.Tensor], Feeds], state: TrtState, batch: int,
-        sampling: Sampling, stops: Sequence[int],
-    ) -> None:  # fmt: skip
+        self,
+        embed: Callable[[torch.Tensor], Feeds],
+        state: TrtState,
+        batch: int,
+        sampling: Sampling,
+        stops: Sequence[int],
+    ) -> None:
         """The host chooses."""
 
     def resident(self, param: str) -> None:
@@ -355,9 +385,13 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
 
 #: dtypes of tensors as the module calls them
 DTYPES: Mapping[str, str] = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "i64": "int64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i32": "int32",
+    "i64": "int64",
     "bool": "bool",
-}  # fmt: skip
+}
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
@@ -388,9 +422,7 @@ def is_streaming(engine: Any) -> bool:
     return bool(budget < size)
 
 
-def refit(
-    api: Api, engine: Any, log: Any, *sources: Callable[[str], torch.Tensor]
-) -> None:
+def refit(api: Api, engine: Any, log: Any, *sources: Callable[[str], torch.Tensor]) -> None:
     """Give a plan without weights its weights, each from the first source that has it, straight
     from the mapped files. EngineError where TensorRT does not take one, or none has it."""
     trt = api.trt
@@ -410,9 +442,7 @@ def refit(
         )
 
 
-def _weights_called(
-    name: str, sources: Sequence[Callable[[str], torch.Tensor]]
-) -> torch.Tensor:
+def _weights_called(name: str, sources: Sequence[Callable[[str], torch.Tensor]]) -> torch.Tensor:
     for source in sources:
         with suppress(LookupError, StopIteration):
             return source(name).contiguous()

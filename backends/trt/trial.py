@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from g4ir.errors import G4Error, LowerError
-from g4ir.ir import Graph, Node
-from g4ir.ops.latent import PARTS
-from g4ir.types import Type, torch_dtype
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.limits import Limits
+from g4ir.ui.progress import Progress
 
-from ..base import Limits, Progress
 from . import build
 from .emitter import SHARED_BYTES, TrtEmitter, without_weights
 from .interface import Interface
@@ -126,17 +126,21 @@ def attention_graphs(graph: Graph) -> list[Graph]:
 
 
 def _alone(n: Node) -> Graph:
-    first = {"attention": 3, "attention_latent": 4}[n.op]
-    count = 2 if n.op == "attention" else len(PARTS[n.word("form")])
-    caches = n.inputs[first : first + count]
-    others = tuple(dict.fromkeys(v for v in n.inputs if v not in caches))
-    return Graph("prefill", others, (), tuple(dict.fromkeys(caches)), (n,), n.outputs, {})
+    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
+    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
 
 
 def attention_form(
-    api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str], memory: int,
-    timing: Path, progress: Progress, log: Any = None, shared: int = SHARED_BYTES,
-) -> str:  # fmt: skip
+    api: Api,
+    graph: Graph,
+    limits: Limits,
+    settings: Mapping[str, str],
+    memory: int,
+    timing: Path,
+    progress: Progress,
+    log: Any = None,
+    shared: int = SHARED_BYTES,
+) -> str:
     """The form of attention that TensorRT builds: that of the settings, or `plain` where a refusal
     names the wrapper that takes layers for attention. LowerError of another refusal."""
 
@@ -159,9 +163,15 @@ def attention_form(
 
 
 def _build_alone(
-    api: Api, g: Graph, limits: Limits, settings: Mapping[str, str], memory: int, timing: Path,
-    log: Any, shared: int,
-) -> None:  # fmt: skip
+    api: Api,
+    g: Graph,
+    limits: Limits,
+    settings: Mapping[str, str],
+    memory: int,
+    timing: Path,
+    log: Any,
+    shared: int,
+) -> None:
     """What is timed counts for the whole network too, whose kernels have so much shared memory."""
     plain = {**settings, "weights": "baked"}
     w = build.write_network(api, g, limits, None, plain, log, shared)

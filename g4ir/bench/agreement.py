@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..distance import BUDGETS, Anchor, Budget, Errors, median_of, row_errors, worst_of
+from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, median_of, row_errors, worst_of
+
 from .runners import Runner, pieces
 from .workload import Workload
 
@@ -76,9 +77,12 @@ def anchored(
 
 
 def compare_runners(
-    w: Workload, tokens: torch.Tensor, base: Runner, others: Sequence[tuple[Runner, Budget]],
+    w: Workload,
+    tokens: torch.Tensor,
+    base: Runner,
+    others: Sequence[tuple[Runner, Budget]],
     anchor: Anchor | None = None,
-) -> list[Agreement]:  # fmt: skip
+) -> list[Agreement]:
     """All of them side by side over one request, so that no logits are kept. `anchor`: what the
     distances of budgets with measured rounding start from, see `anchored`."""
     for runner in (base, *(r for r, _ in others)):
@@ -105,10 +109,13 @@ def _judged(a: Agreement, distances: Sequence[float], budget: Budget) -> Agreeme
         return a
     median = median_of(distances)
     return replace(
-        a, distance_median=median, distance_worst=worst_of(distances),
-        base_median=rounding.median, base_worst=rounding.worst,
+        a,
+        distance_median=median,
+        distance_worst=worst_of(distances),
+        base_median=rounding.median,
+        base_worst=rounding.worst,
         ok=a.ok and rounding.fits(distances),
-    )  # fmt: skip
+    )
 
 
 def _with(
@@ -118,11 +125,14 @@ def _with(
     equal, close = _choices(got, want, budget)
     within = bool(budget.holds(errors).all()) and equal + close == len(got)
     return replace(
-        a, count=a.count + len(got), equal=a.equal + equal, close=a.close + close,
+        a,
+        count=a.count + len(got),
+        equal=a.equal + equal,
+        close=a.close + close,
         cosine=_worst(a.cosine, errors.cosine.min()),
         relative=-_worst(-a.relative, -errors.relative.max()),
         ok=a.ok and within,
-    )  # fmt: skip
+    )
 
 
 def _worst(before: float, now: torch.Tensor) -> float:

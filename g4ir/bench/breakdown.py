@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from ..backends.torch_compile.backend import phase_steps
+from g4ir.backends.torch_compile.programs import phase_steps
+from g4ir.engine.engine import Engine
+from g4ir.plan.cost import NodeCost, Roof
+from g4ir.spec.record import Spec
+
 from ..backends.torch_compile.segment import Segment
-from ..cost import NodeCost, Roof
-from ..engine import Engine
-from ..spec import Spec
 from .roof import synchronize
 from .runners import EngineRunner, Watched, pieces, prepare
 from .stats import median
@@ -186,7 +187,8 @@ def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
         step()
         torch.cuda.synchronize()
     kernels = [
-        e for e in profiler.events()
+        e
+        for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")
-    ]  # fmt: skip
+    ]
     return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}

@@ -10,15 +10,32 @@ from .text import metrics
 
 #: part of the workload or the machine that numbers depend on
 SAME = (
-    ("workload", "input_len"), ("workload", "output_len"), ("workload", "batch"),
-    ("workload", "context"), ("workload", "seed"), ("workload", "text"), ("env", "cpu"),
-    ("env", "gpu"), ("env", "cores"), ("env", "torch"),
-)  # fmt: skip
+    ("workload", "input_len"),
+    ("workload", "output_len"),
+    ("workload", "batch"),
+    ("workload", "context"),
+    ("workload", "seed"),
+    ("workload", "text"),
+    ("env", "cpu"),
+    ("env", "gpu"),
+    ("env", "cores"),
+    ("env", "torch"),
+)
 #: shown, unless all are asked for
 MAIN = (
-    "ttft_p50", "itl_p50", "itl_p90", "itl_p99", "tpot_mean", "e2el_p50", "prefill_throughput",
-    "decode_throughput", "mbu", "mfu", "roof_ratio_prefill", "roof_ratio_decode",
-)  # fmt: skip
+    "ttft_p50",
+    "itl_p50",
+    "itl_p90",
+    "itl_p99",
+    "tpot_mean",
+    "e2el_p50",
+    "prefill_throughput",
+    "decode_throughput",
+    "mbu",
+    "mfu",
+    "roof_ratio_prefill",
+    "roof_ratio_decode",
+)
 
 
 def compare_reports(a: dict[str, Any], b: dict[str, Any], every: bool = False) -> dict[str, Any]:
@@ -28,9 +45,12 @@ def compare_reports(a: dict[str, Any], b: dict[str, Any], every: bool = False) -
     names = {r["role"] for r in a["runs"]} & {r["role"] for r in b["runs"]}
     runs = {r["role"]: r for r in b["runs"]}
     rows = [
-        row for r in a["runs"] if r["role"] in names for row in _rows(r, runs[r["role"]])
+        row
+        for r in a["runs"]
+        if r["role"] in names
+        for row in _rows(r, runs[r["role"]])
         if every or row["metric"] in MAIN
-    ]  # fmt: skip
+    ]
     return {"notes": list(_notes(a, b)), "rows": rows, "differ": sum(r["differs"] for r in rows)}
 
 
@@ -40,10 +60,15 @@ def _rows(a: dict[str, Any], b: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if name in others:
             one, two = Stat(**mine), Stat(**others[name])
             yield {
-                "role": a["role"], "metric": name, "unit": unit, "a": mine, "b": others[name],
+                "role": a["role"],
+                "metric": name,
+                "unit": unit,
+                "a": mine,
+                "b": others[name],
                 "ratio": two.value / one.value if one.value else None,
-                "differs": one.differs(two), "void": a["void"] or b["void"],
-            }  # fmt: skip
+                "differs": one.differs(two),
+                "void": a["void"] or b["void"],
+            }
 
 
 def _notes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:

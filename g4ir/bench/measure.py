@@ -79,6 +79,7 @@ def interleave(
 
 def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
     """Milliseconds: every statistic of ttft, itl, tpot and e2el."""
+
     def milliseconds(take: Callable[[Request], Sequence[float]]) -> dict[str, Stat]:
         return stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
 
@@ -95,6 +96,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 
     Decode is tokens over the time of decode steps; prefill is never part of it.
     """
+
     def rate(tokens: int, seconds: Callable[[Request], float]) -> Stat:
         by_round = [tokens / mean([seconds(r) for r in many]) for many in rounds]
         return around(tokens / mean([seconds(r) for many in rounds for r in many]), by_round)
@@ -111,10 +113,13 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 
 
 def shares(
-    rounds: Rounds, rates: Sequence[Rates], take: Callable[[Request], Sequence[float]],
+    rounds: Rounds,
+    rates: Sequence[Rates],
+    take: Callable[[Request], Sequence[float]],
     seconds_at: Callable[[Rates], float],
-) -> Stat:  # fmt: skip
+) -> Stat:
     """Least time at the measured rates over the median time; each round by its own rates."""
+
     def median_of(many: Sequence[Request]) -> float:
         return percentile([x for r in many for x in take(r)], 50)
 

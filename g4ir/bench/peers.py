@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import Checkpoint, WeightSource, hub_snapshot
-from ..engine import Engine, agreed_spec
+from g4ir.engine.build import agreed_spec
+from g4ir.engine.engine import Engine
+from g4ir.ops.types import torch_dtype
+from g4ir.spec.record import Spec
+from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.random import RandomCheckpoint
+
 from ..errors import InputError, MissingError
-from ..random_weights import RandomCheckpoint
-from ..spec import Spec
-from ..types import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,12 @@ class HfRunner:
         position = torch.arange(self._length, self._length + n, device=device)
         with torch.no_grad():
             out = (self.single if n == 1 else self.model.forward)(
-                input_ids=tokens.to(device), past_key_values=self.cache, use_cache=True,
-                position_ids=position[None].expand(len(tokens), -1), logits_to_keep=1,
-            )  # fmt: skip
+                input_ids=tokens.to(device),
+                past_key_values=self.cache,
+                use_cache=True,
+                position_ids=position[None].expand(len(tokens), -1),
+                logits_to_keep=1,
+            )
         self._length += n
         logits: torch.Tensor = out.logits[:, -1]
         return logits

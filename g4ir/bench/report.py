@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
-from ..compare import EnginePeer, HfPeer, Peer, find_anchor, rounding_error, widened
-from ..cost import Cost, Floor, Roof
-from ..cost import floor as cost_floor
-from ..distance import ROUNDED, Anchor, float64_refusal
-from ..engine import Engine, Progress, silent
+from g4ir.check.logits import find_anchor, rounding_error
+from g4ir.check.peers import EnginePeer, HfPeer, Peer
+from g4ir.check.room import float64_refusal
+from g4ir.engine.engine import Engine
+from g4ir.ir.distance import ROUNDED, Anchor, widened
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.cost import Cost, Floor, Roof
+from g4ir.plan.cost import floor as cost_floor
+from g4ir.ui.progress import Progress, no_progress
+
 from ..errors import InputError
-from ..types import torch_dtype
 from .agreement import Agreement, anchored, compare_runners, pair_budget, void_roles
 from .breakdown import breakdown, calls_per_step, kernels_per_step
 from .measure import (
@@ -66,10 +70,16 @@ class Measured:
 
 
 def run_bench(
-    engines: Sequence[Engine], w: Workload, *, peers: Sequence[str] = (), rounds: int = 5,
-    warmup: int = 2, checkpoint: str | None = None, load_s: Sequence[float] = (),
-    progress: Progress = silent,
-) -> dict[str, Any]:  # fmt: skip
+    engines: Sequence[Engine],
+    w: Workload,
+    *,
+    peers: Sequence[str] = (),
+    rounds: int = 5,
+    warmup: int = 2,
+    checkpoint: str | None = None,
+    load_s: Sequence[float] = (),
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
     """Measure one engine, or two of the same variant, beside peers of transformers (keys of
     peers.MODES); returns the report (see schema.py).
 
@@ -123,9 +133,13 @@ def check_engines(engines: Sequence[Engine], peers: Sequence[str]) -> None:
 
 
 def _engine_contestant(
-    engine: Engine, w: Workload, tokens: torch.Tensor, role: str, load_s: float | None,
+    engine: Engine,
+    w: Workload,
+    tokens: torch.Tensor,
+    role: str,
+    load_s: float | None,
     progress: Progress,
-) -> Contestant:  # fmt: skip
+) -> Contestant:
     progress(f"first request of {role}")
     reset_peak(engine.device)
     runner = EngineRunner(engine, w.batch, role)
@@ -135,9 +149,13 @@ def _engine_contestant(
 
 
 def _peer_contestants(
-    engine: Engine, w: Workload, tokens: torch.Tensor, peers: Sequence[str],
-    checkpoint: str | None, progress: Progress,
-) -> list[Contestant]:  # fmt: skip
+    engine: Engine,
+    w: Workload,
+    tokens: torch.Tensor,
+    peers: Sequence[str],
+    checkpoint: str | None,
+    progress: Progress,
+) -> list[Contestant]:
     if not peers:
         return []
     progress("loading the peer")
@@ -210,9 +228,13 @@ def _anchor(peer: Peer, engine: Engine, w: Workload, tokens: torch.Tensor) -> An
 
 
 def _measure(
-    contestants: Sequence[Contestant], w: Workload, tokens: torch.Tensor, rounds: int,
-    warmup: int, progress: Progress,
-) -> Measured:  # fmt: skip
+    contestants: Sequence[Contestant],
+    w: Workload,
+    tokens: torch.Tensor,
+    rounds: int,
+    warmup: int,
+    progress: Progress,
+) -> Measured:
     first = contestants[0]
     assert first.engine
     meter = Meter(first.engine.device, torch_dtype(first.engine.dtype))
@@ -238,9 +260,13 @@ def _measure(
 
 
 def _run(
-    c: Contestant, w: Workload, tokens: torch.Tensor, measured: Measured,
-    agreements: Sequence[Agreement], progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
+    c: Contestant,
+    w: Workload,
+    tokens: torch.Tensor,
+    measured: Measured,
+    agreements: Sequence[Agreement],
+    progress: Progress,
+) -> dict[str, Any]:
     rounds = measured.requests[c.runner.role]
     run = {
         "role": c.runner.role,
@@ -317,10 +343,14 @@ def _kernels(
 def _engine_facts(engine: Engine) -> dict[str, Any]:
     m = engine.manifest
     return {
-        "manifest": m["digest"], "dtype": engine.dtype, "backend": m["backend"],
-        "device": engine.device, "weights": m["weights"]["kind"],
-        "skipped_passes": m["skipped_passes"], "limits": asdict(engine.limits),
-    }  # fmt: skip
+        "manifest": m["digest"],
+        "dtype": engine.dtype,
+        "backend": m["backend"],
+        "device": engine.device,
+        "weights": m["weights"]["kind"],
+        "skipped_passes": m["skipped_passes"],
+        "limits": asdict(engine.limits),
+    }
 
 
 def _work_facts(work: Work, roof: Roof) -> dict[str, Any]:
@@ -340,9 +370,13 @@ def _dicts(stats: dict[str, Stat]) -> dict[str, dict[str, float]]:
 
 
 def _report(
-    engine: Engine, w: Workload, measured: Measured, agreements: Sequence[Agreement],
-    runs: list[dict[str, Any]], warmup: int,
-) -> dict[str, Any]:  # fmt: skip
+    engine: Engine,
+    w: Workload,
+    measured: Measured,
+    agreements: Sequence[Agreement],
+    runs: list[dict[str, Any]],
+    warmup: int,
+) -> dict[str, Any]:
     own = runs[0]
     rounds = len(measured.rates)
     peers = [r for r in runs if "engine" not in r]
@@ -355,8 +389,12 @@ def _report(
         "num_prompts": rounds * measured.per_round * w.batch,
         "max_concurrency": w.batch,
         **_vllm_keys(own),
-        "workload": {**w.to_dict(), "rounds": rounds, "requests_per_round": measured.per_round,
-                     "warmup": warmup},
+        "workload": {
+            **w.to_dict(),
+            "rounds": rounds,
+            "requests_per_round": measured.per_round,
+            "warmup": warmup,
+        },
         "env": environment(engine.device),
         "roof": _roof_facts(measured.rates, engine.dtype),
         "mbu": own["mbu"]["value"],
@@ -368,7 +406,7 @@ def _report(
         "speedup": {r["role"]: _speedup(own, r, measured) for r in runs[1:]},
         "runs": runs,
         "notes": _notes(engine, w),
-    }  # fmt: skip
+    }
 
 
 def _pace(run: dict[str, Any]) -> float:

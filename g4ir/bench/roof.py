@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..cost import Roof
+from g4ir.plan.cost import Roof
+
 from .stats import median
 from .system import free_memory
 

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import torch
 
+from g4ir.check.reference import text_graphs
+from g4ir.engine.engine import Engine
+
 from ..backends.base import Runtime, Watch
 from ..backends.reference import ReferenceRuntime, Resident
-from ..compare import text_graphs
-from ..engine import Engine
 from .workload import Workload
 
 
@@ -96,7 +97,12 @@ class Watched:
         """Values are shown to the host, which chooses too."""
 
     def run(
-        self, phase: str, feeds: dict[str, torch.Tensor], state: object, context: int,
-        logits: bool, watch: Watch | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+        self,
+        phase: str,
+        feeds: dict[str, torch.Tensor],
+        state: object,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> torch.Tensor | None:
         return self.runtime.run(phase, feeds, state, context, logits, self.watch)

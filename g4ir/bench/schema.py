@@ -35,50 +35,89 @@ _SAMPLES: dict[str, Any] = {"type": "array", "items": {"type": "array"}}
 
 def _record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
-        "type": "object", "required": list(required), "additionalProperties": False,
+        "type": "object",
+        "required": list(required),
+        "additionalProperties": False,
         "properties": {**required, **(optional or {})},
-    }  # fmt: skip
+    }
 
 
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
-_WORKLOAD = _record({
-    "input_len": {"type": "integer", "minimum": 1, "description": "tokens of a prompt"},
-    "output_len": {"type": "integer", "minimum": 2, "description": "choices per row, exactly"},
-    "batch": {"type": "integer", "minimum": 1, "description": "rows"},
-    "context": {"type": "integer", "minimum": 0, "description": "tokens held before the prompt"},
-    "seed": {"type": "integer", "minimum": 0, "description": "of the tokens"},
-    "text": {"type": ["string", "null"], "description": "the file the tokens come from"},
-    "rounds": {"type": "integer", "minimum": 2},
-    "requests_per_round": {"type": "integer", "minimum": 1},
-    "warmup": {"type": "integer", "minimum": 0, "description": "requests before the rounds"},
-})  # fmt: skip
-_AGREEMENT = _record({
-    "role": _TEXT, "base": _TEXT, "count": _COUNT, "cosine": _NUMBER, "relative": _NUMBER,
-    "equal": _COUNT, "close": _COUNT, "ok": {"type": "boolean"}, "budget": _TEXT,
-}, {
-    "distance_median": _NUMBER, "distance_worst": _NUMBER, "base_median": _NUMBER,
-    "base_worst": _NUMBER,
-})  # fmt: skip
-_ROOF = _record({
-    "read_bytes_per_s": _STAT, "copy_bytes_per_s": _STAT, "matmul_flops_per_s": _STAT,
-    "matmul_dtype": _TEXT,
-    "samples": {"type": "array", "items": _NUMBERS, "description": "one for each round"},
-})  # fmt: skip
-_ENGINE = _record({
-    "manifest": {"type": "string", "description": "digest of the manifest"},
-    "dtype": _TEXT, "backend": _TEXT, "device": _TEXT, "weights": _TEXT,
-    "skipped_passes": {"type": "array", "items": _TEXT},
-    "limits": {"type": "object"},
-})  # fmt: skip
-_COST = _record({
-    "flops": _COUNT, "weight_bytes": _COUNT, "state_bytes": _COUNT, "other_bytes": _COUNT,
-    "floor_ms": {"type": "number", "description": "at the measured roof"},
-    "bound": {"enum": ["memory", "compute"]},
-})  # fmt: skip
-_BREAKDOWN = _record({
-    "parts_ms": _NUMBERS, "kinds_ms": _NUMBERS, "kinds": _TEXT, "whole_ms": {"type": "number"},
-})  # fmt: skip
+_WORKLOAD = _record(
+    {
+        "input_len": {"type": "integer", "minimum": 1, "description": "tokens of a prompt"},
+        "output_len": {"type": "integer", "minimum": 2, "description": "choices per row, exactly"},
+        "batch": {"type": "integer", "minimum": 1, "description": "rows"},
+        "context": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "tokens held before the prompt",
+        },
+        "seed": {"type": "integer", "minimum": 0, "description": "of the tokens"},
+        "text": {"type": ["string", "null"], "description": "the file the tokens come from"},
+        "rounds": {"type": "integer", "minimum": 2},
+        "requests_per_round": {"type": "integer", "minimum": 1},
+        "warmup": {"type": "integer", "minimum": 0, "description": "requests before the rounds"},
+    }
+)
+_AGREEMENT = _record(
+    {
+        "role": _TEXT,
+        "base": _TEXT,
+        "count": _COUNT,
+        "cosine": _NUMBER,
+        "relative": _NUMBER,
+        "equal": _COUNT,
+        "close": _COUNT,
+        "ok": {"type": "boolean"},
+        "budget": _TEXT,
+    },
+    {
+        "distance_median": _NUMBER,
+        "distance_worst": _NUMBER,
+        "base_median": _NUMBER,
+        "base_worst": _NUMBER,
+    },
+)
+_ROOF = _record(
+    {
+        "read_bytes_per_s": _STAT,
+        "copy_bytes_per_s": _STAT,
+        "matmul_flops_per_s": _STAT,
+        "matmul_dtype": _TEXT,
+        "samples": {"type": "array", "items": _NUMBERS, "description": "one for each round"},
+    }
+)
+_ENGINE = _record(
+    {
+        "manifest": {"type": "string", "description": "digest of the manifest"},
+        "dtype": _TEXT,
+        "backend": _TEXT,
+        "device": _TEXT,
+        "weights": _TEXT,
+        "skipped_passes": {"type": "array", "items": _TEXT},
+        "limits": {"type": "object"},
+    }
+)
+_COST = _record(
+    {
+        "flops": _COUNT,
+        "weight_bytes": _COUNT,
+        "state_bytes": _COUNT,
+        "other_bytes": _COUNT,
+        "floor_ms": {"type": "number", "description": "at the measured roof"},
+        "bound": {"enum": ["memory", "compute"]},
+    }
+)
+_BREAKDOWN = _record(
+    {
+        "parts_ms": _NUMBERS,
+        "kinds_ms": _NUMBERS,
+        "kinds": _TEXT,
+        "whole_ms": {"type": "number"},
+    }
+)
 _ENGINE_ONLY = {
     "engine": _ENGINE,
     "work": _record({"prefill": _COST, "decode": _COST, "experts": {"type": ["object", "null"]}}),
@@ -108,34 +147,36 @@ _SPEEDUP = _record({"over": _TEXT, "prefill": _STAT, "decode": _STAT, "e2e": _ST
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "report of g4ir bench",
-    **_record({
-        "kind": {"const": KIND},
-        "schema": {"type": "integer", "const": VERSION},
-        "date": _TEXT,
-        "backend": _TEXT,
-        "model_id": _TEXT,
-        "num_prompts": _COUNT,
-        "max_concurrency": _COUNT,
-        **dict.fromkeys(THROUGHPUTS, _NUMBER),
-        **{f"{s}_{k}_ms": _NUMBER for k in LATENCIES for s in VLLM_STATISTICS},
-        "workload": _WORKLOAD,
-        "env": {"type": "object", "required": ["torch", "g4ir", "commit", "cores"]},
-        "roof": _ROOF,
-        "mbu": _NUMBER,
-        "mfu": _NUMBER,
-        "roof_ratio": {"type": "object", "additionalProperties": _NUMBER},
-        "outputs_agree": {"type": "boolean"},
-        "agreement": {"type": "array", "items": _AGREEMENT, "minItems": 1},
-        "peer": {"type": ["string", "null"], "description": "the fastest one in decode"},
-        "speedup": {
-            "type": "object",
-            "additionalProperties": {"anyOf": [_SPEEDUP, {"type": "null"}]},
-            "description": "of the first engine over each other runner; null where void",
-        },
-        "runs": {"type": "array", "items": _RUN, "minItems": 1},
-        "notes": {"type": "array", "items": _TEXT},
-    }),
-}  # fmt: skip
+    **_record(
+        {
+            "kind": {"const": KIND},
+            "schema": {"type": "integer", "const": VERSION},
+            "date": _TEXT,
+            "backend": _TEXT,
+            "model_id": _TEXT,
+            "num_prompts": _COUNT,
+            "max_concurrency": _COUNT,
+            **dict.fromkeys(THROUGHPUTS, _NUMBER),
+            **{f"{s}_{k}_ms": _NUMBER for k in LATENCIES for s in VLLM_STATISTICS},
+            "workload": _WORKLOAD,
+            "env": {"type": "object", "required": ["torch", "g4ir", "commit", "cores"]},
+            "roof": _ROOF,
+            "mbu": _NUMBER,
+            "mfu": _NUMBER,
+            "roof_ratio": {"type": "object", "additionalProperties": _NUMBER},
+            "outputs_agree": {"type": "boolean"},
+            "agreement": {"type": "array", "items": _AGREEMENT, "minItems": 1},
+            "peer": {"type": ["string", "null"], "description": "the fastest one in decode"},
+            "speedup": {
+                "type": "object",
+                "additionalProperties": {"anyOf": [_SPEEDUP, {"type": "null"}]},
+                "description": "of the first engine over each other runner; null where void",
+            },
+            "runs": {"type": "array", "items": _RUN, "minItems": 1},
+            "notes": {"type": "array", "items": _TEXT},
+        }
+    ),
+}
 
 
 def read_report(file: str | Path) -> dict[str, Any]:
@@ -156,9 +197,14 @@ def read_report(file: str | Path) -> dict[str, Any]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "integer": (int,),
-    "number": (int, float), "null": (type(None),),
-}  # fmt: skip
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "null": (type(None),),
+}
 
 
 def check(value: Any, schema: dict[str, Any], path: str = "") -> None:

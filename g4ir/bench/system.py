@@ -16,10 +16,14 @@ from .. import __version__
 
 #: what nvidia-smi is asked -> key of the report
 GPU_FIELDS = {
-    "driver_version": "driver", "clocks.sm": "clock_mhz", "clocks.max.sm": "max_clock_mhz",
-    "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_w",
-    "temperature.gpu": "temperature_c", "clocks_throttle_reasons.active": "throttle_reasons",
-}  # fmt: skip
+    "driver_version": "driver",
+    "clocks.sm": "clock_mhz",
+    "clocks.max.sm": "max_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c",
+    "clocks_throttle_reasons.active": "throttle_reasons",
+}
 PACKAGES = ("transformers", "triton")
 
 
@@ -62,8 +66,12 @@ def _cpu() -> dict[str, Any]:
 def _gpu() -> dict[str, Any]:
     """Of the current device; what nvidia-smi does not say is left out."""
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits",
-               f"--id={torch.cuda.current_device()}"]  # fmt: skip
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(GPU_FIELDS)}",
+        "--format=csv,noheader,nounits",
+        f"--id={torch.cuda.current_device()}",
+    ]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         values = [x.strip() for x in done.stdout.strip().split(",")]

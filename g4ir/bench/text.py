@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from g4ir.units import size_text
+from g4ir.ui.units import size_text
 
 from .agreement import Agreement
 
@@ -104,9 +104,7 @@ def _at(run: dict[str, Any], path: Sequence[str]) -> dict[str, float] | None:
     return value or None
 
 
-def _cell(
-    run: dict[str, Any], stat: dict[str, float] | None, unit: str, factor: float
-) -> str:
+def _cell(run: dict[str, Any], stat: dict[str, float] | None, unit: str, factor: float) -> str:
     if stat is None:
         return "-"
     return f"{'VOID ' if run['void'] else ''}{_shown(stat, factor)} {unit}".rstrip()
@@ -134,8 +132,9 @@ def _details(run: dict[str, Any]) -> Iterator[str]:
     yield f"{run['role']}: {run['label']}"
     if "engine" in run:
         yield from _engine_details(run)
-    setup = ", ".join(f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["setup_s"].items()
-                      if v is not None)  # fmt: skip
+    setup = ", ".join(
+        f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["setup_s"].items() if v is not None
+    )
     peak = run["peak_memory"].items()
     memory = ", ".join(f"{k.removesuffix('_bytes')} {size_text(v)}" for k, v in peak)
     yield f"  set-up   {setup} (not in any number above)"
@@ -176,9 +175,19 @@ def _split(parts: dict[str, float]) -> str:
 # ---- CSV --------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "date", "model_id", "role", "metric", "value", "spread", "unit", "void", "batch",
-    "input_len", "output_len", "context",
-)  # fmt: skip
+    "date",
+    "model_id",
+    "role",
+    "metric",
+    "value",
+    "spread",
+    "unit",
+    "void",
+    "batch",
+    "input_len",
+    "output_len",
+    "context",
+)
 
 
 def csv_text(report: Report) -> str:
@@ -190,14 +199,34 @@ def csv_text(report: Report) -> str:
     where = [w[k] for k in ("batch", "input_len", "output_len", "context")]
     for run in report["runs"]:
         for name, unit, stat in metrics(run):
-            writer.writerow([
-                report["date"], report["model_id"], run["role"], name, stat["value"],
-                stat["spread"], unit, str(run["void"]).lower(), *where,
-            ])  # fmt: skip
+            writer.writerow(
+                [
+                    report["date"],
+                    report["model_id"],
+                    run["role"],
+                    name,
+                    stat["value"],
+                    stat["spread"],
+                    unit,
+                    str(run["void"]).lower(),
+                    *where,
+                ]
+            )
     for name in ("read_bytes_per_s", "copy_bytes_per_s", "matmul_flops_per_s"):
         stat = report["roof"][name]
-        writer.writerow([report["date"], report["model_id"], "roof", name, stat["value"],
-                         stat["spread"], name.split("_", 1)[1], "false", *where])  # fmt: skip
+        writer.writerow(
+            [
+                report["date"],
+                report["model_id"],
+                "roof",
+                name,
+                stat["value"],
+                stat["spread"],
+                name.split("_", 1)[1],
+                "false",
+                *where,
+            ]
+        )
     return out.getvalue()
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from g4ir.engine.engine import Engine
+from g4ir.ir.flatten import flatten
+from g4ir.ir.graph import Graph
+from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
+
 from ..backends.base import Runtime
-from ..cost import Cost, NodeCost, Roof, floor, graph_costs, total
-from ..engine import Engine
-from ..flatten import flatten
-from ..ir import Graph
 from .runners import EngineRunner, Watched, interpreter, pieces, prepare
 from .stats import mean
 from .workload import Workload
@@ -132,9 +133,7 @@ class _Counting(Watched):
             self.runs[-1][name] = int(t.unique().numel())
 
 
-def _counted(
-    engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]
-) -> list[Chunk]:
+def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]) -> list[Chunk]:
     """The chunks with their `distinct`. Fused ops are opened, so that each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}

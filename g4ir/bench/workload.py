@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..compare import check_no_media, random_ids
+from g4ir.check.tokens import check_no_media, random_ids
+
 from ..errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from ..engine import Engine
+    from g4ir.engine.engine import Engine
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
@@ -43,9 +44,14 @@ class Workload:
 
 
 def plan_workload(
-    engines: list[Engine], input_len: int | None = None, output_len: int | None = None,
-    batch: int = 1, context: int = 0, seed: int = 0, text: str | None = None,
-) -> Workload:  # fmt: skip
+    engines: list[Engine],
+    input_len: int | None = None,
+    output_len: int | None = None,
+    batch: int = 1,
+    context: int = 0,
+    seed: int = 0,
+    text: str | None = None,
+) -> Workload:
     """A workload that fits every engine; lengths left open become 512 and 64, or what fits.
 
     Raises InputError naming the size that is out of range and the limit.

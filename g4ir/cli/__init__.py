@@ -13,7 +13,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from g4ir import __version__, console
+from g4ir import __version__
+from g4ir.ui import console
 
 from .bench import add_bench, add_bench_compare
 from .build import add_build

@@ -8,38 +8,63 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir import console
 from g4ir.errors import InputError
+from g4ir.ui import console
 
 from .common import add_load, add_verb, emit, load, strict
 
 if TYPE_CHECKING:
-    from g4ir.engine import Engine
+    from g4ir.engine.engine import Engine
 
 STDOUT = "-"
 
 
 def add_bench(verbs: Any) -> None:
     p = add_verb(verbs, "bench", _bench, "speed beside agreement, a peer and a roof", json=False)
-    p.add_argument("engines", metavar="ENGINE", nargs="*",
-                   help="one, or two of the same variant, which take turns")  # fmt: skip
-    p.add_argument("--input-len", metavar="N", type=int,
-                   help="tokens of a prompt (default 512, or what fits)")  # fmt: skip
-    p.add_argument("--output-len", metavar="N", type=int,
-                   help="tokens chosen after it, exactly (default 64, or what fits)")  # fmt: skip
+    p.add_argument(
+        "engines",
+        metavar="ENGINE",
+        nargs="*",
+        help="one, or two of the same variant, which take turns",
+    )
+    p.add_argument(
+        "--input-len", metavar="N", type=int, help="tokens of a prompt (default 512, or what fits)"
+    )
+    p.add_argument(
+        "--output-len",
+        metavar="N",
+        type=int,
+        help="tokens chosen after it, exactly (default 64, or what fits)",
+    )
     p.add_argument("--batch", metavar="N", type=int, default=1, help="rows (default 1)")
-    p.add_argument("--context", metavar="N", type=int, default=0,
-                   help="tokens that each row holds before the prompt (default 0)")  # fmt: skip
-    p.add_argument("--peer", metavar="NAME", action="append", default=[],
-                   help="transformers in the same run (repeat): hf (eager, growing cache),\n"
-                   "hf-static (static cache), hf-compile (decode compiled too)")  # fmt: skip
+    p.add_argument(
+        "--context",
+        metavar="N",
+        type=int,
+        default=0,
+        help="tokens that each row holds before the prompt (default 0)",
+    )
+    p.add_argument(
+        "--peer",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="transformers in the same run (repeat): hf (eager, growing cache),\n"
+        "hf-static (static cache), hf-compile (decode compiled too)",
+    )
     p.add_argument("--checkpoint", metavar="DIR", help="what the peer is loaded from")
     p.add_argument("--text", metavar="FILE", help="take the tokens from a text, not from a seed")
     p.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens (default 0)")
-    p.add_argument("--rounds", metavar="N", type=int, default=5,
-                   help="turns of each runner (default 5)")  # fmt: skip
-    p.add_argument("--warmup", metavar="N", type=int, default=2,
-                   help="requests of each before the rounds (default 2)")  # fmt: skip
+    p.add_argument(
+        "--rounds", metavar="N", type=int, default=5, help="turns of each runner (default 5)"
+    )
+    p.add_argument(
+        "--warmup",
+        metavar="N",
+        type=int,
+        default=2,
+        help="requests of each before the rounds (default 2)",
+    )
     p.add_argument("--json", metavar="FILE", help="write the report; `-`: to stdout")
     p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
     p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
@@ -52,8 +77,9 @@ def add_bench_compare(verbs: Any) -> None:
     p.add_argument("a", metavar="A.json")
     p.add_argument("b", metavar="B.json")
     p.add_argument("--all", action="store_true", help="every statistic")
-    p.add_argument("--check", action="store_true",
-                   help="exit 1 if any differs by more than both spreads")  # fmt: skip
+    p.add_argument(
+        "--check", action="store_true", help="exit 1 if any differs by more than both spreads"
+    )
     p.add_argument("--plot", metavar="FILE", help="draw both: .png or .svg")
 
 
@@ -77,7 +103,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if file and file != STDOUT and not Path(file).absolute().parent.is_dir():
             raise InputError(f"{flag} {file}: no such directory")
     if args.plot:
-        from g4ir.plots import check_plot
+        from g4ir.ui.plots import check_plot
 
         check_plot(args.plot)
     from g4ir.bench.report import check_options
@@ -98,13 +124,24 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 engines.append(load(path, progress, args.cuda_graph, args.trust))
                 seconds.append(time.perf_counter() - start)
             workload = plan_workload(
-                engines, args.input_len, args.output_len, args.batch, args.context, args.seed,
+                engines,
+                args.input_len,
+                args.output_len,
+                args.batch,
+                args.context,
+                args.seed,
                 args.text,
-            )  # fmt: skip
+            )
             report = run_bench(
-                engines, workload, peers=args.peer, rounds=args.rounds, warmup=args.warmup,
-                checkpoint=args.checkpoint, load_s=seconds, progress=progress,
-            )  # fmt: skip
+                engines,
+                workload,
+                peers=args.peer,
+                rounds=args.rounds,
+                warmup=args.warmup,
+                checkpoint=args.checkpoint,
+                load_s=seconds,
+                progress=progress,
+            )
         finally:
             for engine in engines:
                 engine.close()
@@ -114,8 +151,8 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
     from g4ir.bench import text
-    from g4ir.plots import plot_bench
-    from g4ir.tensorfile import write_file
+    from g4ir.ui.files import write_file
+    from g4ir.ui.plots import plot_bench
 
     if args.json == STDOUT:
         emit(report)
@@ -132,7 +169,7 @@ def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from g4ir.bench.compare import compare_reports, compare_text
     from g4ir.bench.schema import read_report
-    from g4ir.plots import check_plot, plot_bench
+    from g4ir.ui.plots import check_plot, plot_bench
 
     if args.plot:
         check_plot(args.plot)

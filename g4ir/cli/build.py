@@ -7,43 +7,63 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir import console
 from g4ir.errors import EngineError, InputError
-from g4ir.finite import TOO_LARGE
-from g4ir.spec import Spec
-from g4ir.units import size_text
+from g4ir.ops.finite import TOO_LARGE
+from g4ir.spec.record import Spec
+from g4ir.ui import console
+from g4ir.ui.units import size_text
 
 from .common import add_layout, add_media, add_source, add_verb, emit, given_spec, media_options
 from .run import verified
 
 if TYPE_CHECKING:
-    from g4ir.engine import Prepared
-    from g4ir.ir import Graph
-    from g4ir.pipeline import Dump
+    from g4ir.backends.base import Prepared
+    from g4ir.ir.graph import Graph
+    from g4ir.passes import Dump
 
 
 def add_build(verbs: Any) -> None:
     p = add_verb(verbs, "build", _build, "write an engine directory")
     add_source(p)
-    p.add_argument("--checkpoint", metavar="DIR",
-                   help="a Hugging Face directory (default: the local hub cache)")  # fmt: skip
+    p.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a Hugging Face directory (default: the local hub cache)",
+    )
     p.add_argument("--random-weights", metavar="SEED", type=int, help="weights made from a seed")
     p.add_argument("--backend", required=True, help="reference, torch, onnx or trt")
     p.add_argument("--device", help="cpu or cuda (default: by backend)")
     p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
     p.add_argument("--max-batch", metavar="N", type=int, default=1, help="rows (default 1)")
-    p.add_argument("--max-seq", metavar="N", type=int,
-                   help="tokens of a row, new ones too (default 8192)")  # fmt: skip
-    p.add_argument("--prefill-chunk", metavar="N", type=int, default=1024,
-                   help="tokens of a prompt at a time (default 1024)")  # fmt: skip
+    p.add_argument(
+        "--max-seq", metavar="N", type=int, help="tokens of a row, new ones too (default 8192)"
+    )
+    p.add_argument(
+        "--prefill-chunk",
+        metavar="N",
+        type=int,
+        default=1024,
+        help="tokens of a prompt at a time (default 1024)",
+    )
     add_layout(p)
     add_media(p)
-    p.add_argument("--set", metavar="NAME=VALUE", action="append", default=[],
-                   help="a choice of the backend's (repeat)")  # fmt: skip
-    p.add_argument("--memory", metavar="GPU|BYTES",
-                   help="what it must fit (default: all of the device's memory)")  # fmt: skip
-    p.add_argument("--link-weights", action="store_true",
-                   help="refer to the checkpoint's files instead of copying them")  # fmt: skip
+    p.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a choice of the backend's (repeat)",
+    )
+    p.add_argument(
+        "--memory",
+        metavar="GPU|BYTES",
+        help="what it must fit (default: all of the device's memory)",
+    )
+    p.add_argument(
+        "--link-weights",
+        action="store_true",
+        help="refer to the checkpoint's files instead of copying them",
+    )
     p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
     p.add_argument("--verify", action="store_true", help="compare with the reference when built")
     p.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
@@ -52,8 +72,8 @@ def add_build(verbs: Any) -> None:
 
 def _build(args: argparse.Namespace) -> int:
     from g4ir.backends import find_backend
-    from g4ir.engine import check_absent, prepare, write_engine
-    from g4ir.gpus import find_gpu
+    from g4ir.engine.build import check_absent, prepare, write_engine
+    from g4ir.plan.gpus import find_gpu
 
     if args.dry_run and args.verify:
         raise InputError("--dry-run builds nothing that --verify could check")
@@ -64,15 +84,26 @@ def _build(args: argparse.Namespace) -> int:
     with console.Progress() as progress:
         progress("checking the build")
         prepared = prepare(
-            spec, checkpoint=args.checkpoint, random_weights=args.random_weights,
-            backend=args.backend, device=args.device, dtype=args.dtype, max_batch=args.max_batch,
-            max_seq=args.max_seq, prefill_chunk=args.prefill_chunk, all_logits=args.all_logits,
-            skip=args.skip, link_weights=args.link_weights, latent_kv=args.latent_kv,
+            spec,
+            checkpoint=args.checkpoint,
+            random_weights=args.random_weights,
+            backend=args.backend,
+            device=args.device,
+            dtype=args.dtype,
+            max_batch=args.max_batch,
+            max_seq=args.max_seq,
+            prefill_chunk=args.prefill_chunk,
+            all_logits=args.all_logits,
+            skip=args.skip,
+            link_weights=args.link_weights,
+            latent_kv=args.latent_kv,
             ple_placement=args.ple_placement,
             memory=find_gpu(args.memory).memory_bytes if args.memory else None,
-            settings=_settings(args.set), **media_options(args), dry=args.dry_run,
+            settings=_settings(args.set),
+            **media_options(args),
+            dry=args.dry_run,
             dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
-        )  # fmt: skip
+        )
         out = _out(args, prepared.spec)
         _tell_notes(prepared)
         if args.dry_run:
@@ -107,7 +138,7 @@ def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
 
 def _dump_to(folder: Path) -> Dump:
     """One file per phase and pass, in the order of the pipeline."""
-    from g4ir.pipeline import PASSES
+    from g4ir.passes import PASSES
 
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -132,7 +163,7 @@ def _tell_notes(p: Prepared) -> None:
 
 
 def _tell_leftovers(out: Path) -> None:
-    from g4ir.artefact import BUILDING
+    from g4ir.engine.artefact import BUILDING
 
     for left in sorted(out.absolute().parent.glob(f".{_escaped(out.name)}{BUILDING}*")):
         console.say(f"note: {left} is left of a killed build, or of one that still runs")
@@ -143,7 +174,7 @@ def _escaped(name: str) -> str:
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:
-    from g4ir.engine import check_space
+    from g4ir.engine.build import check_space
 
     short = [p.short] if p.short else []
     try:
@@ -164,19 +195,28 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     """What a build would make; sizes in bytes."""
     from dataclasses import asdict
 
-    from g4ir.engine import free_bytes
+    from g4ir.engine.build import disk_bytes, free_bytes
 
     return {
-        "variant": p.spec.name, "backend": p.backend.name, "device": p.device, "dtype": p.dtype,
-        **asdict(p.limits), "all_logits": p.all_logits, "skipped_passes": list(p.skip),
-        "latent_kv": p.options["latent_kv"]["form"], "ple_placement": p.ple_placement,
-        "settings": dict(p.settings), "media": p.media.to_dict(),
-        "weights": p.weights.kind if p.weights else "absent", "param_bytes": p.param_bytes(),
+        "variant": p.spec.name,
+        "backend": p.backend.name,
+        "device": p.device,
+        "dtype": p.dtype,
+        **asdict(p.limits),
+        "all_logits": p.all_logits,
+        "skipped_passes": list(p.skip),
+        "latent_kv": p.options["latent_kv"]["form"],
+        "ple_placement": p.ple_placement,
+        "settings": dict(p.settings),
+        "media": p.media.to_dict(),
+        "weights": p.weights.kind if p.weights else "absent",
+        "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),
         "nodes": {name: len(g.nodes) for name, g in p.packing.program.graphs.items()},
-        "disk_bytes": p.disk_bytes(),
-        "disk_free": free_bytes(out), "out": str(out),
-    }  # fmt: skip
+        "disk_bytes": disk_bytes(p),
+        "disk_free": free_bytes(out),
+        "out": str(out),
+    }
 
 
 def _planned(key: str, value: Any) -> str:

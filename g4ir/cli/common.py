@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
-from g4ir.schema import did_you_mean
-from g4ir.spec import Spec, load_spec
+from g4ir.spec.reader import did_you_mean
+from g4ir.spec.record import Spec, load_spec
 
 if TYPE_CHECKING:
-    from g4ir.engine import Engine
+    from g4ir.engine.engine import Engine
 
 Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
@@ -44,9 +44,11 @@ class Parser(argparse.ArgumentParser):
         form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
         super().__init__(**{**form, **kwargs})
         self.add_argument(
-            "--trace", action="store_true", default=argparse.SUPPRESS,
+            "--trace",
+            action="store_true",
+            default=argparse.SUPPRESS,
             help="print the stack of an error",
-        )  # fmt: skip
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As the base class, but nothing unknown is left to the parser above, which does not know
@@ -92,32 +94,38 @@ def add_source(parser: Parser) -> None:
 def add_layout(parser: Parser) -> None:
     """What decides how caches and tables are laid out."""
     parser.add_argument(
-        "--latent-kv", metavar="FORM", default="auto",
+        "--latent-kv",
+        metavar="FORM",
+        default="auto",
         help="what layers with K=V cache: off, value, raw or auto",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--ple-placement", metavar="P",
+        "--ple-placement",
+        metavar="P",
         help="where the per-layer table lies: device, host or mmap (default: on cuda the device "
         "where it fits, else mmap)",
-    )  # fmt: skip
+    )
 
 
 def add_media(parser: Parser) -> None:
     """What the engine takes beside text."""
     parser.add_argument(
-        "--media", metavar="KINDS", default="all",
+        "--media",
+        metavar="KINDS",
+        default="all",
         help="all that the variant takes (default), none, or some of image,video,audio",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--image-budget", metavar="N,..",
+        "--image-budget",
+        metavar="N,..",
         help="soft tokens of an image at most: 70, 140, 280, 560 or 1120; the first is\n"
         "what images get unless asked otherwise (default: the variant's own)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--audio-seconds", metavar="N,..",
-        help="lengths of sound to compile for; the next longer one is used\n"
-        "(default 5,10,20,30)",
-    )  # fmt: skip
+        "--audio-seconds",
+        metavar="N,..",
+        help="lengths of sound to compile for; the next longer one is used\n(default 5,10,20,30)",
+    )
 
 
 def media_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +153,9 @@ def _numbers(text: str | None, flag: str, kind: Callable[[str], Any]) -> list[An
 def add_load(parser: Parser) -> None:
     """How an engine is loaded."""
     parser.add_argument(
-        "--no-cuda-graph", dest="cuda_graph", action="store_false",
+        "--no-cuda-graph",
+        dest="cuda_graph",
+        action="store_false",
         help="on CUDA, start the kernels of a decode step one by one",
     )
     add_trust_once(parser)
@@ -154,17 +164,18 @@ def add_load(parser: Parser) -> None:
 def add_trust_once(parser: Parser) -> None:
     """For verbs that run an engine's compiled programs."""
     parser.add_argument(
-        "--trust", action="store_true",
+        "--trust",
+        action="store_true",
         help="run native code that this user did not build here (see `g4ir show ENGINE\n"
         "--provenance`; `g4ir trust ENGINE` keeps the decision)",
-    )  # fmt: skip
+    )
 
 
 def load(
     path: str, progress: Callable[[str], None], cuda_graph: bool = True, trust: bool = False
 ) -> Engine:
     """An engine of a command line."""
-    from g4ir.engine import load_engine
+    from g4ir.engine.load import load_engine
 
     progress(f"loading {path}")
     return load_engine(path, cuda_graph=cuda_graph, trust=trust, progress=progress)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.params import counts
-from g4ir.spec import Spec, load_spec, spec_names
-from g4ir.units import parse_count, parse_counts
+from g4ir.plan.count import counts
+from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.ui.units import parse_count, parse_counts
 
 from .common import add_layout, add_source, add_verb, emit
 
 if TYPE_CHECKING:
-    from g4ir.gpus import Gpu
-    from g4ir.plan import Plan
+    from g4ir.plan.gpus import Gpu
+    from g4ir.plan.plan import Plan
 
 ALL = "all"
 
@@ -23,26 +23,55 @@ ALL = "all"
 def add_plan(verbs: Any) -> None:
     p = add_verb(verbs, "plan", _plan, "parameters, weights, caches, and what fits")
     add_source(p)
-    p.add_argument("--ctx", metavar="N,..", help="tokens of a row, such as 4K,32K (default: up\n"
-                   "to the model's limit)")  # fmt: skip
+    p.add_argument(
+        "--ctx",
+        metavar="N,..",
+        help="tokens of a row, such as 4K,32K (default: up\nto the model's limit)",
+    )
     p.add_argument("--batch", metavar="N,..", default="1", help="rows, such as 1,8 (default 1)")
-    p.add_argument("--gpu", metavar="G,..", help="h100-80gb, rtx4090-24gb ..., a size such as\n"
-                   "24GiB, or `all` that are known")  # fmt: skip
+    p.add_argument(
+        "--gpu",
+        metavar="G,..",
+        help="h100-80gb, rtx4090-24gb ..., a size such as\n24GiB, or `all` that are known",
+    )
     p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                   help="what the engine would be built for (default cuda)")  # fmt: skip
-    p.add_argument("--prefill-chunk", metavar="N", default="1024",
-                   help="tokens of a prompt at a time (default 1024)")  # fmt: skip
+    p.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="what the engine would be built for (default cuda)",
+    )
+    p.add_argument(
+        "--prefill-chunk",
+        metavar="N",
+        default="1024",
+        help="tokens of a prompt at a time (default 1024)",
+    )
     add_layout(p)
-    p.add_argument("--media", metavar="KINDS", default="none",
-                   help="count in the towers: all, or some of image,video,audio")  # fmt: skip
-    p.add_argument("--nominal", action="store_true",
-                   help="show the usual estimate too: bytes x the quoted count")  # fmt: skip
+    p.add_argument(
+        "--media",
+        metavar="KINDS",
+        default="none",
+        help="count in the towers: all, or some of image,video,audio",
+    )
+    p.add_argument(
+        "--nominal",
+        action="store_true",
+        help="show the usual estimate too: bytes x the quoted count",
+    )
     p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
-    p.add_argument("--image", metavar="WxH,..", help="only what images of these sizes in pixels\n"
-                   "become: resized size, patches, soft tokens")  # fmt: skip
-    p.add_argument("--budget", metavar="N,..", help="soft tokens of an image at most: 70, 140,\n"
-                   "280, 560 or 1120 (default: the variant's own)")  # fmt: skip
+    p.add_argument(
+        "--image",
+        metavar="WxH,..",
+        help="only what images of these sizes in pixels\n"
+        "become: resized size, patches, soft tokens",
+    )
+    p.add_argument(
+        "--budget",
+        metavar="N,..",
+        help="soft tokens of an image at most: 70, 140,\n"
+        "280, 560 or 1120 (default: the variant's own)",
+    )
     p.description = (
         "Plans one variant, or compares several: --variant e2b,31b or `all` (the default), those\n"
         "with published weights. Three totals of K and V: naive (every layer keeps the whole\n"
@@ -51,8 +80,8 @@ def add_plan(verbs: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from g4ir.plan_text import comparison_text, plan_text
-    from g4ir.plots import check_plot
+    from g4ir.plan.table import comparison_text, plan_text
+    from g4ir.ui.plots import check_plot
 
     if args.image is not None or args.budget is not None:
         return _images(args)
@@ -64,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(plans, args.plot)
     if args.json:
-        from g4ir.plan import SCHEMA
+        from g4ir.plan.plan import SCHEMA
 
         one = plans[0].to_dict()
         emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
@@ -76,15 +105,19 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _images(args: argparse.Namespace) -> int:
-    from g4ir.media.budget import image_plan_text, parse_budgets, parse_sizes, plan_image
-    from g4ir.plan import SCHEMA
+    from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
+    from g4ir.plan.plan import SCHEMA
 
     if args.image is None:
         raise InputError("--budget is of images: give their sizes with --image WxH")
     sizes = parse_sizes(args.image, "--image")
     budgets = parse_budgets(args.budget, "--budget")
-    plans = [plan_image(spec, *size, budget)
-             for spec in _specs(args) for size in sizes for budget in budgets]  # fmt: skip
+    plans = [
+        plan_image(spec, *size, budget)
+        for spec in _specs(args)
+        for size in sizes
+        for budget in budgets
+    ]
     if args.json:
         emit({"schema": SCHEMA, "images": [p.to_dict() for p in plans]})
     else:
@@ -104,7 +137,7 @@ def _specs(args: argparse.Namespace) -> list[Spec]:
 
 
 def _gpus(text: str | None) -> list[Gpu]:
-    from g4ir.gpus import GPUS, find_gpu
+    from g4ir.plan.gpus import GPUS, find_gpu
 
     if text is None:
         return []
@@ -114,8 +147,8 @@ def _gpus(text: str | None) -> list[Gpu]:
 
 def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
     """Of several variants, each takes the contexts and options that it has a use for."""
-    from g4ir.media.choice import offered
-    from g4ir.plan import make_plan
+    from g4ir.model.media import offered
+    from g4ir.plan.plan import make_plan
 
     longest = spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
@@ -123,17 +156,24 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         ctx = [c for c in ctx if c <= longest] or ctx
     placement = args.ple_placement if spec.text.ple or not several else None
     return make_plan(
-        spec, ctx=ctx, batch=parse_counts(args.batch, "--batch"), dtype=args.dtype, memory=gpus,
-        device=args.device, ple_placement=placement, latent=args.latent_kv,
+        spec,
+        ctx=ctx,
+        batch=parse_counts(args.batch, "--batch"),
+        dtype=args.dtype,
+        memory=gpus,
+        device=args.device,
+        ple_placement=placement,
+        latent=args.latent_kv,
         prefill_chunk=parse_count(args.prefill_chunk, "--prefill-chunk"),
-        all_logits=args.all_logits, skip=args.skip,
+        all_logits=args.all_logits,
+        skip=args.skip,
         media="none" if several and not offered(spec) else args.media,
-    )  # fmt: skip
+    )
 
 
 def _plot(plans: list[Plan], path: str) -> None:
-    from g4ir.plan import cache_lines
-    from g4ir.plots import plot_caches
+    from g4ir.plan.plan import cache_lines
+    from g4ir.ui.plots import plot_caches
 
     lines = [cache_lines(p) for p in plans]
     plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir import console
 from g4ir.errors import InputError
-from g4ir.media.choice import AUDIO, IMAGE, KINDS, VIDEO, check_there
+from g4ir.model.media import AUDIO, IMAGE, KINDS, VIDEO, check_there
+from g4ir.ui import console
 
 from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
 
 if TYPE_CHECKING:
-    from g4ir.requests import Desk, Failure, Request, Result
+    from g4ir.engine.responder import Failure, Request, Responder, Result
 
     from .common import Parser
 
@@ -35,12 +35,13 @@ def add_run(verbs: Any) -> None:
     given.add_argument("--prompt", metavar="TEXT")
     given.add_argument("--tokens", metavar="2,5,7", help="the prompt as token ids")
     given.add_argument(
-        "--input-jsonl", metavar="FILE",
+        "--input-jsonl",
+        metavar="FILE",
         help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
         "max_new_tokens, temperature, top_k, top_p, seed, stop, images, videos, audio (lists\n"
         "of paths), image_budget, frames, audio_too_long; answered in order, as they come. A\n"
-        "wrong one gets {\"id\": ..., \"line\": ..., \"error\": ...}; the exit code is 1 then",
-    )  # fmt: skip
+        'wrong one gets {"id": ..., "line": ..., "error": ...}; the exit code is 1 then',
+    )
     _add_media(p)
     p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
     p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
@@ -55,15 +56,26 @@ def _add_media(p: Parser) -> None:
     """Flags of media; their order is kept across kinds."""
     for kind in KINDS:
         p.add_argument(
-            f"--{kind}", metavar="FILE", dest="media", action="append", default=[],
+            f"--{kind}",
+            metavar="FILE",
+            dest="media",
+            action="append",
+            default=[],
             type=partial(_medium, kind),
             help=f"in the place of <{kind}> in the prompt, or before it (repeat)",
-        )  # fmt: skip
-    p.add_argument("--image-budget", metavar="N", type=int,
-                   help="soft tokens of an image: one that the engine was built for")  # fmt: skip
+        )
+    p.add_argument(
+        "--image-budget",
+        metavar="N",
+        type=int,
+        help="soft tokens of an image: one that the engine was built for",
+    )
     p.add_argument("--frames", metavar="N", type=int, help="of a video (default 32, or all)")
-    p.add_argument("--audio-too-long", choices=("cut", "refuse"),
-                   help="what to do with the rest of a sound (default: cut it)")  # fmt: skip
+    p.add_argument(
+        "--audio-too-long",
+        choices=("cut", "refuse"),
+        help="what to do with the rest of a sound (default: cut it)",
+    )
 
 
 def _medium(kind: str, path: str) -> tuple[str, str]:
@@ -75,20 +87,22 @@ def add_verify(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE")
     p.add_argument("--against", choices=("reference", "hf"), default="reference")
     p.add_argument(
-        "--checkpoint", metavar="DIR",
+        "--checkpoint",
+        metavar="DIR",
         help="what hf is loaded from; with --each-pass, the weights before packing",
-    )  # fmt: skip
+    )
     p.add_argument("--tokens", metavar="2,5,7", help="compare on these tokens")
     p.add_argument(
-        "--each-pass", action="store_true",
+        "--each-pass",
+        action="store_true",
         help="run the pipeline again, pass by pass, compare each stage with the one before and\n"
         "the last with the backend, and name the first node out of its op's budget",
-    )  # fmt: skip
+    )
     add_trust_once(p)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from g4ir.requests import Desk, check_flags
+    from g4ir.engine.responder import Responder, check_flags
 
     _check_media(args)
     flags = {k: getattr(args, k) for k in FLAGS}
@@ -98,38 +112,40 @@ def _run(args: argparse.Namespace) -> int:
     with _opened(args.input_jsonl) as lines, console.Progress() as progress:
         engine = load(args.engine, progress, args.cuda_graph, args.trust)
         try:
-            desk = Desk(engine, flags)
+            responder = Responder(engine, flags)
             if asked is not None:
                 where, fields = asked
-                _answer_one(desk, desk.request(fields, where, args.media), args, progress)
+                _answer_one(responder, responder.request(fields, where, args.media), args, progress)
                 return 0
             progress.stop()
             source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
-            answers = map(_log_and_emit, desk.answer_lines(lines, source))
+            answers = map(_log_and_emit, responder.answer_lines(lines, source))
             return 1 if sum(a.failed for a in answers) else 0
         finally:
             engine.close()
 
 
 def _answer_one(
-    desk: Desk, request: Request, args: argparse.Namespace, progress: console.Progress
+    responder: Responder, request: Request, args: argparse.Namespace, progress: console.Progress
 ) -> None:
     if args.json:
         progress.stop()
-        _log_and_emit(desk.answer(request))
+        _log_and_emit(responder.answer(request))
         return
     progress("reading the prompt")
-    _tell_summary(_stream(desk, request, progress), args.seed)
+    _tell_summary(_stream(responder, request, progress), args.seed)
 
 
 def _check_media(args: argparse.Namespace) -> None:
     """InputError for flags of media that would do nothing, and files that are not there."""
-    from g4ir.requests import named
+    from g4ir.engine.jsonl import named
 
     kinds = {kind for kind, _ in args.media}
     if args.input_jsonl and kinds:
-        raise InputError(f"--{min(kinds)}: with --input-jsonl each request names its own files, "
-                         f'such as {{"prompt": "...", "images": ["a.png"]}}')  # fmt: skip
+        raise InputError(
+            f"--{min(kinds)}: with --input-jsonl each request names its own files, "
+            f'such as {{"prompt": "...", "images": ["a.png"]}}'
+        )
     for setting, kind in SETTING_KINDS.items():
         if getattr(args, setting) is not None and not args.input_jsonl and kind not in kinds:
             raise InputError(f"--{setting.replace('_', '-')} is for --{kind}, which is not given")
@@ -159,11 +175,11 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
     return result
 
 
-def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:
+def _stream(responder: Responder, request: Request, progress: console.Progress) -> Result:
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
-    from g4ir.requests import TextStream
+    from g4ir.engine.codec import TextStream
 
-    text = TextStream(desk.codec) if desk.codec else None
+    text = TextStream(responder.codec) if responder.codec else None
     begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:
@@ -173,7 +189,7 @@ def _stream(desk: Desk, request: Request, progress: console.Progress) -> Result:
         count += 1
 
     try:
-        result = desk.answer(request, told)
+        result = responder.answer(request, told)
     except (KeyboardInterrupt, console.Ended):
         print(text.rest() if text else "", flush=True)
         console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")
@@ -199,27 +215,29 @@ def _verify(args: argparse.Namespace) -> int:
     if not args.each_pass:
         return verified(args.engine, args, args.against, tokens, args.trust)
     if args.against != "reference":
-        raise InputError(f"--each-pass compares with the interpreter: leave out --against "
-                         f"{args.against}")  # fmt: skip
-    from g4ir.stages import verify_each_pass
+        raise InputError(
+            f"--each-pass compares with the interpreter: leave out --against {args.against}"
+        )
+    from g4ir.check.passes import verify_each_pass
 
     check = partial(verify_each_pass, tokens=tokens)
     return _reported(args, args.engine, check, args.trust)
 
 
 def verified(
-    engine: str, args: argparse.Namespace, against: str = "reference",
-    tokens: list[int] | None = None, trust: bool = False,
-) -> int:  # fmt: skip
+    engine: str,
+    args: argparse.Namespace,
+    against: str = "reference",
+    tokens: list[int] | None = None,
+    trust: bool = False,
+) -> int:
     """`verify` of an engine directory; also what `build --verify` does."""
-    from g4ir.compare import verify_engine
+    from g4ir.check.logits import verify_engine
 
     return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens), trust)
 
 
-def _reported(
-    args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool
-) -> int:
+def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
     """Load, check, print; exit 1 where the check failed."""
     with console.Progress() as progress:
         loaded = load(engine, progress, trust=trust)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from g4ir.cost import (
+from g4ir.errors import InputError
+from g4ir.model.towers import is_tower
+from g4ir.plan.cost import (
     Cost,
     NodeCost,
     Roof,
@@ -21,17 +23,15 @@ from g4ir.cost import (
     total,
     weight_format,
 )
-from g4ir.errors import InputError
-from g4ir.gpus import find_gpu
-from g4ir.towers import is_tower
-from g4ir.units import parse_count
+from g4ir.plan.gpus import find_gpu
+from g4ir.ui.units import parse_count
 
 from .common import emit
-from .show import in_layer, no_layer
+from .graphs import in_layer, no_layer
 
 if TYPE_CHECKING:
-    from g4ir.ir import Graph
-    from g4ir.spec import Spec
+    from g4ir.ir.graph import Graph
+    from g4ir.spec.record import Spec
 
 #: of a chunk, and of a row's context in decode, where nothing is given
 TOKENS = 1024
@@ -52,11 +52,17 @@ def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     if args.layer is not None:
         costs = _of_layer(costs, graph, args.layer)
     report: dict[str, Any] = {
-        "variant": spec.name, "phase": graph.name, "batch": step.B, "new_tokens": step.S,
-        "context": step.C + step.S, "weights": weights or _dtype(graph), "layer": args.layer,
-        "roof": roof and asdict(roof), "total": _row(total(costs), roof),
+        "variant": spec.name,
+        "phase": graph.name,
+        "batch": step.B,
+        "new_tokens": step.S,
+        "context": step.C + step.S,
+        "weights": weights or _dtype(graph),
+        "layer": args.layer,
+        "roof": roof and asdict(roof),
+        "total": _row(total(costs), roof),
         "kinds": {kind: _row(cost, roof) for kind, cost in by_kind(costs).items()},
-    }  # fmt: skip
+    }
     if args.nodes or args.layer is not None:
         report["nodes"] = [
             {"node": c.node, "op": c.op, "kind": c.kind, **_row(c.cost, roof)}
@@ -128,8 +134,12 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
     row: dict[str, Any] = asdict(cost)
     if roof:
         f = floor(cost, roof)
-        row |= {"memory_s": f.memory_s, "compute_s": f.compute_s, "floor_s": f.seconds,
-                "bound": f.bound}  # fmt: skip
+        row |= {
+            "memory_s": f.memory_s,
+            "compute_s": f.compute_s,
+            "floor_s": f.seconds,
+            "bound": f.bound,
+        }
     return row
 
 
@@ -164,9 +174,11 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
 
 
 COLUMNS = (
-    ("FLOPs", "flops", "FLOP"), ("weights", "weight_bytes", "B"), ("caches", "state_bytes", "B"),
+    ("FLOPs", "flops", "FLOP"),
+    ("weights", "weight_bytes", "B"),
+    ("caches", "state_bytes", "B"),
     ("activations", "other_bytes", "B"),
-)  # fmt: skip
+)
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
@@ -190,8 +202,17 @@ def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
     ]
 
 
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"),
-            (1e-6, "u"), (1e-9, "n"))  # fmt: skip
+PREFIXES = (
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+    (1, ""),
+    (1e-3, "m"),
+    (1e-6, "u"),
+    (1e-9, "n"),
+)
 
 
 def si(value: float, unit: str) -> str:

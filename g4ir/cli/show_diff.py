@@ -6,16 +6,16 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from g4ir import console
 from g4ir.errors import InputError
-from g4ir.graph_diff import diff_graphs, diff_text
+from g4ir.ir.diff import diff_graphs, diff_text
+from g4ir.ui import console
 
 from .common import emit
-from .show import engine_media, in_layer, no_layer, plain_graph
+from .graphs import engine_media, in_layer, no_layer, plain_graph
 from .specs import any_spec
 
 if TYPE_CHECKING:
-    from g4ir.ir import Graph
+    from g4ir.ir.graph import Graph
 
 #: what a stage of the pipeline is made from: the plain graph, passes left out, their options
 Start = tuple["Graph", set[str], dict[str, Any]]
@@ -38,7 +38,7 @@ def show_diff(args: argparse.Namespace, start: Start) -> int:
 
 def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
     """Before and after a pass."""
-    from g4ir.pipeline import find_pass, run_passes
+    from g4ir.passes import find_pass, run_passes
 
     if args.after in (None, "none"):
         raise InputError(
@@ -57,7 +57,7 @@ def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
 
 def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
     """The same stage of two variants, in the first one's dtype."""
-    from g4ir.pipeline import run_passes
+    from g4ir.passes import run_passes
 
     graph, skip, options = start
     dtype = graph.outputs[0].type.dtype

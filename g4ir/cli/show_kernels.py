@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.gpus import find_gpu
-from g4ir.plan_text import aligned
-from g4ir.units import parse_count
+from g4ir.plan.gpus import find_gpu
+from g4ir.ui.table import aligned
+from g4ir.ui.units import parse_count
 
 from .common import emit
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.kernel_table import Row
-    from g4ir.ir import Graph
+    from g4ir.ir.graph import Graph
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -25,15 +25,22 @@ def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
     """Print the kernels of a graph for a GPU and a largest batch."""
     from g4ir.backends.torch_compile.kernel_table import kernel_rows
     from g4ir.backends.torch_compile.target import Target
-    from g4ir.ir import split_prologue
+    from g4ir.ir.graph import split_prologue
 
     rows = parse_count(args.batch, "--batch") if args.batch else 1
     target = Target("cuda", _gpu(args.gpu or GPU), rows)
     found = kernel_rows(split_prologue(graph)[1], target)
     starts = sum(r.starts for r in found)
     if args.json:
-        emit({"phase": graph.name, "gpu": target.gpu, "batch": rows, "starts": starts,
-              "rows": [_plain(r) for r in found]})  # fmt: skip
+        emit(
+            {
+                "phase": graph.name,
+                "gpu": target.gpu,
+                "batch": rows,
+                "starts": starts,
+                "rows": [_plain(r) for r in found],
+            }
+        )
         return 0
     print(f"{graph.name} on {target.gpu}, up to {rows} rows: {starts} kernels of our own")
     print(aligned([("op", "nodes", "kernel", "shape", "settings", ""), *map(_line, found)]), end="")

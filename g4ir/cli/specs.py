@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from g4ir.spec import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
+from g4ir.spec.record import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
 
 from .common import add_verb, emit
 
@@ -45,15 +45,21 @@ def _specs_list(args: argparse.Namespace) -> int:
 
 
 def _spec_row(name: str) -> dict[str, Any]:
-    from g4ir.params import counts
+    from g4ir.plan.count import counts
 
     spec = load_spec(name)
     n = counts(spec)
     return {
-        "name": name, "layers": spec.text.num_hidden_layers, "hidden": spec.text.hidden_size,
-        "text": n.text, "active": n.active, "total": n.loaded, "dtype": spec.dtype,
-        "hub": spec.hub, "file": str(specs_dir() / f"{name}.yaml"),
-    }  # fmt: skip
+        "name": name,
+        "layers": spec.text.num_hidden_layers,
+        "hidden": spec.text.hidden_size,
+        "text": n.text,
+        "active": n.active,
+        "total": n.loaded,
+        "dtype": spec.dtype,
+        "hub": spec.hub,
+        "file": str(specs_dir() / f"{name}.yaml"),
+    }
 
 
 def _cell(value: Any) -> str:
@@ -69,15 +75,17 @@ def _specs_show(args: argparse.Namespace) -> int:
 
 
 def _specs_validate(args: argparse.Namespace) -> int:
-    from g4ir.params import counts
+    from g4ir.plan.count import counts
 
     spec = load_spec(Path(args.file))
     row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
     if args.json:
         emit(row)
     else:
-        print(f"{args.file}: ok: {spec.name}, {spec.text.num_hidden_layers} layers, "
-              f"{row['text_parameters']:,} text parameters")  # fmt: skip
+        print(
+            f"{args.file}: ok: {spec.name}, {spec.text.num_hidden_layers} layers, "
+            f"{row['text_parameters']:,} text parameters"
+        )
     return 0
 
 

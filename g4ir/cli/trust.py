@@ -13,11 +13,16 @@ from .common import add_verb, emit
 
 def add_trust(verbs: Any) -> None:
     p = add_verb(verbs, "trust", _trust, "run the native code of engines that others built")
-    p.add_argument("engine", metavar="ENGINE", nargs="?",
-                   help="run this engine's code from now on, as it is now")  # fmt: skip
+    p.add_argument(
+        "engine",
+        metavar="ENGINE",
+        nargs="?",
+        help="run this engine's code from now on, as it is now",
+    )
     p.add_argument("--key", metavar="FILE", help="engines signed with this public key, too")
-    p.add_argument("--revoke", metavar="DIGEST",
-                   help="no more: an engine's digest or a key's, as listed")  # fmt: skip
+    p.add_argument(
+        "--revoke", metavar="DIGEST", help="no more: an engine's digest or a key's, as listed"
+    )
 
 
 def add_sign(verbs: Any) -> None:
@@ -28,8 +33,8 @@ def add_sign(verbs: Any) -> None:
 
 
 def _trust(args: argparse.Namespace) -> int:
-    from g4ir import trust
-    from g4ir.artefact import open_artefact
+    from g4ir.engine import trust
+    from g4ir.engine.artefact import open_artefact
 
     given = [x for x in (args.engine, args.key, args.revoke) if x is not None]
     if len(given) > 1:
@@ -42,8 +47,9 @@ def _trust(args: argparse.Namespace) -> int:
         return _said(args, {"key": trust.trust_key(Path(args.key))})
     if args.revoke is not None:
         if not (trust.revoke(args.revoke) or trust.revoke_key(args.revoke)):
-            raise InputError(f"--revoke {args.revoke}: no such engine or key; `g4ir trust` lists "
-                             f"them")  # fmt: skip
+            raise InputError(
+                f"--revoke {args.revoke}: no such engine or key; `g4ir trust` lists them"
+            )
         return _said(args, {"revoked": args.revoke})
     return _list(args)
 
@@ -51,7 +57,7 @@ def _trust(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from g4ir import trust
+    from g4ir.engine import trust
 
     engines, keys = list(trust.decisions()), trust.trusted_keys()
     if args.json:
@@ -65,8 +71,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _sign(args: argparse.Namespace) -> int:
-    from g4ir import trust
-    from g4ir.artefact import open_artefact
+    from g4ir.engine import trust
+    from g4ir.engine.artefact import open_artefact
 
     if args.new_key is not None:
         if args.engine is not None or args.key is not None:

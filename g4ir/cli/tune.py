@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from g4ir import console
 from g4ir.errors import InputError, MissingError
-from g4ir.units import parse_count
+from g4ir.ui import console
+from g4ir.ui.units import parse_count
 
 from .common import add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.tune import Tuned
-    from g4ir.ir import Program
+    from g4ir.ir.graph import Program
 
 PHASES = ("decode", "prefill")
 
@@ -24,8 +24,12 @@ def add_tune(verbs: Any) -> None:
     p.add_argument("--phase", choices=PHASES, default="decode")
     p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
     p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
-    p.add_argument("--latent-kv", metavar="FORM", default="off",
-                   help="what layers with K=V cache: off (default), value or raw")  # fmt: skip
+    p.add_argument(
+        "--latent-kv",
+        metavar="FORM",
+        default="off",
+        help="what layers with K=V cache: off (default), value or raw",
+    )
     p.add_argument("--dry-run", action="store_true", help="leave the table as it is")
 
 
@@ -59,10 +63,10 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> Program:
-    from g4ir.model import build_program
-    from g4ir.packing import split_program
+    from g4ir.model.text import build_program
+    from g4ir.passes import run_program
     from g4ir.passes.latent_kv import FORMS
-    from g4ir.pipeline import run_program
+    from g4ir.weights.pack import split_program
 
     spec = given_spec(args)
     if spec is None:
@@ -75,14 +79,20 @@ def _program(args: argparse.Namespace) -> Program:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from g4ir.plan_text import aligned
+    from g4ir.ui.table import aligned
 
     head = ("kernel", "shape", "settings", "us", "before", "of bandwidth")
     lines = [
-        (r["kernel"], _pairs(r["shape"]), _pairs(r["use"]), f"{r['us']:.1f}",
-         f"{r['before_us']:.1f}", f"{r['share_of_bandwidth']:.0%}")
+        (
+            r["kernel"],
+            _pairs(r["shape"]),
+            _pairs(r["use"]),
+            f"{r['us']:.1f}",
+            f"{r['before_us']:.1f}",
+            f"{r['share_of_bandwidth']:.0%}",
+        )
         for r in rows
-    ]  # fmt: skip
+    ]
     print(aligned([head, *lines]), end="")
 
 

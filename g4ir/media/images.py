@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4ir.errors import G4Error, InputError, MissingError
-
-from .budget import CHANNELS, Grid, ImageSettings, fit_image
+from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +94,9 @@ def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        raise InputError(f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255, "
-                         "or an image of Pillow")  # fmt: skip
+        raise InputError(
+            f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255, or an image of Pillow"
+        )
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
         wanted = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
         raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{wanted}]")
@@ -195,8 +195,10 @@ def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
     if min(width, height) < 1:
         raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
     if width * height > max_pixels:
-        raise InputError(f"{path}: {width}x{height} are {width * height} pixels, at most "
-                         f"{max_pixels}; make it smaller")  # fmt: skip
+        raise InputError(
+            f"{path}: {width}x{height} are {width * height} pixels, at most "
+            f"{max_pixels}; make it smaller"
+        )
 
 
 def _pillow(path: Path) -> tuple[Any, Any]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
+from g4ir.model.media import PICTURES
 
-from .choice import PICTURES
 from .soft import Soft, count_error, counts
 
 Tensor = torch.Tensor
@@ -132,8 +132,9 @@ def check_softs(softs: Sequence[Any], hidden: int) -> None:
 def _check_piece(piece: Any, hidden: int, what: str) -> None:
     floats = isinstance(piece, Tensor) and piece.is_floating_point()
     if not floats or piece.dim() != 2 or piece.shape[1] != hidden:
-        raise InputError(f"{what}: expected a tensor of floats [n, {hidden}], found "
-                         f"{_shown(piece)}")  # fmt: skip
+        raise InputError(
+            f"{what}: expected a tensor of floats [n, {hidden}], found {_shown(piece)}"
+        )
     if not bool(torch.isfinite(piece).all()):
         raise InputError(f"{what} are not finite: NaN or infinity in {_shown(piece)}")
 
@@ -196,8 +197,7 @@ def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Pi
     if block_ids is None:
         starts = range(0, int(lengths.max()), chunk)
         return [
-            Piece(torch.full_like(lengths, at), (lengths - at).clamp(0, chunk), at)
-            for at in starts
+            Piece(torch.full_like(lengths, at), (lengths - at).clamp(0, chunk), at) for at in starts
         ]
     _check_blocks(block_ids, chunk)
     start, pieces = torch.zeros_like(lengths), list[Piece]()

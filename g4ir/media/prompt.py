@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from g4ir.errors import InputError
-from g4ir.spec import Tokens
+from g4ir.model.media import AUDIO, IMAGE, KINDS, VIDEO, placeholders
+from g4ir.spec.parts import Tokens
 
-from .choice import AUDIO, IMAGE, KINDS, VIDEO, placeholders
 from .soft import Soft, count_error, counts
 
 Encode = Callable[[str], list[int]]  # text -> ids, without bos
@@ -63,9 +63,12 @@ def check_given(
 
 
 def place(
-    ids: Sequence[int], softs: Sequence[Soft], tokens: Tokens, encode: Encode | None = None,
+    ids: Sequence[int],
+    softs: Sequence[Soft],
+    tokens: Tokens,
+    encode: Encode | None = None,
     kinds: Collection[str] = KINDS,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The ids of a prompt with every placeholder of `softs`.
 
     Of each kind, as many placeholders as soft tokens are taken as they are, and as many as media
@@ -77,13 +80,19 @@ def place(
 
 
 def place_rows(
-    rows: Sequence[Sequence[int]], softs: Sequence[Soft], tokens: Tokens,
-    encode: Encode | None = None, kinds: Collection[str] = KINDS,
-) -> list[list[int]]:  # fmt: skip
+    rows: Sequence[Sequence[int]],
+    softs: Sequence[Soft],
+    tokens: Tokens,
+    encode: Encode | None = None,
+    kinds: Collection[str] = KINDS,
+) -> list[list[int]]:
     """`place` for a batch: the media belong to its placeholders row by row."""
     single = _singles(rows, softs, placeholders(tokens, kinds))
-    left = {single[s.kind]: iter([m for m in softs if m.kind == s.kind])
-            for s in softs if s.kind in single}  # fmt: skip
+    left = {
+        single[s.kind]: iter([m for m in softs if m.kind == s.kind])
+        for s in softs
+        if s.kind in single
+    }
     return [_placed(row, left, tokens, encode) for row in rows]
 
 
@@ -142,9 +151,13 @@ NO_TIMES = "no tokenizer: the frames of videos come without their times"
 
 
 def mark(
-    text: str, given: Sequence[str], taken: Collection[str], tokens: Tokens, spell: Spell,
+    text: str,
+    given: Sequence[str],
+    taken: Collection[str],
+    tokens: Tokens,
+    spell: Spell,
     bos: str | None = None,
-) -> tuple[str, str | None]:  # fmt: skip
+) -> tuple[str, str | None]:
     """The text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`, and a
     note where there is something to tell.
 
@@ -170,8 +183,10 @@ def mark(
     text = _MARKER.sub(swapped, text)
     for kind, n in left.items():
         if n < 0:
-            notes.append(f"{-n} of {room[kind] - n} <{kind}> in the prompt are text: "
-                         f"{given.count(kind)} --{kind} given")  # fmt: skip
+            notes.append(
+                f"{-n} of {room[kind] - n} <{kind}> in the prompt are text: "
+                f"{given.count(kind)} --{kind} given"
+            )
     strings = {k: spell(holders[k]) for k in given if k in holders}
     first = [k for k in given if k in strings and strings[k] not in text]
     if first:

@@ -38,9 +38,13 @@ def counts(softs: Sequence[Soft]) -> dict[str, int]:
 
 
 def count_error(
-    kind: str, holder: int | None, found: int, media: int, soft: int | None = None,
+    kind: str,
+    holder: int | None,
+    found: int,
+    media: int,
+    soft: int | None = None,
     fix: str = "put one for each medium, or one for each soft token",
-) -> InputError:  # fmt: skip
+) -> InputError:
     """A prompt has `found` placeholders of a kind, whose id is `holder`, for so many media; `soft`
     None: how many soft tokens they are is not known yet."""
     size = "" if soft is None else f" with {soft} soft tokens"

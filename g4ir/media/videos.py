@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from g4ir.errors import InputError, MissingError
-from g4ir.spec import Spec
+from g4ir.model.images import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
+from g4ir.spec.record import Spec
 
-from .budget import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
 from .images import (
     F32,
     I64,
@@ -88,8 +88,7 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
         raise InputError(f"{name}: no frames")
     count = min(FRAMES, total) if frames is None else frames
     if type(count) is not int or not 1 <= count <= total:
-        raise InputError(f"{name}: {count!r} frames asked for, the video has {total}; "
-                         f"1 to {total}")  # fmt: skip
+        raise InputError(f"{name}: {count!r} frames asked for, the video has {total}; 1 to {total}")
     import torch
 
     # Its rounding of the steps decides between two neighbours now and then, and of whether one
@@ -126,15 +125,21 @@ def _chosen(video: Video, frames: int | None) -> tuple[tuple[int, ...], Iterable
         indices = sample_frames(total, frames, video.name)
         return indices, (video.frames[i] for i in indices)
     if frames not in (None, total) or len(known) != total or not total:
-        raise InputError(f"{video.name}: {total} frames at {len(known)} indices; a video with "
-                         "indices is sampled already, one frame for each")  # fmt: skip
+        raise InputError(
+            f"{video.name}: {total} frames at {len(known)} indices; a video with "
+            "indices is sampled already, one frame for each"
+        )
     return known, video.frames
 
 
 def _footage(
-    frames: Iterable[U8], indices: tuple[int, ...], rate: float | None, settings: ImageSettings,
-    name: str, most: int | None = None,
-) -> Footage:  # fmt: skip
+    frames: Iterable[U8],
+    indices: tuple[int, ...],
+    rate: float | None,
+    settings: ImageSettings,
+    name: str,
+    most: int | None = None,
+) -> Footage:
     """One frame after the other, so that a single one is held in full resolution. InputError for
     more than `most` soft tokens in all."""
     grid: Grid | None = None
@@ -154,15 +159,19 @@ def _footage(
     fill = settings.rows - len(places)
     positions = np.pad(places, ((0, fill), (0, 0)), constant_values=NO_PATCH)
     return Footage(
-        patches, np.repeat(positions[None], len(indices), axis=0), grid.soft_tokens,
+        patches,
+        np.repeat(positions[None], len(indices), axis=0),
+        grid.soft_tokens,
         frame_times(indices, rate),
-    )  # fmt: skip
+    )
 
 
 def _check_tokens(name: str, frames: int, each: int, most: int | None) -> None:
     if most is not None and frames * each > most:
-        raise InputError(f"{name}: {frames} frames of {each} soft tokens are more than the "
-                         f"engine's --max-seq {most}; ask for fewer frames")  # fmt: skip
+        raise InputError(
+            f"{name}: {frames} frames of {each} soft tokens are more than the "
+            f"engine's --max-seq {most}; ask for fewer frames"
+        )
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -185,9 +194,12 @@ def read_video(
 
 
 def read_footage(
-    path: str | Path, settings: ImageSettings, frames: int | None = None, most: int | None = None,
+    path: str | Path,
+    settings: ImageSettings,
+    frames: int | None = None,
+    most: int | None = None,
     limits: VideoLimits | None = None,
-) -> Footage:  # fmt: skip
+) -> Footage:
     """`prepare_video` of `read_video`, with one frame at a time in full resolution. Errors as
     there, and InputError for more than `most` soft tokens."""
     with _sampled(Path(path), frames, limits or VideoLimits()) as (head, pictures):
@@ -217,8 +229,9 @@ def _sampled(
             head = _head(av, file, path, frames, limits)
             yield head, _kept(av, file, path, head, limits)
     except (av.FFmpegError, OSError, ValueError) as e:
-        raise InputError(f"{path}: no video, corrupt or truncated ({e}); "
-                         "send MP4, MOV, MKV, WebM, AVI or MPEG") from e  # fmt: skip
+        raise InputError(
+            f"{path}: no video, corrupt or truncated ({e}); send MP4, MOV, MKV, WebM, AVI or MPEG"
+        ) from e
 
 
 def _open(av: Any, file: BinaryIO) -> Any:
@@ -228,9 +241,7 @@ def _open(av: Any, file: BinaryIO) -> Any:
     return av.open(file, container_options=allowed)
 
 
-def _head(
-    av: Any, file: BinaryIO, path: Path, frames: int | None, limits: VideoLimits
-) -> _Head:
+def _head(av: Any, file: BinaryIO, path: Path, frames: int | None, limits: VideoLimits) -> _Head:
     with _open(av, file) as container:
         if not container.streams.video:
             raise InputError(f"{path}: has no picture; send sound as audio")
@@ -245,9 +256,7 @@ def _head(
     return _Head(rate, sample_frames(total, frames, str(path)))
 
 
-def _kept(
-    av: Any, file: BinaryIO, path: Path, head: _Head, limits: VideoLimits
-) -> Iterator[U8]:
+def _kept(av: Any, file: BinaryIO, path: Path, head: _Head, limits: VideoLimits) -> Iterator[U8]:
     wanted, found = frozenset(head.indices), 0
     for i, frame in _frames(av, file, path, limits, head.indices[-1]):
         if i in wanted:

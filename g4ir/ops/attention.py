@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..types import Type
 from .base import Sample, Traffic, op, require, wide
+from .budgets import MOVES, Budget
+from .types import ITEMSIZE, Type
 
 
 def slot_positions(written: Any, slots: int) -> Any:
@@ -63,6 +64,25 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
     return rising * first + rising * (rising + 1) // 2 + full * window
 
 
+def attention_workspace(
+    q: Type, kept: Sequence[Type], parts: int, softcap: float, raw: bool = False
+) -> int:
+    """Bytes beside the result, as the torch backend computes an attention over `parts` caches, of
+    which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K and V of raw
+    rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap the scores
+    [B,nq,S,T]."""
+    caches, chunk = kept[:parts], len(kept) > parts
+    b, s, heads, d = map(int, q.shape)
+    kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
+    keys = int(caches[0].shape[0]) + (s if chunk else 0)
+    joined = sum(t.nbytes() for t in kept) if chunk else 0
+    rebuilt = raw and (b > 1 or s > 1)
+    made = 2 * keys * b * kv_heads * d * width if rebuilt else 0
+    mask = b * s * keys * (1 + heads // kv_heads * width)
+    scores = b * heads * s * keys * 2 * (width + 4) if softcap else 0
+    return joined + made + mask + scores
+
+
 @op
 class attention:
     """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
@@ -77,13 +97,31 @@ class attention:
     the past of a block as of anything else (rule 19). A block lies within one chunk.
     """
 
+    budget = Budget(
+        4,
+        512,
+        "scores, weights and output are rounded; a cache of other "
+        "slots, or keys read after they were written, change the order of both products",
+    )
+    kind = "kv"
     rows = (0, 1)
 
     @staticmethod
+    def held(**_: Any) -> tuple[int, int]:
+        return 3, 5
+
+    @staticmethod
     def infer(
-        q: Type, positions: Type, written: Type, cache_k: Type, cache_v: Type, *chunk: Type,
-        window: int, scale: float, softcap: float,
-    ) -> Type:  # fmt: skip
+        q: Type,
+        positions: Type,
+        written: Type,
+        cache_k: Type,
+        cache_v: Type,
+        *chunk: Type,
+        window: int,
+        scale: float,
+        softcap: float,
+    ) -> Type:
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
         require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
         b, s, heads, d = q.shape
@@ -107,9 +145,16 @@ class attention:
 
     @staticmethod
     def reference(
-        q: Any, positions: Any, written: Any, cache_k: Any, cache_v: Any, *chunk: Any,
-        window: int, scale: float, softcap: float,
-    ) -> Any:  # fmt: skip
+        q: Any,
+        positions: Any,
+        written: Any,
+        cache_k: Any,
+        cache_v: Any,
+        *chunk: Any,
+        window: int,
+        scale: float,
+        softcap: float,
+    ) -> Any:
         import torch
 
         fresh, block_ids = split_chunk(chunk, 2)
@@ -142,19 +187,51 @@ class attention:
         keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
         return 4 * b * heads * d * visible_pairs(s, keys, window)
 
+    @staticmethod
+    def workspace(
+        ins: tuple[Type, ...], outs: tuple[Type, ...], *, softcap: float, **_: Any
+    ) -> int:
+        return attention_workspace(ins[0], ins[3:], 2, softcap)
+
     samples = [
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
-                "f32[2,5,2,8]", "f32[2,5,2,8]"),
-               {"window": 4, "scale": 1.0, "softcap": 0.0}, {1: (9, 14), 2: (9, 10)}),
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[7,2,2,8]", "f32[7,2,2,8]",
-                "f32[2,5,2,8]", "f32[2,5,2,8]", "i64[2,5]"),
-               {"window": 4, "scale": 1.0, "softcap": 0.0},
-               {1: (9, 14), 2: (9, 10), 7: (-1, 2)}),
-        Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[16,2,1,8]", "f32[16,2,1,8]"),
-               {"window": 0, "scale": 1.0, "softcap": 20.0}, {1: (6, 7), 2: (7, 8)}),
-        Sample(("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8,1,2,8]", "f32[8,1,2,8]"),
-               {"window": 8, "scale": 1.0, "softcap": 0.0}, {1: (29, 30), 2: (30, 31)}),
-    ]  # fmt: skip
+        Sample(
+            (
+                "f32[2,5,4,8]",
+                "i64[2,5]",
+                "i64[2]",
+                "f32[7,2,2,8]",
+                "f32[7,2,2,8]",
+                "f32[2,5,2,8]",
+                "f32[2,5,2,8]",
+            ),
+            {"window": 4, "scale": 1.0, "softcap": 0.0},
+            {1: (9, 14), 2: (9, 10)},
+        ),
+        Sample(
+            (
+                "f32[2,5,4,8]",
+                "i64[2,5]",
+                "i64[2]",
+                "f32[7,2,2,8]",
+                "f32[7,2,2,8]",
+                "f32[2,5,2,8]",
+                "f32[2,5,2,8]",
+                "i64[2,5]",
+            ),
+            {"window": 4, "scale": 1.0, "softcap": 0.0},
+            {1: (9, 14), 2: (9, 10), 7: (-1, 2)},
+        ),
+        Sample(
+            ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[16,2,1,8]", "f32[16,2,1,8]"),
+            {"window": 0, "scale": 1.0, "softcap": 20.0},
+            {1: (6, 7), 2: (7, 8)},
+        ),
+        Sample(
+            ("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8,1,2,8]", "f32[8,1,2,8]"),
+            {"window": 8, "scale": 1.0, "softcap": 0.0},
+            {1: (29, 30), 2: (30, 31)},
+        ),
+    ]
 
 
 @op
@@ -166,6 +243,8 @@ class cache_write:
     S > C: only the last C valid tokens of a row remain.
     """
 
+    budget = MOVES
+    kind = "kv"
     updates = ((0, 0),)
 
     @staticmethod

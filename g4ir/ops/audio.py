@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..types import Dim, Type
 from .base import Sample, op, require, wide
+from .budgets import MOVES, POINTWISE, Budget
+from .types import Dim, Type
 
 
 def _half(size: Dim) -> int:
@@ -21,6 +22,8 @@ def _half(size: Dim) -> int:
 class mask_rows:
     """x with zeros in the rows that are masked out; x [B,T,...], mask bool[B,T] (rules 29, 33)"""
 
+    budget = MOVES
+    kind = "other"
     rows = (0, 1)
 
     @staticmethod
@@ -42,6 +45,9 @@ class conv_halve:
 
     x [B,T,F,C], w [O,C,3,3] -> [B, ceil(T/2), ceil(F/2), O] (rule 33)
     """
+
+    budget = Budget(1, 256, "sums of up to nine times the channels, rounded once")
+    kind = "embed"
 
     @staticmethod
     def infer(x: Type, w: Type) -> Type:
@@ -68,6 +74,9 @@ class conv_halve:
 class halve_mask:
     """Every second entry of a mask [B,T], as `conv_halve` halves the frames (rule 33)"""
 
+    budget = MOVES
+    kind = "other"
+
     @staticmethod
     def infer(mask: Type) -> Type:
         require(mask.dtype == "bool" and mask.rank == 2, f"halve_mask: {mask} is not bool[B,T]")
@@ -84,6 +93,7 @@ class halve_mask:
 class sigmoid_glu:
     """first half of x * sigmoid(second half), along the last dim (rule 34)"""
 
+    budget = POINTWISE
     rows = (0,)
 
     @staticmethod
@@ -112,6 +122,8 @@ class causal_conv:
     x [B,T,C], w [C,1,K] (rule 34)
     """
 
+    budget = Budget(1, 16, "sums of as many terms as the kernel has, rounded once")
+
     @staticmethod
     def infer(x: Type, w: Type) -> Type:
         fits = w.rank == 3 and w.shape[:2] == (x.shape[-1], 1) and w.dtype == x.dtype
@@ -139,6 +151,9 @@ class relative_keys:
     The sinusoids have hidden / 2 timescales from 1 to 10000, sines before cosines; they are made
     in fp32 and rounded to w's dtype. Depends on a weight alone: worked out once, at build.
     """
+
+    budget = Budget(1, 256, "sines and cosines rounded, then as linear")
+    kind = "other"
 
     @staticmethod
     def infer(w: Type, *, count: int) -> Type:
@@ -208,11 +223,24 @@ class chunked_attention:
     is masked gets `invalid`. The result is rounded to q's dtype.
     """
 
+    budget = Budget(1, 512, "all in fp32, rounded once; sums reordered")
+    kind = "kv"
+
     @staticmethod
     def infer(
-        q: Type, k: Type, v: Type, relative: Type, dim_scale: Type, mask: Type,
-        *, chunk: int, left: int, right: int, cap: float, invalid: float,
-    ) -> Type:  # fmt: skip
+        q: Type,
+        k: Type,
+        v: Type,
+        relative: Type,
+        dim_scale: Type,
+        mask: Type,
+        *,
+        chunk: int,
+        left: int,
+        right: int,
+        cap: float,
+        invalid: float,
+    ) -> Type:
         require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} differ")
         b, t, n, d = q.shape
         fits = isinstance(n, int) and isinstance(d, int)
@@ -225,9 +253,19 @@ class chunked_attention:
 
     @staticmethod
     def reference(
-        q: Any, k: Any, v: Any, relative: Any, dim_scale: Any, mask: Any,
-        *, chunk: int, left: int, right: int, cap: float, invalid: float,
-    ) -> Any:  # fmt: skip
+        q: Any,
+        k: Any,
+        v: Any,
+        relative: Any,
+        dim_scale: Any,
+        mask: Any,
+        *,
+        chunk: int,
+        left: int,
+        right: int,
+        cap: float,
+        invalid: float,
+    ) -> Any:
         import torch
 
         b, t, n, d = q.shape
@@ -249,19 +287,28 @@ class chunked_attention:
 
     @staticmethod
     def flops(
-        ins: tuple[Type, ...], outs: tuple[Type, ...], *, chunk: int, left: int, right: int,
+        ins: tuple[Type, ...],
+        outs: tuple[Type, ...],
+        *,
+        chunk: int,
+        left: int,
+        right: int,
         **_: Any,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Keys of the context twice, and of the distances once."""
         seen = left - 1 + chunk + right
         return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
 
     samples = [
-        Sample(("f32[1,11,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[1,11]"),
-               {"chunk": 4, "left": 5, "right": 0, "cap": 50.0, "invalid": -1e9}),
-        Sample(("f32[2,3,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[2,3]"),
-               {"chunk": 4, "left": 3, "right": 2, "cap": 5.0, "invalid": -1e9}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[1,11,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[1,11]"),
+            {"chunk": 4, "left": 5, "right": 0, "cap": 50.0, "invalid": -1e9},
+        ),
+        Sample(
+            ("f32[2,3,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[2,3]"),
+            {"chunk": 4, "left": 3, "right": 2, "cap": 5.0, "invalid": -1e9},
+        ),
+    ]
 
 
 def _near(chunk: int, past: int, future: int, device: Any) -> Any:

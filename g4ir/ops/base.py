@@ -9,13 +9,19 @@ An op class gives
                                 tuples; default: every operand once
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
   updates    (result, input) pairs: the result is the new contents of that cache
+  held(**attrs)  where the caches lie among the inputs that attention reads, first and last + 1; the
+             chunk that is not in them yet follows, and its block ids
   glue       a view or gather that backends run between compiled programs
   fold       may run in the weight prologue
+  budget     how far two right computations of it may lie apart, and why (budgets.py)
+  kind       the part of the model that it belongs to wherever it occurs, one of KINDS; others by
+             the name of their first result
+  workspace(ins, outs, **attrs)  bytes that it allocates beside its results; default: none
   samples    inputs and attrs from which tests are generated
 
-`flops` and `traffic` see types whose dims are all ints. A cache comes with as many slots as hold
-a token at that point, so its size says what an op can read of it (see g4ir/cost.py). A fused op
-with neither costs what its expansion costs, without the values in between.
+`flops`, `traffic` and `workspace` see types whose dims are all ints. A cache comes with as many
+slots as hold a token at that point, so its size says what an op can read of it (plan/cost.py). A
+fused op with neither costs what its expansion costs, without the values in between.
 """
 
 from __future__ import annotations
@@ -26,8 +32,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..types import Type, parse_type
+from .budgets import Budget
+from .types import Type, parse_type
 
+#: parts of the model. attention: the projections; kv: attention itself and the cache writes;
+#: other: norms, residuals
+KINDS = ("attention", "kv", "mlp", "experts", "ple", "head", "embed", "other")
 #: bytes per input, bytes per result
 Traffic = tuple[tuple[int, ...], tuple[int, ...]]
 Operand = TypeVar("Operand")
@@ -58,8 +68,12 @@ class Op:
     traffic: Callable[..., Traffic] | None
     rows: tuple[int, ...]
     updates: tuple[tuple[int, int], ...]
+    held: Callable[..., tuple[int, int]] | None
     glue: bool
     fold: bool
+    budget: Budget
+    kind: str | None
+    workspace: Callable[..., int] | None
     samples: tuple[Sample, ...]
     attrs: Mapping[str, str]
 
@@ -136,8 +150,10 @@ def op(cls: type) -> Op:
         raise TypeError(f"op {cls.__name__} needs a docstring and infer")
     if (part("reference") is None) == (part("expand") is None):
         raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
-    if not parts.get("samples"):
-        raise TypeError(f"op {cls.__name__} needs samples")
+    if not parts.get("samples") or not isinstance(parts.get("budget"), Budget):
+        raise TypeError(f"op {cls.__name__} needs samples and a budget")
+    if parts.get("kind") not in (None, *KINDS):
+        raise TypeError(f"op {cls.__name__}: kind {parts['kind']!r}: one of {', '.join(KINDS)}")
     counted = part("expand") is None or bool(parts.keys() & {"flops", "traffic"})
     return Op(
         name=cls.__name__,
@@ -149,8 +165,12 @@ def op(cls: type) -> Op:
         traffic=part("traffic", every_operand) if counted else None,
         rows=parts.get("rows", ()),
         updates=parts.get("updates", ()),
+        held=part("held"),
         glue=parts.get("glue", False),
         fold=parts.get("fold", True),
+        budget=parts["budget"],
+        kind=parts.get("kind"),
+        workspace=part("workspace"),
         samples=tuple(parts["samples"]),
         attrs=_attributes(part("infer")),
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import FLOATS, Type, torch_dtype
 from .base import Sample, Traffic, op, require
+from .budgets import MOVES, Budget
+from .types import FLOATS, Type, torch_dtype
 
 
 @op
 class add:
     """a + b, rounded to their dtype"""
 
+    budget = Budget(1, 0, "one sum, rounded once")
+    kind = "other"
     rows = (0, 1)
 
     @staticmethod
@@ -30,6 +33,8 @@ class add:
 class mul:
     """x * w, w of one element or of x's last dim (layer scalar: semantics rule 9)"""
 
+    budget = Budget(1, 0, "one product, rounded once")
+    kind = "other"
     rows = (0,)
 
     @staticmethod
@@ -49,6 +54,7 @@ class mul:
 class scale:
     """x * value: a Python float, so the factor is not rounded to x's dtype first (rule 3, 4)"""
 
+    budget = Budget(1, 0, "one product, rounded once")
     rows = (0,)
 
     @staticmethod
@@ -66,6 +72,7 @@ class scale:
 class softcap:
     """tanh(x / cap) * cap in x's dtype, three roundings (rule 22)"""
 
+    budget = Budget(2, 0, "quotient, tanh and product, each rounded")
     rows = (0,)
 
     @staticmethod
@@ -86,6 +93,8 @@ class softcap:
 class clip:
     """clamp(x, low, high); bounds are tensors of no dim in x's dtype (rule 27)"""
 
+    budget = MOVES
+    kind = "other"
     rows = (0,)
 
     @staticmethod
@@ -104,6 +113,8 @@ class clip:
 class limit:
     """clamp(x, -most, most), where most is at most the largest number of x's dtype (rule 34)"""
 
+    budget = MOVES
+    kind = "other"
     rows = (0,)
 
     @staticmethod
@@ -125,6 +136,8 @@ class limit:
 class cast:
     """x in another dtype"""
 
+    budget = Budget(1, 0, "one rounding and nothing else")
+    kind = "other"
     rows = (0,)
 
     @staticmethod
@@ -144,6 +157,7 @@ class cast:
 class last_row:
     """y[b, 0] = x[b, lengths[b] - 1]; for an empty row any row (its result is not used)"""
 
+    budget = MOVES
     glue = True
 
     @staticmethod
@@ -172,6 +186,9 @@ class last_row:
 @op
 class row_start:
     """start[b] = positions[b, 0]: tokens that the caches hold before this chunk"""
+
+    budget = MOVES
+    kind = "other"
 
     @staticmethod
     def infer(positions: Type) -> Type:

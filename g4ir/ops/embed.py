@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
 from .base import Sample, Traffic, nothing, op, require
+from .budgets import MOVES, Budget
+from .types import Type
 
 
 @op
 class embedding:
     """table[ids] * scale, scale rounded to the table's dtype first (rules 1, 2)"""
 
+    budget = Budget(1, 0, "one product, rounded once")
+    kind = "embed"
     rows = (1,)
     fold = False
 
@@ -40,6 +43,8 @@ class mask_ids:
     """Token ids with `pad` in the place of those in `ids`: what both tables look up where media
     stand (rules 2, 38)"""
 
+    budget = MOVES
+    kind = "embed"
     rows = (0,)
 
     @staticmethod
@@ -63,6 +68,7 @@ class mask_ids:
 class unstack_layers:
     """[layers, B, S, P] -> one [B, S, P] per layer"""
 
+    budget = MOVES
     glue = True
 
     @staticmethod
@@ -82,6 +88,8 @@ class unstack_layers:
 @op
 class stack_layers:
     """[B, S, layers, P] -> [layers, B, S, P], so that each layer's slice is contiguous"""
+
+    budget = MOVES
 
     @staticmethod
     def infer(x: Type) -> Type:

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..types import FLOATS, Type
-from .attention import attention, slot_positions, split_chunk
+from .attention import attention, attention_workspace, slot_positions, split_chunk
 from .base import Sample, op, require, wide
+from .budgets import MOVES, Budget
 from .norm import reciprocal_rms
 from .rope import rope, rope_table, rotated_pairs
+from .types import FLOATS, Type
 
 #: form -> its tensors in the order in which `attention_latent` takes them
 PARTS = {"value": ("latent",), "raw": ("raw", "rms")}
@@ -32,6 +33,8 @@ class inverse_rms:
     fp32 where x is narrower; float64 stays.
     """
 
+    budget = Budget(0, 16, "a mean of squares in fp32, which is not rounded")
+    kind = "kv"
     rows = (0,)
 
     @staticmethod
@@ -58,6 +61,8 @@ class latent_row:
     v, k [B,S,n,d]; the result, [B,S,n,d + 2 pairs], is the `value` form of both.
     """
 
+    budget = MOVES
+    kind = "kv"
     rows = (0, 1)
 
     @staticmethod
@@ -95,16 +100,29 @@ def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
 
 
 def keys_values_of_raw(
-    raw: Any, rms: Any, w: Any, positions: Any, *, kind: str, theta: float, fraction: float,
-    factor: float, dtype: str,
-) -> tuple[Any, Any]:  # fmt: skip
+    raw: Any,
+    rms: Any,
+    w: Any,
+    positions: Any,
+    *,
+    kind: str,
+    theta: float,
+    fraction: float,
+    factor: float,
+    dtype: str,
+) -> tuple[Any, Any]:
     """K and V [X,Y,n,d] of a projection [X,Y,n,d] and its reciprocal rms [X,Y,n,1] at `positions`
     i64[X,Y], with the roundings of `rms_norm`, `rope_table` (of this dtype) and `rope`."""
     h = wide(raw) * rms
     cos, sin = rope_table.reference(
-        positions, kind=kind, theta=theta, dim=w.shape[0], fraction=fraction, factor=factor,
+        positions,
+        kind=kind,
+        theta=theta,
+        dim=w.shape[0],
+        fraction=fraction,
+        factor=factor,
         dtype=dtype,
-    )  # fmt: skip
+    )
     k = rope.reference((h * wide(w)).to(raw.dtype), cos, sin)
     return k.to(raw.dtype), h.to(raw.dtype)
 
@@ -120,9 +138,7 @@ def keys_values(
     return keys_values_of_raw(raw, rms, w, positions, **rotation)
 
 
-def _as_keys(
-    form: str, held: Sequence[Type], d: int, kind: str, fraction: float
-) -> list[Type]:
+def _as_keys(form: str, held: Sequence[Type], d: int, kind: str, fraction: float) -> list[Type]:
     """The types of the keys in the cache and, where given, in the chunk."""
     pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
     widths = {"value": (d + 2 * pairs,), "raw": (d, 1)}[form]
@@ -155,14 +171,31 @@ class attention_latent:
     Roundings as in `attention`; those of K and V are stated above, at the forms.
     """
 
+    budget = Budget(8, 512, "as attention, on keys that were made again and rounded")
+    kind = "kv"
     rows = (0, 1)
 
     @staticmethod
+    def held(*, form: str, **_: Any) -> tuple[int, int]:
+        return 4, 4 + len(PARTS[form])
+
+    @staticmethod
     def infer(
-        q: Type, positions: Type, written: Type, w: Type, *held: Type,
-        form: str, window: int, scale: float, softcap: float,
-        kind: str, theta: float, fraction: float, factor: float, dtype: str,
-    ) -> Type:  # fmt: skip
+        q: Type,
+        positions: Type,
+        written: Type,
+        w: Type,
+        *held: Type,
+        form: str,
+        window: int,
+        scale: float,
+        softcap: float,
+        kind: str,
+        theta: float,
+        fraction: float,
+        factor: float,
+        dtype: str,
+    ) -> Type:
         require(form in PARTS, f"attention_latent: form {form!r}: one of {', '.join(PARTS)}")
         fits = q.rank == 4 and isinstance(q.shape[-1], int) and w == Type(q.dtype, q.shape[-1:])
         require(fits, f"attention_latent: weight {w} does not fit q {q}")
@@ -179,9 +212,17 @@ class attention_latent:
 
     @staticmethod
     def reference(
-        q: Any, positions: Any, written: Any, w: Any, *held: Any,
-        form: str, window: int, scale: float, softcap: float, **rotation: Any,
-    ) -> Any:  # fmt: skip
+        q: Any,
+        positions: Any,
+        written: Any,
+        w: Any,
+        *held: Any,
+        form: str,
+        window: int,
+        scale: float,
+        softcap: float,
+        **rotation: Any,
+    ) -> Any:
         parts = len(PARTS[form])
         rows, block_ids = _split(form, held)
         key_pos = slot_positions(written, held[0].shape[0])
@@ -194,9 +235,15 @@ class attention_latent:
 
     @staticmethod
     def flops(
-        ins: tuple[Type, ...], outs: tuple[Type, ...], *,
-        form: str, window: int, scale: float, softcap: float, **_: Any,
-    ) -> int:  # fmt: skip
+        ins: tuple[Type, ...],
+        outs: tuple[Type, ...],
+        *,
+        form: str,
+        window: int,
+        scale: float,
+        softcap: float,
+        **_: Any,
+    ) -> int:
         """Of `attention`; a key of the `value` form is d + 2p long. `raw`: also 5 for each element
         of K and V that is made again."""
         q, parts = ins[0], len(PARTS[form])
@@ -210,32 +257,129 @@ class attention_latent:
             return count * (d + int(held[0].shape[-1])) // (2 * d)
         return count + 5 * sum(x.numel() for x in held[::parts])
 
+    @staticmethod
+    def workspace(
+        ins: tuple[Type, ...], outs: tuple[Type, ...], *, form: str, softcap: float, **_: Any
+    ) -> int:
+        raw = form == "raw"
+        return attention_workspace(ins[0], ins[4:], len(PARTS[form]), softcap, raw)
+
     samples = [
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]"),
-               {"form": "value", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
-                "theta": 1e4, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
-               {1: (9, 14), 2: (9, 10)}),
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,8]", "f32[7,2,2,1]",
-                "f32[2,5,2,8]", "f32[2,5,2,1]"),
-               {"form": "raw", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "default",
-                "theta": 1e4, "fraction": 1.0, "factor": 2.0, "dtype": "f32"},
-               {1: (9, 14), 2: (9, 10)}),
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]",
-                "i64[2,5]"),
-               {"form": "value", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
-                "theta": 1e4, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
-               {1: (9, 14), 2: (9, 10), 6: (-1, 2)}),
-        Sample(("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,8]", "f32[7,2,2,1]",
-                "f32[2,5,2,8]", "f32[2,5,2,1]", "i64[2,5]"),
-               {"form": "raw", "window": 4, "scale": 1.0, "softcap": 0.0, "kind": "default",
-                "theta": 1e4, "fraction": 1.0, "factor": 2.0, "dtype": "f32"},
-               {1: (9, 14), 2: (9, 10), 8: (-1, 2)}),
-        Sample(("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
-               {"form": "value", "window": 0, "scale": 1.0, "softcap": 20.0,
-                "kind": "proportional", "theta": 1e6, "fraction": 0.25, "factor": 1.0,
-                "dtype": "f32"}, {1: (6, 7), 2: (7, 8)}),
-        Sample(("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8]", "f32[8,1,2,8]", "f32[8,1,2,1]"),
-               {"form": "raw", "window": 8, "scale": 1.0, "softcap": 0.0, "kind": "proportional",
-                "theta": 1e6, "fraction": 0.5, "factor": 1.0, "dtype": "f32"},
-               {1: (29, 30), 2: (30, 31)}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]"),
+            {
+                "form": "value",
+                "window": 4,
+                "scale": 1.0,
+                "softcap": 0.0,
+                "kind": "proportional",
+                "theta": 1e4,
+                "fraction": 0.5,
+                "factor": 1.0,
+                "dtype": "f32",
+            },
+            {1: (9, 14), 2: (9, 10)},
+        ),
+        Sample(
+            (
+                "f32[2,5,4,8]",
+                "i64[2,5]",
+                "i64[2]",
+                "f32[8]",
+                "f32[7,2,2,8]",
+                "f32[7,2,2,1]",
+                "f32[2,5,2,8]",
+                "f32[2,5,2,1]",
+            ),
+            {
+                "form": "raw",
+                "window": 4,
+                "scale": 1.0,
+                "softcap": 0.0,
+                "kind": "default",
+                "theta": 1e4,
+                "fraction": 1.0,
+                "factor": 2.0,
+                "dtype": "f32",
+            },
+            {1: (9, 14), 2: (9, 10)},
+        ),
+        Sample(
+            (
+                "f32[2,5,4,8]",
+                "i64[2,5]",
+                "i64[2]",
+                "f32[8]",
+                "f32[7,2,2,12]",
+                "f32[2,5,2,12]",
+                "i64[2,5]",
+            ),
+            {
+                "form": "value",
+                "window": 4,
+                "scale": 1.0,
+                "softcap": 0.0,
+                "kind": "proportional",
+                "theta": 1e4,
+                "fraction": 0.5,
+                "factor": 1.0,
+                "dtype": "f32",
+            },
+            {1: (9, 14), 2: (9, 10), 6: (-1, 2)},
+        ),
+        Sample(
+            (
+                "f32[2,5,4,8]",
+                "i64[2,5]",
+                "i64[2]",
+                "f32[8]",
+                "f32[7,2,2,8]",
+                "f32[7,2,2,1]",
+                "f32[2,5,2,8]",
+                "f32[2,5,2,1]",
+                "i64[2,5]",
+            ),
+            {
+                "form": "raw",
+                "window": 4,
+                "scale": 1.0,
+                "softcap": 0.0,
+                "kind": "default",
+                "theta": 1e4,
+                "fraction": 1.0,
+                "factor": 2.0,
+                "dtype": "f32",
+            },
+            {1: (9, 14), 2: (9, 10), 8: (-1, 2)},
+        ),
+        Sample(
+            ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
+            {
+                "form": "value",
+                "window": 0,
+                "scale": 1.0,
+                "softcap": 20.0,
+                "kind": "proportional",
+                "theta": 1e6,
+                "fraction": 0.25,
+                "factor": 1.0,
+                "dtype": "f32",
+            },
+            {1: (6, 7), 2: (7, 8)},
+        ),
+        Sample(
+            ("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8]", "f32[8,1,2,8]", "f32[8,1,2,1]"),
+            {
+                "form": "raw",
+                "window": 8,
+                "scale": 1.0,
+                "softcap": 0.0,
+                "kind": "proportional",
+                "theta": 1e6,
+                "fraction": 0.5,
+                "factor": 1.0,
+                "dtype": "f32",
+            },
+            {1: (29, 30), 2: (30, 31)},
+        ),
+    ]

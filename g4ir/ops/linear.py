@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Dim, Type
 from .base import Sample, nothing, op, require
+from .budgets import MOVES, PRODUCT, Budget
+from .types import Dim, Type
 
 
 @op
 class linear:
     """y[..., o] = sum_i x[..., i] * w[o, i]"""
 
+    budget = PRODUCT
     rows = (0,)
 
     @staticmethod
@@ -37,6 +39,7 @@ class linear:
 class linear_bias:
     """y[..., o] = sum_i x[..., i] * w[o, i] + b[o], rounded once"""
 
+    budget = Budget(1, 256, "as linear; the bias is added before the rounding")
     rows = (0,)
 
     @staticmethod
@@ -66,6 +69,7 @@ class linear_clipped:
     Siblings are never packed: each clamps its input to bounds of its own, known only at load.
     """
 
+    budget = Budget(1, 256, "as linear, which clamping only brings nearer")
     rows = (0,)
 
     @staticmethod
@@ -86,6 +90,8 @@ class linear_clipped:
 @op
 class concat:
     """The inputs one after the other along `axis`."""
+
+    budget = MOVES
 
     @staticmethod
     def infer(*xs: Type, axis: int) -> Type:
@@ -117,6 +123,7 @@ class concat:
 class split:
     """Cut the last dim into pieces of the given sizes, one result each."""
 
+    budget = MOVES
     rows = (0,)
 
     @staticmethod
@@ -138,6 +145,7 @@ class split:
 class heads:
     """[..., n * d] -> [..., n, d]"""
 
+    budget = MOVES
     rows = (0,)
 
     @staticmethod
@@ -160,6 +168,7 @@ class heads:
 class merge_heads:
     """[..., n, d] -> [..., n * d]"""
 
+    budget = MOVES
     rows = (0,)
 
     @staticmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..types import Type
 from .base import Sample, op, require
+from .budgets import POINTWISE, Budget
 from .linear import linear
+from .types import Type
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
 
@@ -26,6 +27,7 @@ def activate(x: Any, act: str) -> Any:
 class activation:
     """act(x) (rules 33, 34)"""
 
+    budget = POINTWISE
     rows = (0,)
 
     @staticmethod
@@ -48,6 +50,7 @@ class activation:
 class glu:
     """act(gate) * up, two roundings (rule 11; also rule 8 with the per-layer row as up)"""
 
+    budget = POINTWISE
     rows = (0, 1)
 
     @staticmethod
@@ -71,6 +74,7 @@ class glu:
 class glu_packed:
     """act(first half of x) * second half of x"""
 
+    budget = POINTWISE
     rows = (0,)
 
     @staticmethod
@@ -101,6 +105,7 @@ class linear_glu:
     row of per-layer embeddings (rule 8). Rounded as `linear`, then as `glu`.
     """
 
+    budget = Budget(3, 256, "as linear, then as glu")
     rows = (0, 2)
 
     @staticmethod

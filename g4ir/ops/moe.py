@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
 from .base import Sample, Traffic, every_operand, op, require, wide
+from .budgets import Budget
 from .linear import linear
 from .mlp import activate, linear_glu
+from .types import ITEMSIZE, Type
 
 
 @op
@@ -19,6 +20,12 @@ class router:
     normalised; root = hidden_size^-0.5 is a Python float and stays unrounded.
     """
 
+    budget = Budget(
+        8,
+        256,
+        "scores of up to 8 are rounded, and a weight moves by what they move",
+    )
+    kind = "experts"
     rows = (0,)
 
     @staticmethod
@@ -75,6 +82,8 @@ class experts:
     gate_up [E, 2I, D] holds the gate rows first; down [E, D, I].
     """
 
+    budget = Budget(2, 512, "two products and the activation between them, each rounded")
+    kind = "experts"
     rows = (0, 1, 2)
 
     @staticmethod
@@ -125,12 +134,27 @@ class experts:
         weights = (round(size * min(distinct, count) / count) for size in reads[3:])
         return (*reads[:3], *weights), writes
 
+    @staticmethod
+    def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        """Rows gathered, gate and up, their product, the result; it and its weighted form in
+        fp32."""
+        x, _weights, index, gate_up, _down = ins
+        double, hidden = map(int, gate_up.shape[1:])
+        width = ITEMSIZE[x.dtype]
+        return index.numel() * (2 * hidden * width + double * 3 // 2 * width + 2 * hidden * 4)
+
     samples = [
-        Sample(("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[8,24,16]", "f32[8,16,12]"),
-               {"act": "gelu_pytorch_tanh"}, {2: (0, 8)}),
-        Sample(("f32[1,1,16]", "f32[1,1,2]", "i64[1,1,2]", "f32[4,24,16]", "f32[4,16,12]"),
-               {"act": "silu"}, {2: (1, 2)}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[8,24,16]", "f32[8,16,12]"),
+            {"act": "gelu_pytorch_tanh"},
+            {2: (0, 8)},
+        ),
+        Sample(
+            ("f32[1,1,16]", "f32[1,1,2]", "i64[1,1,2]", "f32[4,24,16]", "f32[4,16,12]"),
+            {"act": "silu"},
+            {2: (1, 2)},
+        ),
+    ]
 
 
 @op
@@ -142,14 +166,27 @@ class moe_mlp:
     The inputs are norms of one residual, [B,S,D]. One op, so that both can run in the same grids.
     """
 
+    budget = Budget(9, 576, "as router, then as experts; the dense MLP is off by less")
+    kind = "experts"
     rows = (0, 1, 2)
 
     @staticmethod
     def infer(
-        x_dense: Type, x_moe: Type, x_router: Type, router_scale: Type, router_proj: Type,
-        per_expert: Type, w_dense: Type, w_dense_down: Type, gate_up: Type, down: Type,
-        *, act: str, top_k: int, root: float,
-    ) -> tuple[Type, Type]:  # fmt: skip
+        x_dense: Type,
+        x_moe: Type,
+        x_router: Type,
+        router_scale: Type,
+        router_proj: Type,
+        per_expert: Type,
+        w_dense: Type,
+        w_dense_down: Type,
+        gate_up: Type,
+        down: Type,
+        *,
+        act: str,
+        top_k: int,
+        root: float,
+    ) -> tuple[Type, Type]:
         dense = linear.infer(linear_glu.infer(x_dense, w_dense, act=act), w_dense_down)
         routed = router.infer(
             x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
@@ -162,10 +199,22 @@ class moe_mlp:
 
     @staticmethod
     def expand(
-        b: Any, x_dense: Any, x_moe: Any, x_router: Any, router_scale: Any, router_proj: Any,
-        per_expert: Any, w_dense: Any, w_dense_down: Any, gate_up: Any, down: Any,
-        *, act: str, top_k: int, root: float,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        b: Any,
+        x_dense: Any,
+        x_moe: Any,
+        x_router: Any,
+        router_scale: Any,
+        router_proj: Any,
+        per_expert: Any,
+        w_dense: Any,
+        w_dense_down: Any,
+        gate_up: Any,
+        down: Any,
+        *,
+        act: str,
+        top_k: int,
+        root: float,
+    ) -> tuple[Any, Any]:
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)
         weights, index = b.emit(
@@ -174,10 +223,30 @@ class moe_mlp:
         return dense, b.emit("experts", x_moe, weights, index, gate_up, down, act=act)
 
     samples = [
-        Sample(("f32[2,3,16]",) * 3 + ("f32[16]", "f32[8,16]", "f32[8]", "f32[40,16]",
-                "f32[16,20]", "f32[8,24,16]", "f32[8,16,12]"),
-               {"act": "gelu_pytorch_tanh", "top_k": 2, "root": 0.25}),
-        Sample(("f32[1,1,16]",) * 3 + ("f32[16]", "f32[4,16]", "f32[4]", "f32[24,16]",
-                "f32[16,12]", "f32[4,24,16]", "f32[4,16,12]"),
-               {"act": "silu", "top_k": 4, "root": 0.25}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[2,3,16]",) * 3
+            + (
+                "f32[16]",
+                "f32[8,16]",
+                "f32[8]",
+                "f32[40,16]",
+                "f32[16,20]",
+                "f32[8,24,16]",
+                "f32[8,16,12]",
+            ),
+            {"act": "gelu_pytorch_tanh", "top_k": 2, "root": 0.25},
+        ),
+        Sample(
+            ("f32[1,1,16]",) * 3
+            + (
+                "f32[16]",
+                "f32[4,16]",
+                "f32[4]",
+                "f32[24,16]",
+                "f32[16,12]",
+                "f32[4,24,16]",
+                "f32[4,16,12]",
+            ),
+            {"act": "silu", "top_k": 4, "root": 0.25},
+        ),
+    ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
 from .base import Sample, op, require, wide
+from .budgets import Budget
+from .types import Type
 
 
 def reciprocal_rms(h: Any, eps: float) -> Any:
@@ -17,6 +18,8 @@ def reciprocal_rms(h: Any, eps: float) -> Any:
 class rms_norm:
     """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)"""
 
+    budget = Budget(1, 16, "a mean of squares in fp32, then one rounding")
+    kind = "other"
     rows = (0,)
 
     @staticmethod
@@ -54,13 +57,20 @@ class norm_residual:
     an entry per pre-norm that follows. Results: h, then the pre-norms.
     """
 
+    budget = Budget(2, 16, "norm, sum, scalar and the next norm, each rounded")
+    kind = "other"
     rows = (0, 1)
 
     @staticmethod
     def infer(
-        x: Type, residual: Type, w_post: Type, *rest: Type,
-        eps: float, scaled: bool, weighted: tuple[bool, ...],
-    ) -> tuple[Type, ...]:  # fmt: skip
+        x: Type,
+        residual: Type,
+        w_post: Type,
+        *rest: Type,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+    ) -> tuple[Type, ...]:
         require(x == residual, f"norm_residual: {x} and residual {residual} differ")
         want = int(scaled) + sum(weighted)
         require(len(rest) == want, f"norm_residual: {len(rest)} extra inputs, expected {want}")
@@ -73,9 +83,15 @@ class norm_residual:
 
     @staticmethod
     def expand(
-        b: Any, x: Any, residual: Any, w_post: Any, *rest: Any,
-        eps: float, scaled: bool, weighted: tuple[bool, ...],
-    ) -> tuple[Any, ...]:  # fmt: skip
+        b: Any,
+        x: Any,
+        residual: Any,
+        w_post: Any,
+        *rest: Any,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+    ) -> tuple[Any, ...]:
         h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
         if scaled:
             h = b.emit("mul", h, rest[0])
@@ -90,13 +106,16 @@ class norm_residual:
         return 4 * sum(t.numel() for t in outs) + 2 * outs[0].numel()
 
     samples = [
-        Sample(("f32[2,3,16]",) * 2 + ("f32[16]", "f32[1]", "f32[16]"),
-               {"eps": 1e-6, "scaled": True, "weighted": (True,)}),
-        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
-               {"eps": 1e-6, "scaled": False, "weighted": (True, True, False)}),
-        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",),
-               {"eps": 1e-6, "scaled": False, "weighted": ()}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[1]", "f32[16]"),
+            {"eps": 1e-6, "scaled": True, "weighted": (True,)},
+        ),
+        Sample(
+            ("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
+            {"eps": 1e-6, "scaled": False, "weighted": (True, True, False)},
+        ),
+        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",), {"eps": 1e-6, "scaled": False, "weighted": ()}),
+    ]
 
 
 @op
@@ -108,13 +127,23 @@ class dual_norm_residual:
     after the residual, and results, as in `norm_residual`.
     """
 
+    budget = Budget(3, 24, "as rms_norm, then as norm_residual twice")
+    kind = "other"
     rows = (0, 2, 5)
 
     @staticmethod
     def infer(
-        a: Type, w_a: Type, b: Type, w_b: Type, w_sum: Type, residual: Type, *rest: Type,
-        eps: float, scaled: bool, weighted: tuple[bool, ...],
-    ) -> tuple[Type, ...]:  # fmt: skip
+        a: Type,
+        w_a: Type,
+        b: Type,
+        w_b: Type,
+        w_sum: Type,
+        residual: Type,
+        *rest: Type,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+    ) -> tuple[Type, ...]:
         for x, w in ((a, w_a), (b, w_b)):
             rms_norm.infer(x, w, eps=eps)
             require(x == residual, f"dual_norm_residual: {x} and residual {residual} differ")
@@ -125,30 +154,53 @@ class dual_norm_residual:
 
     @staticmethod
     def expand(
-        make: Any, a: Any, w_a: Any, b: Any, w_b: Any, w_sum: Any, residual: Any, *rest: Any,
-        eps: float, scaled: bool, weighted: tuple[bool, ...],
-    ) -> Any:  # fmt: skip
+        make: Any,
+        a: Any,
+        w_a: Any,
+        b: Any,
+        w_b: Any,
+        w_sum: Any,
+        residual: Any,
+        *rest: Any,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+    ) -> Any:
         one = make.emit("rms_norm", a, w_a, eps=eps)
         both = make.emit("norm_residual", b, one, w_b, eps=eps, scaled=False, weighted=())
         return make.emit(
-            "norm_residual", both, residual, w_sum, *rest, eps=eps, scaled=scaled,
+            "norm_residual",
+            both,
+            residual,
+            w_sum,
+            *rest,
+            eps=eps,
+            scaled=scaled,
             weighted=weighted,
-        )  # fmt: skip
+        )
 
     samples = [
-        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[1]", "f32[16]"),
-               {"eps": 1e-6, "scaled": True, "weighted": (True,)}),
-        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[16]"),
-               {"eps": 1e-6, "scaled": False, "weighted": (False, True)}),
-        Sample(("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]"),
-               {"eps": 1e-6, "scaled": False, "weighted": ()}),
-    ]  # fmt: skip
+        Sample(
+            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[1]", "f32[16]"),
+            {"eps": 1e-6, "scaled": True, "weighted": (True,)},
+        ),
+        Sample(
+            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[16]"),
+            {"eps": 1e-6, "scaled": False, "weighted": (False, True)},
+        ),
+        Sample(
+            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]"),
+            {"eps": 1e-6, "scaled": False, "weighted": ()},
+        ),
+    ]
 
 
 @op
 class layer_norm:
     """(x - mean) / sqrt(var + eps) * w (+ b) over the last dim, rounded once (rules 33, 42)"""
 
+    budget = Budget(1, 32, "a mean and a variance in fp32, then one rounding")
+    kind = "other"
     rows = (0,)
 
     @staticmethod

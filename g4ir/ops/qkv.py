@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
 from .base import Sample, op, require
+from .budgets import Budget
 from .latent import PARTS
+from .types import Type
 
 #: caches of K and V, or one of the forms of one projection (see ops/latent.py)
 FORMS = ("plain", *PARTS)
@@ -16,9 +17,10 @@ def _row_types(b: Any, n: int, d: int, dtype: str, form: str, pairs: int) -> tup
     """What a token writes to each cache."""
     wide = "f64" if dtype == "f64" else "f32"
     rows = {
-        "plain": ((dtype, d), (dtype, d)), "value": ((dtype, d + 2 * pairs),),
+        "plain": ((dtype, d), (dtype, d)),
+        "value": ((dtype, d + 2 * pairs),),
         "raw": ((dtype, d), (wide, 1)),
-    }  # fmt: skip
+    }
     return tuple(Type(t, (b, 1, n, width)) for t, width in rows[form])
 
 
@@ -33,13 +35,27 @@ class qkv_write:
     `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used.
     """
 
+    budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
+    kind = "kv"
     updates = ((1, 7), (2, 8))
 
     @staticmethod
     def infer(
-        qkv: Type, norm_q: Type, norm_k: Type, cos: Type, sin: Type, start: Type, lengths: Type,
-        *caches: Type, heads: int, kv_heads: int, values: bool, form: str, pairs: int, eps: float,
-    ) -> tuple[Type, ...]:  # fmt: skip
+        qkv: Type,
+        norm_q: Type,
+        norm_k: Type,
+        cos: Type,
+        sin: Type,
+        start: Type,
+        lengths: Type,
+        *caches: Type,
+        heads: int,
+        kv_heads: int,
+        values: bool,
+        form: str,
+        pairs: int,
+        eps: float,
+    ) -> tuple[Type, ...]:
         require(eps > 0, f"qkv_write: eps {eps} is not positive")
         require(heads > 0 and kv_heads > 0, f"qkv_write: {heads} heads, {kv_heads} of keys")
         require(form in FORMS, f"qkv_write: form {form!r}: one of {', '.join(FORMS)}")
@@ -64,9 +80,22 @@ class qkv_write:
 
     @staticmethod
     def expand(
-        b: Any, qkv: Any, norm_q: Any, norm_k: Any, cos: Any, sin: Any, start: Any, lengths: Any,
-        *caches: Any, heads: int, kv_heads: int, values: bool, form: str, pairs: int, eps: float,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        b: Any,
+        qkv: Any,
+        norm_q: Any,
+        norm_k: Any,
+        cos: Any,
+        sin: Any,
+        start: Any,
+        lengths: Any,
+        *caches: Any,
+        heads: int,
+        kv_heads: int,
+        values: bool,
+        form: str,
+        pairs: int,
+        eps: float,
+    ) -> tuple[Any, ...]:
         d = norm_q.type.shape[0]
         sizes = (heads * d, *(kv_heads * d,) * (1 + values))
         q, *kv = b.emit("split", qkv, sizes=sizes)
@@ -77,7 +106,8 @@ class qkv_write:
             rows = [k, b.emit("inverse_rms", k, eps=eps)]
         else:
             rows = [
-                b.emit("norm_rope", k, norm_k, cos, sin, eps=eps), b.emit("rms_norm", v, eps=eps)
+                b.emit("norm_rope", k, norm_k, cos, sin, eps=eps),
+                b.emit("rms_norm", v, eps=eps),
             ]
         if form == "value":
             rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
@@ -85,20 +115,63 @@ class qkv_write:
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = [
-        Sample(("f32[2,1,64]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
-                "f32[4,2,2,8]", "f32[4,2,2,8]"),
-               {"heads": 4, "kv_heads": 2, "values": True, "form": "plain", "pairs": 0,
-                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
-        Sample(("f32[2,1,40]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
-                "f32[9,2,1,8]", "f32[9,2,1,8]"),
-               {"heads": 4, "kv_heads": 1, "values": False, "form": "plain", "pairs": 0,
-                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
-        Sample(("f32[2,1,48]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
-                "f32[9,2,2,12]"),
-               {"heads": 4, "kv_heads": 2, "values": False, "form": "value", "pairs": 2,
-                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
-        Sample(("f32[2,1,48]", "f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]",
-                "f32[9,2,2,8]", "f32[9,2,2,1]"),
-               {"heads": 4, "kv_heads": 2, "values": False, "form": "raw", "pairs": 0,
-                "eps": 1e-6}, {5: (3, 9), 6: (0, 2)}),
-    ]  # fmt: skip
+        Sample(
+            (
+                "f32[2,1,64]",
+                "f32[8]",
+                "f32[8]",
+                "f32[2,1,8]",
+                "f32[2,1,8]",
+                "i64[2]",
+                "i64[2]",
+                "f32[4,2,2,8]",
+                "f32[4,2,2,8]",
+            ),
+            {"heads": 4, "kv_heads": 2, "values": True, "form": "plain", "pairs": 0, "eps": 1e-6},
+            {5: (3, 9), 6: (0, 2)},
+        ),
+        Sample(
+            (
+                "f32[2,1,40]",
+                "f32[8]",
+                "f32[8]",
+                "f32[2,1,8]",
+                "f32[2,1,8]",
+                "i64[2]",
+                "i64[2]",
+                "f32[9,2,1,8]",
+                "f32[9,2,1,8]",
+            ),
+            {"heads": 4, "kv_heads": 1, "values": False, "form": "plain", "pairs": 0, "eps": 1e-6},
+            {5: (3, 9), 6: (0, 2)},
+        ),
+        Sample(
+            (
+                "f32[2,1,48]",
+                "f32[8]",
+                "f32[8]",
+                "f32[2,1,8]",
+                "f32[2,1,8]",
+                "i64[2]",
+                "i64[2]",
+                "f32[9,2,2,12]",
+            ),
+            {"heads": 4, "kv_heads": 2, "values": False, "form": "value", "pairs": 2, "eps": 1e-6},
+            {5: (3, 9), 6: (0, 2)},
+        ),
+        Sample(
+            (
+                "f32[2,1,48]",
+                "f32[8]",
+                "f32[8]",
+                "f32[2,1,8]",
+                "f32[2,1,8]",
+                "i64[2]",
+                "i64[2]",
+                "f32[9,2,2,8]",
+                "f32[9,2,2,1]",
+            ),
+            {"heads": 4, "kv_heads": 2, "values": False, "form": "raw", "pairs": 0, "eps": 1e-6},
+            {5: (3, 9), 6: (0, 2)},
+        ),
+    ]

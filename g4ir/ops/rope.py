@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type, torch_dtype
 from .base import Sample, op, require
+from .budgets import Budget
+from .types import Type, torch_dtype
 
 
 def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
@@ -29,13 +30,21 @@ def inverse_frequencies(kind: str, theta: float, dim: int, fraction: float, fact
 class rope_table:
     """cos, sin of positions * inverse_frequencies, [B, S, dim]; fp32, then cast to `dtype`"""
 
+    budget = Budget(1, 4, "cos and sin in fp32, rounded once")
+    kind = "other"
     rows = (0,)
 
     @staticmethod
     def infer(
-        positions: Type, *, kind: str, theta: float, dim: int, fraction: float, factor: float,
+        positions: Type,
+        *,
+        kind: str,
+        theta: float,
+        dim: int,
+        fraction: float,
+        factor: float,
         dtype: str,
-    ) -> tuple[Type, Type]:  # fmt: skip
+    ) -> tuple[Type, Type]:
         require(positions.dtype == "i64" and positions.rank == 2, f"rope_table: {positions}")
         require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
         require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not made of pairs")
@@ -45,9 +54,15 @@ class rope_table:
 
     @staticmethod
     def reference(
-        positions: Any, *, kind: str, theta: float, dim: int, fraction: float, factor: float,
+        positions: Any,
+        *,
+        kind: str,
+        theta: float,
+        dim: int,
+        fraction: float,
+        factor: float,
         dtype: str,
-    ) -> tuple[Any, Any]:  # fmt: skip
+    ) -> tuple[Any, Any]:
         import torch
 
         table = inverse_frequencies(kind, theta, dim, fraction, factor).to(positions.device)
@@ -56,11 +71,31 @@ class rope_table:
         return angles.cos().to(torch_dtype(dtype)), angles.sin().to(torch_dtype(dtype))
 
     samples = [
-        Sample(("i64[2,5]",), {"kind": "default", "theta": 10000.0, "dim": 8, "fraction": 1.0,
-                               "factor": 1.0, "dtype": "f32"}, {0: (0, 4000)}),
-        Sample(("i64[2,5]",), {"kind": "proportional", "theta": 1e6, "dim": 32, "fraction": 0.25,
-                               "factor": 2.0, "dtype": "f32"}, {0: (0, 4000)}),
-    ]  # fmt: skip
+        Sample(
+            ("i64[2,5]",),
+            {
+                "kind": "default",
+                "theta": 10000.0,
+                "dim": 8,
+                "fraction": 1.0,
+                "factor": 1.0,
+                "dtype": "f32",
+            },
+            {0: (0, 4000)},
+        ),
+        Sample(
+            ("i64[2,5]",),
+            {
+                "kind": "proportional",
+                "theta": 1e6,
+                "dim": 32,
+                "fraction": 0.25,
+                "factor": 2.0,
+                "dtype": "f32",
+            },
+            {0: (0, 4000)},
+        ),
+    ]
 
 
 def rotate_half(x: Any) -> Any:
@@ -74,6 +109,8 @@ def rotate_half(x: Any) -> Any:
 class rope:
     """x * cos + rotate_half(x) * sin in x's dtype, three roundings; x is [B, S, n, d] (rule 14)"""
 
+    budget = Budget(2, 0, "two products and their sum, each rounded")
+    kind = "other"
     rows = (0, 1, 2)
 
     @staticmethod
@@ -97,6 +134,8 @@ class rope:
 class norm_rope:
     """rope(rms_norm(x, w), cos, sin): the per-head norm of Q or K and its rotation (rule 12)"""
 
+    budget = Budget(2, 16, "as rms_norm, then as rope")
+    kind = "other"
     rows = (0, 2, 3)
 
     @staticmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import Type
 from .base import Sample, op, require
+from .budgets import MOVES
+from .types import Type
 
 
 def _check(name: str, logits: Type) -> None:
@@ -16,6 +17,9 @@ def _check(name: str, logits: Type) -> None:
 @op
 class greedy:
     """The token of the largest logit of each row, the lowest of equal ones; i64[B]"""
+
+    budget = MOVES
+    kind = "head"
 
     @staticmethod
     def infer(logits: Type) -> Type:
@@ -37,6 +41,9 @@ class greedy:
 class candidates:
     """The k largest logits of each row in descending order, equal ones by lower token first, and
     their tokens; f32[B,k], i64[B,k]"""
+
+    budget = MOVES
+    kind = "head"
 
     @staticmethod
     def infer(logits: Type, *, k: int) -> tuple[Type, Type]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types import FLOATS, Type, torch_dtype
 from .base import Sample, op, require, wide
+from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
+from .types import FLOATS, ITEMSIZE, Type, torch_dtype
 
 
 def _positions(x: Type, positions: Type, name: str) -> None:
@@ -20,6 +21,9 @@ def _positions(x: Type, positions: Type, name: str) -> None:
 @op
 class centre_pixels:
     """2 * (pixels - 0.5) in fp32, then cast to `dtype` (rule 26)"""
+
+    budget = Budget(1, 0, "a product and a difference in fp32, rounded once")
+    kind = "embed"
 
     @staticmethod
     def infer(x: Type, *, dtype: str) -> Type:
@@ -36,6 +40,9 @@ class centre_pixels:
 @op
 class valid_patches:
     """Whether each patch is one, bool [B, P]; the others are padding"""
+
+    budget = MOVES
+    kind = "other"
 
     @staticmethod
     def infer(positions: Type) -> Type:
@@ -57,6 +64,8 @@ class axial_embedding:
     The table holds both axes: [2, N, D] with `axis` 0, [N, 2, D] with `axis` 1.
     """
 
+    budget = Budget(1, 0, "one sum of two rows, rounded once")
+    kind = "embed"
     fold = False
 
     @staticmethod
@@ -92,6 +101,9 @@ class axial_rope_table:
     Laid out x x y y, each a quarter of the head; padding keeps its position -1 (rule 28).
     """
 
+    budget = Budget(1, 4, "cos and sin in fp32, rounded once")
+    kind = "other"
+
     @staticmethod
     def infer(positions: Type, *, theta: float, dim: int, dtype: str) -> tuple[Type, Type]:
         fits = positions.dtype == "i64" and positions.rank == 3 and positions.shape[2] == 2
@@ -110,9 +122,7 @@ class axial_rope_table:
         angles = torch.cat((x, x, y, y), -1)
         return angles.cos().to(torch_dtype(dtype)), angles.sin().to(torch_dtype(dtype))
 
-    samples = [
-        Sample(("i64[1,5,2]",), {"theta": 100.0, "dim": 8, "dtype": "f32"}, {0: (-1, 60)})
-    ]
+    samples = [Sample(("i64[1,5,2]",), {"theta": 100.0, "dim": 8, "dtype": "f32"}, {0: (-1, 60)})]
 
 
 @op
@@ -120,6 +130,8 @@ class axial_rope:
     """Each half of the head turned by its axis: x * cos + rotate_half(x) * sin, three roundings;
     x is [B, P, n, d] (rule 28)"""
 
+    budget = Budget(2, 0, "two products and their sum, each rounded")
+    kind = "other"
     rows = (0, 1, 2)
 
     @staticmethod
@@ -150,6 +162,9 @@ class encoder_attention:
     q [B,P,nq,d]; k, v [B,P,n,d]; valid bool[B,P]. Scores, probabilities and output are rounded to
     q's dtype, softmax is fp32. A query without a valid key yields a finite value nobody reads.
     """
+
+    budget = Budget(4, 512, "scores, weights and output are rounded, sums reordered")
+    kind = "kv"
 
     @staticmethod
     def infer(q: Type, k: Type, v: Type, valid: Type, *, scale: float) -> Type:
@@ -196,6 +211,9 @@ class pool_patches:
     dtype, and the product is fp32 again.
     """
 
+    budget = Budget(2, 64, "a mean in fp32, rounded once; the product with the root is fp32")
+    kind = "other"
+
     @staticmethod
     def infer(x: Type, positions: Type, *, k: int, root: float) -> Type:
         _positions(x, positions, "pool_patches")
@@ -222,6 +240,12 @@ class pool_patches:
         """A sum over the patches."""
         return ins[0].numel()
 
+    @staticmethod
+    def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], *, k: int, **_: Any) -> int:
+        """The share of every patch in every square, and the patches in fp32."""
+        _batch, patches, width = map(int, ins[0].shape)
+        return ITEMSIZE["f32"] * patches * (patches // k**2 + width)
+
     samples = [
         Sample(("f32[1,16,8]", "i64[1,16,2]"), {"k": 2, "root": 2.0}, {1: (-1, 4)}),
         Sample(("f32[2,9,8]", "i64[2,9,2]"), {"k": 3, "root": 1.0}, {1: (0, 3)}),
@@ -231,6 +255,9 @@ class pool_patches:
 @op
 class standardize:
     """(x - bias) * scale, all in fp32; x [..., D], bias and scale [D] (rule 29)"""
+
+    budget = Budget(0, 8, "a difference and a product, all in fp32")
+    kind = "other"
 
     @staticmethod
     def infer(x: Type, bias: Type, scale: Type) -> Type:

@@ -81,11 +81,15 @@ def on_the_idle_gpu(out: Path) -> dict[str, str]:
     """The environment of a process that sees one H200."""
     library = idle_gpu(out)
     return {
-        **os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent),
-        "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"), "TRITON_CACHE_DIR": str(out / "triton"),
-        "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": str(library.parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
+        "TRITON_CACHE_DIR": str(out / "triton"),
+        "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
+        "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # instead of several processes that try it
-    }  # fmt: skip
+    }
 
 
 def idle_gpu(out: Path) -> Path:
@@ -99,10 +103,20 @@ def idle_gpu(out: Path) -> Path:
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-w", "-O1", f"-Wl,-soname,{library.name}", f"-I{headers}",
-         str(IDLE), "-o", str(library)],
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-O1",
+            f"-Wl,-soname,{library.name}",
+            f"-I{headers}",
+            str(IDLE),
+            "-o",
+            str(library),
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return library
 
 
@@ -111,13 +125,13 @@ def idle_gpu(out: Path) -> Path:
 
 def programs(variant: str, rows: int, phases: Sequence[str], form: str) -> Iterator[Program]:
     """The different programs of an engine in bf16, in the order of their first call."""
-    from g4ir.backends.base import Limits
-    from g4ir.backends.torch_compile.backend import choice_texts, phase_steps
+    from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
     from g4ir.backends.torch_compile.segment import Segment
-    from g4ir.model import build_program
-    from g4ir.packing import split_program
-    from g4ir.pipeline import run_program
-    from g4ir.spec import load_spec
+    from g4ir.model.text import build_program
+    from g4ir.passes import run_program
+    from g4ir.plan.limits import Limits
+    from g4ir.spec.record import load_spec
+    from g4ir.weights.pack import split_program
 
     plain = build_program(load_spec(variant), dtype="bf16")
     program = split_program(run_program(plain, options={"latent_kv": {"form": form}})).program
@@ -136,7 +150,7 @@ def programs(variant: str, rows: int, phases: Sequence[str], form: str) -> Itera
 
 def _ops(text: str) -> str:
     """What tells a program from the others: its attention, or its first op."""
-    from g4ir.text import parse_graph
+    from g4ir.ir.text import parse_graph
 
     g = parse_graph(text)
     found = [n for n in g.nodes if n.op.startswith("attention")]
@@ -181,9 +195,10 @@ def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
     ptxas = Path(torch.__file__).parent / "bin" / "ptxas"
     sources = {
         hashlib.sha256(cubin.read_bytes()).hexdigest(): cubin.with_suffix(".ptx")
-        for folder in ("triton", "inductor") for cubin in (out / folder).rglob("*.cubin")
+        for folder in ("triton", "inductor")
+        for cubin in (out / folder).rglob("*.cubin")
         if cubin.with_suffix(".ptx").exists()
-    }  # fmt: skip
+    }
     with zipfile.ZipFile(path) as package:
         for name in package.namelist():
             if name.endswith(".cubin"):
@@ -236,9 +251,11 @@ def main(args: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "tests.cuda_programs.build", *(args or sys.argv[1:])]
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
     found = [
-        p for variant in given.variants for rows in given.rows
+        p
+        for variant in given.variants
+        for rows in given.rows
         for p in programs(variant, rows, given.phases, given.latent_kv)
-    ]  # fmt: skip
+    ]
     print(LINE.format(*HEAD, "").rstrip(), flush=True)
     failed = 0
     for b in build(found, given.out, given.jobs):

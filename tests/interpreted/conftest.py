@@ -33,9 +33,10 @@ def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     given = request.config.getoption
     order, seed = given("order", None), given("seed", 0)
     with (
-        interpreted(), ORDERS[order](seed) if order else nullcontext(),
+        interpreted(),
+        ORDERS[order](seed) if order else nullcontext(),
         poisoned() if given("poison", False) else nullcontext(),
-    ):  # fmt: skip
+    ):
         yield
 
 

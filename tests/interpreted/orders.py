@@ -28,9 +28,12 @@ from triton.runtime import interpreter
 LIVE = 12
 #: where a program touches what others see
 ACCESSES = (
-    "create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas",
+    "create_masked_load",
+    "create_masked_store",
+    "create_atomic_rmw",
+    "create_atomic_cas",
     "create_barrier",
-)  # fmt: skip
+)
 Index = tuple[int, ...]
 Program = Callable[[], None]
 

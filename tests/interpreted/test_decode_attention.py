@@ -29,7 +29,7 @@ from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.latent import attention_latent, inverse_rms, latent_row
 from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import inverse_frequencies, rope, rope_table
-from g4ir.types import dtype_name
+from g4ir.ops.types import dtype_name
 
 pytestmark = pytest.mark.covering
 
@@ -115,9 +115,7 @@ class Case:
             return torch.as_tensor(attention.reference(*operands, *held, **self.attrs))
         options = {**self.attrs, **(self.rotation or {}), "dtype": dtype_name(dtype)}
         operands += [self.w.to(dtype), *held]
-        return torch.as_tensor(
-            attention_latent.reference(*operands, form=self.form, **options)
-        )
+        return torch.as_tensor(attention_latent.reference(*operands, form=self.form, **options))
 
     def check(self, got: torch.Tensor) -> None:
         """Against float64, within the budgets; rows without tokens are finite."""
@@ -141,9 +139,16 @@ def unseen(end: torch.Tensor, slots: int, window: int) -> torch.Tensor:
 
 
 def plain(
-    lengths: tuple[int, ...], slots: int, window: int, dtype: torch.dtype = torch.float32,
-    n: int = 2, group: int = 2, d: int = 32, softcap: float = 0.0, scale: float = 1.0,
-) -> Case:  # fmt: skip
+    lengths: tuple[int, ...],
+    slots: int,
+    window: int,
+    dtype: torch.dtype = torch.float32,
+    n: int = 2,
+    group: int = 2,
+    d: int = 32,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> Case:
     g = torch.Generator().manual_seed(sum(lengths) + slots)
     b = len(lengths)
     end = torch.tensor(lengths)
@@ -164,10 +169,17 @@ def hidden(case: Case) -> Case:
 
 
 def latent(
-    form: str, lengths: tuple[int, ...], slots: int, window: int, pairs: int,
-    dtype: torch.dtype = torch.float32, n: int = 2, group: int = 2, d: int = 32,
+    form: str,
+    lengths: tuple[int, ...],
+    slots: int,
+    window: int,
+    pairs: int,
+    dtype: torch.dtype = torch.float32,
+    n: int = 2,
+    group: int = 2,
+    d: int = 32,
     softcap: float = 0.0,
-) -> Case:  # fmt: skip
+) -> Case:
     """Rows as `qkv_write` leaves them: normed and rotated at the positions of their slots."""
     g = torch.Generator().manual_seed(sum(lengths) + slots + pairs)
     b = len(lengths)
@@ -176,8 +188,11 @@ def latent(
     w = (1 + torch.randn(d, generator=g) / 4).to(dtype)
     raw = (torch.randn(slots, b, n, d, generator=g) * 3).to(dtype)
     rotation: dict[str, Any] = {
-        "kind": "proportional", "theta": 1e4, "fraction": 2 * pairs / d, "factor": 1.0,
-    }  # fmt: skip
+        "kind": "proportional",
+        "theta": 1e4,
+        "fraction": 2 * pairs / d,
+        "factor": 1.0,
+    }
     if form == "raw":
         caches = [raw, inverse_rms.reference(raw, eps=1e-6)]
     else:
@@ -258,9 +273,10 @@ def test_the_order_of_arrival_is_free(step: int, monkeypatch: pytest.MonkeyPatch
     turn = InterpreterBuilder.set_grid_idx
     for order in ([6, 5, 4, 3, 2, 1, 0], [3, 6, 0, 5, 1, 4, 2]):
         monkeypatch.setattr(
-            InterpreterBuilder, "set_grid_idx",
+            InterpreterBuilder,
+            "set_grid_idx",
             lambda self, x, y, z, order=order: turn(self, order[x], y, z),
-        )  # fmt: skip
+        )
         assert torch.equal(case.run(splits), want)
 
 

@@ -79,9 +79,11 @@ def test_parts(
     for p in range(split):
         at = slice(p * step, (p + 1) * step)
         torch.testing.assert_close(
-            parts[p, :, 0].double(), x[:, 0, at].double() @ w[:, at].double().t(),
-            rtol=1e-5, atol=1e-5,
-        )  # fmt: skip
+            parts[p, :, 0].double(),
+            x[:, 0, at].double() @ w[:, at].double().t(),
+            rtol=1e-5,
+            atol=1e-5,
+        )
     off_cuda = skinny_linear_parts(x, w, split, *sizes)
     torch.testing.assert_close(parts, off_cuda, rtol=1e-5, atol=1e-5)
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
-from g4ir.backends.torch_compile.backend import choice_texts
 from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.programs import choice_texts
 from g4ir.backends.torch_compile.segment import Glue, schedule
 from g4ir.backends.torch_compile.select import RULES, choices
 from g4ir.backends.torch_compile.target import Target
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Program, bind
+from g4ir.ir.graph import Graph, Program, bind
+from g4ir.ir.interpret import interpret
+from g4ir.ir.text import parse_graph
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
-from g4ir.packing import split_program
-from g4ir.text import parse_graph
+from g4ir.plan.limits import Limits
+from g4ir.weights.pack import split_program
 from tests.configs import spec_called
 from tests.runner import built_program
 
@@ -34,10 +34,16 @@ WORST = 0.4
 #: tokens for which a router may choose otherwise, between scores that lie a rounding apart
 SPARED = 0.2
 MODELS = (
-    ("tiny-dense", "off"), ("tiny-moe", "off"), ("tiny-ple", "off"), ("e2b-small", "off"),
-    ("26b-a4b-small", "off"), ("26b-a4b-small", "value"), ("31b-small", "value"),
-    ("31b-small", "raw"), ("combined", "off"),
-)  # fmt: skip
+    ("tiny-dense", "off"),
+    ("tiny-moe", "off"),
+    ("tiny-ple", "off"),
+    ("e2b-small", "off"),
+    ("26b-a4b-small", "off"),
+    ("26b-a4b-small", "value"),
+    ("31b-small", "value"),
+    ("31b-small", "raw"),
+    ("combined", "off"),
+)
 SLOTS = 40
 
 
@@ -71,9 +77,11 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
 ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
-    ("combined", "off", "decode", "ragged"), ("26b-a4b-small", "value", "decode", "ragged"),
-    ("31b-small", "raw", "decode", "one"), ("tiny-dense", "off", "prefill", "ragged"),
-    ("31b-small", "value", "prefill", "ragged"), ("31b-small", "raw", "prefill", "ragged"),
+    ("combined", "off", "decode", "ragged"),
+    ("31b-small", "raw", "decode", "one"),
+    ("tiny-dense", "off", "prefill", "ragged"),
+    ("31b-small", "value", "prefill", "ragged"),
+    ("31b-small", "raw", "prefill", "ragged"),
 }
 
 
@@ -82,8 +90,9 @@ def steps() -> Iterator[Any]:
         for phase in ("decode", "prefill"):
             for rows in ROWS:
                 marks = () if (name, form, phase, rows) in QUICK else pytest.mark.full
-                yield pytest.param(name, form, phase, ROWS[rows], marks=marks,
-                                   id=f"{name}-{form}-{phase}-{rows}")  # fmt: skip
+                yield pytest.param(
+                    name, form, phase, ROWS[rows], marks=marks, id=f"{name}-{form}-{phase}-{rows}"
+                )
 
 
 @pytest.mark.parametrize(("name", "form", "phase", "held"), [*steps()])
@@ -94,9 +103,7 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
     chunk = 1 if phase == "decode" else 11
     feeds, params, caches = drawn(g, rows, chunk, held)
     known: dict[str, torch.Tensor] = {**feeds, **params, **caches}
-    _, after = interpret(
-        g, feeds, params, caches, lambda v, t: known.__setitem__(v.name, t)
-    )  # fmt: skip
+    _, after = interpret(g, feeds, params, caches, lambda v, t: known.__setitem__(v.name, t))
     written = {v.name: cache for cache, v in g.next.items()}
     started, seen = 0, set[str]()
     for step in schedule(g):
@@ -137,9 +144,11 @@ def test_every_rule_is_used() -> None:
     """The models above make each kind of node that a kernel can be chosen for."""
     seen = {
         n.op
-        for name, form in MODELS for phase in ("decode", "prefill")
-        for n, c in _choices(graph_of(name, form, phase, 1), Target("cpu", "h200", 1)) if c
-    }  # fmt: skip
+        for name, form in MODELS
+        for phase in ("decode", "prefill")
+        for n, c in _choices(graph_of(name, form, phase, 1), Target("cpu", "h200", 1))
+        if c
+    }
     assert seen == set(RULES) - {"greedy", "candidates"}  # programs of their own
 
 

@@ -87,9 +87,7 @@ class Data:
 
     def expected(self, case: Case, weights: torch.Tensor, index: torch.Tensor) -> Pair:
         dense = linear(glu(linear(self.x_dense, self.w_dense), case.act), self.down_dense)
-        y = experts.reference(
-            self.x_moe, weights, index, self.gate_up, self.down, act=case.act
-        )  # type: ignore[misc]
+        y = experts.reference(self.x_moe, weights, index, self.gate_up, self.down, act=case.act)  # type: ignore[misc]
         return dense, y
 
 
@@ -122,9 +120,7 @@ def gate_up(data: Data, case: Case, logits: torch.Tensor, form: str) -> torch.Te
 def down(data: Data, case: Case, act: torch.Tensor, logits: torch.Tensor, form: str) -> Pair:
     common = data.down_dense, data.down
     if form == "rows":
-        return moe.launch_moe_down(
-            act, logits, data.per_expert, *common, case.top_k, 8, 16, 4, 2
-        )  # fmt: skip
+        return moe.launch_moe_down(act, logits, data.per_expert, *common, case.top_k, 8, 16, 4, 2)
     routing = moe.launch_moe_sort(logits, data.per_expert, case.top_k, 4)
     return moe.launch_moe_down_sorted(act, *routing, *common, block_m(case), 16, 32, 4, 2)
 
@@ -298,8 +294,9 @@ def test_slots_are_summed_in_the_order_of_rank(form: str) -> None:
     index, and every weight is 1/4, so that nothing but the order decides."""
     case = Case(2, hidden=3, inner=1, dense=1, count=4, top_k=4)
     data = Data(case, torch.float32)
-    values = torch.tensor([[2.0**26, 1, -(2.0**26), 0], [-(2.0**26), 2.0**26, 1, 0],
-                           [1, 2.0**26, 0, -(2.0**26)]])  # fmt: skip
+    values = torch.tensor(
+        [[2.0**26, 1, -(2.0**26), 0], [-(2.0**26), 2.0**26, 1, 0], [1, 2.0**26, 0, -(2.0**26)]]
+    )
     data.per_expert[:], data.down = 1, values.t()[..., None].contiguous()
     got = down(data, case, torch.ones(2, 5), torch.zeros(2, 1, 4), form)[1]
     assert torch.equal(got, torch.tensor([0, 0.25, 0]).expand(2, 1, 3))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels import norms
-from g4ir.budgets import budget
 from g4ir.ops import OPS
 
 pytestmark = pytest.mark.covering
@@ -22,17 +21,25 @@ ODD: Case = ((5, 1), 33, 4)
 ROUND: Case = ((2, 1), 64, 2)
 #: for each pre-norm whether it has a weight
 PRE_NORMS = [
-    (), (True,), (False,), (True, True), (False, True), (True, True, True), (True, True, False),
-    (False, True, True), (False, False, False),
-]  # fmt: skip
+    (),
+    (True,),
+    (False,),
+    (True, True),
+    (False, True),
+    (True, True, True),
+    (True, True, False),
+    (False, True, True),
+    (False, False, False),
+]
 #: x is a stack of as many partial sums; 0: it is one row
 PARTS = [0, 1, 3, 4]
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 cases = pytest.mark.parametrize(
-    "case", [ONE, ODD, pytest.param(ROUND, marks=pytest.mark.full)],
+    "case",
+    [ONE, ODD, pytest.param(ROUND, marks=pytest.mark.full)],
     ids=lambda c: f"{c[0][0]}x{c[1]}",
-)  # fmt: skip
+)
 pre_norms = pytest.mark.parametrize("weighted", PRE_NORMS, ids=str)
 
 
@@ -82,24 +89,39 @@ def whole(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def residual_norm(
-    x: torch.Tensor, residual: torch.Tensor, w_post: torch.Tensor, scalar: torch.Tensor | None,
-    weights: Sequence[torch.Tensor | None], eps: float,
-) -> list[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    w_post: torch.Tensor,
+    scalar: torch.Tensor | None,
+    weights: Sequence[torch.Tensor | None],
+    eps: float,
+) -> list[torch.Tensor]:
     """The op `norm_residual`, through its expansion."""
     expand = OPS["norm_residual"].expand
     assert expand
     given = [t for t in (scalar, *weights) if t is not None]
     results = expand(
-        Eager, whole(x, residual), residual, w_post, *given, eps=eps, scaled=scalar is not None,
+        Eager,
+        whole(x, residual),
+        residual,
+        w_post,
+        *given,
+        eps=eps,
+        scaled=scalar is not None,
         weighted=tuple(w is not None for w in weights),
-    )  # fmt: skip
+    )
     return list(results)
 
 
 def dual_residual_norm(
-    a: torch.Tensor, w_a: torch.Tensor, b: torch.Tensor, w_b: torch.Tensor, w_sum: torch.Tensor,
-    residual: torch.Tensor, *end: Any,
-) -> list[torch.Tensor]:  # fmt: skip
+    a: torch.Tensor,
+    w_a: torch.Tensor,
+    b: torch.Tensor,
+    w_b: torch.Tensor,
+    w_sum: torch.Tensor,
+    residual: torch.Tensor,
+    *end: Any,
+) -> list[torch.Tensor]:
     """The three ops that the kernel stands for."""
     first = Eager.emit("rms_norm", whole(a, residual), w_a, eps=EPS)
     (total,) = residual_norm(whole(b, residual), first, w_b, None, [], EPS)
@@ -143,7 +165,7 @@ def check(launch: Function, reference: Function, args: Sequence[Any], warps: int
     want = reference(*args) if narrow else reference(*map(double, args))
     assert [g.shape for g in got] == [w.shape for w in want]
     for g, w in zip(got, want, strict=True):
-        assert distance(g, w) < (budget("norm_residual", "bf16") if narrow else 1e-6)
+        assert distance(g, w) < (OPS["norm_residual"].budget.at("bf16") if narrow else 1e-6)
     return sum(int((g != w).sum()) for g, w in zip(got, want, strict=True)) if narrow else 0
 
 
@@ -176,9 +198,14 @@ def test_dual_norm_residual(weighted: tuple[bool, ...], case: Case, dtype: torch
     for i, parts in enumerate(PARTS):
         a, b = draw.x(parts, 3.0), draw.x(PARTS[i - 1], 0.2)
         args = (
-            a, draw.weight(), b, draw.weight(), draw.weight(), draw.x(),
+            a,
+            draw.weight(),
+            b,
+            draw.weight(),
+            draw.weight(),
+            draw.x(),
             *draw.end(i % 2 == 0, weighted),
-        )  # fmt: skip
+        )
         assert check(norms.launch_dual_norm_residual, dual_residual_norm, args, draw.warps) <= 2
 
 
@@ -218,7 +245,7 @@ def test_a_row_of_zeros(dtype: torch.dtype) -> None:
     results = norms.launch_norm_residual(zeros, zeros, one, None, [None, one], EPS, 1)
     results += norms.launch_dual_norm_residual(
         zeros, one, zeros, one, one, zeros, None, [one], EPS, 1
-    )  # fmt: skip
+    )
     assert all(torch.equal(y, zeros) for y in results)
 
 
@@ -247,9 +274,7 @@ def test_a_fourth_pre_norm_is_refused() -> None:
 
 @dtypes
 @pre_norms
-def test_off_the_gpu(
-    off_the_gpu: None, weighted: tuple[bool, ...], dtype: torch.dtype
-) -> None:
+def test_off_the_gpu(off_the_gpu: None, weighted: tuple[bool, ...], dtype: torch.dtype) -> None:
     """There the ops compute what they are defined as, bit for bit."""
     draw = Draw(((2, 1), 33, 1), dtype)
     for parts in PARTS:

@@ -38,10 +38,23 @@ def _last_without_an_atomic(word, shift, size, BITS: tl.constexpr):
 
 @triton.jit
 def _counts_before_it_stores(
-    o, top, total, out, parts, stats, arrivals, split, used, pair,
-    GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, FAN: tl.constexpr,
-    BITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    o,
+    top,
+    total,
+    out,
+    parts,
+    stats,
+    arrivals,
+    split,
+    used,
+    pair,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FAN: tl.constexpr,
+    BITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """`_finish` of one group, in which the last to count adds up what others have yet to store."""
     out += pair * (GROUP * D)
     parts += pair * ((SPLITS + 1) * GROUP * D)
@@ -49,9 +62,7 @@ def _counts_before_it_stores(
     last = module._last(arrivals + pair, 0, used, BITS)
     module._put(parts, stats, split, o, top, total, GROUP, D)
     if last:
-        o1, _, total1 = module._merge(
-            parts, stats, 0, used, GROUP, D, o.shape[1], STAGES
-        )  # fmt: skip
+        o1, _, total1 = module._merge(parts, stats, 0, used, GROUP, D, o.shape[1], STAGES)
         module._write(out, o1, total1, GROUP, D)
         tl.store(arrivals + pair, 0)
 
@@ -81,9 +92,13 @@ def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, order: str, splits
         assert decode(splits) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "broken"), [
-    ("_last", _last_without_an_atomic), ("_finish", _counts_before_it_stores),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("_last", _last_without_an_atomic),
+        ("_finish", _counts_before_it_stores),
+    ],
+)
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Both are right one program after the other, and wrong in some order on a GPU."""
     monkeypatch.setattr(module, name, broken)

@@ -99,9 +99,14 @@ def _check(case: Case) -> None:
 
 
 def _from_latent(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor, w: torch.Tensor,
-    cache: torch.Tensor, row: torch.Tensor, **rules: float,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    w: torch.Tensor,
+    cache: torch.Tensor,
+    row: torch.Tensor,
+    **rules: float,
+) -> torch.Tensor:
     old, new = keys_values_of_value(cache, w), keys_values_of_value(row, w)
     out: torch.Tensor = attention.reference(q, positions, written, *old, *new, **rules)
     return out

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels import qkv as module
-from g4ir.budgets import budget
+from g4ir.ops import OPS
 from g4ir.ops.attention import cache_write
 from g4ir.ops.latent import inverse_rms, keys_values_of_raw, keys_values_of_value, latent_row
 from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import rope, rope_table, rotated_pairs
-from g4ir.types import dtype_name
+from g4ir.ops.types import dtype_name
 
 pytestmark = pytest.mark.covering
 
@@ -185,7 +185,7 @@ def compare(got: Tensor, want: Tensor, pair: int = 2) -> None:
     if got.dtype == torch.float32:
         assert distance(got, want) <= FP32
     else:
-        assert got.dtype == want.dtype and distance(got, want) <= budget("norm_rope", "bf16")
+        assert got.dtype == want.dtype and distance(got, want) <= OPS["norm_rope"].budget.at("bf16")
         assert int((got != want).sum()) <= max(pair, SHARE * got.numel())
 
 
@@ -231,9 +231,7 @@ def test_qkv_write(case: Case, form: str, values: bool, dtype: torch.dtype) -> N
 @dtypes
 @forms
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e4])
-def test_small_and_large_values(
-    size: float, form: str, values: bool, dtype: torch.dtype
-) -> None:  # fmt: skip
+def test_small_and_large_values(size: float, form: str, values: bool, dtype: torch.dtype) -> None:
     """Also a projection of zeros: eps alone is under the root."""
     check(draw(CASES["list, one row empty"], form, values, dtype, size))
 
@@ -314,9 +312,13 @@ def test_strided_operands() -> None:
 
 @pytest.mark.parametrize(
     ("form", "values", "width", "total", "message"),
-    [("sliced", False, 8, 3, "cache form 'sliced'"), ("raw", True, 8, 4, "no projection of its"),
-     ("plain", False, 9, 3, "widths"), ("plain", False, 8, 4, "a projection of 32")],
-)  # fmt: skip
+    [
+        ("sliced", False, 8, 3, "cache form 'sliced'"),
+        ("raw", True, 8, 4, "no projection of its"),
+        ("plain", False, 9, 3, "widths"),
+        ("plain", False, 8, 4, "a projection of 32"),
+    ],
+)
 def test_what_does_not_fit_is_refused(
     form: str, values: bool, width: int, total: int, message: str
 ) -> None:

@@ -12,10 +12,11 @@ import pytest
 
 import g4ir
 from g4ir.backends import find_backend
-from g4ir.backends.trt.backend import BACKEND, Host, TrtBackend
+from g4ir.backends.trt.backend import BACKEND, TrtBackend
+from g4ir.backends.trt.host import Host
 from g4ir.backends.trt.probe import Api, probe
 from g4ir.backends.trt.recorder import recorder
-from g4ir.engine import Engine
+from g4ir.engine.engine import Engine
 
 H100 = "NVIDIA H100 80GB HBM3"
 MAX_SEQ, CHUNK, ROWS = 96, 16, 3
@@ -28,7 +29,10 @@ def emulated_api(version: str = "11.4.0") -> Api:
 
 
 def emulated(
-    folder: Path, version: str = "11.4.0", gpu: str = H100, api: Callable[[], Api] | None = None,
+    folder: Path,
+    version: str = "11.4.0",
+    gpu: str = H100,
+    api: Callable[[], Api] | None = None,
     free: int = 80 << 30,
 ) -> TrtBackend:
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
@@ -52,13 +56,18 @@ def use(monkeypatch: pytest.MonkeyPatch, backend: TrtBackend) -> None:
     def find(name: str) -> Any:
         return backend if name == "trt" else find_backend(name)
 
-    monkeypatch.setattr("g4ir.engine.find_backend", find)
+    for user in ("build", "load"):
+        monkeypatch.setattr(f"g4ir.engine.{user}.find_backend", find)
 
 
 def build(out: Path, spec: Any, backend: str = "trt", **options: Any) -> Engine:
     """An engine with random weights, in fp32 unless told otherwise."""
     limits = {"max_batch": ROWS, "max_seq": MAX_SEQ, "prefill_chunk": CHUNK}
     return g4ir.build(
-        spec, out, backend=backend, device="cpu", random_weights=0,
+        spec,
+        out,
+        backend=backend,
+        device="cpu",
+        random_weights=0,
         **{"dtype": "float32", **limits, **options},
-    )  # fmt: skip
+    )

@@ -21,23 +21,36 @@ from tests.trt.bindings import WHEELS, find_wheel
 
 Described = tuple[Any, tuple[int, ...]]
 _BASES = (
-    "IPluginV3", "IPluginV3QuickCore", "IPluginV3QuickBuild", "IPluginV3QuickRuntime",
-    "IPluginV3QuickAOTBuild", "IPluginCreatorV3Quick", "IPluginResource", "ISymExpr", "ITensor",
+    "IPluginV3",
+    "IPluginV3QuickCore",
+    "IPluginV3QuickBuild",
+    "IPluginV3QuickRuntime",
+    "IPluginV3QuickAOTBuild",
+    "IPluginCreatorV3Quick",
+    "IPluginResource",
+    "ISymExpr",
+    "ITensor",
     "PluginTensorDesc",
-)  # fmt: skip
+)
 _ENUMS = {
     "DimensionOperation": "SUM PROD MAX MIN SUB EQUAL LESS FLOOR_DIV CEIL_DIV",
     "PluginFieldType": "FLOAT16 FLOAT32 FLOAT64 INT8 INT16 INT32 CHAR INT64 UNKNOWN",
-    "PluginArgType": "INT", "PluginArgDataType": "INT8 INT16 INT32",
+    "PluginArgType": "INT",
+    "PluginArgDataType": "INT8 INT16 INT32",
     "QuickPluginCreationRequest": "UNKNOWN PREFER_JIT PREFER_AOT STRICT_JIT STRICT_AOT",
-    "TensorRTPhase": "BUILD RUNTIME", "TensorFormat": "LINEAR",
+    "TensorRTPhase": "BUILD RUNTIME",
+    "TensorFormat": "LINEAR",
     "DataType": "FLOAT HALF INT8 INT32 BOOL UINT8 FP8 BF16 INT64 INT4",
-}  # fmt: skip
+}
 _OPERATIONS = {
-    "SUM": lambda a, b: a + b, "PROD": lambda a, b: a * b, "MAX": max, "MIN": min,
-    "SUB": lambda a, b: a - b, "FLOOR_DIV": lambda a, b: a // b,
+    "SUM": lambda a, b: a + b,
+    "PROD": lambda a, b: a * b,
+    "MAX": max,
+    "MIN": min,
+    "SUB": lambda a, b: a - b,
+    "FLOOR_DIV": lambda a, b: a // b,
     "CEIL_DIV": lambda a, b: -(-a // b),
-}  # fmt: skip
+}
 
 
 class Dims(tuple[int, ...]):
@@ -157,9 +170,11 @@ class RealLayer:
         name, ptx = self.plugin.get_kernel(descs[: len(inputs)], descs[len(inputs) :])
         numbers = {n: x.expr.value for n, x in vars(params).items()}
         return SimpleNamespace(
-            name=name, ptx=ptx.decode(), params=numbers,
+            name=name,
+            ptx=ptx.decode(),
+            params=numbers,
             whole=[whole[i].expr.value for i in range(whole.nbSymExprs)],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _dims(inputs: Sequence[Described]) -> list[list[DimensionExpr]]:

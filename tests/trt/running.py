@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, WeightsSource
@@ -13,7 +12,8 @@ from g4ir.backends.trt.lowerings import lowerings
 from g4ir.backends.trt.recorder import recorder
 from g4ir.backends.trt.recorder.execute import execute
 from g4ir.backends.trt.recorder.network import check
-from g4ir.ir import Graph, Program, split_prologue
+from g4ir.ir.graph import Graph, Program, split_prologue
+from g4ir.plan.limits import Limits
 from tests.network_session import Feeds, NetworkSession, embed_with
 from tests.oracle import Oracle
 from tests.runner import DTYPES, Session, built_program
@@ -35,9 +35,13 @@ class Emitted:
 
 
 def emit(
-    graph: Graph, limits: Limits, weights: WeightsSource, version: str = "11.4.0",
-    attention: str = "explicit", experts: str = "plugin",
-) -> Emitted:  # fmt: skip
+    graph: Graph,
+    limits: Limits,
+    weights: WeightsSource,
+    version: str = "11.4.0",
+    attention: str = "explicit",
+    experts: str = "plugin",
+) -> Emitted:
     module = recorder(version)
     network = new_network(module)
     emitter = TrtEmitter(module, network, weights)
@@ -52,9 +56,14 @@ def prepared(program: Program) -> Graph:
 
 
 def recorded_session(
-    oracle: Oracle, batch: int, chunk: int, max_seq: int = 64, latent_kv: str = "off",
-    all_logits: bool = True, **options: Any,
-) -> tuple[NetworkSession, Emitted]:  # fmt: skip
+    oracle: Oracle,
+    batch: int,
+    chunk: int,
+    max_seq: int = 64,
+    latent_kv: str = "off",
+    all_logits: bool = True,
+    **options: Any,
+) -> tuple[NetworkSession, Emitted]:
     """A session on the oracle's weights that runs a recorded network, and that network."""
     program = built_program(oracle.spec, all_logits, (), DTYPES[oracle.dtype], latent_kv)
     plain = Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)

@@ -16,15 +16,16 @@ from typing import IO, Any
 
 import pytest
 
-from g4ir import packing
+from g4ir.backends.base import Prepared
 from g4ir.backends.trt import build as trt_build
 from g4ir.backends.trt import child, log
 from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.files import LOG, PLAN
-from g4ir.console import Ended
-from g4ir.engine import Prepared, prepare
+from g4ir.engine.build import prepare
 from g4ir.errors import LowerError, MissingError
-from g4ir.spec import load_spec
+from g4ir.spec.record import load_spec
+from g4ir.ui.console import Ended
+from g4ir.weights import pack as packing
 from tests.trt.emulated import emulated
 
 Said = list[str]
@@ -33,9 +34,14 @@ Said = list[str]
 @pytest.fixture(scope="module")
 def prepared() -> Prepared:
     return prepare(
-        load_spec("tiny-ple"), backend="trt", dry=True, random_weights=0, media="none",
-        max_seq=64, prefill_chunk=16,
-    )  # fmt: skip
+        load_spec("tiny-ple"),
+        backend="trt",
+        dry=True,
+        random_weights=0,
+        media="none",
+        max_seq=64,
+        prefill_chunk=16,
+    )
 
 
 @pytest.fixture
@@ -48,9 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(p: Prepared, folder: Path, code: str, progress: Callable[[str], None]) -> dict[str, Any]:
     argv = [sys.executable, "-c", code]
-    return child.build_apart(
-        p.packing.program, p.limits, "cpu", folder, p.settings, progress, argv
-    )
+    return child.build_apart(p.packing.program, p.limits, "cpu", folder, p.settings, progress, argv)
 
 
 def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
@@ -89,7 +93,7 @@ def test_what_it_makes(
     kept: dict[str, Any] = {}
 
     def listen(argv: Any, out: Path, progress: Any) -> dict[str, Any]:
-        kept.update(child.run_job(out, backend))
+        kept.update(child.run_job(out, backend.host))
         return kept
 
     with pytest.MonkeyPatch.context() as patch:
@@ -119,12 +123,14 @@ def test_no_space_for_a_plan(
     monkeypatch.setattr(trt_build, "stream_writer", full)
     before = {p.name for p in folder.iterdir()}
     monkeypatch.setattr(
-        child, "_listen", lambda argv, out, progress: child.run_job(out, emulated(tmp_path))
+        child, "_listen", lambda argv, out, progress: child.run_job(out, emulated(tmp_path).host)
     )
     said = run(prepared, folder, "", print)
     assert said == {
-        "errno": errno.ENOSPC, "message": "No space left on device", "file": None,
-    }  # fmt: skip
+        "errno": errno.ENOSPC,
+        "message": "No space left on device",
+        "file": None,
+    }
     assert {p.name for p in folder.iterdir()} - before == {LOG}
     monkeypatch.undo()
     code = f"import json; print(json.dumps({said}))".replace("None", "'engine.plan'")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, without_weights
@@ -25,12 +24,14 @@ from g4ir.backends.trt.recorder.execute import execute
 from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer, ISoftMaxLayer
 from g4ir.backends.trt.recorder.network import check, volumes
 from g4ir.errors import LowerError
-from g4ir.interpret import interpret
-from g4ir.ir import Graph, Node, Value, infer
+from g4ir.ir.graph import Graph, Node, Value, infer
+from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS, Sample
 from g4ir.ops.latent import PARTS
-from g4ir.spec import SLIDING, check_spec, load_spec
-from g4ir.types import Type, parse_type
+from g4ir.ops.types import Type, parse_type
+from g4ir.plan.limits import Limits
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import check_spec, load_spec
 from tests.configs import SMALL, VARIANTS, spec_called
 from tests.engines import BUDGET
 from tests.network_session import in_range
@@ -107,9 +108,16 @@ PRIMITIVES: dict[str, Any] = {
             lambda e, x, y, kind=kind: e.binary(kind, x, y), want, BSD, X.abs() + 1, Y.abs() + 1
         )
         for kind, want in {
-            "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
-            "pow": torch.pow, "max": torch.maximum, "min": torch.minimum, "gt": torch.gt,
-            "lt": torch.lt, "eq": torch.eq,
+            "add": torch.add,
+            "sub": torch.sub,
+            "mul": torch.mul,
+            "div": torch.div,
+            "pow": torch.pow,
+            "max": torch.maximum,
+            "min": torch.minimum,
+            "gt": torch.gt,
+            "lt": torch.lt,
+            "eq": torch.eq,
         }.items()
     },
     "floor_div": primitive(
@@ -118,50 +126,55 @@ PRIMITIVES: dict[str, Any] = {
     "eq of i64": primitive(
         lambda e, x: e.binary("eq", x, 3), lambda x: x == 3, ["i64[B,S]"], INDEX
     ),
-    "not": primitive(
-        lambda e, x: e.unary("not", x), torch.logical_not, ["bool[B,S]"], INDEX > 1
-    ),
+    "not": primitive(lambda e, x: e.unary("not", x), torch.logical_not, ["bool[B,S]"], INDEX > 1),
     "and": primitive(
-        lambda e, x, y: e.binary("and", x, y), torch.logical_and, ["bool[B,S]", "bool[B,S]"],
-        INDEX > 0, INDEX > 1,
+        lambda e, x, y: e.binary("and", x, y),
+        torch.logical_and,
+        ["bool[B,S]", "bool[B,S]"],
+        INDEX > 0,
+        INDEX > 1,
     ),
     "or with a constant": primitive(
         lambda e, x: e.binary("or", x, e.constant(torch.tensor([[False, True, True]]))),
-        lambda x: x | torch.tensor([[False, True, True]]), ["bool[B,3]"], INDEX > 0,
+        lambda x: x | torch.tensor([[False, True, True]]),
+        ["bool[B,3]"],
+        INDEX > 0,
     ),
     "where": primitive(
-        lambda e, c, x: e.where(c, x, -1.0), lambda c, x: torch.where(c, x, -1.0),
-        ["bool[B,S,1]", BSD[0]], (INDEX > 1)[..., None], X,
+        lambda e, c, x: e.where(c, x, -1.0),
+        lambda c, x: torch.where(c, x, -1.0),
+        ["bool[B,S,1]", BSD[0]],
+        (INDEX > 1)[..., None],
+        X,
     ),
-    "cast": primitive(
-        lambda e, x: e.cast(x, "bf16"), torch.Tensor.bfloat16, BSD[:1], X
-    ),
+    "cast": primitive(lambda e, x: e.cast(x, "bf16"), torch.Tensor.bfloat16, BSD[:1], X),
     "linear": primitive(
-        lambda e, x, w: e.linear(x, w), torch.nn.functional.linear, [BSD[0], "f32[5,4]"], X,
+        lambda e, x, w: e.linear(x, w),
+        torch.nn.functional.linear,
+        [BSD[0], "f32[5,4]"],
+        X,
         noise(5, 4),
     ),
     "matmul": primitive(
-        lambda e, x, y: e.matmul(x, y), torch.matmul, ["f32[B,3,4]", "f32[1,4,5]"], X,
+        lambda e, x, y: e.matmul(x, y),
+        torch.matmul,
+        ["f32[B,3,4]", "f32[1,4,5]"],
+        X,
         noise(1, 4, 5),
     ),
     "matmul of a transpose": primitive(
         lambda e, x, y: e.matmul(x, y, transpose_b=True), lambda x, y: x @ y.mT, BSD, X, Y
     ),
-    "softmax": primitive(
-        lambda e, x: e.softmax(x), lambda x: x.softmax(-1), BSD[:1], X
-    ),
+    "softmax": primitive(lambda e, x: e.softmax(x), lambda x: x.softmax(-1), BSD[:1], X),
     **{
-        f"reduce {kind}": primitive(
-            lambda e, x, kind=kind: e.reduce(kind, x, 1), want, BSD[:1], X
-        )
+        f"reduce {kind}": primitive(lambda e, x, kind=kind: e.reduce(kind, x, 1), want, BSD[:1], X)
         for kind, want in {
-            "sum": lambda x: x.sum(1, keepdim=True), "mean": lambda x: x.mean(1, keepdim=True),
+            "sum": lambda x: x.sum(1, keepdim=True),
+            "mean": lambda x: x.mean(1, keepdim=True),
             "max": lambda x: x.amax(1, keepdim=True),
         }.items()
     },
-    "topk": primitive(
-        lambda e, x: e.topk(x, 2), lambda x: tuple(torch.topk(x, 2)), BSD[:1], X
-    ),
+    "topk": primitive(lambda e, x: e.topk(x, 2), lambda x: tuple(torch.topk(x, 2)), BSD[:1], X),
     "reshape": primitive(
         lambda e, x: e.reshape(x, "B", "S", 2, 2), lambda x: x.reshape(2, 3, 2, 2), BSD[:1], X
     ),
@@ -180,40 +193,50 @@ PRIMITIVES: dict[str, Any] = {
     "concat": primitive(
         lambda e, x, y: e.concat([x, y], 1), lambda x, y: torch.cat([x, y], 1), BSD, X, Y
     ),
-    "slice": primitive(
-        lambda e, x: e.slice(x, 2, 1, 3), lambda x: x[..., 1:3], BSD[:1], X
-    ),
-    "slice of a name": primitive(
-        lambda e, x: e.slice(x, 1, 0, 1), lambda x: x[:, :1], BSD[:1], X
-    ),
+    "slice": primitive(lambda e, x: e.slice(x, 2, 1, 3), lambda x: x[..., 1:3], BSD[:1], X),
+    "slice of a name": primitive(lambda e, x: e.slice(x, 1, 0, 1), lambda x: x[:, :1], BSD[:1], X),
     "prefix": primitive(
-        lambda e, x, y: e.prefix(x, 2, y), lambda x, y: x[..., :2], [BSD[0], "i64[C]"], X,
+        lambda e, x, y: e.prefix(x, 2, y),
+        lambda x, y: x[..., :2],
+        [BSD[0], "i64[C]"],
+        X,
         torch.arange(2),
     ),
     "gather": primitive(
-        lambda e, x, at: e.gather(x, at, 2), lambda x, at: x[:, :, at], [BSD[0], "i64[B,S]"], X,
+        lambda e, x, at: e.gather(x, at, 2),
+        lambda x, at: x[:, :, at],
+        [BSD[0], "i64[B,S]"],
+        X,
         INDEX,
     ),
     "gather_rows": primitive(
         lambda e, x, at: e.gather_rows(x, at),
-        lambda x, at: torch.stack([row[i] for row, i in zip(x, at)]), [BSD[0], "i64[B,1]"], X,
+        lambda x, at: torch.stack([row[i] for row, i in zip(x, at)]),
+        [BSD[0], "i64[B,1]"],
+        X,
         INDEX[:, 2:] % 3,
     ),
     "gather_rows of rank 2": primitive(
-        lambda e, x, at: e.gather_rows(x, at), lambda x, at: x.take_along_dim(at, 1),
+        lambda e, x, at: e.gather_rows(x, at),
+        lambda x, at: x.take_along_dim(at, 1),
         ["f32[B,S]", "i64[B,J]"],
-        X[..., 0], INDEX[:, :2] % 3,
+        X[..., 0],
+        INDEX[:, :2] % 3,
     ),
     "append": primitive(
         lambda e, cache, new, at: e.append(cache, new, at),
         lambda cache, new, at: torch.cat(
-            [torch.cat([c[:, : int(i)], n, c[:, int(i) + 3 :]], 1)[None]
-             for c, n, i in zip(cache, new, at)]
+            [
+                torch.cat([c[:, : int(i)], n, c[:, int(i) + 3 :]], 1)[None]
+                for c, n, i in zip(cache, new, at)
+            ]
         ),
-        ["f32[B,1,9,4]", "f32[B,1,S,4]", "i64[B]"], noise(2, 1, 9, 4), X[:, None],
+        ["f32[B,1,9,4]", "f32[B,1,S,4]", "i64[B]"],
+        noise(2, 1, 9, 4),
+        X[:, None],
         torch.tensor([6, 0]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
@@ -262,8 +285,10 @@ def test_names_and_notes() -> None:
     e.scope = "L3.mlp.gate"
     y = e.mul(e.mul(x, 2.0), 2.0)
     assert [x._title.split()[0] for x in e.network._layers] == [
-        "constant.0/weights", "L3.mlp.gate/mul", "L3.mlp.gate/mul.2",
-    ]  # fmt: skip
+        "constant.0/weights",
+        "L3.mlp.gate/mul",
+        "L3.mlp.gate/mul.2",
+    ]
     assert y.handle.name == "" and tuple(y.handle.shape) == (-1, -1, 4)
 
 
@@ -352,10 +377,14 @@ def test_op(case: tuple[str, int]) -> None:
     state = tuple(inputs[i] for i in caches)
     written = n.outputs[len(n.outputs) - len(caches) :] if case[0].endswith("_write") else ()
     graph = Graph(
-        "prefill", tuple(v for v in inputs if v not in state), (), state, (n,),
+        "prefill",
+        tuple(v for v in inputs if v not in state),
+        (),
+        state,
+        (n,),
         tuple(v for v in n.outputs if v not in written),
         {v.name: w for v, w in zip(state, written)},
-    )  # fmt: skip
+    )
     longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
     emitted = emit(graph, Limits(4, longest + 1, 8), without_weights)
     plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
@@ -422,18 +451,24 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     for attention, version in product(FORMS, ("11.4.0", VERSION)):
         for latent in ("off", "value", "raw") if tied else ("off",):
             for experts in EXPERTS if text.moe else ("all",):
-                yield name, {
-                    "attention": attention, "version": version, "latent_kv": latent,
-                    "experts": experts,
-                }  # fmt: skip
+                yield (
+                    name,
+                    {
+                        "attention": attention,
+                        "version": version,
+                        "latent_kv": latent,
+                        "experts": experts,
+                    },
+                )
 
 
 #: those of plugins are tested in test_plugins.py
 FORMS = [a for a in ATTENTION if a != "plugin"]
 EVERY = [
-    form for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
+    form
+    for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
     for form in every_form(name)
-]  # fmt: skip
+]
 
 
 def ident(value: Any) -> str:
@@ -540,10 +575,7 @@ QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"), ("31b",
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [
-        pytest.param(*form, marks=() if form in QUICK else full)
-        for form in product(VARIANTS, FORMS)
-    ],
+    [pytest.param(*form, marks=() if form in QUICK else full) for form in product(VARIANTS, FORMS)],
 )
 def test_full_size(name: str, attention: str) -> None:
     """The released variants without weights: quick, the same number of layers for every layer of

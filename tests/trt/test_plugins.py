@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.base import Limits
 from g4ir.backends.torch_compile.kernels.resources import assembled
 from g4ir.backends.trt import plugins, trial
 from g4ir.backends.trt.emitter import SHARED_BYTES, MappedWeights, without_weights
@@ -32,8 +31,9 @@ from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
 from g4ir.backends.trt.recorder.record import held
 from g4ir.errors import LowerError, MissingError
 from g4ir.ops.moe import experts
-from g4ir.spec import load_spec
-from g4ir.types import Type, torch_dtype
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import BUDGET
 from tests.network_session import NetworkSession, embed_with
@@ -56,9 +56,14 @@ def experts_of_26b(dtype: str, chunk: int = 512) -> Experts:
     text = load_spec("26b-a4b").text
     assert text.moe
     return Experts(
-        dtype, text.hidden_size, text.moe.intermediate_size, text.moe.num_experts,
-        text.moe.top_k_experts, text.hidden_activation, chunk,
-    )  # fmt: skip
+        dtype,
+        text.hidden_size,
+        text.moe.intermediate_size,
+        text.moe.num_experts,
+        text.moe.top_k_experts,
+        text.hidden_activation,
+        chunk,
+    )
 
 
 def decode_of(variant: str, dtype: str) -> Decode:
@@ -91,14 +96,22 @@ def shapes_of(plan: Plan, rows: int = 1, tokens: int = 1, slots: int = 1000) -> 
     cache = rows, heads, c.get("SLOTS", 0), d
     splits = *lead, heads, -(-c.get("SPLITS", 0) // tokens)
     known = {
-        "x": (*lead, c["HIDDEN"]), "index": (*lead, c["TOP_K"]), "order": (*lead, c["TOP_K"]),
-        "weights": (*lead, c["TOP_K"]), "act": (*lead, c["TOP_K"], c["INNER"]),
+        "x": (*lead, c["HIDDEN"]),
+        "index": (*lead, c["TOP_K"]),
+        "order": (*lead, c["TOP_K"]),
+        "weights": (*lead, c["TOP_K"]),
+        "act": (*lead, c["TOP_K"], c["INNER"]),
         "gate_up": (c.get("EXPERTS"), 2 * c["INNER"], c["HIDDEN"]),
-        "down": (c.get("EXPERTS"), c["HIDDEN"], c["INNER"]), "offsets": (c.get("EXPERTS", 0) + 1,),
-        "q": (*lead, heads * c.get("GROUP", 0), d), "keys": cache, "values": cache,
-        "positions": lead, "slots": (slots,), "parts": (*splits, c.get("GROUP"), d),
+        "down": (c.get("EXPERTS"), c["HIDDEN"], c["INNER"]),
+        "offsets": (c.get("EXPERTS", 0) + 1,),
+        "q": (*lead, heads * c.get("GROUP", 0), d),
+        "keys": cache,
+        "values": cache,
+        "positions": lead,
+        "slots": (slots,),
+        "parts": (*splits, c.get("GROUP"), d),
         "stats": (*splits, 2, c.get("GROUP")),
-    }  # fmt: skip
+    }
     if plan.plugin == "moe_combine":
         known["parts"] = (*lead, c["TOP_K"], c["HIDDEN"])
     plugin = PLUGINS[plan.plugin]
@@ -109,11 +122,18 @@ def shapes_of(plan: Plan, rows: int = 1, tokens: int = 1, slots: int = 1000) -> 
 @pytest.mark.parametrize(
     ("dtype", "shared"),
     [
-        ("bf16", SHARED_BYTES), ("f32", SHARED_BYTES),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in
-          (("f16", SHARED_BYTES), ("bf16", MOST_SHARED_BYTES), ("f16", MOST_SHARED_BYTES))),
+        ("bf16", SHARED_BYTES),
+        ("f32", SHARED_BYTES),
+        *(
+            pytest.param(*c, marks=pytest.mark.full)
+            for c in (
+                ("f16", SHARED_BYTES),
+                ("bf16", MOST_SHARED_BYTES),
+                ("f16", MOST_SHARED_BYTES),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_kernels_fit_the_gpu(dtype: str, shared: int) -> None:
     """Compiled for sm_90 at the sizes of the models: no spills, shared memory in its limits, that
     of every launch and what a block has, and a product of many rows uses tensor cores."""
@@ -180,8 +200,9 @@ ENTRY = """\
 
 def test_scratch_memory_that_is_used_is_refused() -> None:
     assert [p.name for p in compiler.parameters(compiler.trimmed(ENTRY % "", 2))] == [
-        "k_param_0", "k_param_1"
-    ]  # fmt: skip
+        "k_param_0",
+        "k_param_1",
+    ]
     with pytest.raises(LowerError, match=r"kernel k needs memory of its own \(k_param_2\)"):
         compiler.trimmed(ENTRY % "\tld.param.b64 \t%rd2, [k_param_2];\n", 2)
     with pytest.raises(LowerError, match="3 parameters, of which a plugin passes 4"):
@@ -258,9 +279,14 @@ def test_launches(trt: Any) -> None:
             grid = plugins.grid_of(plan, {n: t.shape for n, t in types.items()})
             x, y, z = (*grid, 1, 1)[:3]
             assert launch.params == {
-                "grid_x": x, "grid_y": y, "grid_z": z, "block_x": kernel.warps * 32, "block_y": 1,
-                "block_z": 1, "shared_mem": kernel.shared,
-            }, plan  # fmt: skip
+                "grid_x": x,
+                "grid_y": y,
+                "grid_z": z,
+                "block_x": kernel.warps * 32,
+                "block_y": 1,
+                "block_z": 1,
+                "shared_mem": kernel.shared,
+            }, plan
             assert y < 2**16 and z < 2**16
             known = {"looked_at": slots, "tokens": tokens, "count": rows * tokens * 8}
             assert launch.whole == [known[n] for n in plugin.whole]

@@ -177,7 +177,8 @@ RULES: dict[str, tuple[Build, str]] = {
     "elementwise types": (lambda n: n.sum(n.x(2), n.x(2, dtype="BF16")), "nothing is cast"),
     "elementwise int and float": (lambda n: n.sum(n.x(2), n.x(2, dtype="INT32")), "nothing is"),
     "elementwise int32 and int64": (
-        lambda n: n.sum(n.x(2, dtype="INT64"), n.x(2, dtype="INT32")), "nothing is cast",
+        lambda n: n.sum(n.x(2, dtype="INT64"), n.x(2, dtype="INT32")),
+        "nothing is cast",
     ),
     "elementwise ranks": (lambda n: n.sum(n.x(2), n.x(1, 2)), "ranks must be equal"),
     "elementwise dims": (lambda n: n.sum(n.x(2, 3), n.x(2, 2)), "cannot be broadcast"),
@@ -189,7 +190,8 @@ RULES: dict[str, tuple[Build, str]] = {
     "power of whole numbers": (
         lambda n: n.network.add_elementwise(
             n.x(2, dtype="INT32"), n.x(2, dtype="INT32"), n.trt.ElementWiseOperation.POW
-        ), "POW takes",
+        ),
+        "POW takes",
     ),
     "unary of whole numbers": (lambda n: n.exp(n.x(2, dtype="INT32")), "EXP takes"),
     "activation of whole numbers": (
@@ -200,12 +202,14 @@ RULES: dict[str, tuple[Build, str]] = {
     "matmul ranks": (lambda n: n.product(n.x(1, 2, 3), n.x(3, 4)), "ranks must be equal"),
     "matmul inside": (lambda n: n.product(n.x(2, 3), n.x(2, 3)), "3 times 2"),
     "matmul of whole numbers": (
-        lambda n: n.product(n.x(2, 2, dtype="INT32"), n.x(2, 2, dtype="INT32")), "it takes",
+        lambda n: n.product(n.x(2, 2, dtype="INT32"), n.x(2, 2, dtype="INT32")),
+        "it takes",
     ),
     "matmul batches": (lambda n: n.product(n.x(2, 2, 2), n.x(3, 2, 2)), "cannot be broadcast"),
     "select types": (_select, "nothing is cast"),
     "select condition": (
-        lambda n: n.network.add_select(n.x(2), n.x(2), n.x(2)), "a condition takes BOOL",
+        lambda n: n.network.add_select(n.x(2), n.x(2), n.x(2)),
+        "a condition takes BOOL",
     ),
     "concat types": (lambda n: _concat(n, n.x(2), n.x(2, dtype="HALF")), "nothing is cast"),
     "concat dims": (lambda n: _concat(n, n.x(2, 3), n.x(2, 4)), "dim 1 differs"),
@@ -217,8 +221,10 @@ RULES: dict[str, tuple[Build, str]] = {
         lambda n: (
             (s := n.network.add_slice(n.x(4), (0,), (1,), (1,))).set_input(
                 2, n.x(1, dtype="INT32")
-            ), s.get_output(0).shape,
-        ), "no shape tensor",
+            ),
+            s.get_output(0).shape,
+        ),
+        "no shape tensor",
     ),
     "reshape twice unknown": (lambda n: n.reshape(n.x(6), -1, -1).shape, "at most one dim is -1"),
     "reshape volume": (lambda n: n.reshape(n.x(6), 4).shape, "volumes differ"),
@@ -227,28 +233,34 @@ RULES: dict[str, tuple[Build, str]] = {
         lambda n: (
             setattr(s := n.network.add_shuffle(n.x(2, 3)), "first_transpose", (0, 0)),
             s.get_output(0).shape,
-        ), "is no permutation",
+        ),
+        "is no permutation",
     ),
     "index type": (
-        lambda n: n.network.add_gather(n.x(2), n.x(1), 0).get_output(0).shape, "an index takes",
+        lambda n: n.network.add_gather(n.x(2), n.x(1), 0).get_output(0).shape,
+        "an index takes",
     ),
     "gather axis": (
         lambda n: n.network.add_gather(n.x(2), n.x(1, dtype="INT32"), 1).get_output(0).shape,
         "no axis 1",
     ),
     "gather of unknown tuples": (
-        lambda n: _gather_nd(n, n.x(2, 3, 4), n.x(2, -1, dtype="INT64"), 0), "known at build",
+        lambda n: _gather_nd(n, n.x(2, 3, 4), n.x(2, -1, dtype="INT64"), 0),
+        "known at build",
     ),
     "gather elementwise": (
-        lambda n: _gather_nd(n, n.x(2, 3), n.x(2, 1, 1, dtype="INT64"), 1), "elementwise dims",
+        lambda n: _gather_nd(n, n.x(2, 3), n.x(2, 1, 1, dtype="INT64"), 1),
+        "elementwise dims",
     ),
     "top-k of too many": (lambda n: _topk(n, n.x(2, 5000), 3841), "at most 3840"),
     "top-k of all": (lambda n: _topk(n, n.x(2, 3), 4), "k is 4"),
     "top-k axis": (lambda n: _topk(n, n.x(2, 2, 2, 2, 3), 1, axes=1), "of the last four"),
     "softmax axes": (
         lambda n: (
-            setattr(s := n.network.add_softmax(n.x(2, 3)), "axes", 3), s.get_output(0).shape,
-        ), "one axis",
+            setattr(s := n.network.add_softmax(n.x(2, 3)), "axes", 3),
+            s.get_output(0).shape,
+        ),
+        "one axis",
     ),
     "reduce of bool": (
         lambda n: n.network.add_reduce(n.x(2, dtype="BOOL"), n.trt.ReduceOperation.SUM, 1, True),
@@ -268,23 +280,33 @@ RULES: dict[str, tuple[Build, str]] = {
     "rank": (lambda n: n.x(*[1] * 9), "too many dims"),
     "rank of a result": (lambda n: n.reshape(n.x(1), *[1] * 9).shape, "more than 8 dims"),
     "attention heads": (
-        lambda n: _masked(n, None, q=(2, -1, 3, 8)), "counts and sizes of heads are static",
+        lambda n: _masked(n, None, q=(2, -1, 3, 8)),
+        "counts and sizes of heads are static",
     ),
     "attention groups": (lambda n: _masked(n, None, q=(2, 3, 3, 8)), "heads do not fit"),
     "attention head size": (lambda n: _masked(n, None, q=(2, 4, 3, 16)), "heads do not fit"),
     "attention types": (
-        lambda n: n.attention(n.x(1, 1, 1, 8), n.x(1, 1, 1, 8), n.x(1, 1, 1, 8, dtype="HALF"))
-        .get_output(0).shape, "nothing is cast",
+        lambda n: (
+            n.attention(n.x(1, 1, 1, 8), n.x(1, 1, 1, 8), n.x(1, 1, 1, 8, dtype="HALF"))
+            .get_output(0)
+            .shape
+        ),
+        "nothing is cast",
     ),
     "mask and causal kind": (
-        lambda n: _masked(n, n.x(2, 1, 3, 5, dtype="BOOL"), "LOWER_RIGHT"), "exclude each other",
+        lambda n: _masked(n, n.x(2, 1, 3, 5, dtype="BOOL"), "LOWER_RIGHT"),
+        "exclude each other",
     ),
     "causal kind": (lambda n: _masked(n, None, "UPPER_LEFT"), "hides what lies before"),
     "causal": (
         lambda n: n.network.add_attention(
-            n.x(1, 1, 1, 8), n.x(1, 1, 1, 8), n.x(1, 1, 1, 8),
-            n.trt.AttentionNormalizationOp.SOFTMAX, True,
-        ), "hides what lies before",
+            n.x(1, 1, 1, 8),
+            n.x(1, 1, 1, 8),
+            n.x(1, 1, 1, 8),
+            n.trt.AttentionNormalizationOp.SOFTMAX,
+            True,
+        ),
+        "hides what lies before",
     ),
     "mask type": (lambda n: _masked(n, n.x(2, 1, 3, 5, dtype="HALF")), "a mask takes"),
     "mask rank": (lambda n: _masked(n, n.x(2, 3, 5, dtype="BOOL")), "a mask is"),
@@ -303,13 +325,16 @@ RULES: dict[str, tuple[Build, str]] = {
         "of rank 0",
     ),
     "condition's type": (
-        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(1), n.x()), "takes BOOL",
+        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(1), n.x()),
+        "takes BOOL",
     ),
     "branches' types": (
-        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(1, dtype="HALF")), "nothing is",
+        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(1, dtype="HALF")),
+        "nothing is",
     ),
     "branches' shapes": (
-        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(2)), "one type and shape",
+        lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(2)),
+        "one type and shape",
     ),
     "branch of int64": (
         lambda n: _conditional(n, lambda n: _entered(n, n.x(1, dtype="INT64")), lambda n: n.x(1)),
@@ -319,15 +344,17 @@ RULES: dict[str, tuple[Build, str]] = {
     "outside reads from a branch": (_inner_read, "inside a conditional"),
     "branches share": (_shared_inside, "both branches hold"),
     "output without a name": (
-        lambda n: _checked(n, lambda: n.network.mark_output(n.exp(n.x(2)))), "has a name",
+        lambda n: _checked(n, lambda: n.network.mark_output(n.exp(n.x(2)))),
+        "has a name",
     ),
     "outputs of one name": (_twice_named, "are called y"),
     "output twice": (
-        lambda n: [n.network.mark_output(t) for t in [n.exp(n.x(2))] * 2], "an output already",
+        lambda n: [n.network.mark_output(t) for t in [n.exp(n.x(2))] * 2],
+        "an output already",
     ),
     "input as output": (lambda n: n.network.mark_output(n.x(2)), "cannot be an output"),
     "no output": (lambda n: _checked(n, lambda: n.x(2)), "has no output"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -383,9 +410,11 @@ def test_calls_are_recorded() -> None:
     assert layer.get_output(0).shape == (2, 3)
     seen = [(c.owner, c.member, c.kind) for c in n.trt.calls]
     assert seen[-4:] == [
-        ("INetworkDefinition", "add_softmax", "call"), ("ISoftMaxLayer", "axes", "set"),
-        ("ISoftMaxLayer", "get_output", "call"), ("ITensor", "shape", "get"),
-    ]  # fmt: skip
+        ("INetworkDefinition", "add_softmax", "call"),
+        ("ISoftMaxLayer", "axes", "set"),
+        ("ISoftMaxLayer", "get_output", "call"),
+        ("ITensor", "shape", "get"),
+    ]
     assert list(n.trt.calls[-4].kwargs or ()) == ["input"]
     assert n.trt.calls[-3].args == (2,)
 
@@ -444,9 +473,7 @@ def test_cache_update_is_in_place() -> None:
 
 def test_gather_with_a_shared_dim() -> None:
     n = Net()
-    layer = n.network.add_gather_v2(
-        n.x(2, 3, 4), n.x(2, 2, 1, dtype="INT64"), n.trt.GatherMode.ND
-    )
+    layer = n.network.add_gather_v2(n.x(2, 3, 4), n.x(2, 2, 1, dtype="INT64"), n.trt.GatherMode.ND)
     layer.num_elementwise_dims = 1
     x, index = torch.randn(2, 3, 4), torch.tensor([[[0], [2]], [[1], [1]]])
     got = run(n, layer.get_output(0), x0=x, x1=index)
@@ -455,8 +482,11 @@ def test_gather_with_a_shared_dim() -> None:
 
 def test_slice_that_repeats() -> None:
     n = Net()
-    got = run(n, n.network.add_slice(n.x(1, 2), (0, 0), (3, 2), (0, 1)).get_output(0),
-              x0=torch.tensor([[5.0, 6.0]]))  # fmt: skip
+    got = run(
+        n,
+        n.network.add_slice(n.x(1, 2), (0, 0), (3, 2), (0, 1)).get_output(0),
+        x0=torch.tensor([[5.0, 6.0]]),
+    )
     assert got.tolist() == [[5, 6]] * 3
 
 

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from g4ir.backends.base import Limits, checked_settings
+from g4ir.backends.base import checked_settings
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import log
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import one_thread
 from g4ir.backends.trt.probe import FEATURES, NEEDED, Api, probe
 from g4ir.backends.trt.recorder import Call, recorder
-from g4ir.ir import split_prologue
+from g4ir.ir.graph import split_prologue
+from g4ir.plan.limits import Limits
 from tests.configs import SMALL, spec_called
 from tests.runner import built_program
 from tests.trt.bindings import WHEELS, Bindings, overridden, parse_signature, real_api
@@ -118,8 +119,15 @@ def test_building_loading_and_running(
     name: str, version: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     calls = recorded(version, name, settings, tmp_path)
-    owners = {"Builder", "IBuilderConfig", "IOptimizationProfile", "ITimingCache", "Runtime",
-              "ICudaEngine", "IExecutionContext"}  # fmt: skip
+    owners = {
+        "Builder",
+        "IBuilderConfig",
+        "IOptimizationProfile",
+        "ITimingCache",
+        "Runtime",
+        "ICudaEngine",
+        "IExecutionContext",
+    }
     assert owners <= {c.owner for c in calls}
     fits_bindings(calls, version)
 
@@ -153,8 +161,9 @@ def test_what_tensorrt_calls_back(real: tuple[str, Bindings]) -> None:
     version, bindings = real
     module = recorder(version)
     for owner, ours in (
-        ("ILogger", log.logger(module)), ("IProgressMonitor", log.progress_monitor(module, print)),
-    ):  # fmt: skip
+        ("ILogger", log.logger(module)),
+        ("IProgressMonitor", log.progress_monitor(module, print)),
+    ):
         assert not [*overridden(bindings, owner, type(ours))]
         required = bindings.dump["classes"][owner]["members"].keys() - {"__init__"}
         named = {m for m in required if bindings.signatures(owner, m)}
@@ -202,8 +211,10 @@ def test_signatures_are_parsed() -> None:
     """Brackets, defaults and overloads."""
     text = "2. f(self: a.B, x: list[tuple[int, str]] = [1, 2], y: C = <D.E: 0>, z: F = None) -> G"
     assert [(p.name, p.kind, p.optional) for p in parse_signature(text) or ()] == [
-        ("x", "list[tuple[int, str]]", True), ("y", "C", True), ("z", "F | None", True),
-    ]  # fmt: skip
+        ("x", "list[tuple[int, str]]", True),
+        ("y", "C", True),
+        ("z", "F | None", True),
+    ]
     assert parse_signature("f(*args, **kwargs)") is None
     assert parse_signature("Overloaded function.") is None
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import Limits
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.torch_compile.cuda_graph import OrLaunched
 from g4ir.backends.trt import build as builder
@@ -35,7 +34,9 @@ from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder import recorder, recording
 from g4ir.backends.trt.recorder.layers import ISoftMaxLayer
 from g4ir.cli import main
-from g4ir.engine import Engine, load_engine, prepare
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import (
     CheckError,
     EngineError,
@@ -45,9 +46,10 @@ from g4ir.errors import (
     MissingError,
     PlanError,
 )
-from g4ir.packing import StoredParams
-from g4ir.plan import reserve
-from g4ir.spec import load_spec
+from g4ir.plan.limits import Limits
+from g4ir.plan.plan import reserve
+from g4ir.spec.record import load_spec
+from g4ir.weights.pack import StoredParams
 from tests.cli_tools import g4ir
 from tests.configs import SMALL, VARIANTS, few, spec_called
 from tests.engines import agrees
@@ -256,9 +258,10 @@ def test_shared_memory_of_tactics(hardware: str, room: int) -> None:
     """A compatible engine's kernels would get 48 KiB by default."""
     api = emulated_api()
     w = SimpleNamespace(
-        builder=api.trt.Builder(_log(api)), graph=SimpleNamespace(params=()),
+        builder=api.trt.Builder(_log(api)),
+        graph=SimpleNamespace(params=()),
         interface=SimpleNamespace(profiles=()),
-    )  # fmt: skip
+    )
     config = builder.configure(
         api, cast(Any, w), {"weights": "baked", "hardware": hardware}, 80 << 30
     )
@@ -487,9 +490,7 @@ def builds_in(timing: Path) -> int:
     return int(timing.read_text().removeprefix("recorder timing "))
 
 
-def test_interrupted_build(
-    trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops the builder at its next step: nothing is left but the timing cache."""
     told = fake._told
 
@@ -525,9 +526,7 @@ def test_timing_cache_that_cannot_be_kept(trt: Build, tmp_path: Path) -> None:
     assert trt().path.is_dir()
 
 
-def test_refused_network(
-    trt: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_refused_network(trt: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The builder's words, our layer, what to try; no engine is left."""
     said = "no kernel for {ForeignNode[L1.attn.out/matmul]}"
 
@@ -634,16 +633,22 @@ def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
     assert "2147483647 elements" in message and "attn" in message and "prefill-chunk" in message
 
 
-
 # --- what the environment lacks ---------------------------------------------------------------
 
 
 def test_no_tensorrt(tmp_path: Path) -> None:
     """Exit code 3: package, versions, and what can be done instead."""
     outcome = g4ir(
-        "build", "--variant", "tiny-ple", "--backend", "trt", "--random-weights", "0",
-        "--out", tmp_path / "engine",
-    )  # fmt: skip
+        "build",
+        "--variant",
+        "tiny-ple",
+        "--backend",
+        "trt",
+        "--random-weights",
+        "0",
+        "--out",
+        tmp_path / "engine",
+    )
     assert outcome.code == 3
     assert "pip install 'tensorrt>=10.15,<12'" in outcome.message
     assert "--backend onnx" in outcome.message and "--dry-run" in outcome.message
@@ -694,9 +699,16 @@ def test_unknown_settings(tmp_path: Path) -> None:
         (["--set", "tactics=all"], "attention"),
     ):
         outcome = g4ir(
-            "build", "--variant", "tiny-ple", "--backend", "trt", "--dry-run", *words,
-            "--out", tmp_path / "engine",
-        )  # fmt: skip
+            "build",
+            "--variant",
+            "tiny-ple",
+            "--backend",
+            "trt",
+            "--dry-run",
+            *words,
+            "--out",
+            tmp_path / "engine",
+        )
         assert outcome.code == InputError.exit_code and message in outcome.message
 
 
@@ -712,10 +724,23 @@ QUICK = ("e2b",)
 def test_dry_run(variant: str, tmp_path: Path) -> None:
     """Without TensorRT, a GPU or weights; within a minute and 4 GiB of memory."""
     done = subprocess.run(
-        [sys.executable, "-m", "g4ir.cli", "build", "--variant", variant, "--backend", "trt",
-         "--dry-run", "--json", "--out", str(tmp_path / "engine")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "g4ir.cli",
+            "build",
+            "--variant",
+            variant,
+            "--backend",
+            "trt",
+            "--dry-run",
+            "--json",
+            "--out",
+            str(tmp_path / "engine"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["tensorrt"] == "emulated 11.4.0" and plan["dry_run_s"] < 60
@@ -744,13 +769,24 @@ def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None
         dry.check_small(emulated_api(), p, "f32")
 
 
-@pytest.mark.parametrize(("attention", "dtype"), [
-    ("fused", "bf16"), ("plugin", "f16"),
-    *(pytest.param(a, d, marks=pytest.mark.full) for a, d in (
-        ("explicit", "bf16"), ("explicit", "f16"), ("plain", "bf16"), ("plain", "f16"),
-        ("fused", "f16"), ("plugin", "bf16"),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("fused", "bf16"),
+        ("plugin", "f16"),
+        *(
+            pytest.param(a, d, marks=pytest.mark.full)
+            for a, d in (
+                ("explicit", "bf16"),
+                ("explicit", "f16"),
+                ("plain", "bf16"),
+                ("plain", "f16"),
+                ("fused", "f16"),
+                ("plugin", "bf16"),
+            )
+        ),
+    ],
+)
 def test_dry_run_measures_rounding(
     attention: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -795,15 +831,18 @@ def test_profiles_cover_every_dim() -> None:
     cases: dict[str, Callable[[Any, Any], None]] = {
         "there is no profile": lambda c, p: None,
         "is no [-1, 4]": lambda c, p: (
-            p.set_shape("x", (1, 5), (2, 5), (3, 5)), c.add_optimization_profile(p),
+            p.set_shape("x", (1, 5), (2, 5), (3, 5)),
+            c.add_optimization_profile(p),
         ),
         "no input is called z": lambda c, p: (
-            p.set_shape("z", (1,), (1,), (1,)), c.add_optimization_profile(p),
+            p.set_shape("z", (1,), (1,), (1,)),
+            c.add_optimization_profile(p),
         ),
         "has no range": lambda c, p: (
-            p._ranges.clear(), c.add_optimization_profile(p),
+            p._ranges.clear(),
+            c.add_optimization_profile(p),
         ),
-    }  # fmt: skip
+    }
     for message, change in cases.items():
         _, plan, log = small_build(change)
         assert plan is None and message in log.errors[0], message

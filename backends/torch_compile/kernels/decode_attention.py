@@ -142,9 +142,15 @@ def _last(word, shift, size, BITS: tl.constexpr):
 
 @triton.jit
 def _merge(
-    parts, stats, first, number, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    parts,
+    stats,
+    first,
+    number,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """The sum of the partial results first .. first + number - 1, as one: o, maximum, sum."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
     h, cols = tl.arange(0, H), tl.arange(0, DP)[None, :]
@@ -156,8 +162,9 @@ def _merge(
         at = stats + 2 * i * GROUP + h
         its = tl.load(at, mask=h < GROUP, other=0.0, cache_modifier=".cg")
         sums = tl.load(at + GROUP, mask=h < GROUP, other=0.0, cache_modifier=".cg")
-        part = tl.load(parts + (i * GROUP + h[:, None]) * D + cols, mask=real, other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
+        part = tl.load(
+            parts + (i * GROUP + h[:, None]) * D + cols, mask=real, other=0.0, cache_modifier=".cg"
+        )
         highest = tl.maximum(top, its)
         fade, gain = tl.exp2(top - highest), tl.exp2(its - highest)
         o = o * fade[:, None] + part * gain[:, None]
@@ -167,10 +174,23 @@ def _merge(
 
 @triton.jit
 def _finish(
-    o, top, total, out, parts, stats, arrivals, split, used, pair,
-    GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, FAN: tl.constexpr,
-    BITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    o,
+    top,
+    total,
+    out,
+    parts,
+    stats,
+    arrivals,
+    split,
+    used,
+    pair,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FAN: tl.constexpr,
+    BITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """From a share's o [M, DP], maximum and sum [M] to the result of the pair (row, key head)."""
     DP: tl.constexpr = o.shape[1]
     GROUPS: tl.constexpr = (SPLITS + FAN - 1) // FAN
@@ -200,12 +220,37 @@ def _finish(
 
 @triton.jit
 def _decode(
-    q, ends, keys, values, arrivals, parts, stats, out,
-    slots, q_row, q_head, k_slot, k_row, k_head, v_slot, v_row, v_head, inner, outer,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, FAN: tl.constexpr,
-    BITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    ends,
+    keys,
+    values,
+    arrivals,
+    parts,
+    stats,
+    out,
+    slots,
+    q_row,
+    q_head,
+    k_slot,
+    k_row,
+    k_head,
+    v_slot,
+    v_row,
+    v_head,
+    inner,
+    outer,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FAN: tl.constexpr,
+    BITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One share of one row and key head, grid (SPLITS, n, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
@@ -227,8 +272,24 @@ def _decode(
             s = tl.dot(query, tl.trans(k), input_precision="ieee")
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-        _finish(o, top, tl.sum(total, 1), out, parts, stats, arrivals, split, used,
-                row * tl.num_programs(1) + head, GROUP, D, SPLITS, FAN, BITS, STAGES)  # fmt: skip
+        _finish(
+            o,
+            top,
+            tl.sum(total, 1),
+            out,
+            parts,
+            stats,
+            arrivals,
+            split,
+            used,
+            row * tl.num_programs(1) + head,
+            GROUP,
+            D,
+            SPLITS,
+            FAN,
+            BITS,
+            STAGES,
+        )
 
 
 @triton.jit
@@ -242,12 +303,36 @@ def _still_query(q, w, cols, P: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _decode_value(
-    q, ends, w, cache, arrivals, parts, stats, out,
-    slots, q_row, q_head, c_slot, c_row, c_head, inner, outer,
-    P: tl.constexpr, P2: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, FAN: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    ends,
+    w,
+    cache,
+    arrivals,
+    parts,
+    stats,
+    out,
+    slots,
+    q_row,
+    q_head,
+    c_slot,
+    c_row,
+    c_head,
+    inner,
+    outer,
+    P: tl.constexpr,
+    P2: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FAN: tl.constexpr,
+    BITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """`_decode` over rows of V and K's 2 P rotated dims (P2: padded): one tile of V is both."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
@@ -274,8 +359,24 @@ def _decode_value(
                 s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-        _finish(o, top, tl.sum(total, 1), out, parts, stats, arrivals, split, used,
-                row * tl.num_programs(1) + head, GROUP, D, SPLITS, FAN, BITS, STAGES)  # fmt: skip
+        _finish(
+            o,
+            top,
+            tl.sum(total, 1),
+            out,
+            parts,
+            stats,
+            arrivals,
+            split,
+            used,
+            row * tl.num_programs(1) + head,
+            GROUP,
+            D,
+            SPLITS,
+            FAN,
+            BITS,
+            STAGES,
+        )
 
 
 @triton.jit
@@ -319,12 +420,41 @@ def _turned_keys(rows, real, factor, position, w, freqs, pair, P: tl.constexpr, 
 
 @triton.jit
 def _decode_raw(
-    q, ends, w, freqs, cache, rms, arrivals, parts, stats, out,
-    slots, q_row, q_head, c_slot, c_row, c_head, r_slot, r_row, r_head, inner, outer,
-    P: tl.constexpr, PP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, FAN: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    ends,
+    w,
+    freqs,
+    cache,
+    rms,
+    arrivals,
+    parts,
+    stats,
+    out,
+    slots,
+    q_row,
+    q_head,
+    c_slot,
+    c_row,
+    c_head,
+    r_slot,
+    r_row,
+    r_head,
+    inner,
+    outer,
+    P: tl.constexpr,
+    PP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FAN: tl.constexpr,
+    BITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """`_decode` over raw rows, V = raw * rms: the reciprocal rms multiplies scores and
     probabilities, and K's P rotated pairs (PP: padded) are made again."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -356,8 +486,24 @@ def _decode_raw(
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             p = (p * factor[None, :]).to(raw.dtype)
             o = tl.dot(p, raw, o * fade[:, None], input_precision="ieee")
-        _finish(o, top, tl.sum(total, 1), out, parts, stats, arrivals, split, used,
-                row * tl.num_programs(1) + head, GROUP, D, SPLITS, FAN, BITS, STAGES)  # fmt: skip
+        _finish(
+            o,
+            top,
+            tl.sum(total, 1),
+            out,
+            parts,
+            stats,
+            arrivals,
+            split,
+            used,
+            row * tl.num_programs(1) + head,
+            GROUP,
+            D,
+            SPLITS,
+            FAN,
+            BITS,
+            STAGES,
+        )
 
 
 def _workspace(
@@ -379,9 +525,13 @@ def _workspace(
 def _constants(q: torch.Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
     d, group = q.shape[3], q.shape[2] // kv_heads
     return {
-        "WINDOW": window, "CAPPED": softcap > 0, "GROUP": group, "M": max(16, power_of_2(group)),
-        "D": d, "DP": max(16, power_of_2(d)),
-    }  # fmt: skip
+        "WINDOW": window,
+        "CAPPED": softcap > 0,
+        "GROUP": group,
+        "M": max(16, power_of_2(group)),
+        "D": d,
+        "DP": max(16, power_of_2(d)),
+    }
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -390,26 +540,64 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
 
 
 def launch_decode_attention(
-    q: torch.Tensor, end: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arrivals: torch.Tensor,
-    window: int, scale: float, softcap: float, splits: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    end: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arrivals: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    splits: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """Starts the kernel of `decode_attention`."""
     slots, b, n, _ = k.shape
     parts, stats, out, sums = _workspace(q, n, splits)
     start(
-        _decode, (splits, n, b), q, end, k, v, arrivals, parts, stats, out,
-        slots, q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
-        *_factors(scale, softcap), **_constants(q, n, window, softcap), N=block_n, **sums,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _decode,
+        (splits, n, b),
+        q,
+        end,
+        k,
+        v,
+        arrivals,
+        parts,
+        stats,
+        out,
+        slots,
+        q.stride(0),
+        q.stride(2),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *_factors(scale, softcap),
+        **_constants(q, n, window, softcap),
+        N=block_n,
+        **sums,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 def launch_decode_attention_latent(
-    q: torch.Tensor, end: torch.Tensor, w: torch.Tensor, caches: list[torch.Tensor],
-    arrivals: torch.Tensor, freqs: torch.Tensor, form: str, window: int, scale: float,
-    softcap: float, splits: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    end: torch.Tensor,
+    w: torch.Tensor,
+    caches: list[torch.Tensor],
+    arrivals: torch.Tensor,
+    freqs: torch.Tensor,
+    form: str,
+    window: int,
+    scale: float,
+    softcap: float,
+    splits: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """Starts the kernel of `decode_attention_latent`."""
     slots, b, n, width = caches[0].shape
     parts, stats, out, sums = _workspace(q, n, splits)
@@ -436,8 +624,8 @@ def _of_raw(
     """K and V of rows in the form `raw`, as the op's reference makes them."""
     half, pairs = w.shape[0] // 2, freqs.shape[0]
     h = raw.float() * rms
-    low, rest1, high, rest2 = (h * w.float()).to(w.dtype).split(
-        [pairs, half - pairs, pairs, half - pairs], -1
+    low, rest1, high, rest2 = (
+        (h * w.float()).to(w.dtype).split([pairs, half - pairs, pairs, half - pairs], -1)
     )
     angle = slot_positions(end, raw.shape[0]).float()[..., None] * freqs
     cos, sin = (x.to(w.dtype)[:, :, None] for x in (angle.cos(), angle.sin()))
@@ -447,9 +635,19 @@ def _of_raw(
 
 @triton_op("g4ir::decode_attention", mutates_args={"arrivals"})
 def decode_attention(
-    q: torch.Tensor, end: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arrivals: torch.Tensor,
-    window: int, scale: float, softcap: float, splits: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    end: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arrivals: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    splits: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """`attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
@@ -469,10 +667,21 @@ def decode_attention(
 
 @triton_op("g4ir::decode_attention_latent", mutates_args={"arrivals"})
 def decode_attention_latent(
-    q: torch.Tensor, end: torch.Tensor, w: torch.Tensor, caches: list[torch.Tensor],
-    arrivals: torch.Tensor, freqs: torch.Tensor, form: str, window: int, scale: float,
-    softcap: float, splits: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    end: torch.Tensor,
+    w: torch.Tensor,
+    caches: list[torch.Tensor],
+    arrivals: torch.Tensor,
+    freqs: torch.Tensor,
+    form: str,
+    window: int,
+    scale: float,
+    softcap: float,
+    splits: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """`decode_attention` over caches in the form `value` or `raw` of `attention_latent`
 
     w [d] the weight of K's norm, of q's dtype as the table was; caches [C,B,n,d+2p], or [C,B,n,d]
@@ -490,6 +699,18 @@ def decode_attention_latent(
         )
         return out
     return launch_decode_attention_latent(
-        q, end, w, caches, arrivals, freqs, form, window, scale, softcap, splits, block_n, warps,
+        q,
+        end,
+        w,
+        caches,
+        arrivals,
+        freqs,
+        form,
+        window,
+        scale,
+        softcap,
+        splits,
+        block_n,
+        warps,
         stages,
-    )  # fmt: skip
+    )

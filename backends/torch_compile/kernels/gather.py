@@ -31,9 +31,9 @@ def host_rows(address, ids, out, D, BLOCK: tl.constexpr):
     tl.store(out + row * D + i, x, mask=keep)
 
 
-def gather_host_rows(address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype) -> (
-    torch.Tensor
-):  # fmt: skip
+def gather_host_rows(
+    address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Rows `ids` (int64, any shape, in range) of a table at an address that the device of `ids`
     may read: [*ids.shape, columns]."""
     out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)

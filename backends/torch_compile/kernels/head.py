@@ -103,13 +103,27 @@ def launch_top_candidates(
     values = logits.new_empty((rows, k), dtype=torch.float32)
     index = logits.new_empty((rows, k), dtype=torch.int64)
     start(
-        _top_of_block, (count // kept, rows), logits.contiguous(), top, vocab,
-        KEPT=kept, BLOCK=block, num_warps=8,
-    )  # fmt: skip
+        _top_of_block,
+        (count // kept, rows),
+        logits.contiguous(),
+        top,
+        vocab,
+        KEPT=kept,
+        BLOCK=block,
+        num_warps=8,
+    )
     start(
-        _top, (rows,), top, values, index, count, k,
-        KEPT=kept, BLOCK=power_of_2(count), num_warps=8,
-    )  # fmt: skip
+        _top,
+        (rows,),
+        top,
+        values,
+        index,
+        count,
+        k,
+        KEPT=kept,
+        BLOCK=power_of_2(count),
+        num_warps=8,
+    )
     return values, index
 
 

@@ -37,9 +37,11 @@ def _one_row(x, w, live, first, K, CHUNK, BLOCK_K, R, STAGES):
         here = first + at + j
         a = tl.load(x + here, mask=here < K, other=0).to(tl.float32)
         b = tl.load(
-            w[:, None] + here[None, :], mask=live[:, None] & (here < K)[None, :], other=0,
+            w[:, None] + here[None, :],
+            mask=live[:, None] & (here < K)[None, :],
+            other=0,
             eviction_policy="evict_first",
-        )  # fmt: skip
+        )
         sums += b.to(tl.float32) * a[None, :]
     return tl.sum(sums, 1)[:, None]
 
@@ -53,9 +55,11 @@ def _many_rows(x, w, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES
     for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
         here = first + at + j
         a = tl.load(
-            w[:, None] + here[None, :], mask=live[:, None] & (here < K)[None, :], other=0,
+            w[:, None] + here[None, :],
+            mask=live[:, None] & (here < K)[None, :],
+            other=0,
             eviction_policy="evict_first",
-        )  # fmt: skip
+        )
         b = tl.load(x + here[:, None], mask=(m < rows)[None, :] & (here < K)[:, None], other=0)
         sums = tl.dot(a, b, sums, input_precision="ieee")
     return sums
@@ -63,11 +67,21 @@ def _many_rows(x, w, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES
 
 @triton.jit
 def _skinny(
-    x, w, up, y, rows,
-    N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PACKED: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    up,
+    y,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACT: tl.constexpr,
+):
     """Columns of y for BLOCK_M rows, over one CHUNK of K.
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up [rows, N], read if
@@ -83,9 +97,7 @@ def _skinny(
         x += tl.program_id(2).to(tl.int64) * K
         sums = _one_row(x, w, live, part * CHUNK, K, CHUNK, BLOCK_K, R, STAGES)
     else:
-        sums = _many_rows(
-            x, w, m, live, part * CHUNK, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES
-        )  # fmt: skip
+        sums = _many_rows(x, w, m, live, part * CHUNK, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES)
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < N)[:, None] & (m < rows)[None, :]
     at = m.to(tl.int64)[None, :] * N + i[:, None]
@@ -106,9 +118,15 @@ def _gated(gate, up, like, ACT):
 
 
 def _start(
-    x: torch.Tensor, w: torch.Tensor, up: torch.Tensor | None, y: torch.Tensor, split: int,
-    sizes: tuple[int, int, int, int, int], packed: bool = False, act: str = "",
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    up: torch.Tensor | None,
+    y: torch.Tensor,
+    split: int,
+    sizes: tuple[int, int, int, int, int],
+    packed: bool = False,
+    act: str = "",
+) -> None:
     """Fill y; `sizes`: block_m, block_n, block_k, warps, stages."""
     if not w.is_contiguous():
         raise ValueError(f"weight of strides {w.stride()}: its rows must follow one another")
@@ -116,11 +134,24 @@ def _start(
     n, k = y.shape[-1], w.shape[1]
     rows = x.numel() // k
     start(
-        _skinny, (blocks(n, block_n), split, blocks(rows, block_m)),
-        x.contiguous(), w, x if up is None else up.contiguous(), y, rows,
-        N=n, K=k, CHUNK=chunk(k, split, block_k), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, STAGES=stages, PACKED=packed, ACT=act, num_warps=warps,
-    )  # fmt: skip
+        _skinny,
+        (blocks(n, block_n), split, blocks(rows, block_m)),
+        x.contiguous(),
+        w,
+        x if up is None else up.contiguous(),
+        y,
+        rows,
+        N=n,
+        K=k,
+        CHUNK=chunk(k, split, block_k),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        PACKED=packed,
+        ACT=act,
+        num_warps=warps,
+    )
 
 
 def chunk(k: int, split: int, block_k: int) -> int:
@@ -129,9 +160,14 @@ def chunk(k: int, split: int, block_k: int) -> int:
 
 
 def launch_skinny_linear(
-    x: torch.Tensor, w: torch.Tensor,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """[..., k], [n, k] -> [..., n], of x's dtype."""
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
     _start(x, w, None, y, 1, (block_m, block_n, block_k, warps, stages))
@@ -139,9 +175,15 @@ def launch_skinny_linear(
 
 
 def launch_skinny_linear_parts(
-    x: torch.Tensor, w: torch.Tensor, split: int,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    split: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """[..., k], [n, k] -> fp32 [split, ..., n]: the sums over consecutive chunks of k."""
     y = x.new_empty((split, *x.shape[:-1], w.shape[0]), dtype=torch.float32)
     _start(x, w, None, y, split, (block_m, block_n, block_k, warps, stages))
@@ -149,9 +191,16 @@ def launch_skinny_linear_parts(
 
 
 def launch_skinny_linear_glu(
-    x: torch.Tensor, w: torch.Tensor, up: torch.Tensor | None, act: str,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    up: torch.Tensor | None,
+    act: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """[..., k], [2n, k] -> [..., n], gate rows first; or with up [..., n] and w [n, k]."""
     n = w.shape[0] // 2 if up is None else w.shape[0]
     y = x.new_empty((*x.shape[:-1], n))
@@ -161,9 +210,14 @@ def launch_skinny_linear_glu(
 
 @triton_op("g4ir::skinny_linear", mutates_args={})
 def skinny_linear(
-    x: torch.Tensor, w: torch.Tensor,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """The op `linear`: x [..., k], w [n, k] -> [..., n]."""
     if not takes(x):
         return _linear(x, w)
@@ -172,9 +226,15 @@ def skinny_linear(
 
 @triton_op("g4ir::skinny_linear_parts", mutates_args={})
 def skinny_linear_parts(
-    x: torch.Tensor, w: torch.Tensor, split: int,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    split: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds them."""
     if not takes(x):
         step = chunk(w.shape[1], split, block_k)
@@ -185,9 +245,16 @@ def skinny_linear_parts(
 
 @triton_op("g4ir::skinny_linear_glu", mutates_args={})
 def skinny_linear_glu(
-    x: torch.Tensor, w: torch.Tensor, up: torch.Tensor | None, act: str,
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    up: torch.Tensor | None,
+    act: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """The ops `linear`, then `glu_packed`, or `glu` with a given up.
 
     x [..., k], w [2n, k] -> [..., n]; or w [n, k] and up [..., n] -> [..., n].

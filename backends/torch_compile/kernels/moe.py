@@ -105,9 +105,14 @@ def _decoded(chosen, highest, live, WIDE: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, per_expert, slots, EXPERTS: tl.constexpr, E_P: tl.constexpr, TOP_K: tl.constexpr,
+    logits,
+    per_expert,
+    slots,
+    EXPERTS: tl.constexpr,
+    E_P: tl.constexpr,
+    TOP_K: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Experts int64 and weights fp32 of ranks `slots`; 0 from TOP_K on."""
     key = _load_keys(logits, EXPERTS, E_P, WIDE)
     best = tl.max(key, 0)
@@ -123,10 +128,20 @@ def _route(
 
 @triton.jit
 def _topk(
-    logits, per_expert, weights, index, listed, rows, EXPERTS: tl.constexpr, E_P: tl.constexpr,
-    TOP_K: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    logits,
+    per_expert,
+    weights,
+    index,
+    listed,
+    rows,
+    EXPERTS: tl.constexpr,
+    E_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    S: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
     LIST: tl.constexpr,
-):  # fmt: skip
+):
     """Routing of ROWS rows, or of all rows where LIST, and then the list of experts in use."""
     i = tl.arange(0, E_P)
     slots = tl.arange(0, S)[None, :]
@@ -161,9 +176,16 @@ def _topk(
 
 @triton.jit
 def _router_logits(
-    x, scale, proj, out, root, HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x,
+    scale,
+    proj,
+    out,
+    root,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_N scores of one row."""
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -176,17 +198,26 @@ def _router_logits(
         a = rounded(a * root, x)
         w = tl.load(
             proj + n[:, None] * HIDDEN + k[None, :],
-            mask=(n < EXPERTS)[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(n < EXPERTS)[:, None] & inside[None, :],
+            other=0.0,
+        )
         acc += a[None, :] * w.to(tl.float32)
     tl.store(out + row * EXPERTS + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < EXPERTS)
 
 
 @triton.jit
 def _row_glu(
-    x, w, out, n, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    n,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """out[n] = act(w[n] @ x) * (w[N + n] @ x); x [K], w [2N, K]."""
     gates = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -206,11 +237,24 @@ def _row_glu(
 
 @triton.jit
 def _gate_up(
-    x_dense, x_moe, logits, w_dense, gate_up, out, HIDDEN: tl.constexpr, EXPERTS: tl.constexpr,
-    INNER: tl.constexpr, DENSE: tl.constexpr, TOP_K: tl.constexpr, E_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr, WIDE: tl.constexpr,
+    x_dense,
+    x_moe,
+    logits,
+    w_dense,
+    gate_up,
+    out,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    DENSE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    E_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
     stream while the others wait for their top-k."""
     row = tl.program_id(0).to(tl.int64)
@@ -220,25 +264,48 @@ def _gate_up(
     if block < dense_blocks:
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         _row_glu(
-            x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER, n, DENSE, HIDDEN, BLOCK_N,
-            BLOCK_K, ACT, STAGES,
-        )  # fmt: skip
+            x_dense + row * HIDDEN,
+            w_dense,
+            out + TOP_K * INNER,
+            n,
+            DENSE,
+            HIDDEN,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+        )
     else:
         per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         slot = (block - dense_blocks) // per_slot
         n = (block - dense_blocks) % per_slot * BLOCK_N + tl.arange(0, BLOCK_N)
         expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
         _row_glu(
-            x_moe + row * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), out + slot * INNER, n,
-            INNER, HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES,
-        )  # fmt: skip
+            x_moe + row * HIDDEN,
+            gate_up + expert * (2 * INNER * HIDDEN),
+            out + slot * INNER,
+            n,
+            INNER,
+            HIDDEN,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+        )
 
 
 @triton.jit
 def _row_linear(
-    x, w, out, n, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x,
+    w,
+    out,
+    n,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """out[n] = w[n] @ x; x [K], w [N, K]."""
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -252,11 +319,25 @@ def _row_linear(
 
 @triton.jit
 def _down(
-    act, logits, per_expert, w_dense, down, dense, moe, HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr, INNER: tl.constexpr, DENSE: tl.constexpr, TOP_K: tl.constexpr,
-    S: tl.constexpr, E_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    act,
+    logits,
+    per_expert,
+    w_dense,
+    down,
+    dense,
+    moe,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    DENSE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    S: tl.constexpr,
+    E_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One row; BLOCK_N columns of all slots at once, or S * BLOCK_N columns of the dense MLP: both
     tiles have as many rows of weights, so that both keep as many loads in flight."""
     row = tl.program_id(0).to(tl.int64)
@@ -266,15 +347,20 @@ def _down(
     if block < dense_blocks:
         wide_n = block * (S * BLOCK_N) + tl.arange(0, S * BLOCK_N)
         _row_linear(
-            act + TOP_K * INNER, w_dense, dense + row * HIDDEN, wide_n, HIDDEN, DENSE, S * BLOCK_N,
-            BLOCK_K, STAGES,
-        )  # fmt: skip
+            act + TOP_K * INNER,
+            w_dense,
+            dense + row * HIDDEN,
+            wide_n,
+            HIDDEN,
+            DENSE,
+            S * BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
     else:
         n = (block - dense_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         slots = tl.arange(0, S)
-        ids, weights = _route(
-            logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE
-        )  # fmt: skip
+        ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
         live = (slots < TOP_K)[:, None, None]
         at = down + ids[:, None, None] * (HIDDEN * INNER) + n[None, :, None] * INNER
         acc = tl.zeros([S, BLOCK_N, BLOCK_K], tl.float32)
@@ -297,9 +383,19 @@ def _down(
 
 @triton.jit
 def _tile_glu(
-    x, w, out, live, n0, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    live,
+    n0,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """out[m][n] = act(w[n] @ x[m]) * (w[N + n] @ x[m]) for live m; x and out: pointers per row m.
 
     Gate and up rows alternate in one tile, so that a pair ends up in one thread.
@@ -324,9 +420,18 @@ def _tile_glu(
 
 @triton.jit
 def _tile_linear(
-    x, w, out, live, n0, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    live,
+    n0,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """out[m][n] = w[n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -352,11 +457,25 @@ def _slots_of(index, expert, m, rows, TOP_K: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _gate_up_sorted(
-    x_dense, x_moe, index, listed, w_dense, gate_up, out, rows, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, DENSE: tl.constexpr, TOP_K: tl.constexpr, S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr,
+    x_dense,
+    x_moe,
+    index,
+    listed,
+    w_dense,
+    gate_up,
+    out,
+    rows,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    DENSE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert."""
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -365,9 +484,19 @@ def _gate_up_sorted(
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
         _tile_glu(
-            x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER, m < rows, block * BLOCK_N,
-            DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES,
-        )  # fmt: skip
+            x_dense + row * HIDDEN,
+            w_dense,
+            out + TOP_K * INNER,
+            m < rows,
+            block * BLOCK_N,
+            DENSE,
+            HIDDEN,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+        )
     else:
         per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         expert = tl.load(listed + (block - dense_blocks) // per_expert).to(tl.int64)
@@ -375,17 +504,41 @@ def _gate_up_sorted(
         if tl.max(live.to(tl.int32), 0) == 1:
             n0 = (block - dense_blocks) % per_expert * BLOCK_N
             _tile_glu(
-                x_moe + row * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), out + slot * INNER,
-                live, n0, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES,
-            )  # fmt: skip
+                x_moe + row * HIDDEN,
+                gate_up + expert * (2 * INNER * HIDDEN),
+                out + slot * INNER,
+                live,
+                n0,
+                INNER,
+                HIDDEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                ACT,
+                STAGES,
+            )
 
 
 @triton.jit
 def _down_sorted(
-    act, index, listed, w_dense, down, dense, parts, rows, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, DENSE: tl.constexpr, TOP_K: tl.constexpr, S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    act,
+    index,
+    listed,
+    w_dense,
+    down,
+    dense,
+    parts,
+    rows,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    DENSE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
     HIDDEN], rounded and not yet weighted."""
     block = tl.program_id(0)
@@ -396,24 +549,39 @@ def _down_sorted(
     n0 = block % per_expert * BLOCK_N
     if block < per_expert:
         _tile_linear(
-            act + TOP_K * INNER, w_dense, dense + row * HIDDEN, m < rows, n0, HIDDEN, DENSE,
-            BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+            act + TOP_K * INNER,
+            w_dense,
+            dense + row * HIDDEN,
+            m < rows,
+            n0,
+            HIDDEN,
+            DENSE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
     else:
         expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
             _tile_linear(
-                act + slot * INNER, down + expert * (HIDDEN * INNER),
-                parts + (row * TOP_K + slot) * HIDDEN, live, n0, HIDDEN, INNER, BLOCK_M, BLOCK_N,
-                BLOCK_K, STAGES,
-            )  # fmt: skip
+                act + slot * INNER,
+                down + expert * (HIDDEN * INNER),
+                parts + (row * TOP_K + slot) * HIDDEN,
+                live,
+                n0,
+                HIDDEN,
+                INNER,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+            )
 
 
 @triton.jit
-def _sum_slots(
-    parts, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _sum_slots(parts, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """out[row] = sum over the slots of weight * part, in the order of rank."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -438,16 +606,32 @@ def _rows(x: torch.Tensor) -> Any:
 
 
 def launch_router_logits(
-    x: torch.Tensor, scale: torch.Tensor, proj: torch.Tensor, root: float, block_n: int,
-    block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    proj: torch.Tensor,
+    root: float,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     experts, hidden = proj.shape
     out = x.new_empty((*x.shape[:-1], experts))
     start(
-        _router_logits, (blocks(experts, block_n), _rows(x)), x, scale, proj, out, root,
-        HIDDEN=hidden, EXPERTS=experts, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
+        _router_logits,
+        (blocks(experts, block_n), _rows(x)),
+        x,
+        scale,
+        proj,
+        out,
+        root,
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
         num_stages=stages,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -460,10 +644,24 @@ def _launch_topk(
     index = logits.new_empty(shape, dtype=torch.int64)
     listed = logits.new_empty((experts if listing else 1,), dtype=torch.int32)
     start(
-        _topk, (1 if listing else blocks(rows, ROWS),), logits, per_expert, weights, index, listed,
-        rows, EXPERTS=experts, E_P=power_of_2(experts), TOP_K=top_k, S=power_of_2(top_k),
-        ROWS=ROWS, WIDE=_is_wide(logits), LIST=listing, num_warps=warps, num_stages=1,
-    )  # fmt: skip
+        _topk,
+        (1 if listing else blocks(rows, ROWS),),
+        logits,
+        per_expert,
+        weights,
+        index,
+        listed,
+        rows,
+        EXPERTS=experts,
+        E_P=power_of_2(experts),
+        TOP_K=top_k,
+        S=power_of_2(top_k),
+        ROWS=ROWS,
+        WIDE=_is_wide(logits),
+        LIST=listing,
+        num_warps=warps,
+        num_stages=1,
+    )
     return weights, index, listed
 
 
@@ -480,37 +678,88 @@ def launch_moe_sort(
 
 
 def launch_moe_gate_up(
-    x_dense: torch.Tensor, x_moe: torch.Tensor, logits: torch.Tensor, w_dense: torch.Tensor,
-    gate_up: torch.Tensor, top_k: int, act: str, block_n: int, block_k: int, warps: int,
+    x_dense: torch.Tensor,
+    x_moe: torch.Tensor,
+    logits: torch.Tensor,
+    w_dense: torch.Tensor,
+    gate_up: torch.Tensor,
+    top_k: int,
+    act: str,
+    block_n: int,
+    block_k: int,
+    warps: int,
     stages: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     experts, double, hidden = gate_up.shape
     inner, dense, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + dense))
     programs = blocks(dense, block_n) + top_k * blocks(inner, block_n)
     start(
-        _gate_up, (rows, programs), x_dense, x_moe, logits, w_dense, gate_up, out, HIDDEN=hidden,
-        EXPERTS=experts, INNER=inner, DENSE=dense, TOP_K=top_k, E_P=power_of_2(experts),
-        BLOCK_N=block_n, BLOCK_K=block_k, ACT=act, WIDE=_is_wide(logits), STAGES=stages,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _gate_up,
+        (rows, programs),
+        x_dense,
+        x_moe,
+        logits,
+        w_dense,
+        gate_up,
+        out,
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        INNER=inner,
+        DENSE=dense,
+        TOP_K=top_k,
+        E_P=power_of_2(experts),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        ACT=act,
+        WIDE=_is_wide(logits),
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 def launch_moe_down(
-    act: torch.Tensor, logits: torch.Tensor, per_expert: torch.Tensor, w_dense: torch.Tensor,
-    down: torch.Tensor, top_k: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    act: torch.Tensor,
+    logits: torch.Tensor,
+    per_expert: torch.Tensor,
+    w_dense: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     experts, hidden, inner = down.shape
     slots = power_of_2(top_k)
     dense, moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
     programs = blocks(hidden, slots * block_n) + blocks(hidden, block_n)
     start(
-        _down, (_rows(logits), programs), act, logits, per_expert, w_dense, down, dense, moe,
-        HIDDEN=hidden, EXPERTS=experts, INNER=inner, DENSE=w_dense.shape[1], TOP_K=top_k, S=slots,
-        E_P=power_of_2(experts), BLOCK_N=block_n, BLOCK_K=block_k, WIDE=_is_wide(logits),
-        STAGES=stages, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _down,
+        (_rows(logits), programs),
+        act,
+        logits,
+        per_expert,
+        w_dense,
+        down,
+        dense,
+        moe,
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        INNER=inner,
+        DENSE=w_dense.shape[1],
+        TOP_K=top_k,
+        S=slots,
+        E_P=power_of_2(experts),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        WIDE=_is_wide(logits),
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return dense, moe
 
 
@@ -520,45 +769,105 @@ def _most_in_use(listed: torch.Tensor, index: torch.Tensor) -> Any:
 
 
 def launch_moe_gate_up_sorted(
-    x_dense: torch.Tensor, x_moe: torch.Tensor, index: torch.Tensor, listed: torch.Tensor,
-    w_dense: torch.Tensor, gate_up: torch.Tensor, act: str, block_m: int, block_n: int,
-    block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x_dense: torch.Tensor,
+    x_moe: torch.Tensor,
+    index: torch.Tensor,
+    listed: torch.Tensor,
+    w_dense: torch.Tensor,
+    gate_up: torch.Tensor,
+    act: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     _, double, hidden = gate_up.shape
     top_k, rows = index.shape[-1], _rows(x_moe)
     inner, dense = double // 2, w_dense.shape[0] // 2
     out = x_moe.new_empty((rows, top_k * inner + dense))
     programs = blocks(dense, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
     start(
-        _gate_up_sorted, (programs, blocks(rows, block_m)), x_dense, x_moe, index, listed, w_dense,
-        gate_up, out, rows, HIDDEN=hidden, INNER=inner, DENSE=dense, TOP_K=top_k,
-        S=power_of_2(top_k), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, ACT=act,
-        STAGES=stages, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _gate_up_sorted,
+        (programs, blocks(rows, block_m)),
+        x_dense,
+        x_moe,
+        index,
+        listed,
+        w_dense,
+        gate_up,
+        out,
+        rows,
+        HIDDEN=hidden,
+        INNER=inner,
+        DENSE=dense,
+        TOP_K=top_k,
+        S=power_of_2(top_k),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        ACT=act,
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 def launch_moe_down_sorted(
-    act: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, listed: torch.Tensor,
-    w_dense: torch.Tensor, down: torch.Tensor, block_m: int, block_n: int, block_k: int,
-    warps: int, stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    act: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    listed: torch.Tensor,
+    w_dense: torch.Tensor,
+    down: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     _, hidden, inner = down.shape
     top_k, rows = index.shape[-1], _rows(index)
     dense, moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
     parts = act.new_empty((rows, top_k, hidden))
     programs = (1 + _most_in_use(listed, index)) * blocks(hidden, block_n)
     start(
-        _down_sorted, (programs, blocks(rows, block_m)), act, index, listed, w_dense, down, dense,
-        parts, rows, HIDDEN=hidden, INNER=inner, DENSE=w_dense.shape[1], TOP_K=top_k,
-        S=power_of_2(top_k), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _down_sorted,
+        (programs, blocks(rows, block_m)),
+        act,
+        index,
+        listed,
+        w_dense,
+        down,
+        dense,
+        parts,
+        rows,
+        HIDDEN=hidden,
+        INNER=inner,
+        DENSE=w_dense.shape[1],
+        TOP_K=top_k,
+        S=power_of_2(top_k),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
     block = 256
     start(
-        _sum_slots, (rows, blocks(hidden, block)), parts, weights, moe, HIDDEN=hidden, TOP_K=top_k,
-        BLOCK=block, num_warps=1, num_stages=1,
-    )  # fmt: skip
+        _sum_slots,
+        (rows, blocks(hidden, block)),
+        parts,
+        weights,
+        moe,
+        HIDDEN=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=1,
+        num_stages=1,
+    )
     return dense, moe
 
 
@@ -590,9 +899,13 @@ def _per_slot(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _gate_up_reference(
-    x_dense: torch.Tensor, x_moe: torch.Tensor, index: torch.Tensor, w_dense: torch.Tensor,
-    gate_up: torch.Tensor, act: str,
-) -> torch.Tensor:  # fmt: skip
+    x_dense: torch.Tensor,
+    x_moe: torch.Tensor,
+    index: torch.Tensor,
+    w_dense: torch.Tensor,
+    gate_up: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
     """`experts` up to its second product, and the dense MLP; the weights are gathered per slot."""
 
     def glu(packed: torch.Tensor) -> torch.Tensor:
@@ -606,9 +919,12 @@ def _gate_up_reference(
 
 
 def _down_reference(
-    act: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, w_dense: torch.Tensor,
+    act: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    w_dense: torch.Tensor,
     down: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rest of `experts` and of the dense MLP."""
     lead, top_k = index.shape[:-1], index.shape[-1]
     _, hidden, inner = down.shape
@@ -623,9 +939,15 @@ def _down_reference(
 
 @triton_op("g4ir::router_logits", mutates_args={})
 def router_logits(
-    x: torch.Tensor, scale: torch.Tensor, proj: torch.Tensor, root: float, block_n: int,
-    block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    proj: torch.Tensor,
+    root: float,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """Scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded, then
     the product with proj [E, D]."""
     if not takes(x):
@@ -656,10 +978,18 @@ def moe_sort(
 
 @triton_op("g4ir::moe_gate_up", mutates_args={})
 def moe_gate_up(
-    x_dense: torch.Tensor, x_moe: torch.Tensor, logits: torch.Tensor, w_dense: torch.Tensor,
-    gate_up: torch.Tensor, top_k: int, act: str, block_n: int, block_k: int, warps: int,
+    x_dense: torch.Tensor,
+    x_moe: torch.Tensor,
+    logits: torch.Tensor,
+    w_dense: torch.Tensor,
+    gate_up: torch.Tensor,
+    top_k: int,
+    act: str,
+    block_n: int,
+    block_k: int,
+    warps: int,
     stages: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
 
     x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first.
@@ -674,9 +1004,17 @@ def moe_gate_up(
 
 @triton_op("g4ir::moe_down", mutates_args={})
 def moe_down(
-    act: torch.Tensor, logits: torch.Tensor, per_expert: torch.Tensor, w_dense: torch.Tensor,
-    down: torch.Tensor, top_k: int, block_n: int, block_k: int, warps: int, stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    act: torch.Tensor,
+    logits: torch.Tensor,
+    per_expert: torch.Tensor,
+    w_dense: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
     act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
@@ -691,25 +1029,52 @@ def moe_down(
 
 @triton_op("g4ir::moe_gate_up_sorted", mutates_args={})
 def moe_gate_up_sorted(
-    x_dense: torch.Tensor, x_moe: torch.Tensor, index: torch.Tensor, listed: torch.Tensor,
-    w_dense: torch.Tensor, gate_up: torch.Tensor, act: str, block_m: int, block_n: int,
-    block_k: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    x_dense: torch.Tensor,
+    x_moe: torch.Tensor,
+    index: torch.Tensor,
+    listed: torch.Tensor,
+    w_dense: torch.Tensor,
+    gate_up: torch.Tensor,
+    act: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """`moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
     if not takes(x_moe):
         return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
     return launch_moe_gate_up_sorted(
-        x_dense, x_moe, index, listed, w_dense, gate_up, act, block_m, block_n, block_k, warps,
+        x_dense,
+        x_moe,
+        index,
+        listed,
+        w_dense,
+        gate_up,
+        act,
+        block_m,
+        block_n,
+        block_k,
+        warps,
         stages,
-    )  # fmt: skip
+    )
 
 
 @triton_op("g4ir::moe_down_sorted", mutates_args={})
 def moe_down_sorted(
-    act: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, listed: torch.Tensor,
-    w_dense: torch.Tensor, down: torch.Tensor, block_m: int, block_n: int, block_k: int,
-    warps: int, stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    act: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    listed: torch.Tensor,
+    w_dense: torch.Tensor,
+    down: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
     if not takes(act):
         return _down_reference(act, weights, index, w_dense, down)

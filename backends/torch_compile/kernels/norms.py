@@ -113,9 +113,22 @@ def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _norm_residual(
-    x, residual, w, scalar, w1, w2, w3, y, y1, y2, y3, eps,
-    D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    w,
+    scalar,
+    w1,
+    w2,
+    w3,
+    y,
+    y1,
+    y2,
+    y3,
+    eps,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """x [rows, D], or [PARTS, rows, D] if PARTS > 0; residual, y, y1 to y3 [rows, D]. Grid: rows.
 
     y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
@@ -135,9 +148,26 @@ def _norm_residual(
 
 @triton.jit
 def _dual_norm_residual(
-    a, w_a, b, w_b, w, residual, scalar, w1, w2, w3, y, y1, y2, y3, eps,
-    D: tl.constexpr, PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    a,
+    w_a,
+    b,
+    w_b,
+    w,
+    residual,
+    scalar,
+    w1,
+    w2,
+    w3,
+    y,
+    y1,
+    y2,
+    y3,
+    eps,
+    D: tl.constexpr,
+    PARTS_A: tl.constexpr,
+    PARTS_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """As _norm_residual with x = norm of a + norm of b; PARTS_A and PARTS_B as PARTS there."""
     at = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
@@ -173,41 +203,78 @@ def launch_rms_norm(x: Tensor, w: Tensor | None, eps: float, warps: int) -> Tens
     """As `rms_norm`, on whatever device Triton runs."""
     x, d = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
-    start(
-        _rms_norm, (x.numel() // d,), x, w, y, eps, D=d, BLOCK=power_of_2(d), num_warps=warps
-    )  # fmt: skip
+    start(_rms_norm, (x.numel() // d,), x, w, y, eps, D=d, BLOCK=power_of_2(d), num_warps=warps)
     return y
 
 
 def launch_norm_residual(
-    x: Tensor, residual: Tensor, w_post: Tensor, scalar: Tensor | None,
-    weights: Sequence[Tensor | None], eps: float, warps: int,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: Sequence[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
     """As `norm_residual`, on whatever device Triton runs."""
     residual, d = residual.contiguous(), residual.shape[-1]
     pre = _three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
     start(
-        _norm_residual, (residual.numel() // d,), x.contiguous(), residual, w_post, scalar, *pre,
-        y, *_three(norms), eps, D=d, PARTS=_parts(x, residual), BLOCK=power_of_2(d),
+        _norm_residual,
+        (residual.numel() // d,),
+        x.contiguous(),
+        residual,
+        w_post,
+        scalar,
+        *pre,
+        y,
+        *_three(norms),
+        eps,
+        D=d,
+        PARTS=_parts(x, residual),
+        BLOCK=power_of_2(d),
         num_warps=warps,
-    )  # fmt: skip
+    )
     return [y, *norms]
 
 
 def launch_dual_norm_residual(
-    a: Tensor, w_a: Tensor, b: Tensor, w_b: Tensor, w_sum: Tensor, residual: Tensor,
-    scalar: Tensor | None, weights: Sequence[Tensor | None], eps: float, warps: int,
-) -> list[Tensor]:  # fmt: skip
+    a: Tensor,
+    w_a: Tensor,
+    b: Tensor,
+    w_b: Tensor,
+    w_sum: Tensor,
+    residual: Tensor,
+    scalar: Tensor | None,
+    weights: Sequence[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
     """As `dual_norm_residual`, on whatever device Triton runs."""
     residual, d = residual.contiguous(), residual.shape[-1]
     pre = _three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
     start(
-        _dual_norm_residual, (residual.numel() // d,), a.contiguous(), w_a, b.contiguous(), w_b,
-        w_sum, residual, scalar, *pre, y, *_three(norms), eps, D=d, PARTS_A=_parts(a, residual),
-        PARTS_B=_parts(b, residual), BLOCK=power_of_2(d), num_warps=warps,
-    )  # fmt: skip
+        _dual_norm_residual,
+        (residual.numel() // d,),
+        a.contiguous(),
+        w_a,
+        b.contiguous(),
+        w_b,
+        w_sum,
+        residual,
+        scalar,
+        *pre,
+        y,
+        *_three(norms),
+        eps,
+        D=d,
+        PARTS_A=_parts(a, residual),
+        PARTS_B=_parts(b, residual),
+        BLOCK=power_of_2(d),
+        num_warps=warps,
+    )
     return [y, *norms]
 
 
@@ -217,9 +284,13 @@ def _whole(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _reference(
-    x: Tensor, residual: Tensor, w_post: Tensor, scalar: Tensor | None,
-    weights: Sequence[Tensor | None], eps: float,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: Sequence[Tensor | None],
+    eps: float,
+) -> list[Tensor]:
     """The expansion of the op `norm_residual`."""
     h: Tensor = residual + norm.rms_norm.reference(_whole(x, residual), w_post, eps=eps)
     if scalar is not None:
@@ -238,9 +309,14 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, warps: int) -> Tensor:
 
 @triton_op("g4ir::norm_residual", mutates_args={})
 def norm_residual(
-    x: Tensor, residual: Tensor, w_post: Tensor, scalar: Tensor | None,
-    weights: list[Tensor | None], eps: float, warps: int,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
     """h = (residual + rms_norm(x, w_post)) [* scalar], then rms_norm(h [, w]) per entry of weights
 
     residual and results [..., D]; x like residual, or fp32 partial sums [P, ..., D], which are
@@ -254,9 +330,17 @@ def norm_residual(
 
 @triton_op("g4ir::dual_norm_residual", mutates_args={})
 def dual_norm_residual(
-    a: Tensor, w_a: Tensor, b: Tensor, w_b: Tensor, w_sum: Tensor, residual: Tensor,
-    scalar: Tensor | None, weights: list[Tensor | None], eps: float, warps: int,
-) -> list[Tensor]:  # fmt: skip
+    a: Tensor,
+    w_a: Tensor,
+    b: Tensor,
+    w_b: Tensor,
+    w_sum: Tensor,
+    residual: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
     """norm_residual of s = rms_norm(a, w_a) + rms_norm(b, w_b), rounded, with w_post = w_sum
 
     The end of a block with experts. a and b each like residual, or partial sums as there.
@@ -265,6 +349,4 @@ def dual_norm_residual(
         first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
         (total,) = _reference(b, first, w_b, None, [], eps)
         return _reference(total, residual, w_sum, scalar, weights, eps)
-    return launch_dual_norm_residual(
-        a, w_a, b, w_b, w_sum, residual, scalar, weights, eps, warps
-    )  # fmt: skip
+    return launch_dual_norm_residual(a, w_a, b, w_b, w_sum, residual, scalar, weights, eps, warps)

@@ -118,14 +118,49 @@ def _weighted(q, rows, columns, real, w, D: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, positions, written, w, cache_k, cache_v, k, v, out, scale, softcap, tokens, slots,
-    q_b, q_s, q_h, positions_b, written_b, ck_c, ck_b, ck_h, cv_c, cv_b, cv_h,
-    k_b, k_s, k_h, v_b, v_s, v_h,
-    D: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, LATENT: tl.constexpr, PAIRS: tl.constexpr,
-    DIMS: tl.constexpr, KEY_DIMS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q,
+    positions,
+    written,
+    w,
+    cache_k,
+    cache_v,
+    k,
+    v,
+    out,
+    scale,
+    softcap,
+    tokens,
+    slots,
+    q_b,
+    q_s,
+    q_h,
+    positions_b,
+    written_b,
+    ck_c,
+    ck_b,
+    ck_h,
+    cv_c,
+    cv_b,
+    cv_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    LATENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEY_DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Program (tile of tokens, key head and part of V's columns, batch row). LATENT: V's rows are
     `latent_row`s, and the columns behind V, K's rotated dims, take K's place; else w is unread."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1) // PARTS
@@ -199,61 +234,164 @@ def _attend(
 
 
 def _launch(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor, w: torch.Tensor | None,
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    window: int, scale: float, softcap: float, pairs: int,
-    block_m: int, block_n: int, warps: int, stages: int, parts: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    w: torch.Tensor | None,
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    pairs: int,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    parts: int,
+) -> torch.Tensor:
     b, s, heads, d = q.shape
     slots, _, n, _ = cache_k.shape
     group, dims = heads // n, max(16, power_of_2(d))
     out = q.new_empty(b, s, heads, d)
     start(
-        _attend, (blocks(s, block_m // power_of_2(group)), n * parts, b),
-        q, positions, written, q if w is None else w, cache_k, cache_v, k, v, out, scale, softcap,
-        s, slots, *q.stride()[:3], positions.stride(0), written.stride(0),
-        *cache_k.stride()[:3], *cache_v.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        D=d, GROUP=group, PACK=power_of_2(group), WINDOW=window, CAP=softcap > 0,
-        LATENT=w is not None, PAIRS=pairs, DIMS=dims,
-        KEY_DIMS=dims if w is None else max(16, power_of_2(2 * pairs)), PARTS=parts,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _attend,
+        (blocks(s, block_m // power_of_2(group)), n * parts, b),
+        q,
+        positions,
+        written,
+        q if w is None else w,
+        cache_k,
+        cache_v,
+        k,
+        v,
+        out,
+        scale,
+        softcap,
+        s,
+        slots,
+        *q.stride()[:3],
+        positions.stride(0),
+        written.stride(0),
+        *cache_k.stride()[:3],
+        *cache_v.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        D=d,
+        GROUP=group,
+        PACK=power_of_2(group),
+        WINDOW=window,
+        CAP=softcap > 0,
+        LATENT=w is not None,
+        PAIRS=pairs,
+        DIMS=dims,
+        KEY_DIMS=dims if w is None else max(16, power_of_2(2 * pairs)),
+        PARTS=parts,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 def launch_prefill_attention(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor,
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    window: int, scale: float, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int, parts: int = 1,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    parts: int = 1,
+) -> torch.Tensor:
     """`prefill_attention` by the kernel, on any tensors that it can be started on."""
     return _launch(
-        q, positions, written, None, cache_k, cache_v, k, v, window, scale, softcap, 0,
-        block_m, block_n, warps, stages, parts,
-    )  # fmt: skip
+        q,
+        positions,
+        written,
+        None,
+        cache_k,
+        cache_v,
+        k,
+        v,
+        window,
+        scale,
+        softcap,
+        0,
+        block_m,
+        block_n,
+        warps,
+        stages,
+        parts,
+    )
 
 
 def launch_prefill_attention_latent(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor, w: torch.Tensor,
-    cache: torch.Tensor, row: torch.Tensor, window: int, scale: float, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    w: torch.Tensor,
+    cache: torch.Tensor,
+    row: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """`prefill_attention_latent` by the kernel, on any tensors that it can be started on."""
     pairs = (cache.shape[-1] - q.shape[-1]) // 2
     return _launch(
-        q, positions, written, w, cache, cache, row, row, window, scale, softcap, pairs,
-        block_m, block_n, warps, stages, 1,
-    )  # fmt: skip
+        q,
+        positions,
+        written,
+        w,
+        cache,
+        cache,
+        row,
+        row,
+        window,
+        scale,
+        softcap,
+        pairs,
+        block_m,
+        block_n,
+        warps,
+        stages,
+        1,
+    )
 
 
 @triton_op("g4ir::prefill_attention", mutates_args={})
 def prefill_attention(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor,
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    window: int, scale: float, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int, parts: int = 1,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    parts: int = 1,
+) -> torch.Tensor:
     """The op `attention` for a chunk: q [B,S,nq,d]; caches [C,B,n,d]; fresh k, v [B,S,n,d].
 
     positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
@@ -265,17 +403,40 @@ def prefill_attention(
     if not takes(q):
         return _reference(q, positions, written, cache_k, cache_v, k, v, window, scale, softcap)
     return launch_prefill_attention(
-        q, positions, written, cache_k, cache_v, k, v, window, scale, softcap,
-        block_m, block_n, warps, stages, parts,
-    )  # fmt: skip
+        q,
+        positions,
+        written,
+        cache_k,
+        cache_v,
+        k,
+        v,
+        window,
+        scale,
+        softcap,
+        block_m,
+        block_n,
+        warps,
+        stages,
+        parts,
+    )
 
 
 @triton_op("g4ir::prefill_attention_latent", mutates_args={})
 def prefill_attention_latent(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor, w: torch.Tensor,
-    cache: torch.Tensor, row: torch.Tensor, window: int, scale: float, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    w: torch.Tensor,
+    cache: torch.Tensor,
+    row: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> torch.Tensor:
     """The op `attention_latent`, form `value`, for a chunk: cache [C,B,n,d + 2p] and its own rows
     [B,S,n,d + 2p]; w [d] the weight of K's norm; the rest as in `prefill_attention`.
 
@@ -286,16 +447,34 @@ def prefill_attention_latent(
         old, new = keys_values_of_value(cache, w), keys_values_of_value(row, w)
         return _reference(q, positions, written, *old, *new, window, scale, softcap)
     return launch_prefill_attention_latent(
-        q, positions, written, w, cache, row, window, scale, softcap,
-        block_m, block_n, warps, stages,
-    )  # fmt: skip
+        q,
+        positions,
+        written,
+        w,
+        cache,
+        row,
+        window,
+        scale,
+        softcap,
+        block_m,
+        block_n,
+        warps,
+        stages,
+    )
 
 
 def _reference(
-    q: torch.Tensor, positions: torch.Tensor, written: torch.Tensor,
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    window: int, scale: float, softcap: float,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
     out: torch.Tensor = attention.reference(
         q, positions, written, cache_k, cache_v, k, v, window=window, scale=scale, softcap=softcap
     )

@@ -91,11 +91,33 @@ def _slot(cache, slot, row, head, by_slot, by_row, by_head):
 
 @triton.jit
 def _qkv_write(
-    qkv, norm_q, norm_k, cos, sin, start, lengths, first, second, q, arrivals, slots,
-    slot_1, row_1, head_1, slot_2, row_2, head_2, eps,
-    HEADS: tl.constexpr, KV: tl.constexpr, VALUES: tl.constexpr, FORM: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    norm_q,
+    norm_k,
+    cos,
+    sin,
+    start,
+    lengths,
+    first,
+    second,
+    q,
+    arrivals,
+    slots,
+    slot_1,
+    row_1,
+    head_1,
+    slot_2,
+    row_2,
+    head_2,
+    eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    VALUES: tl.constexpr,
+    FORM: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+):
     """qkv [B, N, D], N = HEADS + KV [+ KV if VALUES]; norm_q, norm_k [D]; cos, sin [B, D]; start,
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
 
@@ -143,7 +165,7 @@ def _qkv_write(
 @triton.jit
 def _q_heads(
     x, norm_q, cos, sin, q, arrivals, eps, KV: tl.constexpr, D: tl.constexpr, H: tl.constexpr
-):  # fmt: skip
+):
     """x, q [B, N, D]; norm_q [D]; cos, sin [B, D]; arrivals [B, KV], KV <= N. Grid: N, B."""
     head, row = tl.program_id(0), tl.program_id(1)
     at = (row.to(tl.int64) * tl.num_programs(0) + head) * D
@@ -152,9 +174,15 @@ def _q_heads(
 
 
 def _check(
-    qkv: Tensor, caches: list[Tensor], heads: int, kv_heads: int, d: int, values: bool,
-    form: str, pairs: int,
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    caches: list[Tensor],
+    heads: int,
+    kv_heads: int,
+    d: int,
+    values: bool,
+    form: str,
+    pairs: int,
+) -> None:
     """ValueError unless the projection and the caches are of this form."""
     widths = {"plain": (d, d), "value": (d + 2 * pairs,), "raw": (d, 1)}
     if form not in widths:
@@ -177,10 +205,22 @@ def _empty(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor
 
 
 def launch_qkv_write(
-    qkv: Tensor, norm_q: Tensor, norm_k: Tensor, cos: Tensor, sin: Tensor, start: Tensor,
-    lengths: Tensor, caches: list[Tensor], heads: int, kv_heads: int, values: bool, form: str,
-    pairs: int, eps: float, warps: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    norm_q: Tensor,
+    norm_k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    caches: list[Tensor],
+    heads: int,
+    kv_heads: int,
+    values: bool,
+    form: str,
+    pairs: int,
+    eps: float,
+    warps: int,
+) -> tuple[Tensor, Tensor]:
     """As `qkv_write`, on whatever device Triton runs."""
     d = norm_q.shape[0]
     _check(qkv, caches, heads, kv_heads, d, values, form, pairs)
@@ -188,25 +228,62 @@ def launch_qkv_write(
     first, second = caches if len(caches) == 2 else (caches[0], None)
     strides = [*first.stride()[:3], *(second.stride()[:3] if second is not None else (0, 0, 0))]
     start_kernel(
-        _qkv_write, (qkv.shape[-1] // d, qkv.shape[0]), qkv.contiguous(), norm_q, norm_k,
-        cos.contiguous(), sin.contiguous(), start.contiguous(), lengths.contiguous(), first,
-        second, q, arrivals, first.shape[0], *strides, eps, HEADS=heads, KV=kv_heads,
-        VALUES=values, FORM=form, P=pairs, D=d, H=power_of_2(d // 2), num_warps=warps,
-    )  # fmt: skip
+        _qkv_write,
+        (qkv.shape[-1] // d, qkv.shape[0]),
+        qkv.contiguous(),
+        norm_q,
+        norm_k,
+        cos.contiguous(),
+        sin.contiguous(),
+        start.contiguous(),
+        lengths.contiguous(),
+        first,
+        second,
+        q,
+        arrivals,
+        first.shape[0],
+        *strides,
+        eps,
+        HEADS=heads,
+        KV=kv_heads,
+        VALUES=values,
+        FORM=form,
+        P=pairs,
+        D=d,
+        H=power_of_2(d // 2),
+        num_warps=warps,
+    )
     return q, arrivals
 
 
 def launch_q_heads(
-    q: Tensor, norm_q: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float,
+    q: Tensor,
+    norm_q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
     warps: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """As `q_heads`, on whatever device Triton runs."""
     d = norm_q.shape[0]
     y, arrivals = _empty(q, heads, kv_heads, d)
     start_kernel(
-        _q_heads, (heads, q.shape[0]), q.contiguous(), norm_q, cos.contiguous(), sin.contiguous(),
-        y, arrivals, eps, KV=kv_heads, D=d, H=power_of_2(d // 2), num_warps=warps,
-    )  # fmt: skip
+        _q_heads,
+        (heads, q.shape[0]),
+        q.contiguous(),
+        norm_q,
+        cos.contiguous(),
+        sin.contiguous(),
+        y,
+        arrivals,
+        eps,
+        KV=kv_heads,
+        D=d,
+        H=power_of_2(d // 2),
+        num_warps=warps,
+    )
     return y, arrivals
 
 
@@ -225,9 +302,15 @@ def _q_reference(
 
 
 def _rows(
-    k: Tensor, v: Tensor, norm_k: Tensor, cos: Tensor, sin: Tensor, form: str, pairs: int,
+    k: Tensor,
+    v: Tensor,
+    norm_k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: str,
+    pairs: int,
     eps: float,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """What the caches of a form hold of the projections k, v [B,1,n,d]."""
     if form == "raw":
         return [k, inverse_rms.reference(k, eps=eps)]
@@ -237,10 +320,22 @@ def _rows(
 
 @triton_op("g4ir::qkv_write", mutates_args={"caches"})
 def qkv_write(
-    qkv: Tensor, norm_q: Tensor, norm_k: Tensor, cos: Tensor, sin: Tensor, start: Tensor,
-    lengths: Tensor, caches: list[Tensor], heads: int, kv_heads: int, values: bool, form: str,
-    pairs: int, eps: float, warps: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    norm_q: Tensor,
+    norm_k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    caches: list[Tensor],
+    heads: int,
+    kv_heads: int,
+    values: bool,
+    form: str,
+    pairs: int,
+    eps: float,
+    warps: int,
+) -> tuple[Tensor, Tensor]:
     """(norm_rope of the query heads [B,1,nq,d], zeros i32[B,n]); K and V go into their caches
 
     qkv [B,1,(nq + n [+ n]) d]: query heads, key heads, value heads if `values`; otherwise V is of
@@ -254,9 +349,22 @@ def qkv_write(
     """
     if takes(qkv):
         return launch_qkv_write(
-            qkv, norm_q, norm_k, cos, sin, start, lengths, caches, heads, kv_heads, values, form,
-            pairs, eps, warps,
-        )  # fmt: skip
+            qkv,
+            norm_q,
+            norm_k,
+            cos,
+            sin,
+            start,
+            lengths,
+            caches,
+            heads,
+            kv_heads,
+            values,
+            form,
+            pairs,
+            eps,
+            warps,
+        )
     d = norm_q.shape[0]
     _check(qkv, caches, heads, kv_heads, d, values, form, pairs)
     q, k, *v = qkv.split([n * d for n in (heads, kv_heads, *[kv_heads] * values)], -1)
@@ -269,9 +377,15 @@ def qkv_write(
 
 @triton_op("g4ir::q_heads", mutates_args={})
 def q_heads(
-    q: Tensor, norm_q: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float,
+    q: Tensor,
+    norm_q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
     warps: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The results of `qkv_write` on a layer that reads the caches of another; q [B,1,nq d]"""
     if not takes(q):
         return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)

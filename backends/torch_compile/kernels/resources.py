@@ -22,9 +22,12 @@ from .base import Launch
 SHARED_BYTES = 227 * 1024
 _OPTIONS = ("num_warps", "num_stages")
 _POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int64: "*i64", torch.int32: "*i32",
-}  # fmt: skip
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
 #: operands that lie or count in multiples of 16 are known to
 _ALIGNED = [["tt.divisibility", 16]]
 
@@ -51,10 +54,14 @@ def resources(launch: Launch, capability: int = 90) -> Resources:
     ptx = made.asm["ptx"]
     registers, spills = assembled(ptx, capability)
     return Resources(
-        kernel.__name__, made.metadata.num_warps, registers, spills, made.metadata.shared,
+        kernel.__name__,
+        made.metadata.num_warps,
+        registers,
+        spills,
+        made.metadata.shared,
         any(op in ptx for op in ("wgmma.mma_async", "mma.sync")),
         any(op in ptx for op in ("cp.async", ".v4.b32", ".v2.b64")),
-    )  # fmt: skip
+    )
 
 
 def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:

@@ -30,11 +30,28 @@ def _end(positions, row, looked_at, SLOTS: tl.constexpr):
 
 @triton.jit
 def decode_parts(
-    q, keys, values, positions, slots, looked_at, tokens, parts, stats, INNER: tl.constexpr,
-    OUTER: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    positions,
+    slots,
+    looked_at,
+    tokens,
+    parts,
+    stats,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """One share of one token and key head; grid (B * S, HEADS, shares), shares = SPLITS / S rounded
     up.
 
@@ -72,10 +89,23 @@ def decode_parts(
 
 @triton.jit
 def decode_merge(
-    parts, stats, positions, slots, looked_at, tokens, out, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    parts,
+    stats,
+    positions,
+    slots,
+    looked_at,
+    tokens,
+    out,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """BLOCK columns of one token and key head; grid (B * S, HEADS, D / BLOCK); BLOCK divides D.
 
     parts and stats of `decode_parts`, of the same SPLITS, N and WINDOW;

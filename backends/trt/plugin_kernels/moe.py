@@ -62,7 +62,7 @@ def _experts_of(index, first, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr)
 @triton.jit
 def _tile_of(
     order, offsets, count, EXPERTS: tl.constexpr, E_P: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
+):
     """(expert, which of BLOCK_M rows are real, their slots) of tile program_id(0): experts' slots
     are cut into tiles one expert after the other; past the last tile no row is real."""
     tile = tl.program_id(0)
@@ -82,10 +82,23 @@ def _tile_of(
 
 @triton.jit
 def moe_gate_up_grouped(
-    x, order, offsets, gate_up, count, act, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    EXPERTS: tl.constexpr, E_P: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    order,
+    offsets,
+    gate_up,
+    count,
+    act,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    E_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """BLOCK_M slots of one expert, BLOCK_N columns; grid (tiles, blocks of columns).
 
     x [tokens, HIDDEN], order and offsets of `moe_sort`; act [tokens, TOP_K, INNER].
@@ -93,17 +106,38 @@ def moe_gate_up_grouped(
     expert, live, slot = _tile_of(order, offsets, count, EXPERTS, E_P, BLOCK_M)
     if tl.max(live.to(tl.int32), 0) == 1:
         _tile_glu(
-            x + slot // TOP_K * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), act + slot * INNER,
-            live, tl.program_id(1) * BLOCK_N, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES,
-        )  # fmt: skip
+            x + slot // TOP_K * HIDDEN,
+            gate_up + expert * (2 * INNER * HIDDEN),
+            act + slot * INNER,
+            live,
+            tl.program_id(1) * BLOCK_N,
+            INNER,
+            HIDDEN,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+        )
 
 
 @triton.jit
 def moe_down_grouped(
-    act, order, offsets, down, count, parts, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    EXPERTS: tl.constexpr, E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    act,
+    order,
+    offsets,
+    down,
+    count,
+    parts,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    E_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """BLOCK_M slots of one expert, BLOCK_N columns; grid (tiles, blocks of columns).
 
     act [tokens, TOP_K, INNER]; parts [tokens, TOP_K, HIDDEN], rounded and not yet weighted.
@@ -111,6 +145,15 @@ def moe_down_grouped(
     expert, live, slot = _tile_of(order, offsets, count, EXPERTS, E_P, BLOCK_M)
     if tl.max(live.to(tl.int32), 0) == 1:
         _tile_linear(
-            act + slot * INNER, down + expert * (HIDDEN * INNER), parts + slot * HIDDEN, live,
-            tl.program_id(1) * BLOCK_N, HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+            act + slot * INNER,
+            down + expert * (HIDDEN * INNER),
+            parts + slot * HIDDEN,
+            live,
+            tl.program_id(1) * BLOCK_N,
+            HIDDEN,
+            INNER,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )

@@ -14,8 +14,9 @@ _PARAM = re.compile(r"\.param \.(?P<type>\w+)(?P<pointer> \.ptr[ .\w]*?)? (?P<na
 #: where the source lies and which line made an instruction: nothing that a plan should hold
 _DEBUG = re.compile(
     r"^\t\.(?:loc|file)\t.*\n|^\t\.section\t\.debug_\w+\n\t\{\n(?:.*\n)*?\t\}\n"
-    r"|^\t\.section\t\.debug_\w+\t\{\t\}\n", re.M
-)  # fmt: skip
+    r"|^\t\.section\t\.debug_\w+\t\{\t\}\n",
+    re.M,
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class Parameter:
 
 
 def compile_kernel(
-    kernel: Any, kinds: Sequence[str], constants: Mapping[str, Any], warps: int, stages: int,
+    kernel: Any,
+    kinds: Sequence[str],
+    constants: Mapping[str, Any],
+    warps: int,
+    stages: int,
     capability: int,
-) -> Kernel:  # fmt: skip
+) -> Kernel:
     """For a GPU that need not be there. `kinds` are Triton's names of the types of the first
     parameters; all others are `constants`.
 
@@ -55,13 +60,16 @@ def compile_kernel(
         fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned
     )
     made = triton.compile(
-        source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
+        source,
+        target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages},
-    )  # fmt: skip
+    )
     return Kernel(
-        made.metadata.name, trimmed(made.asm["ptx"], len(kinds)), made.metadata.num_warps,
+        made.metadata.name,
+        trimmed(made.asm["ptx"], len(kinds)),
+        made.metadata.num_warps,
         made.metadata.shared,
-    )  # fmt: skip
+    )
 
 
 def require_triton() -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.types import torch_dtype
+from g4ir.ops.types import torch_dtype
 
 from ...torch_compile.select import SHARE_KEYS, SHARES
 from .table import PLUGINS, Constants, Plan
@@ -110,6 +110,9 @@ def _merge(
 
 _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_sort": _sort,
-    "moe_gate_up_grouped": _gate_up_grouped, "moe_down_grouped": _down_grouped,
-    "moe_combine": _combine, "decode_parts": _parts, "decode_merge": _merge,
-}  # fmt: skip
+    "moe_gate_up_grouped": _gate_up_grouped,
+    "moe_down_grouped": _down_grouped,
+    "moe_combine": _combine,
+    "decode_parts": _parts,
+    "decode_merge": _merge,
+}

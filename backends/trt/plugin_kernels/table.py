@@ -141,40 +141,65 @@ def _shares(a: Arithmetic, tokens: Shape, c: Constants) -> Any:
 
 _LOOK = {"looked_at": _looked_at, "tokens": lambda s, c: s["positions"][1]}
 
-PLUGINS: Mapping[str, Plugin] = {p.name: p for p in (
-    Plugin(
-        "moe_sort", "moe", {"index": "i32"}, {"order": "i32", "offsets": "i32"},
-        lambda a, s, c: (s["index"], (c["EXPERTS"] + 1,)), lambda a, s, c: (c["EXPERTS"],),
-        {"count": _count},
-    ),
-    Plugin(
-        "moe_gate_up_grouped", "moe", {"x": T, "order": "i32", "offsets": "i32", "gate_up": T},
-        {"act": T}, lambda a, s, c: ((*s["order"], c["INNER"]),), _tiles("INNER"),
-        {"count": _count},
-    ),
-    Plugin(
-        "moe_down_grouped", "moe", {"act": T, "order": "i32", "offsets": "i32", "down": T},
-        {"parts": T}, lambda a, s, c: ((*s["order"], c["HIDDEN"]),), _tiles("HIDDEN"),
-        {"count": _count},
-    ),
-    Plugin(
-        "moe_combine", "moe", {"parts": T, "weights": "f32"}, {"out": T},
-        lambda a, s, c: ((*s["weights"][:2], c["HIDDEN"]),), _columns, {},
-    ),
-    Plugin(
-        "decode_parts", "attention",
-        {"q": T, "keys": T, "values": T, "positions": "i32", "slots": "i32"},
-        {"parts": "f32", "stats": "f32"},
-        lambda a, s, c: (
-            (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), c["GROUP"], c["D"]),
-            (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), 2, c["GROUP"]),
+PLUGINS: Mapping[str, Plugin] = {
+    p.name: p
+    for p in (
+        Plugin(
+            "moe_sort",
+            "moe",
+            {"index": "i32"},
+            {"order": "i32", "offsets": "i32"},
+            lambda a, s, c: (s["index"], (c["EXPERTS"] + 1,)),
+            lambda a, s, c: (c["EXPERTS"],),
+            {"count": _count},
         ),
-        lambda a, s, c: (_tokens(s), c["HEADS"], _shares(a, s["q"], c)), _LOOK,
-    ),
-    Plugin(
-        "decode_merge", "attention",
-        {"parts": "f32", "stats": "f32", "positions": "i32", "slots": "i32"}, {"out": T},
-        lambda a, s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
-        lambda a, s, c: (_tokens(s), c["HEADS"], c["D"] // c["BLOCK"]), _LOOK,
-    ),
-)}  # fmt: skip
+        Plugin(
+            "moe_gate_up_grouped",
+            "moe",
+            {"x": T, "order": "i32", "offsets": "i32", "gate_up": T},
+            {"act": T},
+            lambda a, s, c: ((*s["order"], c["INNER"]),),
+            _tiles("INNER"),
+            {"count": _count},
+        ),
+        Plugin(
+            "moe_down_grouped",
+            "moe",
+            {"act": T, "order": "i32", "offsets": "i32", "down": T},
+            {"parts": T},
+            lambda a, s, c: ((*s["order"], c["HIDDEN"]),),
+            _tiles("HIDDEN"),
+            {"count": _count},
+        ),
+        Plugin(
+            "moe_combine",
+            "moe",
+            {"parts": T, "weights": "f32"},
+            {"out": T},
+            lambda a, s, c: ((*s["weights"][:2], c["HIDDEN"]),),
+            _columns,
+            {},
+        ),
+        Plugin(
+            "decode_parts",
+            "attention",
+            {"q": T, "keys": T, "values": T, "positions": "i32", "slots": "i32"},
+            {"parts": "f32", "stats": "f32"},
+            lambda a, s, c: (
+                (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), c["GROUP"], c["D"]),
+                (*s["q"][:2], c["HEADS"], _shares(a, s["q"], c), 2, c["GROUP"]),
+            ),
+            lambda a, s, c: (_tokens(s), c["HEADS"], _shares(a, s["q"], c)),
+            _LOOK,
+        ),
+        Plugin(
+            "decode_merge",
+            "attention",
+            {"parts": "f32", "stats": "f32", "positions": "i32", "slots": "i32"},
+            {"out": T},
+            lambda a, s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
+            lambda a, s, c: (_tokens(s), c["HEADS"], c["D"] // c["BLOCK"]),
+            _LOOK,
+        ),
+    )
+}

@@ -58,14 +58,23 @@ TensorIOMode = _enum("TensorIOMode", "NONE INPUT OUTPUT")
 #: of those that are used: version -> values
 _FLAGS: Mapping[str, Mapping[str, int]] = {
     "10.16.1": {
-        "FP16": 0, "REFIT": 4, "TF32": 6, "STRIP_PLAN": 19, "REFIT_IDENTICAL": 20,
-        "WEIGHT_STREAMING": 21, "REFIT_INDIVIDUAL": 23,
+        "FP16": 0,
+        "REFIT": 4,
+        "TF32": 6,
+        "STRIP_PLAN": 19,
+        "REFIT_IDENTICAL": 20,
+        "WEIGHT_STREAMING": 21,
+        "REFIT_INDIVIDUAL": 23,
     },
     "11.4.0": {
-        "REFIT": 4, "TF32": 6, "STRIP_PLAN": 18, "REFIT_IDENTICAL": 19, "WEIGHT_STREAMING": 20,
+        "REFIT": 4,
+        "TF32": 6,
+        "STRIP_PLAN": 18,
+        "REFIT_IDENTICAL": 19,
+        "WEIGHT_STREAMING": 20,
         "REFIT_INDIVIDUAL": 22,
     },
-}  # fmt: skip
+}
 
 
 # --- what a caller derives from ---------------------------------------------------------------
@@ -355,8 +364,9 @@ def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
             names[name] = x._index
     kept = {
         x._index: held(x, "weights")._tensor().clone().view(tuple(held(x, "shape")))
-        for x in constants if x._index not in names.values()
-    }  # fmt: skip
+        for x in constants
+        if x._index not in names.values()
+    }
     profiles = tuple(dict(p._ranges) for p in config._profiles)
     stripped = {n: _hash(held(network._layers[i], "weights")._tensor()) for n, i in names.items()}
     streamed = config._named("WEIGHT_STREAMING")
@@ -646,8 +656,9 @@ class IExecutionContext(Recorded):
         """An aliased output lies where its input lies, any other where no input does."""
         spans = {
             n: range(at, at + prod(self._shape(n)) * torch_dtype(t._dtype).itemsize)
-            for n, t in self._inputs().items() for at in [self._addresses[n]]
-        }  # fmt: skip
+            for n, t in self._inputs().items()
+            for at in [self._addresses[n]]
+        }
         outputs = self._engine._tensors.keys() - spans.keys()
         for name in sorted(outputs):
             at, source = self._addresses[name], self._engine._aliases.get(name)
@@ -677,11 +688,24 @@ def _need(condition: Any, message: str) -> None:
 
 
 _LISTED: tuple[Any, ...] = (
-    ILogger, IProgressMonitor, IStreamWriter, IHostMemory, IOptimizationProfile, ITimingCache,
-    IBuilderConfig, Builder, Runtime, ICudaEngine, Refitter, IExecutionContext, MemoryPoolType,
-    HardwareCompatibilityLevel, ProfilingVerbosity, ExecutionContextAllocationStrategy,
+    ILogger,
+    IProgressMonitor,
+    IStreamWriter,
+    IHostMemory,
+    IOptimizationProfile,
+    ITimingCache,
+    IBuilderConfig,
+    Builder,
+    Runtime,
+    ICudaEngine,
+    Refitter,
+    IExecutionContext,
+    MemoryPoolType,
+    HardwareCompatibilityLevel,
+    ProfilingVerbosity,
+    ExecutionContextAllocationStrategy,
     TensorIOMode,
-)  # fmt: skip
+)
 _CLASSES: Mapping[str, Any] = {c.__name__: c for c in _LISTED}
 
 #: version -> name -> class, enum or value

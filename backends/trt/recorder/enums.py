@@ -38,22 +38,70 @@ def _enum(name: str, members: str) -> Any:
 
 class UnaryOperation(ApiEnum):
     (
-        EXP, LOG, SQRT, RECIP, ABS, NEG, SIN, COS, TAN, SINH, COSH, ASIN, ACOS, ATAN, ASINH, ACOSH,
-        ATANH, CEIL, FLOOR, ERF, NOT, SIGN, ROUND, ISINF, ISNAN,
-    ) = range(25)  # fmt: skip
+        EXP,
+        LOG,
+        SQRT,
+        RECIP,
+        ABS,
+        NEG,
+        SIN,
+        COS,
+        TAN,
+        SINH,
+        COSH,
+        ASIN,
+        ACOS,
+        ATAN,
+        ASINH,
+        ACOSH,
+        ATANH,
+        CEIL,
+        FLOOR,
+        ERF,
+        NOT,
+        SIGN,
+        ROUND,
+        ISINF,
+        ISNAN,
+    ) = range(25)
 
 
 class ElementWiseOperation(ApiEnum):
     (
-        SUM, PROD, MAX, MIN, SUB, DIV, POW, FLOOR_DIV, AND, OR, XOR, EQUAL, GREATER, LESS,
-    ) = range(14)  # fmt: skip
+        SUM,
+        PROD,
+        MAX,
+        MIN,
+        SUB,
+        DIV,
+        POW,
+        FLOOR_DIV,
+        AND,
+        OR,
+        XOR,
+        EQUAL,
+        GREATER,
+        LESS,
+    ) = range(14)
 
 
 class ActivationType(ApiEnum):
     (
-        RELU, SIGMOID, TANH, LEAKY_RELU, ELU, SELU, SOFTSIGN, SOFTPLUS, CLIP, HARD_SIGMOID,
-        SCALED_TANH, THRESHOLDED_RELU, GELU_ERF, GELU_TANH,
-    ) = range(14)  # fmt: skip
+        RELU,
+        SIGMOID,
+        TANH,
+        LEAKY_RELU,
+        ELU,
+        SELU,
+        SOFTSIGN,
+        SOFTPLUS,
+        CLIP,
+        HARD_SIGMOID,
+        SCALED_TANH,
+        THRESHOLDED_RELU,
+        GELU_ERF,
+        GELU_TANH,
+    ) = range(14)
 
 
 class MatrixOperation(ApiEnum):
@@ -95,15 +143,31 @@ class TensorLocation(ApiEnum):
 _EVERY: Mapping[str, Any] = {
     e.__name__: e
     for e in (
-        DataType, UnaryOperation, ElementWiseOperation, ActivationType, MatrixOperation,
-        ReduceOperation, TopKOperation, GatherMode, SampleMode, KVCacheMode,
-        AttentionNormalizationOp, TensorLocation,
+        DataType,
+        UnaryOperation,
+        ElementWiseOperation,
+        ActivationType,
+        MatrixOperation,
+        ReduceOperation,
+        TopKOperation,
+        GatherMode,
+        SampleMode,
+        KVCacheMode,
+        AttentionNormalizationOp,
+        TensorLocation,
     )
-}  # fmt: skip
+}
 _SHORT = {
-    "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "int32": "INT32",
-    "int64": "INT64", "bool": "BOOL", "uint8": "UINT8", "fp8": "FP8",
-}  # fmt: skip
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "int8": "INT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "fp8": "FP8",
+}
 
 
 class NetworkDefinitionCreationFlag(ApiEnum):
@@ -114,8 +178,11 @@ class NetworkDefinitionCreationFlag10(ApiEnum):
     """As of 10."""
 
     (
-        EXPLICIT_BATCH, STRONGLY_TYPED, PREFER_JIT_PYTHON_PLUGINS, PREFER_AOT_PYTHON_PLUGINS,
-    ) = range(4)  # fmt: skip
+        EXPLICIT_BATCH,
+        STRONGLY_TYPED,
+        PREFER_JIT_PYTHON_PLUGINS,
+        PREFER_AOT_PYTHON_PLUGINS,
+    ) = range(4)
 
 
 #: version -> name -> enum

@@ -117,11 +117,23 @@ def _constant(layer: Any, ins: Tensors) -> Tensors:
 
 
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "EXP": torch.exp, "LOG": torch.log, "SQRT": torch.sqrt, "RECIP": torch.reciprocal,
-    "ABS": torch.abs, "NEG": torch.neg, "SIN": torch.sin, "COS": torch.cos, "ERF": torch.erf,
-    "NOT": torch.logical_not, "FLOOR": torch.floor, "CEIL": torch.ceil, "SIGN": torch.sign,
-    "TANH": torch.tanh, "SIGMOID": torch.sigmoid, "RELU": torch.relu,
-}  # fmt: skip
+    "EXP": torch.exp,
+    "LOG": torch.log,
+    "SQRT": torch.sqrt,
+    "RECIP": torch.reciprocal,
+    "ABS": torch.abs,
+    "NEG": torch.neg,
+    "SIN": torch.sin,
+    "COS": torch.cos,
+    "ERF": torch.erf,
+    "NOT": torch.logical_not,
+    "FLOOR": torch.floor,
+    "CEIL": torch.ceil,
+    "SIGN": torch.sign,
+    "TANH": torch.tanh,
+    "SIGMOID": torch.sigmoid,
+    "RELU": torch.relu,
+}
 
 
 def _unary(layer: Any, ins: Tensors) -> Tensors:
@@ -138,11 +150,21 @@ def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 _ELEMENTWISE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "SUM": torch.add, "PROD": torch.mul, "MAX": torch.maximum, "MIN": torch.minimum,
-    "SUB": torch.sub, "DIV": _divided, "POW": torch.pow, "FLOOR_DIV": torch.floor_divide,
-    "AND": torch.logical_and, "OR": torch.logical_or, "XOR": torch.logical_xor,
-    "EQUAL": torch.eq, "GREATER": torch.gt, "LESS": torch.lt,
-}  # fmt: skip
+    "SUM": torch.add,
+    "PROD": torch.mul,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "SUB": torch.sub,
+    "DIV": _divided,
+    "POW": torch.pow,
+    "FLOOR_DIV": torch.floor_divide,
+    "AND": torch.logical_and,
+    "OR": torch.logical_or,
+    "XOR": torch.logical_xor,
+    "EQUAL": torch.eq,
+    "GREATER": torch.gt,
+    "LESS": torch.lt,
+}
 
 
 def _elementwise(layer: Any, ins: Tensors) -> Tensors:
@@ -169,8 +191,11 @@ def _mean(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
 
 
 _REDUCE: Mapping[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] = {
-    "SUM": _sum, "AVG": _mean, "MAX": torch.amax, "MIN": torch.amin,
-}  # fmt: skip
+    "SUM": _sum,
+    "AVG": _mean,
+    "MAX": torch.amax,
+    "MIN": torch.amin,
+}
 
 
 def _reduce(layer: Any, ins: Tensors) -> Tensors:
@@ -207,10 +232,11 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
     """A stride of 0 repeats one entry."""
     given = iter(ins[1:])
     start, shape, stride = (
-        next(given).tolist() if len(layer._inputs) > i and layer._inputs[i] is not None
+        next(given).tolist()
+        if len(layer._inputs) > i and layer._inputs[i] is not None
         else held(layer, member)
         for i, member in ((1, "start"), (2, "shape"), (3, "stride"))
-    )  # fmt: skip
+    )
     x = ins[0]
     for axis, (first, count, step) in enumerate(zip(start, shape, stride)):
         at = first + step * torch.arange(count)

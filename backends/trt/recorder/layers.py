@@ -28,8 +28,6 @@ from .record import Attribute, Recorded, RuleError, api, held, keep
 if TYPE_CHECKING:
     import torch
 
-    from .network import IIfConditional, INetworkDefinition
-
 Shape = tuple[int, ...]
 Output = tuple[Any, Shape]
 
@@ -46,15 +44,25 @@ MAX_ENTERING = 1 << 20
 #: elements of a tensor that an operator takes
 MAX_VOLUME = 2**31 - 1
 ITEMSIZE = {
-    DataType.FLOAT: 4, DataType.HALF: 2, DataType.BF16: 2, DataType.INT32: 4, DataType.INT64: 8,
-    DataType.INT8: 1, DataType.BOOL: 1, DataType.UINT8: 1, DataType.FP8: 1,
-}  # fmt: skip
+    DataType.FLOAT: 4,
+    DataType.HALF: 2,
+    DataType.BF16: 2,
+    DataType.INT32: 4,
+    DataType.INT64: 8,
+    DataType.INT8: 1,
+    DataType.BOOL: 1,
+    DataType.UINT8: 1,
+    DataType.FP8: 1,
+}
 
 
 #: elementwise operations on sizes
 ON_SIZES: dict[str, Callable[[Any, Any], int]] = {
-    "SUM": operator.add, "SUB": operator.sub, "MIN": min, "MAX": max,
-}  # fmt: skip
+    "SUM": operator.add,
+    "SUB": operator.sub,
+    "MIN": min,
+    "MAX": max,
+}
 
 
 class Dims(Recorded, tuple[int, ...]):
@@ -90,8 +98,13 @@ class Weights(Recorded):
         self._dtype, self._pointer, self._count = kind, int(pointer), int(count)
 
     def _of_array(self, array: Any) -> tuple[Any, int, int]:
-        kinds = {"float32": DataType.FLOAT, "float16": DataType.HALF, "int32": DataType.INT32,
-                 "int64": DataType.INT64, "int8": DataType.INT8}  # fmt: skip
+        kinds = {
+            "float32": DataType.FLOAT,
+            "float16": DataType.HALF,
+            "int32": DataType.INT32,
+            "int64": DataType.INT64,
+            "int8": DataType.INT8,
+        }
         self._keep = array
         return kinds[str(array.dtype)], array.ctypes.data, array.size
 
@@ -114,10 +127,15 @@ def torch_dtype(kind: Any) -> torch.dtype:
     import torch
 
     names = {
-        "FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16,
-        "INT32": torch.int32, "INT64": torch.int64, "INT8": torch.int8, "BOOL": torch.bool,
+        "FLOAT": torch.float32,
+        "HALF": torch.float16,
+        "BF16": torch.bfloat16,
+        "INT32": torch.int32,
+        "INT64": torch.int64,
+        "INT8": torch.int8,
+        "BOOL": torch.bool,
         "UINT8": torch.uint8,
-    }  # fmt: skip
+    }
     return names[kind.name]
 
 
@@ -125,9 +143,13 @@ class ITensor(Recorded):
     """A tensor of a network: an input, or an output of a layer."""
 
     def __init__(
-        self, network: INetworkDefinition, layer: Layer | None, index: int, name: str = "",
+        self,
+        network: Any,
+        layer: Layer | None,
+        index: int,
+        name: str = "",
         given: Output | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._calls, self._network = network._calls, network
         self._layer, self._index, self._given = layer, index, given
         self._is_output = False
@@ -194,9 +216,7 @@ class Layer(Recorded):
     #: attributes are set after it is made, so that its first look is left to its first use
     _lazy = False
 
-    def __init__(
-        self, network: INetworkDefinition, inputs: Sequence[ITensor | None], outputs: int = 1
-    ) -> None:
+    def __init__(self, network: Any, inputs: Sequence[ITensor | None], outputs: int = 1) -> None:
         self._calls, self._network = network._calls, network
         self._index = len(network._layers)
         self._inputs: list[ITensor | None] = list(inputs)
@@ -749,9 +769,7 @@ class IPluginV3Layer(ILayer):
 
 
 class IIfConditionalBoundaryLayer(ILayer):
-    def __init__(
-        self, conditional: IIfConditional, inputs: Sequence[ITensor], outputs: int = 1
-    ) -> None:
+    def __init__(self, conditional: Any, inputs: Sequence[ITensor], outputs: int = 1) -> None:
         self._conditional = conditional
         super().__init__(conditional._network, inputs, outputs)
 

@@ -422,9 +422,7 @@ def _volumes(network: INetworkDefinition) -> dict[str, int]:
     }
 
 
-def sizes(
-    network: INetworkDefinition, inputs: Mapping[str, Shape]
-) -> tuple[dict[str, int], int]:
+def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dict[str, int], int]:
     """`volumes`, and the most bytes of tensors that exist at a time, where no two layers are fused
     and each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
     elsewhere."""
@@ -469,23 +467,47 @@ def _own_bytes(layer: Layer, t: ITensor) -> int:
 _COMMON: Mapping[str, Any] = {
     c.__name__: c
     for c in (
-        kinds.Dims, kinds.Permutation, Weights, ITensor, kinds.ILayer, kinds.IConstantLayer,
-        kinds.IIdentityLayer, kinds.ICastLayer, kinds.IUnaryLayer, kinds.IActivationLayer,
-        kinds.IElementWiseLayer, kinds.IMatrixMultiplyLayer, kinds.ISoftMaxLayer,
-        kinds.IReduceLayer, kinds.ITopKLayer, kinds.IShuffleLayer, kinds.IConcatenationLayer,
-        kinds.ISliceLayer, kinds.ISelectLayer, kinds.IShapeLayer, kinds.IGatherLayer,
-        kinds.IKVCacheUpdateLayer, kinds.IIfConditionalBoundaryLayer,
-        kinds.IConditionLayer, kinds.IIfConditionalInputLayer, kinds.IIfConditionalOutputLayer,
-        kinds.IPluginV3Layer, IIfConditional,
+        kinds.Dims,
+        kinds.Permutation,
+        Weights,
+        ITensor,
+        kinds.ILayer,
+        kinds.IConstantLayer,
+        kinds.IIdentityLayer,
+        kinds.ICastLayer,
+        kinds.IUnaryLayer,
+        kinds.IActivationLayer,
+        kinds.IElementWiseLayer,
+        kinds.IMatrixMultiplyLayer,
+        kinds.ISoftMaxLayer,
+        kinds.IReduceLayer,
+        kinds.ITopKLayer,
+        kinds.IShuffleLayer,
+        kinds.IConcatenationLayer,
+        kinds.ISliceLayer,
+        kinds.ISelectLayer,
+        kinds.IShapeLayer,
+        kinds.IGatherLayer,
+        kinds.IKVCacheUpdateLayer,
+        kinds.IIfConditionalBoundaryLayer,
+        kinds.IConditionLayer,
+        kinds.IIfConditionalInputLayer,
+        kinds.IIfConditionalOutputLayer,
+        kinds.IPluginV3Layer,
+        IIfConditional,
     )
-}  # fmt: skip
+}
 
 #: version -> name -> class; what a version lacks is not there
 NAMES: Mapping[str, Mapping[str, Any]] = {
     "10.16.1": {
-        **_COMMON, "INetworkDefinition": INetworkDefinition, "IAttention": kinds.IAttention,
+        **_COMMON,
+        "INetworkDefinition": INetworkDefinition,
+        "IAttention": kinds.IAttention,
     },
     "11.4.0": {
-        **_COMMON, "INetworkDefinition": INetworkDefinition11, "IAttention": kinds.IAttention11,
+        **_COMMON,
+        "INetworkDefinition": INetworkDefinition11,
+        "IAttention": kinds.IAttention11,
     },
-}  # fmt: skip
+}

@@ -162,9 +162,7 @@ class Instance:
         if not all(isinstance(n, SymInt32) for n in whole):
             raise TypeError("Extra args must be a 'tensorrt.plugin.SymInt32'")
         numbers = {n: getattr(params, n).value for n in GRID}
-        return SimpleNamespace(
-            name=name, ptx=ptx, params=numbers, whole=[n.value for n in whole]
-        )  # fmt: skip
+        return SimpleNamespace(name=name, ptx=ptx, params=numbers, whole=[n.value for n in whole])
 
     def run(self, *tensors: Any) -> tuple[Any, ...]:
         """In torch: what a plugin of this project means."""

@@ -29,7 +29,7 @@ from g4ir.backends.trt.plugins import (
 )
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
-from g4ir.types import Type, dtype_name, torch_dtype
+from g4ir.ops.types import Type, dtype_name, torch_dtype
 
 pytestmark = pytest.mark.covering
 
@@ -95,9 +95,14 @@ class Case:
 
     def sizes(self, dtype: str) -> Experts:
         return Experts(
-            dtype, self.hidden, self.inner, self.count, self.top_k, self.act,
+            dtype,
+            self.hidden,
+            self.inner,
+            self.count,
+            self.top_k,
+            self.act,
             self.rows * self.tokens,
-        )  # fmt: skip
+        )
 
 
 CASES = [
@@ -229,7 +234,7 @@ class Heads:
     def plans(self, dtype: str, rows: int) -> tuple[Plan, Plan]:
         found = Decode(
             dtype, rows, self.heads, self.group, self.d, 96, self.window, 0.7, self.softcap
-        ).plans()  # fmt: skip
+        ).plans()
         first, second = (
             replace(p, constants={**p.constants, "N": 16, "SPLITS": self.splits}, stages=2)
             for p in found

@@ -1,0 +1,49 @@
+"""Which programs an engine has: the segments of each phase, and what chooses tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g4ir.ir.graph import Builder, Program, bind
+from g4ir.ir.text import print_graph
+from g4ir.ops.base import as_tuple
+from g4ir.plan.limits import Limits
+
+from .segment import Step, schedule
+
+#: the graphs that a step may run; an engine without pictures has no `prefill_media`
+PHASES = ("prefill", "decode", "prefill_media")
+KERNELS = "kernels.so"
+#: most candidates that a compiled program finds; a wider choice takes torch's own kernels
+CANDIDATES = 64
+
+
+def phases(program: Program) -> list[str]:
+    """The graphs of a program that append tokens."""
+    return [p for p in PHASES if p in program.graphs]
+
+
+def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
+    """The schedule of each phase and tower; an engine for one row has its batch dim fixed."""
+    fixed = {"B": 1} if limits.max_batch == 1 else {}
+    return {
+        name: schedule(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
+    }
+
+
+def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
+    """Programs of one op that choose tokens from the logits of a decode step."""
+    (logits,) = program.graphs["decode"].outputs
+    fixed = {"B": 1} if limits.max_batch == 1 else {}
+    kind, vocab = logits.type.bind(fixed), logits.type.shape[2]
+    assert isinstance(vocab, int)
+    attrs: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "candidates": {"k": min(CANDIDATES, vocab)},
+    }
+    texts = {}
+    for op, given in attrs.items():
+        b = Builder("segment")
+        made = as_tuple(b.emit(op, b.input("x0", kind), **given))
+        texts[op] = print_graph(b.graph(*made))
+    return texts

@@ -1,0 +1,271 @@
+"""An engine against a peer: the interpreter on the same weights, or transformers.
+
+Both are given the same tokens in several turns and single steps; logits are compared at every
+position that yields them, then 16 greedy tokens. Where fp32 logits are out of budget, the
+rounding error of the interpreter on this very model is measured (against float64) and four times
+that is allowed. In 16 bits the peer's own rounding is the budget (see ir/distance.py); against
+transformers each layer is also computed in float64 on what the engine gave it, which shows a
+fault that is smaller than all rounding before it. Where something is out of budget, the values
+inside are compared in the order in which they are made, and the first that differs is named.
+
+The outputs of the layers at the end of each chunk are compared too: the curve shows where two
+models part. Logits near the softcap are alike whatever made them, so their number is watched.
+Of an engine that takes media, towers and a prompt with a picture are compared with the
+interpreter's, whomever the rest is compared with (see media.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+from g4ir.ir.distance import (
+    BUDGETS,
+    ROUNDED,
+    Anchor,
+    Budget,
+    LocalError,
+    row_errors,
+    widened,
+)
+from g4ir.ui.progress import Progress, no_progress
+
+from .media import check_media
+from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
+from .reference import reference_engine
+from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
+from .room import float64_refusal
+from .tokens import (
+    EVERY_LOGITS,
+    chunks_of,
+    given_tokens,
+    plan_turns,
+    positions_of,
+    random_tokens,
+    wanted_tokens,
+)
+from .watch import first_difference, first_not_finite
+
+if TYPE_CHECKING:
+    import torch
+
+
+AGAINST = ("reference", "hf")
+
+GREEDY = 16
+
+
+def verify_engine(
+    engine: Engine,
+    against: str = "reference",
+    tokens: Sequence[int] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Progress = no_progress,
+) -> Report:
+    """Compare an engine with `reference` (the interpreter on the engine's own weights) or with
+    `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
+    else the local hub cache; random weights are written to a temporary one).
+
+    tokens: ids to compare on, at least 2, none of them a placeholder of media; default: drawn from
+    a fixed seed, enough for several chunks and, as far as max_seq goes, more than a window. Raises
+    InputError for a wrong request and MissingError where transformers is missing; a failed
+    comparison is in the report.
+    """
+    if against not in AGAINST:
+        raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
+    ids = given_tokens(engine, tokens)
+    if ids is None:
+        ids = random_tokens(engine, wanted_tokens(engine))
+    turns = plan_turns(engine, len(ids))
+    every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
+    with find_peer(engine, against, checkpoint, progress) as peer:
+        report = _compare(engine, peer, ids, turns, every, against, progress)
+        if not report.ok:
+            progress("looking for the first difference")
+            odd = any(math.isnan(p.absolute) for p in report.positions)
+            found = (odd and first_not_finite(engine, ids, turns)) or _first(
+                engine, peer, ids, turns, report.budget.inside
+            )
+            report = replace(report, first_difference=found)
+        reference = peer.engine if isinstance(peer, EnginePeer) else None
+    if not engine.media.kinds:
+        return report
+    return replace(report, media=check_media(engine, reference, progress))
+
+
+def _compare(
+    engine: Engine,
+    peer: Peer,
+    ids: torch.Tensor,
+    turns: list[int],
+    every: bool,
+    against: str,
+    progress: Progress,
+) -> Report:
+    own = EnginePeer(engine)
+    rounded = engine.dtype in ROUNDED
+    ends = [*accumulate(chunks_of(turns, engine.limits.prefill_chunk), initial=-1)][1:]
+    shown = range(len(ids)) if rounded else ends
+    mine: Rows = {}
+    theirs: Rows = {}
+    progress(f"{len(ids)} tokens through the engine")
+    got = own.logits(ids, turns, every, shown, mine)
+    progress(f"{len(ids)} tokens through {against}")
+    want = peer.logits(ids, turns, every, shown, theirs)
+    where = positions_of(turns, every)
+    errors = row_errors(got, want)
+    budget = BUDGETS[engine.dtype, against]
+    local: tuple[LocalError, ...] = ()
+    if rounded:
+        device = engine.device if against == "reference" else "cpu"
+        refusal = float64_refusal(engine, len(ids), len(where), device)
+        progress(f"{len(ids)} tokens through {against} {'again' if refusal else 'in float64'}")
+        anchor = find_anchor(peer, [ids], turns, every, refusal)
+        if anchor and refusal:
+            anchor = replace(anchor, rows=want)
+        if anchor:
+            budget = Budget(rounding=anchor.rounding(want, engine.dtype))
+            errors = anchor.errors(got, want)
+        if isinstance(peer, HfPeer) and not refusal:
+            progress("each layer in float64 on the engine's own inputs")
+            local = peer.local(ids, turns, every, (got, mine), (want, theirs), engine.dtype)
+    if budget.relative is not None and not bool(budget.holds(errors).all()):
+        progress(f"{len(ids)} tokens through the reference in float64")
+        budget = widened(budget, rounding_error(engine, ids, turns, every))
+    parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
+    parts += [errors.distance] * rounded
+    rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
+    progress("greedy tokens")
+    text, room = engine.spec.text, engine.limits.max_seq
+    greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
+    nll = _nll(got, ids, where), _nll(want, ids, where)
+    return Report(
+        engine_name(engine),
+        against,
+        budget,
+        tuple(turns),
+        tuple(rows),
+        greedy,
+        nll if len(where) > 1 else None,
+        None,
+        _layer_errors(engine.spec.text.num_hidden_layers, _only(mine, ends), theirs),
+        _saturation(engine.spec.text.final_logit_softcapping, got, want),
+        local=local,
+    )
+
+
+def find_anchor(
+    peer: Peer,
+    rows: Sequence[torch.Tensor],
+    turns: Sequence[int],
+    every: bool,
+    refusal: str | None,
+) -> Anchor | None:
+    """Where distances of a batch of tokens i64[T] are measured from: the peer in float64, rows of
+    logits one request after the other; where that is refused no rows, and the other mode alone.
+    None where the other mode says nothing: the interpreter's makes nearly the same roundings."""
+    import torch
+
+    if refusal and isinstance(peer, EnginePeer):
+        return None
+    other = torch.cat([peer.other(ids, turns, every).cpu() for ids in rows])
+    if refusal:
+        return Anchor("its other mode", other[:0], [other], refusal)
+    wide = torch.cat([peer.wide(ids, turns, every).cpu() for ids in rows])
+    return Anchor("float64", wide, [other])
+
+
+def _only(rows: Rows, at: Sequence[int]) -> Rows:
+    """The rows of some tokens."""
+    return {name: {i: t for i, t in held.items() if i in set(at)} for name, held in rows.items()}
+
+
+def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
+    """By layer, at the tokens that both sides show."""
+    import torch
+
+    out = []
+    for layer in range(count):
+        names = [f"L{layer}.out"] + [FINAL] * (layer + 1 == count)
+        name = next((n for n in names if n in mine and n in theirs), None)
+        at = sorted(mine[name].keys() & theirs[name].keys()) if name else []
+        if name and at:
+            errors = row_errors(*(torch.stack([x[name][i] for i in at]) for x in (mine, theirs)))
+            relative, cosine = errors.relative.max(), errors.cosine.min()
+            out.append(LayerError(layer, name, float(relative), float(cosine)))
+    return tuple(out)
+
+
+def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Saturation | None:
+    if not cap:
+        return None
+    shares = [float((t.abs().amax(-1) > SATURATED * cap).float().mean()) for t in (got, want)]
+    return Saturation(cap, *shares)
+
+
+def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
+    """How far rounding alone moves this model's logits (relative to the row's rms): the
+    interpreter in fp32 against the interpreter in float64. Random weights can make a model in
+    which it grows from layer to layer."""
+    reference = EnginePeer(reference_engine(engine))
+    narrow, wide = reference.logits(ids, turns, every), reference.wide(ids, turns, every)
+    return float(row_errors(narrow, wide).relative.max())
+
+
+# ---- tokens -----------------------------------------------------------------------------------
+
+
+def _nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
+    """Mean of -log p(next token) over the positions that have a next token."""
+    rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
+    following = ids[[where[i] + 1 for i in rows]]
+    chances = logits[rows].double().log_softmax(-1)
+    return -float(chances.gather(1, following[:, None]).mean())
+
+
+def _compare_greedy(
+    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Budget
+) -> Greedy:
+    prompt = ids[: max(1, room - GREEDY + 1)]
+    count = min(GREEDY, room - len(prompt) + 1)
+    got, _ = own.greedy(prompt, count, readable)
+    want, logits = peer.greedy(prompt, count, readable)
+    equal = next((i for i in range(count) if got[i] != want[i]), count)
+    if equal == count or _is_close(logits[equal], budget):
+        return Greedy(count, equal, None)
+    return Greedy(count, equal, equal)
+
+
+def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
+    """The two best logits lie within the budget, so that either may win."""
+    best = logits.topk(2).values
+    return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
+
+
+# ---- peers ------------------------------------------------------------------------------------
+
+
+# ---- the first value that differs -------------------------------------------------------------
+
+
+def _first(
+    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+) -> str:
+    """The first value inside that is out of budget, in the order in which the peer makes it."""
+    if isinstance(peer, EnginePeer):
+        return first_difference(engine, peer.engine, ids, turns, budget) or (
+            "none inside; the logits differ"
+        )
+    reference = reference_engine(engine)
+    inside = first_difference(engine, reference, ids, turns, budget)
+    return (
+        f"{inside}, against reference"
+        if inside
+        else ("none against reference: the graph or the weights are not what transformers computes")
+    )

@@ -1,0 +1,264 @@
+"""What `verify --each-pass` finds: errors of single values, held against their ops' budgets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from g4ir.ir.graph import Node, Value, print_node
+from g4ir.ops import OPS
+from g4ir.ops.finite import require_finite
+
+if TYPE_CHECKING:
+    import torch
+
+#: values compared at once, in float64
+BLOCK = 1 << 24
+#: what a value out of budget may still differ by: this many times its own rounding, measured
+#: against float64 on the same inputs. Two computations are off by one such error each; rounding
+#: is a matter of luck, and where it is amplified (softmax over large scores) the luck varies.
+MEASURED = 4.0
+#: two experts whose probabilities lie this close (relative) may change places: four times what
+#: moves a score. Scores of a segment are rounded where the backend's fused ops keep more digits.
+CLOSE_EXPERTS = {"f32": 1e-3, "f16": 2.0**-5, "bf16": 2.0**-2}
+
+
+def joint_budget(ops: Iterable[str], dtype: str) -> float:
+    """What a value may be off by that several ops in a row make: their errors are independent."""
+    return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
+
+
+# ---- the report -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpError:
+    """The largest error of an op (or of several in a row), at `value`, and what is allowed."""
+
+    ops: str
+    error: float
+    budget: float
+    value: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value out of budget: the nodes that made it in the earlier stage and those that make it
+    now, from values that both stages have."""
+
+    value: str
+    ops: str
+    phase: str
+    at: int
+    error: float
+    budget: float
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def text(self) -> str:
+        """What moved, how far, and the nodes that make it in either stage."""
+        lines = [
+            f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
+            f"{self.error:.1e}, budget {self.budget:.1e}",
+            *(f"  - {line}" for line in self.before),
+            *(f"  + {line}" for line in self.after),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One pass, or the backend: tensors compared, and the worst of each op."""
+
+    name: str
+    values: int
+    worst: tuple[OpError, ...]
+    first: Difference | None
+    excused: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+    def text(self) -> str:
+        moved = [w for w in self.worst if w.error != 0]
+        what = f"{self.values} values" if self.values else "changes nothing"
+        what += "" if moved or not self.values else ", bit for bit"
+        more = f", {self.excused} rows left to close calls of a router" if self.excused else ""
+        lines = [f"  {self.name:20} {'ok' if self.ok else 'FAILED'}, {what}{more}"]
+        lines += [f"    {w.ops:32} {w.error:8.1e} of {w.budget:.1e}  %{w.value}" for w in moved]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """All stages up to the first that fails. `media` are graphs for media that were run too,
+    `left_out` those that were not, `unknown` those whose weights before packing are lost."""
+
+    engine: str
+    tokens: int
+    chunks: tuple[int, ...]
+    stages: tuple[StageReport, ...]
+    media: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(s.ok for s in self.stages)
+
+    @property
+    def culprit(self) -> StageReport | None:
+        """The first stage that moves a value by more than its op's budget."""
+        return next((s for s in self.stages if not s.ok), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        out = {**asdict(self), "ok": self.ok, "failed": self.culprit and self.culprit.name}
+        for row, s in zip(out["stages"], self.stages, strict=True):
+            row["ok"] = s.ok
+        return out
+
+    def text(self) -> str:
+        """A few lines per stage."""
+        sizes = ", ".join(map(str, self.chunks))
+        lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
+        lines += [f"  also {', '.join(self.media)}"] if self.media else []
+        lines += [f"  not checked: {', '.join(self.left_out)}"] if self.left_out else []
+        if self.unknown:
+            lines.append(f"  not checked without --checkpoint DIR: {', '.join(self.unknown)}")
+        lines += [s.text() for s in self.stages]
+        if self.culprit and self.culprit.first:
+            lines.append(f"{self.culprit.name} moves {self.culprit.first.text()}")
+        return "\n".join([*lines, "ok" if self.ok else "FAILED"])
+
+
+# ---- judging ----------------------------------------------------------------------------------
+
+
+def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
+    value and its row's rms. Rows of next to no size count relative to the whole. What is not a
+    number stays so."""
+    import torch
+
+    size = want.shape[-1]
+    rows = max(1, BLOCK // size)
+    ones, twos = (t.detach().reshape(-1, size).split(rows) for t in (got, want))
+    squares = sum(float(t.double().pow(2).sum()) for t in twos)
+    floor = 1e-3 * math.sqrt(squares / want.numel()) + 1e-30
+    errors = [_block_errors(a, b, floor) for a, b in zip(ones, twos, strict=True)]
+    return torch.cat(errors).view(want.shape[:-1])
+
+
+def _block_errors(got: torch.Tensor, want: torch.Tensor, floor: float) -> torch.Tensor:
+    got, want = got.cpu().double(), want.cpu().double()
+    rms = want.pow(2).mean(-1, keepdim=True).sqrt()
+    return ((got - want).abs() / want.abs().maximum(rms).clamp(min=floor)).amax(-1)
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a value came about: the nodes between it and values that were given; for a report, the
+    nodes that make it, earlier and now."""
+
+    value: Value
+    phase: str
+    at: int
+    cone: tuple[Node, ...]
+    before: tuple[Node, ...]
+    after: tuple[Node, ...]
+
+    def ops(self, dtype: str) -> str:
+        """The ops that round, in order."""
+        names = dict.fromkeys(n.op for n in self.cone if joint_budget([n.op], dtype))
+        if len(names) > 3:
+            return f"{len(self.cone)} ops up to {self.cone[-1].op}"
+        return " + ".join(names) or self.cone[-1].op
+
+
+@dataclass
+class Comparison:
+    """Holds errors against budgets; keeps the worst of each op and the first out of budget."""
+
+    name: str
+    dtype: str
+    values: int = 0
+    excused: int = 0
+    worst: dict[str, OpError] = field(default_factory=dict)
+    first: Difference | None = None
+
+    def compare(
+        self,
+        made: Made,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        wide: Callable[[], torch.Tensor],
+        close: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
+        """A value; `wide` without its rounding and `close`, bool[B, S], rows that a router could
+        have sent elsewhere, are asked for where it is out of budget. CheckError where what is
+        wanted is NaN or infinite, which is no fault of the stage."""
+        what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
+        require_finite(want, what, self.dtype)
+        budget = joint_budget((n.op for n in made.cone), self.dtype)
+        errors = local_errors(got, want)
+        if budget and not bool((errors <= budget).all()):
+            excused = _rows_like(close(), errors)
+            self.excused += int((excused & ~(errors <= budget)).sum())
+            errors = errors.masked_fill(excused, 0.0)
+            rounding = local_errors(want, wide()).masked_fill(excused, 0.0)
+            budget = max(budget, MEASURED * float(rounding.max()))
+        self.decide(made, float(errors.max()), budget)
+
+    def decide_experts(
+        self, made: Made, got: torch.Tensor, want: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        """Experts chosen: others are as good where they are as probable."""
+        one, two = chances.gather(-1, got), chances.gather(-1, want)
+        error = float(((one - two).abs() / two).max())
+        self.decide(made, error, CLOSE_EXPERTS[self.dtype])
+
+    def decide(self, made: Made, error: float, budget: float) -> None:
+        """Keep the result; after the first failure nothing is kept."""
+        if self.first:
+            return
+        self.values += 1
+        ops, name = made.ops(self.dtype), made.value.name
+        kept = self.worst.get(ops)
+        if kept is None or _share(error, budget) > _share(kept.error, kept.budget):
+            self.worst[ops] = OpError(ops, error, budget, name)
+        if not error <= budget:
+            self.first = Difference(
+                name,
+                ops,
+                made.phase,
+                made.at,
+                error,
+                budget,
+                tuple(map(print_node, made.before)),
+                tuple(map(print_node, made.after)),
+            )
+
+    def report(self) -> StageReport:
+        """What was found."""
+        worst = tuple(self.worst.values())
+        return StageReport(self.name, self.values, worst, self.first, self.excused)
+
+
+def _rows_like(close: torch.Tensor | None, errors: torch.Tensor) -> torch.Tensor:
+    """bool[B, S] in the shape of errors [B, S, ...]; none where they are of other rows."""
+    import torch
+
+    if close is None or close.shape != errors.shape[:2]:
+        return torch.zeros_like(errors, dtype=torch.bool)
+    return close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2)).expand_as(errors)
+
+
+def _share(error: float, budget: float) -> float:
+    """Of the budget; all of it, and more, where it is not a number."""
+    if math.isnan(error) or (error and not budget):
+        return math.inf
+    return error / budget if budget else 0.0

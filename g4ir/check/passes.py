@@ -1,0 +1,663 @@
+"""The pipeline pass by pass: each stage against the one before, and the last with the backend.
+
+All stages are run by the interpreter, on the engine's own weights and the same tokens. Comparing
+whole runs would say little: rounding grows from layer to layer. So a stage is forced by the one
+before it: a value's name is its identity under passes, and a node takes its inputs from the
+values that the earlier stage gave those names. What a node then gets wrong is its own doing, and
+is held to its op's budget. Values that only the new stage has (a packed projection, a shared
+table) are its own, and so are its caches, which go on from chunk to chunk; the first value after
+them that both stages have shows what they are worth.
+
+The same with a backend: after each compiled program its results are compared and replaced by the
+interpreter's, and so are the caches after each chunk.
+
+Of an engine that takes media the chunks go through `prefill_media` too, with a block in each, and
+the smallest tower of each part runs once. A backend shows nothing inside a tower: its soft tokens
+are held to the joint budget of all that it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.engine.engine import Engine
+from g4ir.errors import CheckError
+from g4ir.ir.flatten import inner_nodes
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.text import parse_graph
+from g4ir.model.text import BLOCKS, build_program
+from g4ir.model.towers import build_towers, is_tower
+from g4ir.ops.types import Type
+from g4ir.passes import run_program
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.pack import Packing, split_program
+
+from .media import Item, smallest_items
+from .pass_report import CLOSE_EXPERTS, Comparison, Made, StageReport, StagesReport
+from .report import engine_name
+from .tokens import given_tokens, random_tokens
+from .unpack import Plain, StageWeights, Unpacked, plain_params
+from .watch import first_not_finite
+
+if TYPE_CHECKING:
+    import torch
+
+#: single steps at the end of the tokens
+STEPS = 4
+#: invalid tokens at the end of each longer chunk: a pass must not take them for the last
+PADDING = 2
+PHASES = ("prefill", "decode")
+#: what comes before a tower
+NOTHING = Graph("nothing", (), (), (), (), ())
+BACKEND, STORED, MODEL = "backend", "stored graphs", "model"
+
+
+# ---- the way through --------------------------------------------------------------------------
+
+
+def verify_each_pass(
+    engine: Engine,
+    tokens: Sequence[int] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Progress = no_progress,
+) -> StagesReport:
+    """Run the engine's pipeline again, pass by pass, and compare each stage with the one before;
+    at the end the engine's backend with the last. Stops at the first stage that fails.
+
+    tokens: ids to compare on, at least 2; default: drawn from a fixed seed, enough for a chunk
+    longer than the window after a shorter one, and single steps (as far as max_seq goes).
+    checkpoint: where the weights before packing are, should the engine no longer tell. Raises
+    InputError for a wrong request, PassError where a pass breaks its contract, CheckError where
+    values are NaN or infinite before it.
+    """
+    window = _window(engine)
+    ids = given_tokens(engine, tokens)
+    if ids is None:
+        ids = random_tokens(engine, min(engine.limits.max_seq, _wanted(window)))
+    chunks = [*_chunks(ids, window, engine.limits.prefill_chunk)]
+    plain = plain_params(engine, checkpoint)
+    items = smallest_items(engine)
+    known = [i for i in items if _is_known(plain, engine, i.tower)]
+    series = [*_series(engine, chunks, known)]
+    graphs = tuple(dict.fromkeys((*PHASES, *(c.phase for part in series for c in part))))
+    reports: list[StageReport] = []
+    stages = _stages(engine, StageWeights(plain, engine.device), graphs)
+    old = next(stages)
+    for new in stages:
+        if new.packing == old.packing:
+            reports.append(StageReport(new.name, 0, (), None))
+            continue
+        progress(f"{new.name}: against {old.name}")
+        try:
+            reports.append(_against(old, new, series, engine))
+        except CheckError:  # the first value that was compared need not be the first
+            if found := first_not_finite(engine, ids, [c.valid for c in chunks]):
+                raise CheckError(f"{engine_name(engine)}: {found}") from None
+            raise
+        if not reports[-1].ok:
+            break
+        old = new
+    else:
+        progress(f"{engine.manifest['backend']} backend")
+        reports.append(_backend(engine, old, series))
+    sizes = tuple(c.valid for c in chunks)
+    unknown = tuple(i.tower for i in items if i not in known)
+    ran = ("embed", *graphs, *unknown)
+    return StagesReport(
+        engine_name(engine),
+        len(ids),
+        sizes,
+        tuple(reports),
+        media=tuple(g for g in graphs if g not in PHASES),
+        unknown=unknown,
+        left_out=tuple(g for g in engine.program.graphs if g not in ran),
+    )
+
+
+def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
+    """Whether the params of a tower before all passes can be had: a packed engine may hold only
+    what was made of them."""
+    if not isinstance(plain, Unpacked):
+        return True
+    graph = build_towers(engine.spec, engine.media, engine.dtype)[tower]
+    return all(plain.holds(v) for v in graph.params)
+
+
+def _window(engine: Engine) -> int:
+    """The longest window of an attention; 1 where all see all the past."""
+    return max(
+        (
+            w
+            for g in engine.program.graphs.values()
+            for n in g.nodes
+            if isinstance(w := n.attrs.get("window"), int) and w
+        ),
+        default=1,
+    )
+
+
+def _wanted(window: int) -> int:
+    return min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens i64[1, S], on the host, of which the first `valid` count, after `at` others. With
+    `block_ids`, i64[1, S], some of them are seen both ways."""
+
+    at: int
+    tokens: torch.Tensor
+    valid: int
+    block_ids: torch.Tensor | None = None
+
+    @property
+    def phase(self) -> str:
+        if self.block_ids is not None:
+            return BLOCKS
+        return "decode" if self.tokens.shape[1] == 1 else "prefill"
+
+    @property
+    def end(self) -> int:
+        return self.at + self.valid
+
+    def feeds(self, device: str) -> dict[str, torch.Tensor]:
+        """What the embedding and the text graphs take, but for the rows of the embedding. Rows are
+        gathered where the tables are, from ids on the host."""
+        import torch
+
+        positions = self.at + torch.arange(self.tokens.shape[1], device=device)[None]
+        lengths = torch.tensor([self.valid], device=device)
+        feeds = {"tokens": self.tokens, "positions": positions, "lengths": lengths}
+        if self.block_ids is not None:
+            feeds["block_ids"] = self.block_ids.to(device)
+        return feeds
+
+    def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
+        """Without the rows of padding."""
+        if "S" not in of.shape:
+            return t
+        return t.narrow(of.shape.index("S"), 0, self.valid)
+
+
+@dataclass(frozen=True, eq=False)
+class TowerRun:
+    """What a tower takes, in the place of a chunk."""
+
+    item: Item
+    at = 0
+    #: slots of caches, which it has none of
+    end = 1
+
+    @property
+    def phase(self) -> str:
+        return self.item.tower
+
+    @property
+    def valid(self) -> int:
+        return self.item.rows
+
+    def feeds(self, device: str) -> dict[str, torch.Tensor]:
+        """The tower's inputs."""
+        return {name: t.to(device) for name, t in self.item.feeds.items()}
+
+    def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
+        """Without what is padding beyond doubt: soft tokens behind the item's own."""
+        size = self.item.size
+        return t[:, : self.valid] if of.rank > 1 and of.shape[1] == size else t
+
+
+#: what follows on each other, over the same caches
+Series = Sequence[Chunk | TowerRun]
+
+
+def _series(engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]) -> Iterator[Series]:
+    """Text; the same with blocks where the engine has them; each tower alone."""
+    yield chunks
+    if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
+        yield blocked
+    for item in items:
+        yield [TowerRun(item)]
+
+
+def _blocked(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """The longer chunks, one after the other, each with a block of all but its first token."""
+    import torch
+
+    at = 0
+    for c in chunks:
+        if c.phase == "prefill":
+            ids = torch.full_like(c.tokens, -1)
+            ids[:, 1 : c.valid] = at + 1
+            yield replace(c, at=at, block_ids=ids)
+            at += c.valid
+
+
+def _chunks(ids: torch.Tensor, window: int, limit: int) -> Iterator[Chunk]:
+    """A chunk, one a little longer than the window, a short one, single steps; each cut where an
+    engine would."""
+    import torch
+
+    padding = PADDING if limit > 2 * PADDING else 0
+    at = 0
+    for size in _turns(len(ids), window):
+        for start in range(0, size, limit - padding):
+            valid = min(limit - padding, size - start)
+            tokens = ids[None, at : at + valid]
+            if size > 1:
+                tokens = torch.nn.functional.pad(tokens, (0, padding))
+            yield Chunk(at, tokens, valid)
+            at += valid
+
+
+def _turns(count: int, window: int) -> list[int]:
+    steps = min(STEPS, count // 3)
+    rest = count - steps
+    short = min(3, rest // 4)
+    long = min(window + 1, max(rest - short - 1, 0))
+    return [n for n in (rest - short - long, long, short, *[1] * steps) if n]
+
+
+# ---- stages -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one chunk of a phase goes through: the graph of the embedding, then that of the text; or
+    nothing, then a tower.
+
+    `nodes` has every value that a node makes, in order; `types` those and the inputs; `kept` the
+    values that become caches.
+    """
+
+    graphs: tuple[Graph, Graph]
+    params: tuple[Mapping[str, Any], Mapping[str, Any]]
+    prologue: Graph
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        return {k: n for g in self.graphs for k, n in g.producers().items()}
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        return {id(n): i for i, n in enumerate(n for g in self.graphs for n in g.nodes)}
+
+    @cached_property
+    def types(self) -> dict[str, Type]:
+        inputs = {v.name: v.type for g in self.graphs for v in g.inputs}
+        return inputs | {v.name: v.type for n in self.nodes.values() for v in n.outputs}
+
+    @cached_property
+    def kept(self) -> set[str]:
+        return {v.name for v in self.graphs[1].next.values()}
+
+    def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
+        """The nodes between a value and values that are given, in order."""
+        found: dict[int, Node] = {}
+        queue = [name]
+        while queue:
+            n = self.nodes.get(queue.pop())
+            if n and id(n) not in found:
+                found[id(n)] = n
+                queue += [v.name for v in n.inputs if v.name not in given]
+        return tuple(sorted(found.values(), key=lambda n: self.place[id(n)]))
+
+    def makers(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """The nodes, after those that make their params."""
+        made = self.prologue.producers()
+        early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
+        return (*early.values(), *nodes)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graphs as they are after a pass, and their params by graph."""
+
+    name: str
+    packing: Packing
+    params: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def recordings(self) -> dict[str, Recording]:
+        graphs = self.packing.program.graphs
+        embed = (graphs["embed"], self.params["embed"])
+        recordings = {}
+        for name in self.params.keys() - {"embed"}:
+            first, given = (NOTHING, {}) if is_tower(name) else embed
+            own = (given, self.params[name])
+            recordings[name] = Recording((first, graphs[name]), own, self.packing.prologue)
+        return recordings
+
+    def caches(self, slots: int, device: str) -> dict[str, torch.Tensor]:
+        """Empty caches for one row."""
+        state = tuple(self.packing.program.state().values())
+        empty = empty_state(Graph("caches", (), (), state, (), ()), {"B": 1, "C": slots})
+        return {name: t.to(device) for name, t in empty.items()}
+
+
+def _stages(
+    engine: Engine, weights: StageWeights, graphs: Sequence[str] = PHASES
+) -> Iterator[Stage]:
+    """The model as it is written, then after each pass; then the engine's own graphs, should
+    they be others (an engine of an older version). Only `graphs` can be run."""
+    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
+    after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
+
+    def keep(name: str, g: Graph) -> None:
+        after.setdefault(name, {})[g.name] = g
+
+    run_program(
+        plain,
+        skip=engine.manifest["skipped_passes"],
+        dump=keep,
+        options=engine.manifest["options"],
+    )
+    packing = None
+    for name, made in after.items():
+        packing = split_program(Program(made))
+        yield _stage(engine, name, packing, weights, graphs)
+    stored = Packing(engine.program, parse_graph((engine.path / "prologue.g4ir").read_text()))
+    if packing != stored:
+        yield _stage(engine, STORED, stored, weights, graphs)
+
+
+def _stage(
+    engine: Engine, name: str, packing: Packing, weights: StageWeights, graphs: Sequence[str]
+) -> Stage:
+    params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
+    for graph in graphs:
+        params[graph] = weights.params(packing, packing.program.graphs[graph])
+    return Stage(name, packing, params)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every value of a stage in one chunk, and its caches before it."""
+
+    values: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+    def in_float64(self, recording: Recording, cone: Iterable[Node], name: str) -> torch.Tensor:
+        """What `name` would be without rounding in the nodes of the cone."""
+        known = {**recording.params[0], **recording.params[1], **self.state, **self.values}
+        own: dict[str, Any] = {}
+        for n in cone:
+            inputs = [own[v.name] if v.name in own else _double(known[v.name]) for v in n.inputs]
+            made = [_double(t) for t in run_node(n, inputs)]
+            own |= {v.name: t for v, t in zip(n.outputs, made, strict=True)}
+        out: torch.Tensor = own[name]
+        return out
+
+
+def _double(t: Any) -> Any:
+    import torch
+
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+class Run:
+    """A stage on its own, chunk after chunk."""
+
+    def __init__(self, stage: Stage, slots: int, device: str) -> None:
+        self.stage, self.device = stage, device
+        self.state = stage.caches(slots, device)
+
+    def trace(self, chunk: Chunk | TowerRun) -> Trace:
+        """Run one chunk."""
+        values, before = chunk.feeds(self.device), self.state
+        recording = self.stage.recordings[chunk.phase]
+
+        def keep(v: Value, t: torch.Tensor) -> None:
+            values[v.name] = t.to(self.device)
+
+        for graph, params in zip(recording.graphs, recording.params, strict=True):
+            state = {v.name: self.state[v.name] for v in graph.state}
+            _, after = interpret(graph, dict(values), params, state, keep)
+            self.state = {**self.state, **after}
+        return Trace(values, before)
+
+
+# ---- one stage forced by another ----------------------------------------------------------------
+
+
+def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
+    """`new`, forced by `old`."""
+    comparison = Comparison(new.name, engine.dtype)
+    for chunks in series:
+        slots = chunks[-1].end
+        run = Run(old, slots, engine.device)
+        forced = ForcedChoices(
+            old, new, new.caches(slots, engine.device), comparison, engine.device
+        )
+        for chunk in chunks:
+            forced.follow(chunk, run.trace(chunk))
+            if comparison.first:
+                return comparison.report()
+    return comparison.report()
+
+
+class ForcedChoices:
+    """A stage whose nodes take their inputs from another stage's values of the same names."""
+
+    def __init__(
+        self,
+        old: Stage,
+        new: Stage,
+        state: dict[str, torch.Tensor],
+        comparison: Comparison,
+        device: str,
+    ) -> None:
+        self.old, self.new, self.comparison, self.device = old, new, comparison, device
+        self.state = state
+
+    def follow(self, chunk: Chunk | TowerRun, trace: Trace) -> None:
+        """Compare what the new stage makes of a chunk with what the old one made of it."""
+        self.chunk, self.trace = chunk, trace
+        self.was, self.now = self.old.recordings[chunk.phase], self.new.recordings[chunk.phase]
+        self.given = {k for k, t in self.now.types.items() if self._guide(k, t) is not None}
+        self.own: dict[str, torch.Tensor] = {}
+        for graph, params, before in zip(
+            self.now.graphs, self.now.params, self.was.params, strict=True
+        ):
+            self.params = params
+            same = {k for k in params if params[k] is before.get(k)} | self.given
+            for n in graph.nodes:
+                if self.comparison.first:
+                    return
+                if not self._is_unchanged(n, same):
+                    self._evaluate(n)
+            self.state = self.state | {k: self._look(v) for k, v in graph.next.items()}
+
+    def _guide(self, name: str, t: Type) -> torch.Tensor | None:
+        """The old stage's value in the new one's shape; None where it has none."""
+        if name not in self.was.types:
+            return None
+        old, value = self.was.types[name], self.trace.values[name]
+        if old == t:
+            return value
+        axis = _narrowed(old, t)
+        return None if axis is None else value.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+
+    def _look(self, v: Value) -> torch.Tensor:
+        if v.name in self.state:
+            return self.state[v.name]
+        if v.name in self.given:
+            found = self._guide(v.name, v.type)
+            assert found is not None
+            return found
+        out: torch.Tensor = self.params[v.name] if v.name in self.params else self.own[v.name]
+        return out
+
+    def _is_unchanged(self, n: Node, same: set[str]) -> bool:
+        """The same node on the same values: nothing to compare."""
+        return self.was.nodes.get(n.outputs[0].name) == n and all(v.name in same for v in n.inputs)
+
+    def _evaluate(self, n: Node) -> None:
+        inputs = [self._look(v) for v in n.inputs]
+        for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
+            self.own[v.name] = t.to(self.device)
+            if v.name in self.was.types:
+                self._compare(n, v, self.own[v.name], inputs)
+
+    def _compare(self, n: Node, v: Value, got: torch.Tensor, inputs: list[Any]) -> None:
+        want = self._guide(v.name, v.type)
+        cone = self.now.cone(v.name, self.given)
+        before = self.was.makers(self.was.cone(v.name, self.given))
+        made = Made(v, self.chunk.phase, self.chunk.at, cone, before, self.now.makers(cone))
+        if want is None:
+            # A cache may be laid out anew: those who read it show what it is worth.
+            if v.name not in self.was.kept:
+                self.comparison.decide(made, math.inf, 0.0)
+            return
+        got, want = self.chunk.rows(got, v.type), self.chunk.rows(want, v.type)
+        if want.is_floating_point():
+            self.comparison.compare(made, got, want, lambda: self._wide(made))
+            return
+
+        def chances() -> torch.Tensor:
+            return self.chunk.rows(expert_chances(n, inputs), v.type)
+
+        _compare_whole(self.comparison, made, got, want, chances)
+
+    def _wide(self, made: Made) -> torch.Tensor:
+        """The old stage's value without rounding, from what the new one was given."""
+        name, given = made.value.name, {v.name for n in made.cone for v in n.inputs}
+        out = self.trace.in_float64(self.was, self.was.cone(name, given & self.given), name)
+        axis = _narrowed(self.was.types[name], made.value.type)
+        if axis is not None:
+            return out.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+        return self.chunk.rows(out, made.value.type)
+
+
+def _narrowed(old: Type, new: Type) -> int | None:
+    """The axis along which only the last row is left."""
+    if old.dtype != new.dtype or old.rank != new.rank:
+        return None
+    axes = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+    fits = len(axes) == 1 and (old.shape[axes[0]], new.shape[axes[0]]) == ("S", 1)
+    return axes[0] if fits else None
+
+
+# ---- a backend forced by the interpreter --------------------------------------------------------
+
+
+def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageReport:
+    """The engine's own runtime: after each of its programs the interpreter's values go on."""
+    comparison = Comparison(BACKEND, engine.dtype)
+    for chunks in series:
+        run = Run(stage, chunks[-1].end, engine.device)
+        state = None if is_tower(chunks[0].phase) else engine.runtime.new_state(1)
+        for chunk in chunks:
+            _show(engine, run, state, chunk, comparison)
+            if comparison.first:
+                return comparison.report()
+    return comparison.report()
+
+
+def _show(
+    engine: Engine, run: Run, state: Any, chunk: Chunk | TowerRun, comparison: Comparison
+) -> None:
+    """One chunk, and the caches after it; or a tower's soft tokens."""
+    trace, recording = run.trace(chunk), run.stage.recordings[chunk.phase]
+    feeds = {v.name: trace.values[v.name].clone() for v in recording.graphs[1].inputs}
+    shown = Shown(recording, chunk, trace, comparison, set(feeds))
+    if state is None:
+        (soft,) = recording.graphs[1].outputs
+        made = engine.runtime.encode(chunk.phase, feeds)
+        shown.compare(soft, made, trace.values[soft.name])
+        return
+    engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
+    for name, v in recording.graphs[1].next.items():
+        want = run.state[name]
+        cache = state.tensors[name][: want.shape[0]]
+        shown.compare(v, cache, want)
+        cache.copy_(want)
+
+
+@dataclass
+class Shown:
+    """Compares what a runtime shows of one chunk, and puts the interpreter's values there."""
+
+    recording: Recording
+    chunk: Chunk | TowerRun
+    trace: Trace
+    comparison: Comparison
+    names: set[str]
+
+    def watch(self, name: str, got: torch.Tensor) -> None:
+        """One value of the runtime, in order. Caches have their own turn, after the chunk."""
+        if name in self.recording.kept:
+            return
+        want = self.trace.values[name]
+        v = next(v for v in self.recording.nodes[name].outputs if v.name == name)
+        self.compare(v, got, want)
+        got.copy_(want)
+        self.names.add(name)
+
+    def compare(self, v: Value, got: torch.Tensor, want: torch.Tensor) -> None:
+        cone = self.recording.cone(v.name, self.names)
+        made = Made(v, self.chunk.phase, self.chunk.at, cone, (), cone[-1:])
+        got, want = self.chunk.rows(got, v.type), self.chunk.rows(want, v.type)
+        if not want.is_floating_point():
+            _compare_whole(self.comparison, made, got, want, lambda: self._chances(cone[-1]))
+            return
+
+        def wide() -> torch.Tensor:
+            return self.chunk.rows(self.trace.in_float64(self.recording, cone, v.name), v.type)
+
+        self.comparison.compare(made, got, want, wide, lambda: self._close(cone))
+
+    def _close(self, cone: Iterable[Node]) -> torch.Tensor | None:
+        """bool[B, S]: rows in which a router of the cone, alone or in a fused op, chose by next to
+        nothing."""
+        rows = [self._near(m) for n in cone for m in inner_nodes(n) if m.op == "router"]
+        return functools.reduce(operator.or_, rows) if rows else None
+
+    def _near(self, router: Node) -> torch.Tensor:
+        """bool[B, S]: the last expert chosen is next to no better than the first that is not."""
+        k = router.outputs[1].type.shape[-1]
+        assert isinstance(k, int)
+        best = self._chances(router).sort(-1, descending=True).values
+        # Where all are chosen, none is left that could have been.
+        last, rest = best[..., k - 1 : k], best[..., k : k + 1]
+        return ((last - rest) / last <= CLOSE_EXPERTS[self.comparison.dtype]).any(-1)
+
+    def _chances(self, router: Node) -> torch.Tensor:
+        known = {**self.recording.params[1], **self.trace.values}
+        chances = expert_chances(router, [known[v.name] for v in router.inputs])
+        return self.chunk.rows(chances, router.outputs[1].type)
+
+
+def _compare_whole(
+    comparison: Comparison,
+    made: Made,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    chances: Callable[[], torch.Tensor],
+) -> None:
+    """Whole numbers are equal, but for experts that are as probable."""
+    if made.cone[-1].op == "router" and not got.equal(want):
+        comparison.decide_experts(made, got, want, chances())
+    else:
+        comparison.decide(made, 0.0 if got.equal(want) else math.inf, 0.0)
+
+
+def expert_chances(n: Node, inputs: Sequence[Any]) -> torch.Tensor:
+    """f32[B, S, experts]: a router node's probabilities of all experts."""
+    import torch
+
+    x, scale, proj, per_expert = inputs
+    reference = n.definition.reference
+    assert reference
+    count = proj.shape[0]
+    ones = torch.ones_like(per_expert)
+    weights, index = reference(x, scale, proj, ones, **{**n.attrs, "top_k": count})
+    out: torch.Tensor = torch.zeros_like(weights).scatter(-1, index, weights)
+    return out

@@ -1,0 +1,312 @@
+"""Whom an engine is compared with: the interpreter on the same weights, or transformers."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from g4ir.engine.build import agreed_spec
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError, MissingError
+from g4ir.ir.distance import LocalError, local_errors
+from g4ir.model.tensors import text_tensors
+from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.ui.progress import Progress
+from g4ir.ui.units import size_text
+from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
+
+from .reference import reference_engine, wide_engine
+from .tokens import positions_of
+from .watch import Place, watched
+from .wide import other_attention, wide_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: value -> index of a token -> the value's row there, f32[hidden]
+Rows = dict[str, dict[int, "torch.Tensor"]]
+#: logits of a run, and the outputs of its layers
+Shown = tuple["torch.Tensor", "Rows"]
+#: names of what is compared layer by layer
+LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
+#: random weights up to this many bytes are written to disk for transformers
+TEMPORARY_BYTES = 1 << 30
+
+
+class Peer(Protocol):
+    """What an engine is compared with, one row at a time."""
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        turns: Sequence[int],
+        every: bool,
+        ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:
+        """i64[T] -> f32[N, vocab] after every token, or at the end of each turn. The outputs of
+        the layers at the tokens `ends`, the ends of the chunks, go into `layers`."""
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """`logits` in float64 on the same weights."""
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """`logits` in another mode of the peer: the same sums in another order."""
+
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """(tokens, the logits f32[count, readable] that chose them), of the ids below `readable`
+        alone."""
+
+
+@dataclass(frozen=True)
+class EnginePeer:
+    """Any engine."""
+
+    engine: Engine
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        turns: Sequence[int],
+        every: bool,
+        ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:
+        import torch
+
+        def keep(place: Place, name: str, t: torch.Tensor) -> None:
+            if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
+                # After the last layer whose K and V are read later, a chunk goes on with its end.
+                rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]
+                kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
+                layers.setdefault(name, {}).update(kept)
+
+        wanted = set(ends)
+
+        session = watched(self.engine, keep) if layers is not None else self.engine.session()
+        rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
+        return torch.cat(rows) if every else torch.stack(rows)
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        return EnginePeer(wide_engine(self.engine)).logits(tokens, turns, every)
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """Token by token."""
+        return self.logits(tokens, [1] * len(tokens), False)[positions_of(turns, every)]
+
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
+        import torch
+
+        session = self.engine.session()
+        rows = [session.prefill(prompt[None])[:, :readable]]
+        while len(rows) < count:
+            rows.append(session.decode(rows[-1].argmax(-1))[:, :readable])
+        logits = torch.cat(rows)
+        return logits.argmax(-1).tolist(), logits
+
+
+@dataclass(frozen=True)
+class HfPeer:
+    """A transformers text model: one pass without a cache, greedy tokens with one."""
+
+    model: Any
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        turns: Sequence[int],
+        every: bool,
+        ends: Sequence[int] = (),
+        layers: Rows | None = None,
+    ) -> torch.Tensor:
+        import torch
+
+        device = self.model.device
+        where = torch.tensor(positions_of(turns, every), device=device)
+        with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
+            ids = tokens[None].to(device)
+            out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where)
+        rows: torch.Tensor = out.logits[0]
+        return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+
+    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        with wide_model(self.model):
+            return self.logits(tokens, turns, every)
+
+    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+        """The other attention: one product where eager has two, or the reverse."""
+        with other_attention(self.model):
+            return self.logits(tokens, turns, every)
+
+    def local(
+        self,
+        tokens: torch.Tensor,
+        turns: Sequence[int],
+        every: bool,
+        own: Shown,
+        theirs: Shown,
+        dtype: str,
+    ) -> tuple[LocalError, ...]:
+        """Each layer, and the head, in float64 on what the engine gave it, beside the same of the
+        peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
+        count = len(self.model.get_decoder().layers)
+        names = [n for i in range(count) if (n := f"L{i}.out") in own[1] and n in theirs[1]]
+        both = {n: own[1][n].keys() & theirs[1][n].keys() for n in names}
+        both = {n: at for n, at in both.items() if at}
+        if not both:
+            return ()  # the engine shows none of its layers
+        sides = []
+        for logits, shown in (own, theirs):
+            rows = {n: {i: shown[n][i] for i in sorted(at)} for n, at in both.items()}
+            given = {i + 1: rows[n] for i in range(count) if (n := f"L{i}.out") in rows}
+            margins: dict[int, torch.Tensor] = {}
+            made: Rows = {}
+            with wide_model(self.model, given, margins):
+                head = self.logits(tokens, turns, every, range(len(tokens)), made)
+            sides.append((logits, rows, head, made, margins))
+        return local_errors(count, positions_of(turns, every), *sides, dtype=dtype)
+
+    def greedy(
+        self, prompt: torch.Tensor, count: int, readable: int
+    ) -> tuple[list[int], torch.Tensor]:
+        import torch
+
+        past, column, rows = None, prompt[None], []
+        with torch.no_grad():
+            for _ in range(count):
+                out = self.model(
+                    input_ids=column, past_key_values=past, use_cache=True, logits_to_keep=1
+                )
+                past = out.past_key_values
+                rows.append(out.logits[0, -1, :readable].float())
+                column = rows[-1].argmax()[None, None]
+        logits = torch.stack(rows)
+        return logits.argmax(-1).tolist(), logits
+
+
+@contextmanager
+def _hooked(decoder: Any, ends: Sequence[int], layers: Rows | None) -> Iterator[None]:
+    """Keep the rows `ends` of what the layers and the final norm of a transformers model make."""
+
+    def keeper(name: str) -> Callable[..., None]:
+        def keep(module: Any, given: Any, made: Any) -> None:
+            out = made[0] if isinstance(made, tuple) else made
+            if layers is not None:
+                layers[name] = {at: out[0, at].float().cpu() for at in ends}
+
+        return keep
+
+    named = {f"L{i}.out": layer for i, layer in enumerate(decoder.layers)} | {FINAL: decoder.norm}
+    hooks = [module.register_forward_hook(keeper(name)) for name, module in named.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def find_peer(
+    engine: Engine, against: str, checkpoint: str | Path | None, progress: Progress
+) -> Iterator[Peer]:
+    if against == "reference":
+        yield EnginePeer(reference_engine(engine))
+        return
+    _need_transformers()
+    with _temporary_folder() as folder:
+        with _room_in(folder):
+            directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
+        agreed_spec(engine.spec, directory)
+        progress(f"transformers loads {directory}")
+        yield HfPeer(_load_hf(directory, engine.dtype))
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """One that vanishes at the end."""
+    with _room_in("none that can be written to"):
+        made = tempfile.TemporaryDirectory(prefix="g4ir-verify-", ignore_cleanup_errors=True)
+    with made as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _room_in(folder: str | Path) -> Iterator[None]:
+    """MissingError where a temporary folder cannot take what is written."""
+    try:
+        yield
+    except OSError as e:
+        raise MissingError(
+            f"temporary folder: {folder}: {e.strerror or e}; make room there, or set TMPDIR to "
+            f"another folder"
+        ) from e
+
+
+def _need_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as e:
+        raise MissingError("--against hf needs transformers: `pip install 'g4ir[hf]'`") from e
+
+
+def _load_hf(directory: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch_dtype(dtype), attn_implementation="eager"
+        )
+        return model.eval()
+    except (OSError, ValueError, RuntimeError, KeyError) as e:
+        raise InputError(f"transformers cannot load {directory}: {e}") from e
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def _checkpoint(
+    engine: Engine, given: str | Path | None, temporary: Path, progress: Progress
+) -> Path:
+    """The directory that transformers loads."""
+    kept = engine.manifest["weights"]
+    if given is not None:
+        return Path(given)
+    if kept["kind"] == "random":
+        return _write_random(engine, kept["seed"], temporary, progress)
+    found = kept.get("directory") or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    if not found:
+        raise InputError(
+            f"verify --against hf: {engine.path} does not say where its checkpoint is; give "
+            f"--checkpoint DIR"
+        )
+    return Path(found)
+
+
+def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress) -> Path:
+    count = sum(math.prod(shape) for shape in text_tensors(engine.spec).values())
+    size = count * ITEMSIZE[engine.dtype]
+    if size > TEMPORARY_BYTES:
+        raise InputError(
+            f"verify --against hf: the random weights are {size_text(size)}, and up to "
+            f"{size_text(TEMPORARY_BYTES)} are written for transformers; use --against reference"
+        )
+    progress(f"writing {size_text(size)} of random weights")
+    source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
+    return write_checkpoint(directory, engine.spec, source)

@@ -1,0 +1,31 @@
+"""The interpreter on an engine's own params."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.backends.reference import ReferenceRuntime, Resident, WideRuntime
+from g4ir.engine.engine import Engine
+from g4ir.ir.graph import Program
+from g4ir.model.towers import is_tower
+
+
+def reference_engine(engine: Engine) -> Engine:
+    """The same text graphs and params through the interpreter; it holds no towers."""
+    runtime = ReferenceRuntime(
+        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
+    )
+    return replace(engine, runtime=runtime)
+
+
+def wide_engine(engine: Engine) -> Engine:
+    """The text graphs through the interpreter in float64, on the params that the engine holds."""
+    runtime = WideRuntime(
+        text_graphs(engine.program), engine.limits, engine.device, Resident(engine.runtime)
+    )
+    return replace(engine, runtime=runtime)
+
+
+def text_graphs(program: Program) -> Program:
+    """Without towers."""
+    return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})

@@ -1,0 +1,229 @@
+"""What was compared, and how far apart it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from g4ir.engine.engine import Engine
+from g4ir.ir.distance import GROUP, Budget, LocalError, local_text, median_of, worst_of
+
+from .media import MediaReport
+
+#: a row is at the softcap where its largest logit is beyond this share of the cap
+SATURATED = 0.99
+#: share of rows at the softcap from which on there is an alarm: a sound model is seldom as sure
+SATURATED_ROWS = 0.1
+#: columns and levels of the curve
+CURVE_WIDTH = 60
+LEVELS = "_.:-=+*#@"
+#: label, field, whether large is bad
+_ROWS = (("max abs", "absolute", 1), ("relative", "relative", 1), ("1 - cosine", "cosine", -1))
+
+
+@dataclass(frozen=True)
+class Position:
+    """The logits after one token."""
+
+    at: int
+    absolute: float
+    relative: float
+    cosine: float
+    ok: bool
+    #: to what the budget's rounding is measured from, or None
+    distance: float | None = None
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """`differs` is the first token that differs without a close call of the peer, or None."""
+
+    count: int
+    equal: int
+    differs: int | None
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The output of a layer at the ends of the chunks: worst relative error and worst cosine.
+    `value` is the output's name, or the final norm's where a backend shows only that of the last
+    layer."""
+
+    layer: int
+    value: str
+    relative: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """Shares of rows, of the engine and of the peer, at the softcap."""
+
+    cap: float
+    engine: float
+    peer: float
+
+    @property
+    def alarm(self) -> bool:
+        """Too many: agreement says little, and the model or its weights are probably damaged."""
+        return max(self.engine, self.peer) > SATURATED_ROWS
+
+    def text(self) -> str:
+        return (
+            f"  ALARM: {self.engine:.0%} of the engine's rows and {self.peer:.0%} of the peer's "
+            f"are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; up to "
+            f"{SATURATED_ROWS:.0%} is normal): there, agreement says little"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, and how far apart it was."""
+
+    engine: str
+    against: str
+    budget: Budget
+    turns: tuple[int, ...]
+    positions: tuple[Position, ...] = field(repr=False)
+    greedy: Greedy
+    nll: tuple[float, float] | None
+    first_difference: str | None
+    layers: tuple[LayerError, ...]
+    saturation: Saturation | None
+    #: None for an engine that takes text alone
+    media: MediaReport | None = None
+    #: each layer on what the engine itself gave it; () where nothing was measured
+    local: tuple[LocalError, ...] = ()
+
+    @property
+    def text_ok(self) -> bool:
+        """Every position within the budget, their median and each layer too, and the greedy
+        tokens the same."""
+        whole = self.typical and all(e.ok for e in self.local)
+        return whole and all(p.ok for p in self.positions) and self.greedy.differs is None
+
+    @property
+    def typical(self) -> bool:
+        """Whether the positions as a whole are within the budget, where rounding is measured: all
+        of them, and those of single tokens alone, whose graph is another."""
+        rounding = self.budget.rounding
+        if rounding is None:
+            return True
+        single = {sum(self.turns[:i]) for i, n in enumerate(self.turns) if n == 1}
+        away = {p.at: math.nan if p.distance is None else p.distance for p in self.positions}
+        steps = [d for at, d in away.items() if at in single]
+        return rounding.fits([*away.values()]) and (len(steps) < GROUP or rounding.fits(steps))
+
+    @property
+    def median_distance(self) -> float:
+        """Of the positions to what rounding is measured from; not a number where one is not."""
+        return median_of([p.distance for p in self.positions if p.distance is not None])
+
+    @property
+    def ok(self) -> bool:
+        """The text, and what was checked of media."""
+        return self.text_ok and (self.media is None or self.media.ok)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        out = {**asdict(self), "ok": self.ok}
+        if self.saturation:
+            out["saturation"]["alarm"] = self.saturation.alarm
+        if self.media:
+            out["media"] = self.media.to_dict()
+        return out
+
+    def text(self) -> str:
+        """A short table."""
+        fine, count = sum(p.ok for p in self.positions), sum(self.turns)
+        lines = [
+            f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
+            f"  {'logits':10}{'worst':>12}{'position':>10}",
+            *(_row(self.positions, *row) for row in _ROWS),
+            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the budget: "
+            f"{self.budget}",
+            *self._rounding_lines(),
+            f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
+        ]
+        if self.nll:
+            lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
+        if self.layers:
+            lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
+        lines += self.media.lines() if self.media else []
+        if self.saturation and self.saturation.alarm:
+            lines.append(self.saturation.text())
+        if self.first_difference:
+            lines.append(f"  first value out of budget: {self.first_difference}")
+        return "\n".join([*lines, "ok" if self.ok else "FAILED"])
+
+    def _rounding_lines(self) -> Iterator[str]:
+        """The engine's distances beside the peer's, and each layer alone."""
+        rounding = self.budget.rounding
+        if rounding is None:
+            return
+        worst = worst_of([p.distance for p in self.positions if p.distance is not None])
+        yield (
+            f"  {'distance':10}{self.median_distance:>12.2e} in the median, worst {worst:.2e}; the "
+            f"peer's {rounding.median:.2e} and {rounding.worst:.2e}"
+        )
+        if not self.typical:
+            yield f"  {'':10}the positions as a whole are out of budget"
+        if rounding.reason:
+            yield f"  {'':10}{rounding.reason}"
+        if self.local:
+            yield f"  {'one layer':10}{local_text(self.local)}"
+        if bad := [e.layer for e in self.local if not e.ok]:
+            yield f"  {'':10}out of budget: {', '.join(bad)}"
+
+
+def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
+    def badness(p: Position) -> float:
+        value = sign * float(getattr(p, key))
+        return math.inf if math.isnan(value) else value
+
+    worst = max(positions, key=badness)
+    value = getattr(worst, key)
+    return f"  {label:10}{1 - value if sign < 0 else value:>12.2e}{worst.at:>10}"
+
+
+def curve(errors: Sequence[float]) -> str:
+    """`_.:-=+@`: one column per layer (the worst of several where they do not fit), its height by
+    the logarithm; `_` is no error, `!` not a number. Then the first and the last error."""
+    step = -(-len(errors) // CURVE_WIDTH)
+    columns = [_worst(errors[i : i + step]) for i in range(0, len(errors), step)]
+    sizes = sorted(e for e in columns if 0 < e < math.inf)
+    if not sizes and not any(columns):
+        return f"{len(errors)} layers, bit for bit"
+    low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
+    text = "".join(_level(e, low, high) for e in columns)
+    return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"
+
+
+def _worst(errors: Sequence[float]) -> float:
+    return max(math.inf if math.isnan(e) else e for e in errors)
+
+
+def _level(error: float, low: float, high: float) -> str:
+    if error == 0 or error == math.inf:
+        return LEVELS[0] if error == 0 else "!"
+    height = math.log(error / low) / math.log(high / low) if high > low else 0.0
+    return LEVELS[1 + round(height * (len(LEVELS) - 2))]
+
+
+def _turns(turns: Sequence[int]) -> str:
+    long = [str(n) for n in turns if n > 1]
+    steps = len(turns) - len(long)
+    return " + ".join([*long, f"{steps} single steps"] if steps else long)
+
+
+def _greedy_text(g: Greedy) -> str:
+    if g.differs is None and g.equal < g.count:
+        return f"{g.equal} of {g.count} equal, then a close call"
+    return f"{g.equal} of {g.count} equal"
+
+
+def engine_name(engine: Engine) -> str:
+    """The head of a report."""
+    return f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"

@@ -1,0 +1,140 @@
+"""The values inside, in the order in which they are made, and the first that differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from g4ir.backends.base import Runtime
+from g4ir.engine.engine import Engine
+from g4ir.engine.session import Session
+from g4ir.ir.distance import Budget, Errors, row_errors
+from g4ir.ops.finite import advice
+
+from .reference import reference_engine
+from .tokens import chunks_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A chunk of a session: the graph that runs it, the index of its first and last token."""
+
+    phase: str
+    start: int
+    end: int
+
+
+#: sees a chunk, the name of a value in it and the value
+ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
+#: what a session is asked for
+Step = Callable[["Session"], object]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A runtime whose values are shown to `watch`, for one row without padding. On a GPU decode
+    steps stay what they are for users, one replayed graph, of which nothing shows; `deep` runs
+    them step by step."""
+
+    runtime: Runtime
+    watch: ChunkWatch
+    cuda: bool
+    deep: bool
+
+    def new_state(self, batch: int) -> Any:
+        return self.runtime.new_state(batch)
+
+    def run(
+        self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool
+    ) -> torch.Tensor | None:
+        if self.cuda and phase == "decode" and not self.deep:
+            return self.runtime.run(phase, feeds, state, context, logits)
+        start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
+        watch = partial(self.watch, Place(phase, start, end))
+        return self.runtime.run(phase, feeds, state, context, logits, watch)
+
+
+def first_difference(
+    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+) -> str | None:
+    """Run both chunk by chunk; name the first value that both make and that is out of budget."""
+
+    def feed(piece: torch.Tensor, session: Session) -> object:
+        return session.prefill(piece[None])
+
+    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
+    steps = (partial(feed, piece) for piece in ids[: sum(sizes)].split(sizes))
+    found = first_value(engine, peer, steps, budget)
+    return found[1] if found else None
+
+
+def first_value(
+    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Budget
+) -> tuple[Place, str] | None:
+    """Take both through the steps, one row without padding; where the first value lies that both
+    make and that is out of budget, and what is to be said of it."""
+    made: dict[tuple[Place, str], torch.Tensor] = {}
+    found: list[tuple[Place, str]] = []
+
+    def keep(place: Place, name: str, value: torch.Tensor) -> None:
+        # A copy: the next chunk of the step may be made in the same memory.
+        made[place, name] = value.clone()
+
+    def compare(place: Place, name: str, want: torch.Tensor) -> None:
+        got = made.get((place, name))
+        if found or got is None or not want.is_floating_point():
+            return
+        errors = row_errors(got, want)
+        if not bool(budget.holds(errors).all()):
+            found.append((place, _described(name, place, errors)))
+
+    one = watched(engine, keep, deep=True)
+    two = watched(peer, compare, deep=True)
+    for step in steps:
+        made.clear()
+        step(one)
+        step(two)
+        if found:
+            return found[0]
+    return None
+
+
+def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) -> str | None:
+    """The first value that is NaN or infinite where the interpreter runs the engine's graphs."""
+    found: list[str] = []
+
+    def look(place: Place, name: str, value: torch.Tensor) -> None:
+        if not found and not bool(value.isfinite().all()):
+            found.append(f"{_placed(name, place)}: NaN or infinite; {advice(engine.dtype)}")
+
+    session = watched(reference_engine(engine), look, deep=True)
+    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
+    for piece in ids[: sum(sizes)].split(sizes):
+        session.prefill(piece[None])
+        if found:
+            return found[0]
+    return None
+
+
+def watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Session:
+    runtime = _Watched(engine.runtime, watch, engine.device == "cuda", deep)
+    return replace(engine, runtime=runtime).session()  # type: ignore[arg-type]
+
+
+def _described(name: str, place: Place, errors: Errors) -> str:
+    return (
+        f"{_placed(name, place)}: relative error {float(errors.relative.max()):.1e}, cosine "
+        f"{float(errors.cosine.min()):.6f}"
+    )
+
+
+def _placed(name: str, place: Place) -> str:
+    layer = re.match(r"L(\d+)\.", name)
+    where = f"layer {layer[1]}" if layer else "outside the layers"
+    return f"%{name} ({where}) in the chunk at token {place.start}"

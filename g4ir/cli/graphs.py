@@ -1,0 +1,142 @@
+"""The graph that a command line asks for: of a variant, a spec file, or an engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.plan.latent import FORMS
+from g4ir.spec.record import Spec, spec_names
+
+from .common import given_spec
+
+if TYPE_CHECKING:
+    from g4ir.engine.artefact import Artefact
+    from g4ir.ir.graph import Graph, Program
+    from g4ir.model.media import Media
+
+#: what the towers of each part are for
+OF_PART = {"vision": "image", "audio": "audio"}
+
+
+def plain_graph(
+    spec: Spec,
+    phase: str,
+    all_logits: bool = False,
+    dtype: str | None = None,
+    media: Media | None = None,
+) -> Graph:
+    """A graph before all passes; a tower in the largest size of `media`, or in the variant's own.
+    InputError where the variant has none."""
+    from g4ir.model.text import build_graph
+    from g4ir.model.towers import PARTS, build_towers, default_tower
+
+    if phase not in PARTS:
+        return build_graph(spec, phase, all_logits, dtype, media)
+    _check_part(spec, phase)
+    if media is None:
+        return default_tower(spec, phase, dtype)
+    towers = build_towers(spec, _of_part(media, phase), dtype)
+    return list(towers.values())[-1]
+
+
+def _check_part(spec: Spec, part: str) -> None:
+    from g4ir.model.media import offered
+
+    can = offered(spec)
+    if OF_PART[part] not in can:
+        takes = ", ".join(("text", *can)) if can else "text alone"
+        raise InputError(f"--phase {part}: {spec.name} takes {takes}, and has no such tower")
+
+
+def _of_part(media: Media, part: str) -> Media:
+    """The sizes of one part's towers."""
+    if part == "vision":
+        return replace(media, lengths=())
+    return replace(media, budgets=(), frame=None)
+
+
+def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
+    """The graph before all passes, and the passes to leave out."""
+    spec = spec_of(args)
+    if args.engine is None:
+        return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
+    found = stored(args)
+    m = found.manifest
+    found_graph(found.packing.program, args.phase, spec)
+    graph = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
+    return graph, {*m.skipped_passes, *args.skip}
+
+
+def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
+    """A graph of an engine; of several sizes of a tower the largest."""
+    from g4ir.model.towers import PARTS
+
+    if phase in program.graphs:
+        return program.graphs[phase]
+    sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]
+    if phase in PARTS and sizes:
+        return sizes[-1]
+    raise _absent(phase, spec, program.graphs)
+
+
+def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
+    """An engine has no such graph; what to build, where its variant could have one."""
+    found = f"--phase {phase}: this engine has {', '.join(known)}"
+    try:
+        plain_graph(spec, phase)
+    except InputError as e:
+        return InputError(f"{found}; {str(e).removeprefix(f'--phase {phase}: ')}")
+    return InputError(f"{found}; build it with --media all")
+
+
+def engine_media(args: argparse.Namespace) -> Media | None:
+    """What an engine takes; None for a spec."""
+    return None if args.engine is None else stored(args).manifest.media
+
+
+def spec_of(args: argparse.Namespace) -> Spec:
+    if args.engine is not None:
+        return stored(args).spec
+    spec = given_spec(args)
+    if spec is None:
+        raise InputError("give --variant N, --spec F, or an engine directory")
+    return spec
+
+
+def pass_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The passes' own arguments: the engine's, or those given."""
+    if args.latent_kv is not None and args.latent_kv not in FORMS:
+        raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
+    if args.engine is None:
+        return {"latent_kv": {"form": args.latent_kv}} if args.latent_kv else {}
+    if args.latent_kv is not None:
+        raise InputError("--latent-kv: an engine has its own form")
+    return dict(stored(args).manifest.pass_options)
+
+
+def stored(args: argparse.Namespace) -> Artefact:
+    """The engine; read once, since every file of it is."""
+    if args.stored is None:
+        if args.engine in spec_names() and not Path(args.engine).exists():
+            raise InputError(f"{args.engine} is a variant: give --variant {args.engine}")
+        from g4ir.engine.artefact import open_artefact
+
+        args.stored = open_artefact(Path(args.engine))
+    found: Artefact = args.stored
+    return found
+
+
+def in_layer(value: str, layer: int) -> bool:
+    """Whether a value's name is that of a layer, of the text model or of a tower."""
+    from g4ir.model.towers import PARTS
+
+    return value.startswith(tuple(f"{part}L{layer}." for part in ("", *(f"{p}." for p in PARTS))))
+
+
+def no_layer(graph: Graph, layer: int) -> InputError:
+    return InputError(f"--layer {layer}: graph {graph.name} has no such layer")

@@ -1,0 +1,1 @@
+"""The built artefact, and the tokens that come out of it."""

@@ -1,0 +1,479 @@
+"""What an engine directory says of itself, and whether what lies in it agrees.
+
+    manifest.json            what it is, limits, versions, digest of every file and of itself
+    manifest.sig             optional: an Ed25519 signature of manifest.json (see trust.py)
+    spec.yaml                the variant
+    graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
+    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
+    programs/                compiled files of the backend
+    tokenizer.json ...       copied from the checkpoint
+
+Anybody can write a manifest with right digests, so it is read as data of strangers: every field has
+its type and range, files are ordinary ones inside the directory, and what two places say must
+agree. The graphs are not taken from the directory at all: they are made anew of the spec and the
+options, and the stored text must be theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from g4ir.errors import EngineError, G4Error, SpecError
+from g4ir.model.media import Media, build_words, check_media
+from g4ir.ops.types import TORCH_NAMES
+from g4ir.passes import Options, find_pass
+from g4ir.passes.latent_kv import FORMS
+from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.limits import Limits
+from g4ir.plan.settings import DEVICES, find_placement
+from g4ir.spec.reader import (
+    Line,
+    OneOf,
+    Range,
+    Shaped,
+    Where,
+    build,
+    fail,
+    hints_of,
+    read_tree,
+    tree_of,
+)
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights import pack as packings
+from g4ir.weights import tensorfile
+from g4ir.weights.checkpoint import sha256
+
+FORMAT = 5
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+#: what an unfinished directory is called beside its final name
+BUILDING = ".building-"
+#: bytes of a manifest; one of a large model with towers has some hundred thousand
+LARGEST = 16 << 20
+#: towers of one kind that an engine may have; more than anybody builds
+MOST_SIZES = 64
+
+Digest = Annotated[str, Shaped("[0-9a-f]{64}", "64 hexadecimal digits")]
+#: a file's path inside the directory, `/` between its parts
+FileName = Annotated[str, Shaped(r"(?a:\w[\w.+-]*/){0,3}(?a:\w[\w.+-]*)", "programs/a.pt2")]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the directory."""
+
+    sha256: Digest
+    bytes: Annotated[int, Range(0, 1 << 60)]
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The params lie in the directory."""
+
+    kind: Annotated[str, OneOf(("packed",))]
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """The params are made from a seed when the engine is loaded."""
+
+    kind: Annotated[str, OneOf(("random",))]
+    seed: Annotated[int, Range(0, (1 << 63) - 1)]
+
+
+@dataclass(frozen=True)
+class LinkedWeights:
+    """The params are made of a checkpoint's files, which have these digests."""
+
+    kind: Annotated[str, OneOf(("linked",))]
+    directory: Line
+    files: dict[str, Digest]
+
+
+WEIGHTS: dict[str, type] = {
+    "packed": PackedWeights,
+    "random": RandomWeights,
+    "linked": LinkedWeights,
+}
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    form: Annotated[str, OneOf(FORMS)]
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Arguments of the passes that have any."""
+
+    latent_kv: LatentOptions
+
+
+@dataclass(frozen=True)
+class Versions:
+    torch: str
+    python: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Tensors of the checkpoint that are not used, and why; those it lacks, and their value."""
+
+    ignored: dict[Line, Line]
+    defaults: dict[Line, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fields of manifest.json, in its order; `format` and `digest` are the file's own."""
+
+    g4ir: str
+    variant: str
+    spec_digest: Digest
+    backend: str
+    device: Annotated[str, OneOf(DEVICES)]
+    machine: Line
+    dtype: Annotated[str, OneOf(tuple(DTYPE_BYTES))]
+    limits: Limits
+    all_logits: bool
+    skipped_passes: tuple[str, ...]
+    options: PassOptions
+    settings: dict[str, str]
+    ple_placement: str | None
+    media: Media
+    graphs: tuple[str, ...]
+    weights: Any  # one of WEIGHTS
+    compiled: Any  # what the backend's `record` says
+    versions: Versions
+    notes: Notes
+    files: dict[FileName, StoredFile]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of the file, its digest left out."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def text(self) -> str:
+        """The file: JSON with a digest of its own content as the last key."""
+        return manifest_text(self.to_dict())
+
+    @property
+    def digest(self) -> str:
+        """Of all values: it stands for every byte of the engine."""
+        return _digest(self.to_dict())
+
+    @property
+    def pass_options(self) -> Options:
+        """As `run_passes` takes them."""
+        return asdict(self.options)
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A checked engine directory. Loading it runs nothing of what lies there."""
+
+    path: Path
+    manifest: Manifest
+    spec: Spec
+    packing: packings.Packing
+    #: packed params, which are those of the graphs; a file that changes from now on is refused
+    stored: packings.StoredParams | None
+    #: whether digests of weight files count too
+    whole: bool = True
+
+
+def manifest_text(values: Mapping[str, Any]) -> str:
+    """JSON with a digest of its own content as the last key."""
+    return json.dumps({**values, "digest": _digest(values)}, indent=1) + "\n"
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def graph_texts(packing: packings.Packing) -> dict[str, str]:
+    """File name -> text of every graph."""
+    texts = {f"graph.{name}.g4ir": str(g) for name, g in packing.program.graphs.items()}
+    return {**texts, "prologue.g4ir": str(packing.prologue)}
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def open_artefact(path: Path, check_weights: bool = False) -> Artefact:
+    """Check an engine directory as far as that needs neither its device nor its backend: every
+    field of the manifest, every file's digest (weight files on request), the graphs against the
+    spec, the headers of packed params against the graphs.
+
+    Raises EngineError that names the file, the field, and the fix.
+    """
+    try:
+        return _open(path, check_weights)
+    except (OSError, ValueError, RecursionError) as e:
+        raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
+
+
+def _open(path: Path, check_weights: bool) -> Artefact:
+    manifest = read_manifest(path)
+    wanted = {"spec.yaml", "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
+    if absent := sorted(wanted - manifest.files.keys()):
+        raise EngineError(f"{path / MANIFEST}: {absent[0]} is not among its files; build it again")
+    _check_files(path, manifest.files, check_weights)
+    try:
+        spec = _read_spec(path / "spec.yaml")
+        _check_spec(path, manifest, spec)
+    except SpecError as e:
+        raise EngineError(f"{e}; build the engine again") from None
+    packing = _made_again(path, manifest, spec)
+    stored = _stored_params(path, manifest, packing)
+    return Artefact(path, manifest, spec, packing, stored, check_weights)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of an engine directory, every field checked."""
+    file = path / MANIFEST
+    unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
+    if unfinished or not file.is_file():
+        found = "is unfinished" if unfinished else f"has no {MANIFEST}"
+        raise EngineError(f"{path} is no engine directory: it {found}; run g4ir build")
+    values, raw = _read_values(file)
+    if values.get("format") != FORMAT:
+        raise EngineError(
+            f"{file}: format {values.get('format')!r}, this g4ir reads {FORMAT}; build it again"
+        )
+    try:
+        manifest = _manifest_of(values, Where(str(file), 0))
+    except SpecError as e:
+        raise EngineError(f"{e}; build the engine again") from None
+    # What is read is what is written: no field of another type, none left out, none in another
+    # order.
+    if manifest.text().encode() != raw:
+        line = _first_difference(raw, manifest.text().encode())
+        raise EngineError(f"{file}: line {line} is not as g4ir writes it; build the engine again")
+    return manifest
+
+
+def require_readable(m: Manifest) -> None:
+    """EngineError where the manifest could not be read again, as where a path has a line break."""
+    try:
+        same = _manifest_of(json.loads(m.text()), Where(MANIFEST, 0)).text() == m.text()
+    except SpecError as e:
+        raise EngineError(
+            f"the engine could not be read again: {e}; give plain names to files and folders"
+        ) from None
+    assert same, "a manifest that reads as another one"
+
+
+def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
+    """The manifest as JSON, without its digest, which is right; and its bytes."""
+    try:
+        with tensorfile.open_regular(file) as stream:
+            raw = stream.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise EngineError(f"larger than {LARGEST} bytes")
+        values = tensorfile.parse_json(file, raw)
+    except (G4Error, OSError) as e:
+        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
+    values.pop("digest", None)
+    # The whole text is compared, so that not even a space can change.
+    if raw != manifest_text(values).encode():
+        raise EngineError(f"{file}: its digest does not match its content; build the engine again")
+    return values, raw
+
+
+def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
+    """Typed; SpecError names the key."""
+    given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
+    weights = given.get("weights")
+    kind = weights.get("kind") if isinstance(weights, dict) else None
+    if not isinstance(kind, str) or kind not in WEIGHTS:
+        raise fail(where, "weights", f"expected one of the kinds {', '.join(WEIGHTS)}")
+    compiled = values.get("compiled")
+    if not isinstance(compiled, dict):
+        raise fail(where, "compiled", "expected a mapping")
+    hints = {**hints_of(Manifest), "weights": WEIGHTS[kind], "compiled": _Untouched}
+    node = tree_of({**given, "compiled": {}}, where)
+    read: Manifest = build(Manifest, node, hints=hints)
+    return Manifest(**{**vars(read), "compiled": compiled})
+
+
+@dataclass(frozen=True)
+class _Untouched:
+    """A mapping that the backend reads."""
+
+
+def read_compiled(found: Artefact, record: Any) -> Any:
+    """What the manifest keeps of compiled files, plain values as its backend wrote them: of the
+    type `record`, nothing more and nothing less."""
+    kept = found.manifest.compiled
+    where = Where(str(found.path / MANIFEST), 0)
+    try:
+        node = tree_of({"compiled": kept}, where)
+        read = build(_Compiled, node, hints={"compiled": record}).compiled
+    except SpecError as e:
+        raise EngineError(f"{e}; build the engine again") from None
+    plain = asdict(_Compiled(read))["compiled"]
+    if json.dumps(plain) != json.dumps(kept):
+        raise EngineError(f"{where}: compiled is not as g4ir writes it; build the engine again")
+    return plain
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    compiled: Any
+
+
+# --- agreement --------------------------------------------------------------------------------
+
+
+def _read_spec(file: Path) -> Spec:
+    tree = read_tree(file)
+    if "extends" in tree.entries:
+        raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
+    return load_spec(file)
+
+
+def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> None:
+    """Every file of the manifest is there, ordinary and unchanged, and there are no others."""
+    _check_inside(path, files)
+    for name, kept in files.items():
+        file = path / name
+        if not file.is_file():
+            raise EngineError(f"{file} is missing; build the engine again")
+        if file.stat().st_size != kept.bytes:
+            raise EngineError(
+                f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
+            )
+        if name.endswith(".safetensors") and not weights:
+            continue
+        if sha256(file) != kept.sha256:
+            raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
+
+
+def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
+    """No links, no devices, nothing that the manifest does not name."""
+    for place, folders, names in os.walk(path, onerror=_raised):
+        for name in (*folders, *names):
+            file = Path(place, name)
+            kind, at = file.lstat().st_mode, PurePosixPath(file.relative_to(path)).as_posix()
+            if stat.S_ISDIR(kind):
+                continue
+            shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
+            if not stat.S_ISREG(kind):
+                raise EngineError(
+                    f"{shown} is a link or no ordinary file; put the file itself there, or build "
+                    f"the engine again"
+                )
+            if at not in files and at not in (MANIFEST, SIGNATURE):
+                raise EngineError(
+                    f"{shown} is not among the files of {MANIFEST}; remove it, or build the engine "
+                    f"again"
+                )
+
+
+def _raised(error: OSError) -> None:
+    """A folder that cannot be listed is none that was checked."""
+    raise error
+
+
+def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
+    """SpecError or EngineError where manifest and spec do not agree."""
+    where = Where(str(path / MANIFEST), 0)
+    if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
+        raise fail(where, "spec_digest", "is not that of spec.yaml")
+    most, limits = spec.text.max_position_embeddings, m.limits
+    if not limits.prefill_chunk <= limits.max_seq <= most:
+        raise fail(where, "limits", f"expected prefill_chunk <= max_seq <= {most}")
+    try:
+        if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
+            raise fail(where, "ple_placement", "is missing")
+        check_media(m.media, spec, MOST_SIZES)
+        for name in m.skipped_passes:
+            find_pass(name)
+    except G4Error as e:
+        raise EngineError(f"{where}: {e}; build the engine again") from None
+
+
+def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
+    """The graphs, made of spec and options; EngineError where the stored text is another."""
+    packing = packings.make_packing(
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options
+    )
+    if tuple(packing.program.graphs) != m.graphs:
+        names = ", ".join(packing.program.graphs)
+        raise EngineError(f"{path / MANIFEST}: graphs: expected {names}; build the engine again")
+    for name, text in graph_texts(packing).items():
+        stored = (path / name).read_bytes()
+        if stored != text.encode():
+            line = _first_difference(stored, text.encode())
+            raise EngineError(
+                f"{path / name}: line {line} is not what this g4ir makes of the engine's spec and "
+                f"options; {rebuild(path, m, spec)}"
+            )
+    return packing
+
+
+def _first_difference(one: bytes, two: bytes) -> int:
+    pairs = zip(one.split(b"\n"), two.split(b"\n"))
+    return next((i for i, (a, b) in enumerate(pairs, 1) if a != b), one.count(b"\n") + 1)
+
+
+def _stored_params(
+    path: Path, m: Manifest, packing: packings.Packing
+) -> packings.StoredParams | None:
+    """The packed params, if there are any; EngineError where they are not those that the graphs
+    take."""
+    files = [path / n for n in sorted(m.files) if n.endswith(".safetensors")]
+    packed = isinstance(m.weights, PackedWeights)
+    if packed != bool(files):
+        raise EngineError(
+            f"{path / MANIFEST}: weights are {m.weights.kind}, and {len(files)} weight files are "
+            f"named; build the engine again"
+        )
+    if not packed:
+        return None
+    params = packings.StoredParams.open(files)
+    params.check(packing.program)
+    return params
+
+
+def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
+    """How to build an engine again, with its own settings."""
+    words = [
+        "g4ir",
+        "build",
+        "--spec",
+        str(path / "spec.yaml"),
+        "--backend",
+        m.backend,
+        "--device",
+        m.device,
+        "--dtype",
+        TORCH_NAMES[m.dtype],
+        "--max-batch",
+        m.limits.max_batch,
+        "--max-seq",
+        m.limits.max_seq,
+        "--prefill-chunk",
+        m.limits.prefill_chunk,
+    ]
+    words += ["--all-logits"] if m.all_logits else []
+    words += [w for name in m.skipped_passes for w in ("--skip", name)]
+    words += ["--latent-kv", m.options.latent_kv.form]
+    words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
+    words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
+    words += build_words(m.media, spec)
+    weights = {
+        "random": ["--random-weights", getattr(m.weights, "seed", "")],
+        "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "directory", "")],
+        "packed": ["--checkpoint", "DIR"],
+    }
+    words += weights[m.weights.kind]
+    return f"build it again: {shlex.join(map(str, words))} --out NEW"

@@ -1,0 +1,549 @@
+"""Building an engine directory (artefact.py says what lies in one).
+
+It is written under a temporary name and renamed at the end; the manifest is the last file, so
+that a build killed at any moment leaves nothing that loads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from g4ir.backends import find_backend
+from g4ir.backends.base import Backend, Prepared, checked_settings
+from g4ir.errors import EngineError, InputError, PlanError, SpecError
+from g4ir.model.media import Media, find_media
+from g4ir.model.text import has_blocks
+from g4ir.ops.types import TORCH_NAMES, torch_dtype
+from g4ir.passes import Dump
+from g4ir.plan.cache_sizes import cache_bytes
+from g4ir.plan.fit import device_memory, fitting_placement, require_fit
+from g4ir.plan.limits import Limits
+from g4ir.plan.settings import find_dtype, find_latent, find_placement
+from g4ir.spec.reader import Line, on_one_line
+from g4ir.spec.record import Spec, diff_specs, load_spec
+from g4ir.ui.files import new_folder, write_file
+from g4ir.ui.progress import Progress, no_progress, prefixed
+from g4ir.ui.units import size_text
+from g4ir.weights import pack as packings
+from g4ir.weights.checkpoint import (
+    GENERATION,
+    Checkpoint,
+    WeightSource,
+    read_extractor,
+    read_side_files,
+    sha256,
+)
+from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.pack import make_packing
+from g4ir.weights.random import RandomCheckpoint
+
+from .artefact import (
+    BUILDING,
+    MANIFEST,
+    LatentOptions,
+    LinkedWeights,
+    Manifest,
+    Notes,
+    PackedWeights,
+    PassOptions,
+    RandomWeights,
+    StoredFile,
+    Versions,
+    graph_texts,
+    require_readable,
+)
+from .engine import TOKENIZER, Engine, read_tokenizer
+from .load import linked_files, load_engine
+from .prompts import read_defaults
+from .trust import record_built
+
+VERSION = "0.1.0"
+SHARD_BYTES = 4 << 30
+
+#: room for what an engine directory holds beside weights
+OTHER_BYTES = 64 << 20
+
+#: what a config.json cannot say: where only these differ, the spec is right
+SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
+
+F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger(__name__)
+
+
+def prepare(
+    spec: Spec | None,
+    *,
+    checkpoint: str | Path | None = None,
+    random_weights: int | None = None,
+    backend: str = "torch",
+    device: str | None = None,
+    dtype: str | None = None,
+    max_batch: int = 1,
+    max_seq: int | None = None,
+    prefill_chunk: int = 1024,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    link_weights: bool = False,
+    latent_kv: str = "auto",
+    ple_placement: str | None = None,
+    memory: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    media: str | Iterable[str] = "all",
+    image_budgets: Sequence[int] | None = None,
+    audio_seconds: Sequence[float] | None = None,
+    dry: bool = False,
+    dump: Dump | None = None,
+) -> Prepared:
+    """Check a build as far as it goes without compiling. Arguments as `build`; `dry` also goes
+    without what the environment lacks, a device or weights."""
+    found, skip = find_backend(backend), tuple(skip)
+    device = device or found.devices[0]
+    if device not in found.devices:
+        raise InputError(f"backend {backend} runs on {', '.join(found.devices)}, not {device!r}")
+    chosen = checked_settings(found, settings or {})
+    directory = _checkpoint_dir(spec, checkpoint, random_weights, dry)
+    _check_link(link_weights, directory, found)
+    side = read_side_files(directory) if directory else {}
+    if TOKENIZER in side:
+        read_tokenizer(Path(directory or "") / TOKENIZER, side[TOKENIZER])
+    spec = agreed_spec(spec, directory)
+    kind = _dtype(found, dtype, spec)
+    kinds = media if isinstance(media, str) else tuple(media)
+    taken = find_media(spec, kinds, image_budgets, audio_seconds, read_extractor(directory))
+    _check_towers(spec, directory, taken)
+    limits = _widened(_limits(spec, max_batch, max_seq, prefill_chunk), spec, taken)
+    if not dry:
+        found.check(device)
+    options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
+    packing = make_packing(spec, all_logits, kind, taken, skip, options, dump)
+    program = packing.program
+    room = memory if memory is not None else _memory(device, dry)
+    more = found.cache_bytes(program, limits)
+    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
+    scratch = found.scratch_bytes(program, limits, chosen)
+    placement, short = find_placement(ple_placement, spec, device), ""
+    if ple_placement is None and placement == "device" and room is not None:
+        placement = fitting_placement(
+            spec,
+            program,
+            limits,
+            dtype=kind,
+            device=device,
+            memory=room,
+            more=more + scratch,
+            media=taken,
+        )
+    if room is not None:
+        try:
+            require_fit(
+                spec,
+                program,
+                limits,
+                dtype=kind,
+                device=device,
+                ple_placement=placement,
+                memory=room,
+                more=more,
+                scratch=scratch,
+                all_logits=all_logits,
+                skip=skip,
+                options=options,
+                media=taken,
+            )
+        except PlanError as e:
+            if not dry:
+                raise
+            short = str(e)
+    source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
+    if found.packs_weights and isinstance(weights, RandomWeights):
+        weights = PackedWeights("packed")
+    return Prepared(
+        spec,
+        found,
+        device,
+        kind,
+        limits,
+        all_logits,
+        skip,
+        options,
+        chosen,
+        placement,
+        taken,
+        packing,
+        source,
+        weights,
+        side,
+        short,
+    )
+
+
+def _open_source(
+    spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool, media: Media
+) -> tuple[WeightSource, Any]:
+    """Where the weights come from, and what the manifest says of them."""
+    if directory is None:
+        source = RandomCheckpoint(spec, seed or 0, torch_dtype(dtype))
+        return source, None if seed is None else RandomWeights("random", seed)
+    checkpoint = Checkpoint.open(directory, spec, media.kinds)
+    read_defaults(directory / GENERATION, spec.text.vocab_size)
+    return checkpoint, _linked(checkpoint) if link else PackedWeights("packed")
+
+
+def _shows_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
+    """A function that hands its `**options` on to `source` has their names, types and defaults in
+    its signature, for help() and editors."""
+
+    def shown(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            p
+            for p in inspect.signature(source).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters
+        ]
+        vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
+        return function
+
+    return shown
+
+
+@_shows_options_of(prepare)
+def build(
+    spec: Spec | str | Path | None,
+    out: str | Path,
+    *,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> Engine:
+    """Build an engine directory and load it.
+
+    spec: a Spec, a name, a path, or None to take it from the checkpoint. checkpoint: a Hugging
+    Face directory; random_weights: a seed instead; with neither, the local hub cache is searched
+    for the spec's hub id. backend `torch` or `reference`; device `cpu` or `cuda`; dtype float32,
+    bfloat16 or float16 (default: the spec's). Limits: max_batch rows, max_seq tokens a row
+    (default 8192 or the model's own limit), prefill_chunk tokens. all_logits: prefill can return
+    every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
+    instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
+    (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
+    the table of per-layer embeddings lies: `device`, `host` or `mmap` (default: on CUDA the device
+    where it fits with the rest, else the file). memory: bytes that the
+    engine may need of its device (default: all that the device has); a build that would need
+    more is refused before anything is loaded. settings: what the backend lets a build choose,
+    by name. media: `all` that the variant takes, `none`, or some of image, video, audio;
+    image_budgets: soft tokens of images, of which the first is the default; audio_seconds: lengths
+    of sound that towers are compiled for (a sound takes the next longer one).
+
+    Raises a G4Error for anything wrong, before anything is left at `out`.
+    """
+    if isinstance(spec, str | Path):
+        spec = load_spec(spec)
+    out = Path(out)
+    check_absent(out)
+    prepared = prepare(spec, **options)
+    written = write_engine(prepared, out, progress)
+    prepared.source.close()
+    # Where it is kept what was built, something else that lies there by now is not believed.
+    return load_engine(out, trust=not written.known, progress=progress)
+
+
+def check_absent(out: Path) -> None:
+    """EngineError where something is at the output path."""
+    if out.exists() or out.is_symlink():
+        raise EngineError(f"{out} exists; remove it or choose another --out")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Of a build: the seconds that compiling took, which are not in the manifest, since that is the
+    same for equal builds; and whether it could be kept that this user built the engine."""
+
+    compile_s: float
+    known: bool
+
+
+def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
+    """Write the directory under a temporary name, then rename it; returns what the manifest does
+    not say."""
+    check_absent(out)
+    check_space(p, out)
+    with _new_directory(out) as folder:
+        if p.backend.packs_weights:
+            _pack(p, folder, progress)
+        start = time.perf_counter()
+        compiled = p.backend.compile(
+            p.packing.program,
+            p.limits,
+            p.device,
+            folder,
+            prefixed(progress, "build"),
+            _params_of(p, folder),
+            p.settings,
+        )
+        seconds = time.perf_counter() - start
+        # After compiling where that needs none of them: it fails sooner.
+        if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:
+            _pack(p, folder, progress)
+        for name, text in graph_texts(p.packing).items():
+            _write_text(folder / name, text)
+        _write_text(folder / "spec.yaml", p.spec.to_yaml())
+        for name, raw in p.side_files.items():
+            write_file(folder / name, [raw])
+        manifest = _manifest(p, folder, compiled)
+        require_readable(manifest)
+        _write_text(folder / MANIFEST, manifest.text())
+    return Written(seconds, record_built(manifest, out))
+
+
+def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
+    params = packings.MadeParams(p.packing, p.source)
+    packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+
+
+def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
+    """The params as they will be found at load."""
+    files = sorted(folder.glob("*.safetensors"))
+    return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
+
+
+def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
+    import torch
+
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    form = p.options["latent_kv"]["form"]
+    return Manifest(
+        g4ir=VERSION,
+        variant=p.spec.name,
+        spec_digest=p.spec.digest(),
+        backend=p.backend.name,
+        device=p.device,
+        machine=Line(p.backend.machine(p.device)),
+        dtype=p.dtype,
+        limits=p.limits,
+        all_logits=p.all_logits,
+        skipped_passes=p.skip,
+        options=PassOptions(LatentOptions(form)),
+        settings=dict(p.settings),
+        ple_placement=p.ple_placement,
+        media=p.media,
+        graphs=tuple(p.packing.program.graphs),
+        weights=p.weights,
+        compiled=compiled,
+        versions=Versions(torch.__version__, platform.python_version()),
+        notes=Notes(
+            {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
+            {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
+        ),
+        files={
+            f.relative_to(folder).as_posix(): StoredFile(sha256(f), f.stat().st_size) for f in files
+        },
+    )
+
+
+def _linked(source: Checkpoint) -> LinkedWeights:
+    files = {name: sha256(p) for name, p in linked_files(source).items()}
+    return LinkedWeights("linked", Line(source.directory.resolve()), files)
+
+
+def _checkpoint_dir(
+    spec: Spec | None, checkpoint: str | Path | None, seed: int | None, dry: bool
+) -> Path | None:
+    """The checkpoint directory, or None for random weights, or where a dry run has none."""
+    if checkpoint is not None and seed is not None:
+        raise InputError("give either a checkpoint or --random-weights, not both")
+    if seed is not None:
+        if not 0 <= seed < 1 << 63:
+            raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
+        return None
+    if checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise InputError(f"--checkpoint {checkpoint}: no such directory")
+        return Path(checkpoint)
+    if spec is None:
+        raise InputError("give a variant, a spec or a checkpoint")
+    if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
+        return None
+    return _cached_checkpoint(spec)
+
+
+def _check_link(link: bool, directory: Path | None, backend: Backend) -> None:
+    """InputError where there is nothing to link to, or it could not be used."""
+    if link and directory is None:
+        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
+    if link and backend.packs_weights:
+        raise InputError(
+            f"--link-weights: what backend {backend.name} writes refers to packed weights; leave "
+            f"the option out"
+        )
+
+
+def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
+    """As asked, else the spec's, else the backend's own where it cannot compute in the spec's."""
+    kind = find_dtype(given or spec.dtype)
+    if kind in backend.dtypes:
+        return kind
+    if given is None:
+        return backend.dtypes[0]
+    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _memory(device: str, dry: bool) -> int | None:
+    """Bytes that the device has; None in a dry run without one."""
+    import torch
+
+    absent = dry and device == "cuda" and not torch.cuda.is_available()
+    return None if absent else device_memory(device)
+
+
+def _cached_checkpoint(spec: Spec) -> Path:
+    if spec.hub is None:
+        raise InputError(
+            f"variant {spec.name} has no hub id: give --checkpoint DIR or --random-weights SEED"
+        )
+    found = hub_snapshot(spec.hub)
+    if found is None:
+        raise InputError(
+            f"no weights of {spec.hub} in the local Hugging Face cache; download them with "
+            f"`hf download {spec.hub}`, or give --checkpoint DIR or --random-weights SEED"
+        )
+    return found
+
+
+#: kind of media -> keys of a spec that its soft tokens follow from
+OF_MEDIA = {
+    "image": ("vision.", "tokens.image", "tokens.boi", "tokens.eoi", "tokens.pad"),
+    "video": ("vision.", "tokens.video", "tokens.boi", "tokens.eoi", "tokens.pad"),
+    "audio": ("audio.", "tokens.audio", "tokens.boa", "tokens.eoa", "tokens.pad"),
+}
+
+
+def _check_towers(spec: Spec, directory: Path | None, media: Media) -> None:
+    """SpecError where a checkpoint's config.json says otherwise of the media that are taken."""
+    if directory is None or not media.kinds:
+        return
+    keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
+    found = Spec.from_hf(directory / "config.json")
+    rows = [r for r in diff_specs(spec, found) if r[0].startswith(keys)]
+    _refuse_differences(spec, directory, rows)
+
+
+def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
+    """The spec, after comparing its text part with the checkpoint's config.json."""
+    if directory is None:
+        if spec is None:
+            raise InputError("--random-weights needs --variant or --spec")
+        return spec
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
+    found = Spec.from_hf(directory / "config.json")
+    if spec is None:
+        return found
+    rows = [
+        r for r in diff_specs(spec, found) if r[0].startswith("text.") and r[0] not in SPEC_ONLY
+    ]
+    _refuse_differences(spec, directory, rows)
+    return spec
+
+
+def _refuse_differences(spec: Spec, directory: Path, rows: list[tuple[str, Any, Any]]) -> None:
+    if rows:
+        lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
+        raise SpecError(
+            f"spec {spec.name} and {directory / 'config.json'} differ; leave out the variant to "
+            f"build what the checkpoint says, or correct one of them:\n{lines}"
+        )
+
+
+def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:
+    longest = spec.text.max_position_embeddings
+    for name, value in (
+        ("max-batch", max_batch),
+        ("max-seq", max_seq),
+        ("prefill-chunk", prefill_chunk),
+    ):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value}: expected at least 1")
+    if max_seq is not None and max_seq > longest:
+        raise InputError(f"--max-seq {max_seq}: {spec.name} has {longest} positions")
+    seq = min(Limits.max_seq, longest) if max_seq is None else max_seq
+    return Limits(max_batch, seq, min(prefill_chunk, seq))
+
+
+def _widened(limits: Limits, spec: Spec, media: Media) -> Limits:
+    """With a prefill chunk that the largest image fits whose tokens see each other: they are never
+    cut (see media/merge.py). Warns where it is another than asked for, and of images that no row
+    has room for."""
+    largest = max(media.grids, default=0)
+    if largest > limits.max_seq:
+        log.warning(
+            "max-seq %d: an image of %d soft tokens, as built for, does not fit",
+            limits.max_seq,
+            largest,
+        )
+    chunk = min(largest, limits.max_seq)
+    if not has_blocks(spec) or limits.prefill_chunk >= chunk:
+        return limits
+    log.warning(
+        "prefill-chunk %d is raised to %d: an image's tokens are computed together",
+        limits.prefill_chunk,
+        chunk,
+    )
+    return replace(limits, prefill_chunk=chunk)
+
+
+def disk_bytes(p: Prepared) -> int:
+    """Bytes of weights that the engine directory will hold."""
+    if isinstance(p.weights, RandomWeights | LinkedWeights):
+        return 0
+    return p.param_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
+
+
+def free_bytes(out: Path) -> int:
+    """Free space where `out` will lie, bytes."""
+    above = (p for p in out.absolute().parents if p.is_dir())
+    return shutil.disk_usage(next(above)).free
+
+
+def check_space(p: Prepared, out: Path) -> None:
+    """EngineError where the weights do not fit the disk."""
+    weights, free = disk_bytes(p), free_bytes(out)
+    need = weights + OTHER_BYTES
+    if weights and free < need:
+        raise EngineError(
+            f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
+            f"{size_text(free)} are free; make room, choose another --out, or use --link-weights"
+        )
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A temporary sibling of `out` that becomes `out` at the end, or vanishes."""
+    folder = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = new_folder(out.parent, f".{out.name}{BUILDING}")
+        yield folder
+        os.rename(folder, out)
+    except OSError as e:
+        where = e.filename or folder or out
+        raise EngineError(
+            f"cannot write the engine: {where}: {e.strerror or e}; make room or choose another "
+            f"--out"
+        ) from e
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_file(path, [text.encode()])

@@ -1,0 +1,173 @@
+"""From a file or an array to soft tokens, through an engine's towers.
+
+    soft = engine.encode("image", "photo.png", budget=280)
+    soft = engine.encode("video", "clip.mp4", frames=8)
+    soft = engine.encode("audio", "speech.wav", too_long="refuse")
+
+An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
+has prepared of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from g4ir.errors import InputError
+from g4ir.media.images import Picture, pixels_of, prepare_image, read_image
+from g4ir.media.soft import Soft
+from g4ir.media.sound import CUT, Clip, Sound, prepare_sound, read_sound
+from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
+from g4ir.model.images import ImageSettings, image_settings
+from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken
+from g4ir.model.sounds import AudioSettings, MelSettings, audio_settings
+from g4ir.model.towers import STRIDE, audio_name, vision_name
+from g4ir.spec.parts import UnifiedAudio
+from g4ir.weights.checkpoint import read_extractor
+
+if TYPE_CHECKING:
+    from .parts import EngineParts
+
+
+def encode(
+    engine: EngineParts,
+    kind: str,
+    item: Any,
+    *,
+    budget: int | None = None,
+    frames: int | None = None,
+    too_long: str = CUT,
+) -> Soft:
+    """The soft tokens of one item.
+
+    `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
+    video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
+    cut or refused. InputError for a kind that the engine does not take, and as the readers and
+    `prepare_*` raise; MissingError where a library for decoding is missing.
+    """
+    check_taken(kind, engine.media, engine.spec)
+    if kind == IMAGE:
+        return _image(engine, item, budget)
+    return _video(engine, item, frames) if kind == VIDEO else _audio(engine, item, too_long)
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
+    settings = _settings(engine, budget)
+    if isinstance(item, str | Path):
+        item = prepare_image(read_image(item), settings, str(item))
+    if not isinstance(item, Picture):
+        item = prepare_image(pixels_of(item), settings)
+    return Soft(IMAGE, (_seen(engine, item.patches, item.positions, item.soft_tokens),))
+
+
+def _settings(engine: EngineParts, budget: int | None) -> ImageSettings:
+    chosen = engine.media.default if budget is None else budget
+    check_budget(chosen, engine.media)
+    return image_settings(engine.spec, chosen)
+
+
+def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
+    settings = video_settings(engine.spec, engine.media.frame)
+    if isinstance(item, str | Path):
+        item = read_footage(item, settings, frames, engine.limits.max_seq)
+    if isinstance(item, np.ndarray):
+        item = Video(item)
+    if not isinstance(item, Footage):
+        item = prepare_video(_checked(item, Video, VIDEO), settings, frames)
+    pieces = [
+        _seen(engine, patches, positions, item.soft_tokens)
+        for patches, positions in zip(item.patches, item.positions, strict=True)
+    ]
+    return Soft(VIDEO, tuple(pieces), tuple(item.times))
+
+
+def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
+    """The soft tokens [soft, hidden] of one picture, by the tower of its size."""
+    grids = {_rows(engine, n): n for n in engine.media.grids}
+    if len(patches) not in grids:
+        raise InputError(
+            f"a picture of {len(patches)} rows of patches: this engine was built for "
+            f"{', '.join(map(str, sorted(grids)))}"
+        )
+    feeds = {"patches": patches, "positions": positions}
+    return _run(engine, vision_name(grids[len(patches)]), feeds)[:soft]
+
+
+def _rows(engine: EngineParts, soft: int) -> int:
+    return image_settings(engine.spec, soft).rows
+
+
+# --- sound ------------------------------------------------------------------------------------
+
+
+def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
+    if isinstance(item, str | Path):
+        item = read_sound(item)
+    if not isinstance(item, Clip):
+        item = prepare_sound(_checked(item, Sound, AUDIO), sound_settings(engine), too_long)
+    made = _framed if isinstance(engine.spec.audio, UnifiedAudio) else _heard
+    return Soft(AUDIO, (made(engine, item),))
+
+
+def sound_settings(engine: EngineParts) -> AudioSettings:
+    """How the engine's checkpoint frames sounds, or the reference's defaults; no longer than the
+    engine was built for."""
+    settings = audio_settings(engine.spec, read_extractor(engine.path))
+    if isinstance(settings, MelSettings):
+        return settings.at_most(max(engine.media.lengths))
+    return settings
+
+
+def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
+    """By the tower of the next longer length; what is beyond the longest is refused."""
+    fits = [n for n in engine.media.lengths if n >= clip.soft_tokens]
+    if not fits:
+        raise InputError(
+            f"a sound of {clip.soft_tokens} soft tokens: this engine was built for at most "
+            f"{max(engine.media.lengths)}; build it with a longer --audio-seconds"
+        )
+    frames = fits[0] * STRIDE
+    # Where a clip was padded to a multiple of samples, frames of padding alone may stand beyond.
+    features, mask = clip.features[:frames], clip.mask[:frames]
+    fill = frames - len(mask)
+    feeds = {"features": np.pad(features, ((0, fill), (0, 0))), "mask": np.pad(mask, (0, fill))}
+    return _run(engine, audio_name(fits[0]), feeds)[: clip.soft_tokens]
+
+
+def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
+    """Each frame stands alone, so a sound of any length goes through in parts."""
+    step = max(engine.media.lengths)
+    parts = []
+    for at in range(0, len(clip.features), step):
+        part = clip.features[at : at + step]
+        filled = np.pad(part, ((0, step - len(part)), (0, 0)))
+        parts.append(_run(engine, audio_name(step), {"features": filled})[: len(part)])
+    return torch.cat(parts)[: clip.soft_tokens]
+
+
+# --- both -------------------------------------------------------------------------------------
+
+
+def _checked(item: Any, kind: type, name: str) -> Any:
+    if not isinstance(item, kind):
+        raise InputError(
+            f"{name}: found {type(item).__name__}; give a path, {kind.__name__} or "
+            "what was prepared of it"
+        )
+    return item
+
+
+def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Tensor:
+    """[N, hidden] of arrays without the leading dim of one."""
+    given = {
+        name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
+        for name, x in feeds.items()
+    }
+    return engine.runtime.encode(tower, given)[0]

@@ -1,0 +1,243 @@
+"""An engine: sessions over it, and tokens from prompts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
+from g4ir.media.soft import Soft
+from g4ir.model.media import listed
+from g4ir.weights.checkpoint import GENERATION
+
+from .encode import encode
+from .parts import EngineParts
+from .prompts import Defaults, checked_ids, checked_prompt, read_defaults
+from .session import Session
+
+TOKENIZER = "tokenizer.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(repr=False)
+class Engine(EngineParts):
+    """A loaded engine directory; a context that closes it."""
+
+    #: of the last `generate`: its caches, and what was recorded over them, serve the next one
+    _idle: Session | None = field(default=None, init=False)
+    #: held while that one is taken
+    _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def session(self, batch: int = 1) -> Session:
+        """Empty caches for `batch` rows, at most max_batch."""
+        self.check_process()
+        return Session(self, batch)
+
+    def encode(self, kind: str, item: Any, **options: Any) -> Soft:
+        """The soft tokens of one image, video or sound (see encode.py)."""
+        self.check_process()
+        return encode(self, kind, item, **options)
+
+    def defaults(self) -> Defaults:
+        """What the checkpoint's generation_config.json says."""
+        return read_defaults(self.path / GENERATION, self.spec.text.vocab_size)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a row: generation_config's, else the spec's."""
+        stop = self.defaults().stop
+        return self.spec.tokens.eos if stop is None else stop
+
+    def suppressed(self) -> tuple[int, ...]:
+        """Token ids that are never generated (matters for greedy decoding too): the checkpoint's,
+        and those that a smaller per-layer table has no row for, which no step could read."""
+        text = self.spec.text
+        return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's own tokenizer (library `tokenizers`)."""
+        path = self.path / TOKENIZER
+        if not path.is_file():
+            raise EngineError(
+                f"{self.path} has no tokenizer.json (the checkpoint had none): give token ids"
+            )
+        return read_tokenizer(path, path.read_bytes())
+
+    def generate(
+        self,
+        prompt_tokens: Any,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+        on_token: Callable[..., None] | None = None,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+    ) -> Any:
+        """New token ids for one prompt (list of ints -> list of ints) or for several
+        (list of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays
+        of integers and tuples do too.
+
+        A row ends with its stop id, which is part of the result, or after max_new_tokens.
+        `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
+
+        images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
+        their kind in order, row by row: one placeholder for each medium, or one for each soft
+        token (media/prompt.py).
+        """
+        prompts, single = _prompts(prompt_tokens)
+        media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
+        prompts, soft = _with_media(self, prompts, media)
+        told = (lambda row, token: on_token(token)) if single and on_token else on_token
+        sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
+        stop = set(self.stop_ids() if stop_ids is None else stop_ids)
+        out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told, soft)
+        return out[0] if single else out
+
+    @contextmanager
+    def lent_session(self, batch: int) -> Iterator[Session]:
+        """An empty session that the engine keeps afterwards, in place of the one it kept."""
+        with self._lending:  # no two threads get the same one
+            session, self._idle = self._idle, None
+        if session is None or session.batch != batch:
+            session = self.session(batch)
+        session.reset()
+        try:
+            yield session
+        finally:
+            self._idle = session
+
+    def close(self) -> None:
+        """Free what the runtime holds."""
+        self._idle = None
+        self.runtime.close()
+        closed: Any = _Closed(self.path)
+        self.runtime = closed
+
+
+class _Closed:
+    """In the place of a runtime that was closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(f"{self.path}: this engine was closed; load it again")
+
+    def close(self) -> None:
+        """Nothing is left to free."""
+
+
+def read_tokenizer(path: Path, raw: bytes) -> Any:
+    """The tokenizer of a tokenizer.json; EngineError where it is none."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise MissingError("text prompts need `pip install tokenizers`") from e
+    try:
+        found = Tokenizer.from_str(raw.decode())
+        # What a file says of these is for batches of training; prompts are never cut.
+        found.no_truncation()
+        found.no_padding()
+        return found
+    except Exception as e:  # the library raises nothing narrower
+        raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
+
+
+def _prompts(given: Any) -> tuple[list[list[int]], bool]:
+    """(prompts, whether it was a single one)."""
+    import torch
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, torch.Tensor | np.ndarray | np.integer):
+            return x.tolist()
+        return list(map(plain, x)) if isinstance(x, list | tuple) else x
+
+    rows = plain(given)
+    if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
+        raise InputError(
+            "prompt tokens: found text; encode it with the engine's tokenizer first: "
+            "engine.tokenizer().encode(text).ids"
+        )
+    if not isinstance(rows, list):
+        raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")
+    many = {isinstance(x, list) for x in rows}
+    if many == {True, False}:
+        raise InputError("prompt tokens: expected a list of ids, or a list of such lists")
+    return ([list(x) for x in rows], False) if many == {True} else ([rows], True)
+
+
+def _with_media(
+    engine: Engine, prompts: list[list[int]], media: Sequence[tuple[str, Any]]
+) -> tuple[list[list[int]], list[Soft]]:
+    """The prompts with a placeholder for each soft token, and the soft tokens of (kind, item)."""
+    tokens, kinds = engine.spec.tokens, engine.media.kinds
+    for i, p in enumerate(prompts):
+        checked_ids(p, engine.spec.text.vocab_size, f"prompt {i}")
+    check_given([t for p in prompts for t in p], [kind for kind, _ in media], tokens, kinds)
+    soft = [engine.encode(kind, item) for kind, item in media]
+    encode = _plain_encoder(engine)
+    placed = place_rows(prompts, soft, tokens, encode, kinds)
+    if not encode and times_left_out(prompts, placed, tokens):
+        log.warning(NO_TIMES)
+    return placed, soft
+
+
+def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
+    """Text -> ids with nothing added, where there is a tokenizer; it is read when first needed."""
+    if not (engine.path / "tokenizer.json").is_file():
+        return None
+    tokenizer = cache(engine.tokenizer)
+    return lambda text: list(tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+def _generate(
+    engine: Engine,
+    prompts: list[list[int]],
+    count: int,
+    sampler: Sampler,
+    stop: set[int],
+    on_token: Callable[[int, int], None] | None,
+    soft: Sequence[Soft] = (),
+) -> list[list[int]]:
+    import torch
+
+    vocab, room = engine.spec.text.vocab_size, engine.limits.max_seq
+    for i, p in enumerate(prompts):
+        checked_prompt(p, count, vocab, room, f"prompt {i}")
+    lengths = torch.tensor([len(p) for p in prompts])
+    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, p in zip(padded, prompts, strict=True):
+        row[: len(p)] = torch.tensor(p)
+    out: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    with engine.lent_session(len(prompts)) as session:
+        steps = session.stream(session.append(padded, lengths, soft), count, sampler, stop)
+        for tokens, going in steps:
+            for row, token in enumerate(tokens):
+                if running[row]:
+                    out[row].append(token)
+                    if on_token:
+                        on_token(row, token)
+            running = going
+    return out

@@ -1,0 +1,126 @@
+"""JSON lines: read one by one, each a request or its own error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, BinaryIO
+
+from g4ir.errors import InputError
+from g4ir.media.sound import CUT, REFUSE
+from g4ir.ui.units import size_text
+
+#: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
+LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _paths(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+#: field of a JSON line -> test of its value, and what is expected
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
+    "prompt": (_text, "a string"),
+    "tokens": (_ids, "a list of token ids"),
+    "max_new_tokens": (_whole, "a whole number"),
+    "temperature": (_number, "a number"),
+    "top_k": (_whole, "a whole number"),
+    "top_p": (_number, "a number"),
+    "seed": (_whole, "a whole number"),
+    "stop": (_ids, "a list of token ids"),
+    "images": (_paths, "a list of paths"),
+    "videos": (_paths, "a list of paths"),
+    "audio": (_paths, "a list of paths"),
+    "image_budget": (_whole, "a whole number"),
+    "frames": (_whole, "a whole number"),
+    "audio_too_long": (lambda v: v in (CUT, REFUSE), f"{CUT} or {REFUSE}"),
+}
+
+
+def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of every line that is not blank, as soon as it is there. One of more than
+    LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line` refuses it."""
+    total = 0
+    for number in count(1):
+        line = stream.readline(LINE_BYTES + 1)
+        total += len(line)
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if total > INPUT_BYTES:
+            line = line.ljust(LINE_BYTES + 1)
+        if line.strip() or len(line) > LINE_BYTES:
+            yield number, line
+        if not line or len(line) > LINE_BYTES:
+            return
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The object of one line, whose fields are yet to be checked."""
+    if len(line) > LINE_BYTES:
+        raise InputError(
+            f"{where}: a line of more than {size_text(LINE_BYTES)}, or input of more "
+            f"than {size_text(INPUT_BYTES)}; what follows is not read"
+        )
+    try:
+        value = json.loads(line.decode(), object_pairs_hook=_unique)
+    except UnicodeDecodeError as e:
+        raise InputError(f"{where}: not UTF-8 at byte {e.start}") from None
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{where}: no JSON: {e or 'too deep'}") from None
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: expected an object such as {{"tokens": [2, 5]}}')
+    return value
+
+
+def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a request; those that are null are left out."""
+    for key, item in value.items():
+        _check_field(key, item, where)
+    fields = {k: v for k, v in value.items() if v is not None}
+    if ("prompt" in fields) == ("tokens" in fields):
+        raise InputError(f"{where}: give either prompt or tokens")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key is given twice")
+    return out
+
+
+def _check_field(key: str, value: Any, where: str) -> None:
+    if key not in FIELDS:
+        raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(FIELDS)}")
+    fits, expected = FIELDS[key]
+    if value is not None and not fits(value):
+        shown = json.dumps(value)
+        raise InputError(f"{where}: {key}: expected {expected}, found {shown[:60]}")
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """An InputError begins with `where`."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{where}: {e}") from None

@@ -1,0 +1,200 @@
+"""Loading an engine directory; nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from g4ir.backends import find_backend
+from g4ir.backends.base import Backend, Runtime, checked_settings
+from g4ir.errors import EngineError, InputError
+from g4ir.ir.graph import Value
+from g4ir.model.text import PLE_TABLE
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.settings import find_placement
+from g4ir.ui.progress import Progress, no_progress, prefixed
+from g4ir.weights import pack as packings
+from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
+from g4ir.weights.random import RandomCheckpoint
+
+from .artefact import (
+    MANIFEST,
+    Artefact,
+    PackedWeights,
+    RandomWeights,
+    open_artefact,
+    read_compiled,
+    rebuild,
+)
+from .engine import Engine
+from .trust import require_trust
+
+
+def load_engine(
+    path: str | Path,
+    *,
+    check_weights: bool = True,
+    ple_placement: str | None = None,
+    cuda_graph: bool = True,
+    trust: bool = False,
+    progress: Progress = no_progress,
+) -> Engine:
+    """Load an engine directory; compiles nothing.
+
+    Every file is compared with the manifest's digests before any compiled file is opened;
+    check_weights=False leaves out the weight files, which take about a second per GiB.
+    ple_placement puts the table of per-layer embeddings elsewhere than the build said;
+    cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
+    trust=True runs native code of an engine that this user did not build here (trust.py).
+    Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
+    """
+    found = open_artefact(Path(path), check_weights)
+    return load_artefact(
+        found, ple_placement=ple_placement, cuda_graph=cuda_graph, trust=trust, progress=progress
+    )
+
+
+def load_artefact(
+    found: Artefact,
+    *,
+    ple_placement: str | None = None,
+    cuda_graph: bool = True,
+    trust: bool = False,
+    progress: Progress = no_progress,
+) -> Engine:
+    """Load a checked engine directory; arguments as those of `load_engine`."""
+    m = found.manifest
+    backend = _backend_of(found)
+    kept = read_compiled(found, backend.record)
+    _check_machine(found, backend)
+    if backend.native and not trust:
+        require_trust(found)
+    params = _open_params(found)
+    program = found.packing.program
+    runtime = backend.load(
+        program,
+        m.limits,
+        m.device,
+        found.path,
+        kept,
+        params,
+        prefixed(progress, "load"),
+        cuda_graph,
+    )
+    placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
+    tables = {
+        v.name: _table(runtime, params, v, placed, m.device) for v in program.graphs["embed"].params
+    }
+    return Engine(
+        found.path,
+        json.loads(m.text()),
+        found.spec,
+        m.limits,
+        m.all_logits,
+        m.device,
+        m.dtype,
+        program,
+        runtime,
+        tables,
+        m.media,
+    )
+
+
+def _backend_of(found: Artefact) -> Backend:
+    """The backend, where it makes engines such as this one."""
+    m = found.manifest
+    try:
+        backend = find_backend(m.backend)
+        settings = checked_settings(backend, m.settings)
+    except InputError as e:
+        raise EngineError(f"{found.path / MANIFEST}: {e}; build the engine again") from None
+    rules = {
+        "device": m.device in backend.devices,
+        "dtype": m.dtype in backend.dtypes,
+        "settings": m.settings == settings,
+        "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
+    }
+    for key, holds in rules.items():
+        if not holds:
+            raise EngineError(
+                f"{found.path / MANIFEST}: {key} is none of backend {m.backend}; build it again"
+            )
+    return backend
+
+
+def _table(
+    runtime: Runtime, params: packings.ParamSource, v: Value, ple: str | None, device: str
+) -> Any:
+    """The runtime's own copy of a table that it holds anyway (a tied head), or one placed as the
+    engine says."""
+    resident = runtime.resident(v.name)
+    if resident is not None:
+        return resident
+    placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
+    if device == "cuda" and placement != "device" and find_spec("triton"):
+        from g4ir.backends.torch_compile.host_table import open_host_table
+
+        return open_host_table(params, v, placement, device)
+    return packings.open_table(params, v, placement, device)
+
+
+def _check_machine(found: Artefact, backend: Backend) -> None:
+    import torch
+
+    path, m = found.path, found.manifest
+    # Not `backend.check`, which asks for what a build needs: loading needs no compiler.
+    if m.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            f"{path} was built for cuda and this torch sees no CUDA device; build it again with "
+            f"--device cpu, or run it where it was built"
+        )
+    built, here = m.machine, backend.machine(m.device)
+    if not _runs_on(built, here):
+        raise EngineError(
+            f"{path} was built for another machine ({built}); this is {here}; "
+            f"{rebuild(path, m, found.spec)}"
+        )
+    if built != "any" and m.versions.torch != torch.__version__:
+        raise EngineError(
+            f"{path} was built with torch {m.versions.torch}, this is {torch.__version__}; "
+            f"{rebuild(path, m, found.spec)}"
+        )
+
+
+def _runs_on(built: str, here: str) -> bool:
+    """Same kind of machine, with at least the extensions that the engine may use."""
+    *kind, flags = built.split(" ")
+    *kind_here, flags_here = here.split(" ")
+    return kind == kind_here and set(flags.split(",")) <= set(flags_here.split(","))
+
+
+def _open_params(found: Artefact) -> packings.ParamSource:
+    m, kept = found.manifest, found.manifest.weights
+    if found.stored is not None:
+        return found.stored
+    if isinstance(kept, RandomWeights):
+        source: WeightSource = RandomCheckpoint(
+            found.spec, kept.seed, torch_dtype(m.dtype), m.device
+        )
+        return packings.MadeParams(found.packing, source)
+    for name, digest in kept.files.items():
+        file = Path(kept.directory) / name
+        if not file.is_file() or (found.whole and sha256(file) != digest):
+            raise EngineError(
+                f"{file} is missing or is not the file this engine was built from; restore it, or "
+                f"build again without --link-weights"
+            )
+    checkpoint = Checkpoint.open(kept.directory, found.spec, m.media.kinds)
+    if {*linked_files(checkpoint)} != kept.files.keys():
+        raise EngineError(
+            f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
+            f"restore them, or build again without --link-weights"
+        )
+    return packings.MadeParams(found.packing, checkpoint)
+
+
+def linked_files(source: Checkpoint) -> dict[str, Path]:
+    """Weight files by their paths inside the checkpoint's directory."""
+    return {p.relative_to(source.directory).as_posix(): p for p, _ in source.files}

@@ -1,0 +1,86 @@
+"""What a loaded engine consists of: all that sessions and towers need."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.backends.base import Runtime
+from g4ir.errors import InputError
+from g4ir.ir.graph import Program
+from g4ir.ir.interpret import interpret
+from g4ir.model.media import Media
+from g4ir.plan.limits import Limits
+from g4ir.spec.record import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(repr=False)
+class EngineParts:
+    """A program, its runtime, and the tables that tokens are looked up in. They belong to the
+    process that loaded them."""
+
+    path: Path
+    manifest: dict[str, Any]
+    spec: Spec
+    limits: Limits
+    all_logits: bool
+    device: str
+    dtype: str
+    program: Program
+    runtime: Runtime
+    tables: dict[str, Any] = field(repr=False)
+    #: what its towers were compiled for
+    media: Media = field(default_factory=Media)
+    _process: int = field(default_factory=os.getpid, init=False)
+
+    def __repr__(self) -> str:
+        backend = self.manifest.get("backend")
+        sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
+        return (
+            f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
+            f"{self.dtype}, {sizes}>"
+        )
+
+    def check_process(self) -> None:
+        """InputError in a forked child, where the runtime would wait for threads that only the
+        parent has."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
+                f"the engine in the process that uses it"
+            )
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """(window, slots) of every distinct ring cache."""
+        found: set[tuple[int, int]] = set()
+        for g in self.program.graphs.values():
+            caches = {*g.state, *g.next.values()}
+            for n in g.find("attention", "attention_latent"):
+                slots = {v.type.shape[0] for v in n.inputs if v in caches}
+                window = n.whole("window")
+                found |= {(window, size) for size in slots if isinstance(size, int)}
+        return tuple(sorted(found))
+
+    @property
+    def embeds_on_device(self) -> bool:
+        """Whether the rows of the tables are gathered where the engine runs."""
+        devices = {getattr(t, "device", None) for t in self.tables.values()}
+        return {d.type if d else "host" for d in devices} == {self.device}
+
+    def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Token ids -> the rows that the text graphs take, on the engine's device."""
+        self.check_process()
+        rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
+        return {k: t.to(self.device) for k, t in rows.items()}
+
+
+def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+    """Token ids -> the feeds of the text graphs, through the embed graph."""
+    outputs, _ = interpret(graph, {"tokens": tokens}, tables, {})
+    return outputs

@@ -1,0 +1,395 @@
+"""An engine at work: tokens in, logits out, caches in between."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from g4ir.errors import InputError
+from g4ir.media.merge import Piece, Prompt, check_softs, merged
+from g4ir.model.media import check_list, check_taken, listed, placeholders
+from g4ir.model.text import BLOCKS
+from g4ir.ops.finite import not_finite, require_finite
+
+from .encode import encode
+from .parts import EngineParts
+
+if TYPE_CHECKING:
+    from g4ir.backends.sampling import Sampler
+    from g4ir.media.soft import Soft
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a session held: lengths, and the part of each cache that was in use."""
+
+    length: torch.Tensor
+    written: torch.Tensor
+    caches: dict[str, torch.Tensor]
+
+
+class Session:
+    """`batch` rows, each with its own length. Not safe for use from several threads at once."""
+
+    def __init__(self, engine: EngineParts, batch: int = 1) -> None:
+        limit = engine.limits.max_batch
+        if not 1 <= batch <= limit:
+            raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
+        self.engine, self.batch = engine, batch
+        #: kind -> the id of its placeholders
+        self._media = placeholders(engine.spec.tokens, engine.media.kinds)
+        self._has_blocks = BLOCKS in engine.program.graphs
+        self.state = engine.runtime.new_state(batch)
+        #: int64 [batch]: tokens that each row holds
+        self.length = torch.zeros(batch, dtype=torch.int64)
+        #: most tokens that each row ever held since it was last empty (what rings have seen)
+        self._written = torch.zeros(batch, dtype=torch.int64)
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
+
+    def prefill(
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        all_logits: bool = False,
+        *,
+        soft: Sequence[Soft] = (),
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+    ) -> torch.Tensor:
+        """Append tokens, int64 [batch, S]; row b's first lengths[b] are valid (default: all).
+
+        Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
+        0, which is left untouched), or [batch, S, vocab] with `all_logits` (zeros behind a row's
+        last). Raises InputError on a token outside the vocabulary or a row that would pass
+        max_seq.
+
+        `soft` take the places of the placeholders of their kind, row by row; images, videos and
+        audio are encoded here and come after them. Placeholders of a kind that the engine does not
+        take are tokens like any other, with the rows that the tables have for their ids.
+
+        InputError for media of such a kind, where there are more or fewer placeholders than soft
+        tokens, or where a picture that is seen both ways does not fit a chunk. Nothing is appended
+        then.
+        """
+        if all_logits and not self.engine.all_logits:
+            raise InputError(
+                "all_logits: this engine was built without --all-logits; build it with"
+            )
+        prompt = self._prompt(tokens, lengths, soft, images=images, videos=videos, audio=audio)
+        return self._append_all(prompt) if all_logits else _on_host(self._append(prompt))
+
+    def append(self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = ()) -> torch.Tensor:
+        """`prefill` whose logits [B, vocab] stay on the engine's device, in the dtype that they are
+        made in. They are the session's own: the next step may write over them."""
+        return self._append(self._prompt(tokens, lengths, soft))
+
+    def advance(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
+        """`decode` whose logits stay on the device, as those of `append` do."""
+        tokens = _tensor(next_tokens, "decode: tokens")
+        if tokens.shape != (self.batch,):
+            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
+        lengths = None if active is None else self._checked_active(active)
+        return self._append(Prompt(*self._checked(tokens[:, None], lengths)))
+
+    def _prompt(
+        self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
+    ) -> Prompt:
+        """What is given, checked and put together."""
+        tokens, lengths = self._checked(tokens, lengths)
+        softs = self._softs(soft, **lists)
+        return merged(tokens, lengths, softs, self._media, self._has_blocks)
+
+    def _softs(self, soft: Sequence[Soft], **lists: Sequence[Any]) -> list[Soft]:
+        """What is given and what is encoded here, checked."""
+        engine = self.engine
+        check_list("soft", soft)
+        items = listed(engine.media, engine.spec, **lists)
+        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
+        check_softs(softs, engine.spec.text.hidden_size)
+        for s in softs:
+            check_taken(s.kind, engine.media, engine.spec)
+        return softs
+
+    def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
+        """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`
+        (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
+        the padding token."""
+        return _on_host(self.advance(next_tokens, active))
+
+    def _append(self, prompt: Prompt) -> torch.Tensor:
+        """Logits as `append` returns them."""
+        found: torch.Tensor | None = None
+        for piece, ends, logits in self._chunks(prompt, every=False):
+            if logits is not None:
+                rows = _last(logits, piece.count)
+                if not bool(ends.all()):
+                    before = torch.zeros_like(rows) if found is None else found
+                    rows = torch.where(ends.to(rows.device)[:, None], rows, before)
+                found = rows
+        return self._zeros() if found is None else found
+
+    def _append_all(self, prompt: Prompt) -> torch.Tensor:
+        """float32 [B, S, vocab] on the host, zeros behind a row's last."""
+        out = self._zeros(prompt.tokens.shape[1])
+        for piece, _, logits in self._chunks(prompt, every=True):
+            assert logits is not None
+            starts, ends = piece.start.tolist(), (piece.start + piece.count).tolist()
+            rows = logits.float().cpu()
+            for row, (i, j) in enumerate(zip(starts, ends, strict=True)):
+                out[row, i:j] = rows[row, : j - i]
+        return out
+
+    def _zeros(self, *width: int) -> torch.Tensor:
+        return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
+
+    def _chunks(
+        self, prompt: Prompt, every: bool
+    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
+        """Each chunk as it is run, the rows that end in it, and its logits where they are needed
+        ([B, 1 or S, vocab] on the device)."""
+        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
+            ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
+            yield piece, ends, self._step(prompt, piece, wanted=every or bool(ends.any()))
+
+    def stream(
+        self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Choose up to `count` tokens for each row and append all but the last, from logits
+        [batch, vocab] after what the rows hold. Yields the tokens of each step and which rows go
+        on: a row ends with one of `stops`, and what is yielded for it later means nothing.
+
+        CheckError where logits are NaN or infinite. Where the device chooses, that is seen when
+        the tokens are, and a step more may have been made by then.
+        """
+        stop = torch.tensor(sorted(stops), dtype=torch.int64)
+        tokens = self._chosen(sampler, logits)
+        active = ~torch.isin(tokens, stop)
+        yield tokens.tolist(), active.tolist()
+        if count < 2 or not active.any():
+            return
+        loop = self._loop(sampler, stop.tolist())
+        if loop is not None:
+            yield from self._looped(loop, tokens, active, count - 1, sampler)
+            return
+        for _ in range(count - 1):
+            logits = self.advance(tokens, None if active.all() else active)
+            tokens = self._chosen(sampler, logits)
+            active &= ~torch.isin(tokens, stop)
+            yield tokens.tolist(), active.tolist()
+            if not active.any():
+                return
+
+    def _chosen(self, sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
+        """The next token of each row, int64 [B] on the host; from a device they come with the
+        word that the logits are finite, so that it is waited for once."""
+        if not logits.is_cuda:
+            return sampler.next(self._finite(logits))
+        tokens = sampler.next(logits)
+        *chosen, finite = torch.cat((tokens, logits.isfinite().all()[None])).tolist()
+        if not finite:
+            self._finite(logits)
+        return torch.tensor(chosen)
+
+    def _finite(self, logits: torch.Tensor) -> torch.Tensor:
+        return require_finite(logits, self._what(), self.engine.dtype)
+
+    def _what(self) -> str:
+        return f"{self.engine.path}: logits after {self.length.tolist()} tokens"
+
+    def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
+        """Steps on the device, where the runtime has them and every table lies there too."""
+        text = self.engine.spec.text
+        if not self.engine.embeds_on_device or text.readable_ids < text.vocab_size:
+            return None
+        return self.engine.runtime.token_loop(
+            self.engine.embed, self.state, self.batch, sampler.settings, stops
+        )
+
+    def _looped(
+        self, loop: Any, tokens: torch.Tensor, active: torch.Tensor, steps: int, sampler: Sampler
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        self._check_ids(tokens.where(active, 0)[:, None])
+        self._check_room(active * steps)
+        drawing = sampler.settings.temperature > 0
+        uniforms = (lambda: sampler.uniforms(self.batch)) if drawing else None
+        loop.start(tokens, self.length, active)
+        try:
+            for chosen, running, finite in loop.run(steps, uniforms):
+                if not finite:
+                    self.length = loop.lengths.cpu()  # which the message names
+                    raise not_finite(self._what(), self.engine.dtype)
+                yield chosen, running
+        finally:
+            self.length = loop.lengths.cpu().clone()
+            self._written = torch.maximum(self._written, self.length)
+
+    def truncate(self, n: Any) -> None:
+        """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
+        is seen both ways, what is kept of it has seen what is dropped.
+
+        Raises InputError, and changes nothing, where a ring no longer holds what would be seen.
+        """
+        keep = _whole(n, "truncate")
+        if keep.shape not in ((), (self.batch,)):
+            raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
+        keep = keep.expand(self.batch).clone()
+        if bool((keep < 0).any()) or bool((keep > self.length).any()):
+            raise InputError(
+                f"truncate to {keep.tolist()}: rows hold {self.length.tolist()} tokens"
+            )
+        for window, slots in self.engine.rings:
+            # The next query sees the window - 1 tokens before it; a ring holds the newest slots.
+            first_seen = (keep - window + 1).clamp(min=0)
+            lost = (keep > 0) & (first_seen < self._written - slots)
+            if bool(lost.any()):
+                row = int(lost.nonzero()[0, 0])
+                least = int(self._written[row]) - slots + window - 1
+                raise InputError(
+                    f"truncate row {row} to {int(keep[row])}: its ring of {slots} slots has "
+                    f"overwritten that window; keep at least {least} tokens, or reset the row and "
+                    f"prefill again"
+                )
+        self.length = keep
+        self._written = torch.where(keep == 0, keep, self._written)
+
+    def reset(self, rows: Any = None) -> None:
+        """Empty the given rows (ints), or all."""
+        index = torch.arange(self.batch) if rows is None else _whole(rows, "reset rows").reshape(-1)
+        if bool((index < 0).any()) or bool((index >= self.batch).any()):
+            raise InputError(f"reset rows {index.tolist()}: the session has {self.batch} rows")
+        self.length[index] = 0
+        self._written[index] = 0
+
+    def snapshot(self) -> Snapshot:
+        """A copy of what every row holds, for `restore` on this session. Unlike `truncate`, which
+        copies nothing, it also brings back what rings have overwritten since."""
+        held = int(self.length.max())
+        views = self.state.views(held) if held else {}
+        caches = {name: t.clone() for name, t in views.items()}
+        return Snapshot(self.length.clone(), self._written.clone(), caches)
+
+    def restore(self, kept: Snapshot) -> None:
+        """Hold again what the snapshot holds."""
+        if kept.length.shape != self.length.shape:
+            raise InputError(
+                f"restore: a snapshot of {len(kept.length)} rows; the session has {self.batch}"
+            )
+        if kept.caches:
+            views = self.state.views(int(kept.length.max()))
+            for name, t in kept.caches.items():
+                views[name].copy_(t)
+        self.length, self._written = kept.length.clone(), kept.written.clone()
+
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        size: int = self.state.nbytes()
+        return size
+
+    def _checked_active(self, active: Any) -> torch.Tensor:
+        mask = _tensor(active, "decode: active")
+        if mask.shape != (self.batch,) or mask.dtype != torch.bool:
+            raise InputError(
+                f"decode: expected {self.batch} booleans as active, found {mask.tolist()}"
+            )
+        return mask.to(torch.int64)
+
+    def _checked(self, tokens: Any, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = _tensor(tokens, "prefill: expected int64 tokens")
+        if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
+            raise InputError(
+                f"prefill: expected int64 tokens [{self.batch}, S], "
+                f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            )
+        width = tokens.shape[1]
+        if lengths is None:
+            lengths = torch.full((self.batch,), width)
+        lengths = _whole(lengths, "prefill: lengths")
+        fits = (
+            lengths.shape == (self.batch,)
+            and int(lengths.min()) >= 0
+            and (int(lengths.max()) <= width)
+        )
+        if not fits:
+            raise InputError(
+                f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
+            )
+        valid = torch.arange(width) < lengths[:, None]
+        tokens = tokens.where(valid, 0)
+        self._check_ids(tokens)
+        self._check_room(lengths)
+        return tokens, lengths
+
+    def _check_ids(self, tokens: torch.Tensor) -> None:
+        text, pad = self.engine.spec.text, self.engine.spec.tokens.pad or 0
+        for i in self._media.values():  # whose rows no table is asked for
+            tokens = tokens.masked_fill(tokens == i, pad)
+        vocab = text.readable_ids
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+            row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
+            raise InputError(
+                f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
+                f"of {vocab}"
+            )
+
+    def _check_room(self, lengths: torch.Tensor) -> None:
+        after = self.length + lengths
+        limit = self.engine.limits.max_seq
+        if int(after.max()) > limit:
+            row = int(after.argmax())
+            raise InputError(
+                f"row {row} would hold {int(after[row])} tokens ({int(self.length[row])} held and "
+                f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
+            )
+
+    def _step(self, prompt: Prompt, piece: Piece, wanted: bool) -> torch.Tensor | None:
+        """One chunk through the runtime. A chunk of one token is a decode step."""
+        device = self.engine.device
+        positions = self.length[:, None] + torch.arange(piece.width)
+        feeds = self.engine.embed(piece.take(prompt.tokens, 0))
+        prompt.put_soft(feeds["embeds"], piece)
+        feeds |= {"positions": positions.to(device), "lengths": piece.count.to(device)}
+        phase = "decode" if piece.width == 1 else "prefill"
+        ids = prompt.blocks(piece) if piece.width > 1 else None
+        if ids is not None:
+            phase = BLOCKS
+            feeds["block_ids"] = ids.to(device)
+        after = self.length + piece.count
+        logits: torch.Tensor | None = self.engine.runtime.run(
+            phase, feeds, self.state, int(after.max()), wanted
+        )
+        self.length = after
+        self._written = torch.maximum(self._written, after)
+        return logits
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(f"{what}: found {str(value)[:80]!r}") from e
+
+
+def _whole(value: Any, what: str) -> torch.Tensor:
+    """Whole numbers as int64."""
+    t = _tensor(value, what)
+    if t.numel() and (t.is_floating_point() or t.is_complex()):
+        raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
+    return t.to(torch.int64)
+
+
+def _on_host(logits: torch.Tensor) -> torch.Tensor:
+    """A float32 copy for the caller to keep."""
+    return logits.to("cpu", torch.float32, copy=True)
+
+
+def _last(logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """[B, 1 or S, vocab] -> [B, vocab] at each row's last valid token."""
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    return logits[torch.arange(logits.shape[0]), (n - 1).clamp(min=0)]

@@ -1,0 +1,1 @@
+"""A program as data: graphs, their text form, the interpreter, differences."""

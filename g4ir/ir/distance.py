@@ -1,0 +1,325 @@
+"""How far rows of logits lie apart, and how far they may.
+
+In fp32 a fixed budget does, relative to the row's rms. In 16 bits rounding depends on the model
+and its weights, so the peer says how much is normal: its own distance to the same model in
+float64 on the same tokens (each weight rounded to 16 bits, then computed wide), measured in two
+of its modes. A right engine lies as far from float64 as the peer does; not nearer to the peer,
+since the two round on different sides. The median row may lie `TYPICAL` times as far as the
+peer's, and any row `WORST` times as far as the peer's worst: near ties of a router turn over in
+16 bits, on one side at one token, on the other at another, and such rows are far from float64 on
+either side. A row of something else is no such row, and a peer has only so many of them: hence
+`MOST`, and the share of far rows.
+
+Where float64 does not fit, distances are taken from the peer itself: the engine's, and that of
+the peer's other mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from g4ir.ops.budgets import UNIT
+
+Tensor = torch.Tensor
+#: dtypes whose rounding is measured
+ROUNDED = ("bf16", "f16")
+#: times the peer's median and worst distance: medians of right computations of one model lie up
+#: to 2.6 apart where a router's near ties turn over, and within 1.1 elsewhere
+TYPICAL, WORST = 2.0, 4.0
+#: of the row's rms: what a row may be away unless the peer's own are (zeros are 1 away, another
+#: token's row 1.4); and then times the peer's worst
+MOST, BEYOND = 0.5, 1.5
+#: far is beyond so many times the limit of the median. There may be twice the peer's share of far
+#: rows, a twentieth of all, and two
+FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
+#: fewest rows whose median says anything
+GROUP = 8
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a peer's rows lie from `anchor`, as root mean squares relative to that of the
+    anchor's row; the larger of its modes. `unit` is half a step of the dtype, the least that is
+    allowed; `far` the share of the peer's rows that are far. `reason` says why the anchor is not
+    float64."""
+
+    anchor: str
+    median: float
+    worst: float
+    unit: float
+    reason: str | None = None
+    far: float = 0.0
+
+    @property
+    def median_limit(self) -> float:
+        """What the engine's median row may be away."""
+        return TYPICAL * max(self.median, self.unit)
+
+    @property
+    def row_limit(self) -> float:
+        """What each of the engine's rows may be away."""
+        return min(WORST * max(self.worst, self.unit), max(MOST, BEYOND * self.worst))
+
+    def fits(self, distances: Sequence[float]) -> bool:
+        """Whether rows of the engine as a whole are as near as the peer's: their median, and how
+        many are far. Not where one is not a number."""
+        far = sum(not d <= FAR * self.median_limit for d in distances)
+        room = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
+        return median_of(distances) <= self.median_limit and far <= room
+
+    def __str__(self) -> str:
+        return f"{TYPICAL:g} and {WORST:g} times the peer's distance to {self.anchor}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a row of logits may differ by: its largest difference relative to the peer row's
+    rms, the cosine of the two rows, or the distance that the peer's own rounding allows."""
+
+    relative: float | None = None
+    cosine: float | None = None
+    rounding: Rounding | None = None
+
+    def holds(self, errors: Errors) -> Tensor:
+        """bool [rows]; a value that is not a number never holds."""
+        if self.rounding is not None:
+            return errors.distance <= self.rounding.row_limit
+        if self.relative is not None:
+            return errors.relative <= self.relative
+        assert self.cosine is not None
+        return errors.cosine > self.cosine
+
+    def typical(self, errors: Errors) -> bool:
+        """Whether the rows as a whole hold, where rounding is measured."""
+        return self.rounding is None or self.rounding.fits(errors.distance.tolist())
+
+    def all_hold(self, errors: Errors) -> bool:
+        """Each row, and the rows as a whole."""
+        return bool(self.holds(errors).all()) and self.typical(errors)
+
+    @property
+    def inside(self) -> Budget:
+        """Of values inside, beside those of a peer of the same dtype."""
+        if self.rounding is None:
+            return self
+        away = TYPICAL * max(self.rounding.median, self.rounding.unit)
+        return Budget(cosine=max(1 - away * away / 2, BUDGETS["bf16", "reference"].cosine or 0.0))
+
+    @property
+    def gap(self) -> float:
+        """Two logits closer than this (relative to the row's rms) may change places."""
+        if self.rounding is not None:
+            return 2 * self.rounding.row_limit
+        if self.relative is not None:
+            return 2 * self.relative
+        assert self.cosine is not None
+        return 2 * math.sqrt(2 * (1 - self.cosine))
+
+    def __str__(self) -> str:
+        if self.rounding is not None:
+            return str(self.rounding)
+        if self.relative is not None:
+            return f"relative error at most {self.relative:.1e}"
+        return f"cosine above {self.cosine}"
+
+
+#: fp32: rounding only, and room for how far transformers' own modes lie apart. A cosine for 16
+#: bits is what is asked of values inside, and of two engines in two dtypes.
+BUDGETS = {
+    ("f32", "reference"): Budget(relative=1e-4),
+    ("f32", "hf"): Budget(relative=4e-4),
+    ("bf16", "reference"): Budget(cosine=0.999),
+    ("bf16", "hf"): Budget(cosine=0.999),
+    ("f16", "reference"): Budget(cosine=0.999),
+    ("f16", "hf"): Budget(cosine=0.999),
+}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """By row: largest difference, the same relative to the wanted row's rms, the cosine, and the
+    rms of the difference relative to that of the wanted row."""
+
+    absolute: Tensor
+    relative: Tensor
+    cosine: Tensor
+    distance: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+def row_errors(got: Tensor, want: Tensor) -> Errors:
+    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. What is
+    not a number stays so."""
+    got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
+    absolute = (got - want).abs().amax(-1)
+    rms = want.pow(2).mean(-1).sqrt()
+    floor = 1e-3 * want.pow(2).mean().sqrt() + 1e-30
+    cosine = torch.nn.functional.cosine_similarity(got, want, dim=-1, eps=1e-30)
+    cosine = cosine.masked_fill((rms <= floor) & (absolute <= floor), 1.0)
+    size = rms.maximum(floor)
+    distance = (got - want).pow(2).mean(-1).sqrt() / size
+    return Errors(absolute, absolute / size, cosine, distance)
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """What distances are measured from, in 16 bits: rows [N, n] of `name`, and rows of the peer
+    in its other modes. With a `reason` the rows are the peer's own."""
+
+    name: str
+    rows: Tensor
+    others: Sequence[Tensor]
+    #: why it is not float64
+    reason: str | None = None
+
+    def rounding(self, want: Tensor, dtype: str) -> Rounding:
+        """Of a peer whose rows are `want`."""
+        modes = self.others if self.reason else [want, *self.others]
+        found = [row_errors(t, self.rows).distance for t in modes]
+        made = Rounding(
+            self.name,
+            max(float(d.median()) for d in found),
+            max(float(d.max()) for d in found),
+            UNIT[dtype] / 2,
+            self.reason,
+        )
+        far = [float((d > FAR * made.median_limit).double().mean()) for d in found]
+        return replace(made, far=max(far))
+
+    def errors(self, got: Tensor, want: Tensor) -> Errors:
+        """Of the engine against the peer; the distance is that to the anchor."""
+        beside = row_errors(got, want)
+        return Errors(
+            beside.absolute, beside.relative, beside.cosine, row_errors(got, self.rows).distance
+        )
+
+
+def widened(budget: Budget, rounding: float) -> Budget:
+    """Room for four times the rounding error."""
+    assert budget.relative is not None
+    return Budget(relative=max(budget.relative, 4 * rounding))
+
+
+# ---- each layer alone -------------------------------------------------------------------------
+
+
+#: times the peer's distance that a layer may add, in the median and at its worst row: rounding
+#: of one layer on its own inputs is the same on both sides within a few percent
+LAYER_TYPICAL, LAYER_WORST = 1.5, 2.5
+#: units of the dtype by which the first expert left out lies behind the last one taken, relative
+#: to it, where either may be taken
+CLOSE_UNITS = 8
+
+
+@dataclass(frozen=True)
+class LocalError:
+    """What a layer (the head after the last) adds to the distance to float64: in the median and at
+    its worst row without a near tie of its router, of the engine and of the peer."""
+
+    layer: str
+    median: float
+    worst: float
+    peer_median: float
+    peer_worst: float
+    ok: bool
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Of the medians and of the worst rows."""
+        return self.median / self.peer_median, self.worst / self.peer_worst
+
+
+def local_text(errors: Sequence[LocalError]) -> str:
+    """The layers that lie farthest from float64, in the median and at a row."""
+    far = []
+    for i in range(2):
+        e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
+        far.append(f"{e.ratios[i]:.2f} ({e.layer})")
+    return (
+        f"median {far[0]} and worst row {far[1]} times the peer's; up to {LAYER_TYPICAL:g} and "
+        f"{LAYER_WORST:g}"
+    )
+
+
+#: value -> index of a token -> row
+Rows = Mapping[str, Mapping[int, Tensor]]
+#: logits and layers of a run in 16 bits; the same in float64 on its own inputs; router margins
+Side = tuple[Tensor, Rows, Tensor, Rows, Mapping[int, Tensor]]
+
+
+def local_errors(
+    count: int, where: Sequence[int], own: Side, peer: Side, *, dtype: str
+) -> tuple[LocalError, ...]:
+    """By layer, then the head; `where` are the tokens of the rows of logits. Both sides show the
+    same rows. A layer of which there are none counts as part of the next; the head counts where
+    what goes into it is shown, or it would stand for all layers."""
+    out, skipped = [], [0]
+    for i in range(count + 1):
+        shown = f"L{i}.out" in own[1] if i < count else bool(_ends(own[1], count, where))
+        if not shown:
+            skipped.append(i + 1)
+            continue
+        ours, theirs = (_local(side, i, count, where, skipped, dtype) for side in (own, peer))
+        label = "the head" if i == count else f"layer {i}"
+        out.append(_local_error(label, ours, theirs, UNIT[dtype]))
+        skipped = [i + 1]
+    return tuple(out)
+
+
+def _local(
+    side: Side, layer: int, count: int, where: Sequence[int], parts: Sequence[int], dtype: str
+) -> tuple[Tensor, Tensor]:
+    """Distance of each row, and whether a router among `parts` was near a tie there."""
+    logits, rows, wide_logits, wide_rows, margins = side
+    if layer == count:
+        ends = _ends(rows, count, where)
+        at = [where[i] for i in ends]
+        distance = row_errors(logits[ends], wide_logits[ends]).distance
+    else:
+        held, wide = rows[f"L{layer}.out"], wide_rows[f"L{layer}.out"]
+        at = sorted(held)
+        pair = (torch.stack([t[i] for i in at]) for t in (held, wide))
+        distance = row_errors(*pair).distance
+    tied = torch.zeros(len(at), dtype=torch.bool)
+    for part in parts:
+        if part in margins:
+            tied |= margins[part][at] < CLOSE_UNITS * UNIT[dtype]
+    return distance, tied
+
+
+def _ends(rows: Rows, count: int, where: Sequence[int]) -> list[int]:
+    """Which of the rows of logits are at tokens whose last layer is shown."""
+    last = rows.get(f"L{count - 1}.out", {})
+    return [i for i, at in enumerate(where) if at in last]
+
+
+def _local_error(
+    layer: str, own: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor], unit: float
+) -> LocalError:
+    """A quarter of a unit is the least that is allowed: half a unit is the most of one rounding."""
+    median, peer_median = (max_or(d.median(), unit / 4 * i) for i, (d, _) in enumerate((own, peer)))
+    worst, peer_worst = (
+        max_or(d[~tied].max() if bool((~tied).any()) else d.median(), unit / 4 * i)
+        for i, (d, tied) in enumerate((own, peer))
+    )
+    ok = median <= LAYER_TYPICAL * peer_median and worst <= LAYER_WORST * peer_worst
+    return LocalError(layer, median, worst, peer_median, peer_worst, ok)
+
+
+def max_or(value: Tensor, least: float) -> float:
+    """The larger; what is not a number stays so."""
+    found = float(value)
+    return found if math.isnan(found) else max(found, least)
+
+
+def median_of(values: Sequence[float]) -> float:
+    """As torch has it: the lower of two; not a number where one is not."""
+    return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
+
+
+def worst_of(values: Sequence[float]) -> float:
+    """The largest; not a number where one is not."""
+    return float(torch.tensor(values, dtype=torch.float64).max()) if values else 0.0

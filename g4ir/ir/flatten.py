@@ -1,0 +1,34 @@
+"""Fused ops opened: the nodes that a node stands for.
+
+What a fused op costs, keeps in memory and decides (which experts) is said by the simpler ops of its
+expansion, so that no table has to know each fusion. An op that counts its own FLOPs or bytes
+stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .graph import Graph, Node, Value
+from .interpret import expansion
+
+
+def inner_nodes(n: Node) -> list[Node]:
+    """The nodes of the expansion, in order, with the names of the node's own results; the node
+    itself where it stays whole."""
+    if n.definition.flops is not None:
+        return [n]
+    nodes, results = expansion(n)
+    own = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
+
+    def named(values: Iterable[Value]) -> tuple[Value, ...]:
+        return tuple(own.get(v.name, v) for v in values)
+
+    renamed = (replace(m, inputs=named(m.inputs), outputs=named(m.outputs)) for m in nodes)
+    return [inner for m in renamed for inner in inner_nodes(m)]
+
+
+def flatten(g: Graph) -> Graph:
+    """The graph with every node opened; the same values under the same names, and more."""
+    return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))

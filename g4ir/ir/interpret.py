@@ -1,0 +1,104 @@
+"""The meaning of a graph: run each op's reference in order. Needs CPU torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.ops.base import as_tuple
+from g4ir.ops.types import torch_dtype
+
+from .graph import Builder, Graph, Node, Value
+
+Tensors = Mapping[str, Any]
+
+
+def interpret(
+    g: Graph,
+    inputs: Tensors,
+    params: Tensors,
+    state: Tensors,
+    watch: Callable[[Value, Any], None] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run `g`; returns (outputs by name, state by name). Nothing given is changed.
+
+    Tensors may be wider than declared: float64 in gives float64 throughout. `watch` sees every
+    value that a node makes.
+
+    Raises InputError where a tensor is missing.
+    """
+    env: dict[str, Any] = {}
+    for kind, values, given in (
+        ("input", g.inputs, inputs),
+        ("param", g.params, params),
+        ("state", g.state, state),
+    ):
+        for v in values:
+            if v.name not in given:
+                raise InputError(f"graph {g.name}: {kind} %{v.name} ({v.type}) was not given")
+            env[v.name] = given[v.name]
+    last_use = _last_uses(g)
+    for i, n in enumerate(g.nodes):
+        results = run_node(n, [env[v.name] for v in n.inputs])
+        for v, t in zip(n.outputs, results, strict=True):
+            env[v.name] = t
+            if watch:
+                watch(v, t)
+        for name in last_use.get(i, ()):
+            env.pop(name, None)
+    return (
+        {v.name: env[v.name] for v in g.outputs},
+        {v.name: env[g.next[v.name].name if v.name in g.next else v.name] for v in g.state},
+    )
+
+
+def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
+    """One op's reference, or its expansion's."""
+    definition = n.definition
+    if definition.reference:
+        return as_tuple(definition.reference(*tensors, **n.attrs))
+    env: dict[str, Any] = {}
+    nodes, results = expansion(n)
+    env.update({v.name: t for v, t in zip(n.inputs, tensors, strict=True)})
+    for inner in nodes:
+        made = run_node(inner, [env[v.name] for v in inner.inputs])
+        env.update({v.name: t for v, t in zip(inner.outputs, made, strict=True)})
+    return tuple(env[v.name] for v in results)
+
+
+def expansion(n: Node) -> tuple[list[Node], tuple[Value, ...]]:
+    """A fused node in simpler ops, and the values that stand for its results."""
+    b = Builder(scope=f"{n.outputs[0].name}/")
+    assert n.definition.expand
+    results = as_tuple(n.definition.expand(b, *n.inputs, **n.attrs))
+    return b.nodes, results
+
+
+def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
+    """Zeroed caches; `dims` binds their named dims."""
+    import torch
+
+    out = {}
+    for v in g.state:
+        t = v.type.bind(dims)
+        out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=dtype or torch_dtype(t.dtype))
+    return out
+
+
+def _last_uses(g: Graph) -> dict[int, list[str]]:
+    """Node index -> values that die there, so that a long graph stays small in memory."""
+    keep = {v.name for v in g.results()} | {v.name for v in g.state}
+    last: dict[str, int] = {}
+    for i, n in enumerate(g.nodes):
+        last.update({v.name: i for v in _touched(n)})
+    table: dict[int, list[str]] = {}
+    for name, i in last.items():
+        if name not in keep:
+            table.setdefault(i, []).append(name)
+    return table
+
+
+def _touched(n: Node) -> Iterator[Value]:
+    yield from n.inputs
+    yield from n.outputs

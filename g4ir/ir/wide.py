@@ -1,0 +1,32 @@
+"""Products in float64 on weights of 16 bits, without a copy of them: a weight is converted block by
+block, everything else is promoted by the float64 that goes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+#: elements of a weight that are converted at once: 128 MiB in float64
+BLOCK = 1 << 24
+_linear = torch.nn.functional.linear
+
+
+class WideProducts(TorchFunctionMode):
+    """Products with a weight are made in float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _linear:
+            return _product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, rows = input.double(), max(1, BLOCK // weight.shape[-1])
+    y = torch.cat([_linear(x, w.double()) for w in weight.split(rows)], -1)
+    return y if bias is None else y + bias.double()

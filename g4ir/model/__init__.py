@@ -1,0 +1,1 @@
+"""Graphs of a spec, and the names and shapes of its tensors."""

@@ -1,0 +1,228 @@
+"""Which media an engine takes, and the static shapes that its towers are compiled for.
+
+media = find_media(spec, kinds="all", budgets=None, seconds=None)
+media.budgets    # soft tokens of an image, one graph each
+media.frame      # soft tokens of a frame, or None without video
+media.lengths    # soft tokens of a sound, one graph each
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec.parts import Tokens
+from g4ir.spec.record import Spec
+
+from .images import BUDGETS, FRAME_BUDGET, image_settings
+from .sounds import AudioSettings, audio_settings
+
+IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
+#: kinds that go through the vision tower, and whose soft tokens form blocks (rule 19)
+PICTURES = (IMAGE, VIDEO)
+#: what a list of media is called, as a keyword and in a JSON line -> its kind
+LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
+#: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
+SECONDS = (5.0, 10.0, 20.0, 30.0)
+#: of any sound
+MOST_SAMPLES = 1 << 40
+#: where frames stand alone, so that a longer sound goes through in parts
+PART_SECONDS = (10.0,)
+
+
+@dataclass(frozen=True)
+class Media:
+    """What the towers of an engine are compiled for; empty where it takes text alone."""
+
+    kinds: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
+    default: int | None = None
+    frame: int | None = None
+    lengths: tuple[int, ...] = ()  # soft tokens of sounds, rising
+
+    @property
+    def grids(self) -> tuple[int, ...]:
+        """Soft tokens of every vision graph."""
+        frames = () if self.frame is None else (self.frame,)
+        return tuple(sorted({*self.budgets, *frames}))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, int]:
+    """Kind -> the id in whose places its soft tokens stand, of those kinds that have one."""
+    ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
+    return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
+
+
+def offered(spec: Spec) -> tuple[str, ...]:
+    """The kinds of media that a variant takes."""
+    towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
+    return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
+
+
+def check_media(media: Media, spec: Spec, most: int) -> None:
+    """InputError for a choice that `find_media` never makes; `most` sizes of sound at the most."""
+    pictures = IMAGE in media.kinds
+    known = {*BUDGETS, *([image_settings(spec).budget] if pictures else [])}
+    rules = {
+        "kinds": media.kinds == tuple(k for k in offered(spec) if k in media.kinds),
+        "budgets": _rising(media.budgets)
+        and known >= {*media.budgets}
+        and bool(media.budgets) == pictures,
+        "default": media.default in (media.budgets if pictures else (None,)),
+        "frame": media.frame == (FRAME_BUDGET if VIDEO in media.kinds else None),
+        "lengths": _rising(media.lengths)
+        and len(media.lengths) <= most
+        and bool(media.lengths) == (AUDIO in media.kinds),
+    }
+    for name, holds in rules.items():
+        if not holds:
+            raise InputError(f"media.{name} {getattr(media, name)!r} is not what {spec.name} takes")
+
+
+def _rising(numbers: tuple[int, ...]) -> bool:
+    """Whether numbers above 0 rise, and stay below what no picture or sound reaches."""
+    return max(numbers, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *numbers), numbers))
+
+
+def check_taken(kind: str, media: Media, spec: Spec) -> None:
+    """InputError where an engine does not take a kind of media; says how to build one that does,
+    or that its variant takes none."""
+    if kind not in KINDS:
+        raise InputError(f"media {kind!r}: one of {', '.join(KINDS)}")
+    if kind in media.kinds:
+        return
+    takes = f"this engine takes {', '.join(('text', *media.kinds))}, no {kind}"
+    can = offered(spec)
+    if kind not in can:
+        raise InputError(f"{takes}, and {spec.name} takes {', '.join(can) or 'text alone'}")
+    more = ",".join(k for k in can if k in (*media.kinds, kind))
+    raise InputError(f"{takes}; build one with `g4ir build --media {more}`")
+
+
+def check_there(kind: str, path: str | Path) -> None:
+    """InputError unless the path is that of an ordinary file: a device or a pipe may be endless."""
+    try:
+        found = Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have, or a folder that is closed
+        found = False
+    if not found:
+        raise InputError(f"{path}: no such {kind} file")
+
+
+def check_budget(budget: int | None, media: Media) -> None:
+    """InputError unless an engine's images can have this budget."""
+    if budget in media.budgets:
+        return
+    has = ", ".join(map(str, media.budgets))
+    more = ",".join(map(str, dict.fromkeys((media.default, *media.budgets, budget))))
+    advice = f"; or build one with `--image-budget {more}`" if budget in BUDGETS else ""
+    raise InputError(
+        f"image budget {budget}: this engine was built for {has}: choose from them{advice}"
+    )
+
+
+def listed(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
+    """(kind, item) of every item, from lists named as in LISTS.
+
+    InputError for what is no list, because a path would be taken apart into letters and an array
+    into rows, and for a kind that the engine does not take."""
+    out = []
+    for name, items in lists.items():
+        check_list(name, items)
+        if items:
+            check_taken(LISTS[name], media, spec)
+        out += [(LISTS[name], item) for item in items]
+    return out
+
+
+def check_list(name: str, items: Any) -> None:
+    """InputError for what is no list."""
+    if not isinstance(items, list | tuple):
+        raise InputError(f"{name}: expected a list, found {type(items).__name__}")
+
+
+def find_media(
+    spec: Spec,
+    kinds: str | Sequence[str] = "all",
+    budgets: Sequence[int] | None = None,
+    seconds: Sequence[float] | None = None,
+    extractor: Mapping[str, Any] | None = None,
+) -> Media:
+    """The choice for a build. `kinds`: `all` that the variant takes, `none`, or some of KINDS;
+    `budgets`: soft tokens of images (default: the variant's own), the first is what images get
+    unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used;
+    `extractor`: what a checkpoint says of its feature extractor.
+
+    InputError names what the variant does not take.
+    """
+    chosen = _kinds(spec, kinds)
+    if budgets is not None and IMAGE not in chosen:
+        raise InputError("--image-budget: this engine takes no images")
+    if seconds is not None and AUDIO not in chosen:
+        raise InputError("--audio-seconds: this engine takes no sound")
+    asked = _budgets(spec, budgets) if IMAGE in chosen else ()
+    return Media(
+        kinds=chosen,
+        budgets=tuple(sorted(set(asked))),
+        default=asked[0] if asked else None,
+        frame=FRAME_BUDGET if VIDEO in chosen else None,
+        lengths=_lengths(audio_settings(spec, extractor), seconds) if AUDIO in chosen else (),
+    )
+
+
+def build_words(media: Media, spec: Spec) -> list[str]:
+    """The options of `g4ir build` that ask for this choice."""
+    words = ["--media", ",".join(media.kinds) or "none"]
+    if media.default:
+        others = [b for b in media.budgets if b != media.default]
+        words += ["--image-budget", ",".join(map(str, (media.default, *others)))]
+    if media.lengths:
+        sound = audio_settings(spec)
+        least = [bisect_left(range(MOST_SAMPLES), n, key=sound.soft_tokens) for n in media.lengths]
+        words += ["--audio-seconds", ",".join(f"{s / sound.sampling_rate:.6f}" for s in least)]
+    return words
+
+
+def _kinds(spec: Spec, kinds: str | Sequence[str]) -> tuple[str, ...]:
+    can = offered(spec)
+    if kinds == "all":
+        return can
+    words = kinds.split(",") if isinstance(kinds, str) else list(kinds)
+    wanted = {w.strip() for w in words if w.strip() and w.strip() != "none"}
+    for word in sorted(wanted):
+        if word not in KINDS:
+            raise InputError(f"--media {word[:40]!r}: all, none, or some of {', '.join(KINDS)}")
+        if word not in can:
+            raise InputError(f"--media {word}: {spec.name} takes {', '.join(can) or 'text alone'}")
+    return tuple(k for k in can if k in wanted)
+
+
+def _budgets(spec: Spec, budgets: Sequence[int] | None) -> tuple[int, ...]:
+    if budgets is not None and not budgets:
+        raise InputError(f"--image-budget: give one of {', '.join(map(str, BUDGETS))}")
+    given = [None] if budgets is None else budgets
+    return tuple(image_settings(spec, b).budget for b in given)
+
+
+def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[int, ...]:
+    """Soft tokens of the lengths asked for, none longer than the longest clip; one length where
+    there is no longest one, since frames stand alone then."""
+    longest = settings.max_samples
+    out = set()
+    for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:
+        if not (math.isfinite(s) and s > 0):
+            raise InputError(f"--audio-seconds {s}: expected seconds above 0")
+        samples = round(s * settings.sampling_rate)
+        samples = samples if longest is None else min(samples, longest)
+        out.add(max(1, settings.soft_tokens(samples)))
+    if not out:
+        raise InputError("--audio-seconds: give at least one length")
+    return tuple(sorted(out)) if longest is not None else (max(out),)

@@ -1,0 +1,144 @@
+"""Parameter names: the graph's on one side, the checkpoint's on the other.
+
+This is the only place that knows both. Checkpoint names of the text model are given without its
+prefix; those of other parts begin with the part's name (a field of Prefixes) in place of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from g4ir.errors import WeightsError
+
+_TOP = {
+    "embed.table": "embed_tokens.weight",
+    "ple.table": "embed_tokens_per_layer.weight",
+    "ple.w": "per_layer_model_projection.weight",
+    "ple.norm": "per_layer_projection_norm.weight",
+    "final.w": "norm.weight",
+    "head.w": "lm_head.weight",
+}
+_LAYER = {
+    "norm_in": "input_layernorm.weight",
+    "attn.wq": "self_attn.q_proj.weight",
+    "attn.wk": "self_attn.k_proj.weight",
+    "attn.wv": "self_attn.v_proj.weight",
+    "attn.wo": "self_attn.o_proj.weight",
+    "attn.norm_q": "self_attn.q_norm.weight",
+    "attn.norm_k": "self_attn.k_norm.weight",
+    "norm_attn": "post_attention_layernorm.weight",
+    "norm_mlp": "pre_feedforward_layernorm.weight",
+    "mlp.w_gate": "mlp.gate_proj.weight",
+    "mlp.w_up": "mlp.up_proj.weight",
+    "mlp.w_down": "mlp.down_proj.weight",
+    "norm_mlp_post": "post_feedforward_layernorm_1.weight",
+    "norm_moe": "pre_feedforward_layernorm_2.weight",
+    "norm_moe_post": "post_feedforward_layernorm_2.weight",
+    "moe.router_scale": "router.scale",
+    "moe.router": "router.proj.weight",
+    "moe.expert_scale": "router.per_expert_scale",
+    "moe.gate_up": "experts.gate_up_proj",
+    "moe.down": "experts.down_proj",
+    "norm_ffn": "post_feedforward_layernorm.weight",
+    "ple.w_gate": "per_layer_input_gate.weight",
+    "ple.w_proj": "per_layer_projection.weight",
+    "norm_ple": "post_per_layer_input_norm.weight",
+    "scalar": "layer_scalar",
+}
+#: outside the towers' layers
+_TOWERS = {
+    "vision.w_patch": "vision.patch_embedder.input_proj.weight",
+    "vision.places": "vision.patch_embedder.position_embedding_table",
+    "vision.std_bias": "vision.std_bias",
+    "vision.std_scale": "vision.std_scale",
+    "vision.embed": "embed_vision.embedding_projection.weight",
+    "patches.norm_patch.weight": "vision_embedder.patch_ln1.weight",
+    "patches.norm_patch.bias": "vision_embedder.patch_ln1.bias",
+    "patches.w_patch": "vision_embedder.patch_dense.weight",
+    "patches.b_patch": "vision_embedder.patch_dense.bias",
+    "patches.norm_embed.weight": "vision_embedder.patch_ln2.weight",
+    "patches.norm_embed.bias": "vision_embedder.patch_ln2.bias",
+    "patches.places": "vision_embedder.pos_embedding",
+    "patches.norm_place.weight": "vision_embedder.pos_norm.weight",
+    "patches.norm_place.bias": "vision_embedder.pos_norm.bias",
+    "patches.embed": "embed_vision.embedding_projection.weight",
+    "audio.conv0.w": "audio.subsample_conv_projection.layer0.conv.weight",
+    "audio.conv0.norm": "audio.subsample_conv_projection.layer0.norm.weight",
+    "audio.conv1.w": "audio.subsample_conv_projection.layer1.conv.weight",
+    "audio.conv1.norm": "audio.subsample_conv_projection.layer1.norm.weight",
+    "audio.w_in": "audio.subsample_conv_projection.input_proj_linear.weight",
+    "audio.w_out": "audio.output_proj.weight",
+    "audio.b_out": "audio.output_proj.bias",
+    "audio.embed": "embed_audio.embedding_projection.weight",
+}
+_LAYERS = {"vision": "vision.encoder.layers", "audio": "audio.layers"}
+_TOWER_LAYER = {
+    "vision.norm_in": "input_layernorm.weight",
+    "vision.norm_attn": "post_attention_layernorm.weight",
+    "vision.norm_mlp": "pre_feedforward_layernorm.weight",
+    "vision.norm_ffn": "post_feedforward_layernorm.weight",
+    "vision.attn.norm_q": "self_attn.q_norm.weight",
+    "vision.attn.norm_k": "self_attn.k_norm.weight",
+    "audio.ff1.norm_in": "feed_forward1.pre_layer_norm.weight",
+    "audio.ff1.norm_post": "feed_forward1.post_layer_norm.weight",
+    "audio.ff2.norm_in": "feed_forward2.pre_layer_norm.weight",
+    "audio.ff2.norm_post": "feed_forward2.post_layer_norm.weight",
+    "audio.norm_attn_in": "norm_pre_attn.weight",
+    "audio.norm_attn": "norm_post_attn.weight",
+    "audio.norm_out": "norm_out.weight",
+    "audio.attn.w_relative": "self_attn.relative_k_proj.weight",
+    "audio.attn.dim_scale": "self_attn.per_dim_scale",
+    "audio.conv.norm_in": "lconv1d.pre_layer_norm.weight",
+    "audio.conv.w_time": "lconv1d.depthwise_conv1d.weight",
+    "audio.conv.norm": "lconv1d.conv_norm.weight",
+}
+#: linears that may be clipped: `.linear.weight` follows, or the name of a bound
+_CLIPPABLE = {
+    "vision.attn.wq": "self_attn.q_proj",
+    "vision.attn.wk": "self_attn.k_proj",
+    "vision.attn.wv": "self_attn.v_proj",
+    "vision.attn.wo": "self_attn.o_proj",
+    "vision.mlp.w_gate": "mlp.gate_proj",
+    "vision.mlp.w_up": "mlp.up_proj",
+    "vision.mlp.w_down": "mlp.down_proj",
+    "audio.ff1.w_up": "feed_forward1.ffw_layer_1",
+    "audio.ff1.w_down": "feed_forward1.ffw_layer_2",
+    "audio.ff2.w_up": "feed_forward2.ffw_layer_1",
+    "audio.ff2.w_down": "feed_forward2.ffw_layer_2",
+    "audio.attn.wq": "self_attn.q_proj",
+    "audio.attn.wk": "self_attn.k_proj",
+    "audio.attn.wv": "self_attn.v_proj",
+    "audio.attn.wo": "self_attn.post",
+    "audio.conv.w_start": "lconv1d.linear_start",
+    "audio.conv.w_end": "lconv1d.linear_end",
+}
+_BOUNDS = {
+    "in_min": "input_min",
+    "in_max": "input_max",
+    "out_min": "output_min",
+    "out_max": "output_max",
+}
+_OF_LAYER = re.compile(r"(?:(vision|audio)\.)?L(\d+)\.(.+)")
+
+
+def checkpoint_name(param: str) -> str:
+    """`L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`."""
+    if found := _TOP.get(param) or _TOWERS.get(param):
+        return found
+    if match := _OF_LAYER.fullmatch(param):
+        tower, layer, rest = match.groups()
+        if tower and (name := _of_tower(f"{tower}.{rest}")):
+            return f"{_LAYERS[tower]}.{layer}.{name}"
+        if not tower and rest in _LAYER:
+            return f"layers.{layer}.{_LAYER[rest]}"
+    raise WeightsError(f"param %{param} has no checkpoint tensor; add it to g4ir/model/names.py")
+
+
+def _of_tower(name: str) -> str | None:
+    """A param of a tower's layer, without the layer's number."""
+    if name in _CLIPPABLE:
+        return f"{_CLIPPABLE[name]}.linear.weight"
+    linear, _, bound = name.rpartition(".")
+    if linear in _CLIPPABLE and bound in _BOUNDS:
+        return f"{_CLIPPABLE[linear]}.{_BOUNDS[bound]}"
+    return _TOWER_LAYER.get(name)

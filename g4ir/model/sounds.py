@@ -1,0 +1,221 @@
+"""How a variant frames sound: lengths, rates and soft tokens, without a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec.parts import Audio, UnifiedAudio
+from g4ir.spec.record import Spec
+
+RATES = (1_000, 768_000)  # Hz; outside it a header is corrupt, and the resampler's table large
+
+
+@dataclass(frozen=True)
+class MelSettings:
+    """Log-mel features (rule 32). The defaults are those of the reference's feature extractor
+    class; a checkpoint's own numbers come in through `audio_settings`. Frequencies in Hz."""
+
+    bins: int
+    sampling_rate: int = 16_000
+    frame_length_ms: float = 20.0
+    hop_length_ms: float = 10.0
+    min_frequency: float = 0.0
+    max_frequency: float = 8_000.0
+    mel_floor: float = 1e-3
+    preemphasis: float = 0.0
+    preemphasis_htk_flavor: bool = True
+    fft_overdrive: bool = False
+    input_scale_factor: float = 1.0
+    per_bin_mean: tuple[float, ...] | None = None
+    per_bin_stddev: tuple[float, ...] | None = None
+    max_length: int = 480_000  # samples; what is longer is cut or refused
+    pad_multiple: int = 128  # samples
+    halvings: int = 2  # strided convolutions between frames and soft tokens (rule 33)
+
+    def __post_init__(self) -> None:
+        """InputError for numbers that no sound could be framed with."""
+        for name, right, rule in _MEL_RULES:
+            if not right(self):
+                raise InputError(f"audio settings: {name} {getattr(self, name)!r}: {rule}")
+
+    @property
+    def frame(self) -> int:
+        """Samples of an analysis window."""
+        return round(self.sampling_rate * self.frame_length_ms / 1000.0)
+
+    @property
+    def hop(self) -> int:
+        """Samples from one window to the next."""
+        return round(self.sampling_rate * self.hop_length_ms / 1000.0)
+
+    @property
+    def fft(self) -> int:
+        """Points of the Fourier transform: the next power of two, doubled on `fft_overdrive`."""
+        return int(2 ** math.ceil(math.log2(self.frame))) * (2 if self.fft_overdrive else 1)
+
+    @property
+    def max_samples(self) -> int:
+        """Longest clip in samples; the reference rounds it up to the padding's multiple."""
+        return round_up(self.max_length, self.pad_multiple)
+
+    @property
+    def fewest_samples(self) -> int:
+        """Shortest clip that gives a soft token."""
+        return self.frame + 1 - self.frame // 2
+
+    def frames(self, samples: int) -> int:
+        """Windows that lie wholly inside `samples`. A window spans one sample more than it
+        analyses, and half of one lies in the zeros that are put in front."""
+        return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
+
+    def at_most(self, soft: int) -> MelSettings:
+        """These settings for clips of no more than this many soft tokens."""
+        room = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
+        # Down to the padding's multiple, since the limit itself is rounded up to it.
+        most = max(self.fewest_samples, room - room % self.pad_multiple)
+        return replace(self, max_length=min(self.max_length, most))
+
+    def soft_tokens(self, samples: int) -> int:
+        """Soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
+        count = self.frames(samples)
+        for _ in range(self.halvings):
+            count = (count + 1) // 2
+        return count
+
+
+_MEL_RULES: tuple[tuple[str, Callable[[MelSettings], bool], str], ...] = (
+    ("bins", lambda s: s.bins >= 1, "at least 1"),
+    ("sampling_rate", lambda s: RATES[0] <= s.sampling_rate <= RATES[1], "1000..768000 Hz"),
+    ("frame_length_ms", lambda s: 2 <= s.frame <= 1 << 16, "a frame has 2..65536 samples"),
+    ("hop_length_ms", lambda s: s.hop >= 1, "frames are at least one sample apart"),
+    ("min_frequency", lambda s: 0 <= s.min_frequency < s.max_frequency, "0..max_frequency"),
+    ("max_frequency", lambda s: s.max_frequency <= s.sampling_rate / 2, "at most half the rate"),
+    ("mel_floor", lambda s: s.mel_floor > 0, "above 0, or silence has no logarithm"),
+    ("max_length", lambda s: s.max_length >= s.fewest_samples, "at least one frame"),
+    ("pad_multiple", lambda s: s.pad_multiple >= 1, "at least 1"),
+    ("per_bin_mean", lambda s: _per_bin(s.per_bin_mean, s.bins), "one number per bin"),
+    ("per_bin_stddev", lambda s: _per_bin(s.per_bin_stddev, s.bins), "one number per bin"),
+)
+
+
+def _per_bin(values: tuple[float, ...] | None, bins: int) -> bool:
+    return values is None or len(values) == bins
+
+
+@dataclass(frozen=True)
+class RawSettings:
+    """Raw features (rule 42): each soft token is `frame` samples, the last filled with zeros."""
+
+    frame: int
+    sampling_rate: int = 16_000
+    max_tokens: int | None = None  # the reference has no limit of its own here
+
+    def __post_init__(self) -> None:
+        """InputError for numbers that no sound could be framed with."""
+        if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
+            raise InputError(
+                f"audio settings: {self}: a frame needs a sample and the rate "
+                f"{RATES[0]}..{RATES[1]} Hz"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"audio settings: max_tokens {self.max_tokens}: at least 1, or None")
+
+    @property
+    def max_samples(self) -> int | None:
+        """Longest clip in samples."""
+        return None if self.max_tokens is None else self.max_tokens * self.frame
+
+    @property
+    def fewest_samples(self) -> int:
+        """Shortest clip that gives a soft token."""
+        return 1
+
+    def soft_tokens(self, samples: int) -> int:
+        """Soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
+        return -(-samples // self.frame)
+
+
+AudioSettings = MelSettings | RawSettings
+
+
+def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> AudioSettings:
+    """The features that a variant's audio path takes.
+
+    `extractor` is what a checkpoint says of its feature extractor: `feature_extractor` of
+    processor_config.json, or preprocessor_config.json. What it leaves out is as in the reference.
+    InputError for a variant without sound and for numbers that do not fit the spec.
+    """
+    config = dict(extractor or {})
+    if isinstance(spec.audio, Audio):
+        return _mel_settings(spec.name, spec.audio, config)
+    if isinstance(spec.audio, UnifiedAudio):
+        return _raw_settings(spec.name, spec.audio, config)
+    raise InputError(f"{spec.name} takes no sound; use a variant with an audio section")
+
+
+def _mel_settings(name: str, audio: Audio, config: dict[str, Any]) -> MelSettings:
+    # The tower's first linear has a quarter of the first channel count as its bands, so that
+    # count fixes the number of mel bins, whatever it is named after.
+    bands = audio.subsampling_conv_channels[0] // 4
+    halvings = len(audio.subsampling_conv_channels)
+    bins = _checked("feature_size", config.get("feature_size", bands << halvings), int)
+    if -(-bins // (1 << halvings)) != bands:
+        raise InputError(
+            f"{name}: feature_size {bins} gives {-(-bins // (1 << halvings))} bands after "
+            f"{halvings} convolutions, the audio tower takes {bands}; use {bands << halvings}"
+        )
+    _check_plain(config)
+    settings = MelSettings(bins=bins, halvings=halvings)
+    return replace(settings, **_known(config, MelSettings, ("bins", "halvings")))
+
+
+def _raw_settings(name: str, audio: UnifiedAudio, config: dict[str, Any]) -> RawSettings:
+    for key in ("audio_samples_per_token", "feature_size"):
+        found = config.get(key, audio.audio_embed_dim)
+        if found != audio.audio_embed_dim:
+            raise InputError(
+                f"{name}: {key} {found!r} is not audio.audio_embed_dim {audio.audio_embed_dim}"
+            )
+    _check_plain(config)
+    return RawSettings(audio.audio_embed_dim, **_known(config, RawSettings, ("frame",)))
+
+
+#: what a feature extractor may say but we have only one way of doing
+PLAIN = {"dither": 0, "padding_side": "right", "padding_value": 0}
+
+
+def _check_plain(config: dict[str, Any]) -> None:
+    for key, value in PLAIN.items():
+        if config.get(key, value) != value:
+            raise InputError(f"feature extractor: {key} {config[key]!r} is not supported; {value}")
+
+
+def _known(config: dict[str, Any], cls: type, own: tuple[str, ...]) -> dict[str, Any]:
+    """The entries that are settings, of the right type; null counts as left out."""
+    kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in own}
+    given = {k: v for k, v in config.items() if k in kinds and v is not None}
+    return {k: _checked(k, v, _KINDS[kinds[k].split(" | ")[0]]) for k, v in given.items()}
+
+
+_KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "tuple[float, ...]": tuple}
+
+
+def _checked(key: str, value: Any, kind: type) -> Any:
+    try:
+        if kind is tuple:
+            return tuple(_checked(key, v, float) for v in value)
+        right = isinstance(value, bool) is (kind is bool) and math.isfinite(value)
+        if right and kind(value) == value:
+            return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InputError(f"feature extractor: {key} {str(value)[:40]!r} is no {kind.__name__}")
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple

@@ -1,0 +1,107 @@
+"""Types of the IR: element types, dims that are ints or names, tensor types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+Dim = int | str
+
+#: bytes per element; torch names are the long forms
+ITEMSIZE = {
+    "f64": 8,
+    "f32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "f8e4m3": 1,
+    "i64": 8,
+    "i32": 4,
+    "i8": 1,
+    "u8": 1,
+    "bool": 1,
+}
+TORCH_NAMES = {
+    "f64": "float64",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f8e4m3": "float8_e4m3fn",
+    "i64": "int64",
+    "i32": "int32",
+    "i8": "int8",
+    "u8": "uint8",
+    "bool": "bool",
+}
+FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3"})
+
+
+@dataclass(frozen=True)
+class Type:
+    """A tensor type: `bf16[B,S,64]`. A dim is an int or a name that is bound later."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"unknown dtype {self.dtype!r}; one of {', '.join(ITEMSIZE)}")
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def with_shape(self, *shape: Dim) -> Type:
+        return Type(self.dtype, tuple(shape))
+
+    def bind(self, dims: Mapping[str, int]) -> Type:
+        """Replace named dims that `dims` knows."""
+        return Type(
+            self.dtype, tuple(dims.get(d, d) if isinstance(d, str) else d for d in self.shape)
+        )
+
+    def numel(self) -> int:
+        """Element count; ValueError while a dim is still a name."""
+        count = 1
+        for d in self.shape:
+            if isinstance(d, str):
+                raise ValueError(f"{self} has the unbound dim {d}; bind it first")
+            count *= d
+        return count
+
+    def nbytes(self) -> int:
+        return self.numel() * ITEMSIZE[self.dtype]
+
+
+_DIM = r"(?:[0-9]+|[A-Za-z_][A-Za-z0-9_]*)"
+_TYPE = re.compile(rf"([a-z0-9]+)\[((?:{_DIM}(?:,{_DIM})*)?)\]")
+
+
+@lru_cache(maxsize=4096)
+def parse_type(text: str) -> Type:
+    """`bf16[B,S,64]` -> Type; ValueError otherwise."""
+    match = _TYPE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"expected a type such as bf16[B,S,64], found {text!r}")
+    dims = [d for d in match[2].split(",") if d]
+    return Type(match[1], tuple(int(d) if d.isdigit() else d for d in dims))
+
+
+def torch_dtype(name: str):  # type: ignore[no-untyped-def]
+    """The torch dtype of an IR dtype name."""
+    import torch
+
+    return getattr(torch, TORCH_NAMES[name])
+
+
+def dtype_name(dtype: object) -> str:
+    """The IR name of a torch dtype, or of any spelling (`bfloat16`, `bf16`)."""
+    text = str(dtype).removeprefix("torch.")
+    for short, long in TORCH_NAMES.items():
+        if text in (short, long):
+            return short
+    raise ValueError(f"unknown dtype {text!r}; one of {', '.join(TORCH_NAMES)}")

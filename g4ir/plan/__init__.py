@@ -1,0 +1,1 @@
+"""Bytes and microseconds, known before anything is built."""

@@ -1,0 +1,438 @@
+"""What a graph costs: FLOPs and bytes of every node, and the least time they take.
+
+A node's FLOPs and the bytes that it reads and writes come from its op (`flops`, `traffic`). This
+module says how large the operands are at one step and what the bytes belong to: a param is weight
+traffic, a cache is state traffic, the rest are activations. A fused op is opened (ir/flatten.py):
+it costs what its parts cost, but moves each operand once, and nothing in between. Nothing here runs
+a graph or needs torch.
+
+Dims at a step of S tokens per row on B rows whose caches hold C tokens each: a cache has
+min(its slots, C) slots in use before it is written, min(its slots, C + S) after. Weights are read
+once per step. A node that depends on params alone costs nothing: it runs once, at build.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.ir.flatten import inner_nodes
+from g4ir.ir.graph import Graph, Node, Value, split_prologue
+from g4ir.ops.base import KINDS, nothing
+from g4ir.ops.types import ITEMSIZE, Type
+
+# --- sums -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs (a multiply and an add are two) and bytes moved, by what they belong to."""
+
+    flops: int = 0
+    weight_bytes: int = 0  # params read
+    state_bytes: int = 0  # caches read and written
+    other_bytes: int = 0  # activations, as if each passed through memory between two nodes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.weight_bytes + other.weight_bytes,
+            self.state_bytes + other.state_bytes,
+            self.other_bytes + other.other_bytes,
+        )
+
+    def __mul__(self, times: int) -> Cost:
+        parts = (self.flops, self.weight_bytes, self.state_bytes, self.other_bytes)
+        return Cost(*(n * times for n in parts))
+
+    @property
+    def nbytes(self) -> int:
+        return self.needed_bytes + self.other_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Weights and caches: what has to move however the nodes are fused."""
+        return self.weight_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """The cost of one node, named by its first result; `kind` is what most of it belongs to, and
+    `parts` has the cost by kind where it is of several."""
+
+    node: str
+    op: str
+    kind: str
+    cost: Cost
+    parts: Mapping[str, Cost] = field(default_factory=dict)
+
+    def kinds(self) -> Mapping[str, Cost]:
+        """The cost by kind."""
+        return self.parts or {self.kind: self.cost}
+
+
+def total(costs: Iterable[NodeCost]) -> Cost:
+    return sum((c.cost for c in costs), Cost())
+
+
+def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
+    """Cost of each kind that occurs, in the order of KINDS."""
+    table = dict.fromkeys(KINDS, Cost())
+    for c in costs:
+        for kind, cost in c.kinds().items():
+            table[kind] += cost
+    return {kind: cost for kind, cost in table.items() if cost != Cost()}
+
+
+# --- what a node is part of -------------------------------------------------------------------
+
+#: ops without a kind (matrix products, activations, views) by the name of their first result
+NAME_KINDS = (
+    ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
+    ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
+    ("experts", re.compile(r"L\d+\.moe\.")),
+    ("ple", re.compile(r"(L\d+\.)?ple\b")),
+    ("head", re.compile(r"(head\.|final\.|logits\b)")),
+)
+
+
+def kind_of(n: Node) -> str:
+    """One of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so a
+    product keeps its kind."""
+    name = n.outputs[0].name
+    found = (kind for kind, pattern in NAME_KINDS if pattern.match(name))
+    return n.definition.kind or next(found, "other")
+
+
+# --- weight formats ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Bytes per element: matrices of the layers; tables and the head; norm weights, scalars."""
+
+    body: float
+    head: float
+    vector: float = 2
+
+
+#: int4 is 32 values of 4 bits and one 16-bit scale, 18 bytes (q4_0); the 8-bit formats have one
+#: scale per row, 0.1 % of the bytes, which is left out
+WEIGHT_FORMATS = {
+    "f32": WeightFormat(4, 4, 4),
+    "bf16": WeightFormat(2, 2),
+    "f16": WeightFormat(2, 2),
+    "fp8": WeightFormat(1, 1),
+    "int8": WeightFormat(1, 1),
+    "int4": WeightFormat(18 / 32, 1),
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """InputError lists the formats."""
+    if name not in WEIGHT_FORMATS:
+        raise InputError(f"unknown weight format {name!r}: one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[name]
+
+
+def stored_size(t: Type, kind: str, form: WeightFormat | None) -> float:
+    """Bytes per element of a param that a node of this kind reads; its dtype's without a format."""
+    if form is None:
+        return ITEMSIZE[t.dtype]
+    if t.rank < 2:
+        return form.vector
+    return form.head if kind in ("head", "embed") else form.body
+
+
+# --- steps ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of a graph: B rows, S new tokens each, caches that hold C tokens each before it."""
+
+    B: int = 1
+    S: int = 1
+    C: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("B", 1), ("S", 1), ("C", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
+
+
+def graph_costs(
+    g: Graph,
+    *,
+    B: int = 1,
+    S: int = 1,
+    C: int = 0,
+    experts: float | None = None,
+    weights: str | None = None,
+) -> list[NodeCost]:
+    """Cost of each node at one step (see Step); S is 1 in a graph without that dim.
+
+    `experts` is the number of distinct experts per layer where it was counted, else it is the
+    expected number for uniform choices (ops/moe.py). `weights` is one of WEIGHT_FORMATS; without
+    it weights have the graph's dtype. Any graph will do, before and after any pass.
+
+    Raises InputError for sizes out of range and an unknown format.
+    """
+    return _Meter(g, experts, weights).nodes([Step(B, S, C)])
+
+
+def decode_costs(
+    g: Graph, context: int, *, B: int = 1, experts: float | None = None, weights: str | None = None
+) -> list[NodeCost]:
+    """One decode step at which each row attends to `context` tokens, its own among them."""
+    _positive("context", context)
+    return _Meter(g, experts, weights).nodes([Step(B, 1, context - 1)])
+
+
+def prefill_costs(
+    g: Graph,
+    tokens: int,
+    chunk: int | None = None,
+    *,
+    B: int = 1,
+    experts: float | None = None,
+    weights: str | None = None,
+) -> list[NodeCost]:
+    """A prompt of `tokens` tokens per row from empty caches, in chunks (default: in one), summed
+    over the chunks node by node."""
+    return _Meter(g, experts, weights).nodes(_chunks(tokens, chunk, B))
+
+
+def prefill_chunks(
+    g: Graph,
+    tokens: int,
+    chunk: int | None = None,
+    *,
+    B: int = 1,
+    experts: float | None = None,
+    weights: str | None = None,
+) -> list[Cost]:
+    """As `prefill_costs`, chunk by chunk. Chunks run one after the other, so the floor of a prompt
+    is the sum of their floors."""
+    meter = _Meter(g, experts, weights)
+    return [meter.total(step) for step in _chunks(tokens, chunk, B)]
+
+
+def _chunks(tokens: int, chunk: int | None, B: int) -> list[Step]:
+    _positive("tokens", tokens)
+    size = tokens if chunk is None else chunk
+    _positive("chunk", size)
+    return [Step(B, min(size, tokens - at), at) for at in range(0, tokens, size)]
+
+
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r}: expected a positive integer")
+
+
+class _Meter:
+    """Costs of the nodes of a graph at any step.
+
+    Layers repeat each other: nodes that cost the same whatever the step form a group, of which one
+    is looked at.
+    """
+
+    def __init__(self, g: Graph, experts: float | None, weights: str | None) -> None:
+        if experts is not None and not experts > 0:
+            raise InputError(f"experts={experts!r}: expected a positive number")
+        self.format = None if weights is None else weight_format(weights)
+        self.counted = {} if experts is None else {"experts": {"distinct": experts}}
+        _, self.graph = split_prologue(g)
+        self.roles = _Roles.of(self.graph)
+        self.chunked = any("S" in v.type.shape for v in self.graph.inputs)
+        self.keys = [self._key(n) for n in self.graph.nodes]
+        self.groups: dict[Any, list[Node]] = {}
+        for key, n in zip(self.keys, self.graph.nodes, strict=True):
+            self.groups.setdefault(key, []).append(n)
+
+    def _key(self, n: Node) -> Any:
+        return n.op, kind_of(n), self.roles.signature(n), tuple(n.attrs.items())
+
+    def nodes(self, steps: Sequence[Step]) -> list[NodeCost]:
+        """Each node's cost, summed over the steps."""
+        parts = {
+            key: _summed(self._parts(group[0], step) for step in steps)
+            for key, group in self.groups.items()
+        }
+        whole = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
+        return [
+            NodeCost(
+                n.outputs[0].name,
+                n.op,
+                kind_of(n),
+                whole[key],
+                parts[key] if len(parts[key]) > 1 else {},
+            )
+            for key, n in zip(self.keys, self.graph.nodes, strict=True)
+        ]
+
+    def total(self, step: Step) -> Cost:
+        parts = (
+            sum(self._parts(group[0], step).values(), Cost()) * len(group)
+            for group in self.groups.values()
+        )
+        return sum(parts, Cost())
+
+    def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
+        """Of one node at one step, by kind."""
+        step = step if self.chunked else Step(step.B, 1, step.C)
+        nodes = inner_nodes(n)
+        bill = _Bill(step, self.roles, _owners(n, nodes))
+        for v in (*n.inputs, *n.outputs):
+            bill.left[v.name] += self.roles.bound(v, step).nbytes()
+        parts = _summed({kind_of(m): self._cost(m, bill)} for m in nodes)
+        return {kind: cost for kind, cost in parts.items() if cost != Cost()}
+
+    def _cost(self, n: Node, bill: _Bill) -> Cost:
+        """Of one part of a node. What lies between two parts moves nothing."""
+        values = (*n.inputs, *n.outputs)
+        types = tuple(self.roles.bound(v, bill.step) for v in values)
+        ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
+        op = n.definition
+        assert op.flops and op.traffic
+        moved = {"weight": 0, "state": 0, "other": 0}
+        reads, writes = op.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
+        for v, t, size in zip(values, types, (*reads, *writes), strict=True):
+            role, size = bill.take(v, size)
+            moved[role] += self._stored(n, t, size) if role == "weight" else size
+        return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
+
+    def _stored(self, n: Node, t: Type, size: int) -> int:
+        """Bytes of a param in the weight format, for `size` in its own dtype."""
+        return round(size * stored_size(t, kind_of(n), self.format) / ITEMSIZE[t.dtype])
+
+
+def _summed(many: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
+    table: dict[str, Cost] = {}
+    for parts in many:
+        for kind, cost in parts.items():
+            table[kind] = table.get(kind, Cost()) + cost
+    return table
+
+
+def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
+    """Value inside a node -> the operand of the node that it is, or is a view of."""
+    owners = {v.name: v for v in (*n.inputs, *n.outputs)}
+    for m in nodes:
+        if m.definition.traffic is nothing and m.inputs[0].name in owners:
+            owners = {v.name: owners[m.inputs[0].name] for v in m.outputs} | owners
+    return owners
+
+
+@dataclass(frozen=True)
+class _Bill:
+    """What the parts of one node have moved of its operands: each at most once."""
+
+    step: Step
+    roles: _Roles
+    owners: Mapping[str, Value]
+    left: Counter[str] = field(default_factory=Counter)  # bytes of each operand yet to be moved
+
+    def take(self, v: Value, size: int) -> tuple[str, int]:
+        """(role, bytes) that a part moves of a value, for the `size` that it would alone."""
+        owner = self.owners.get(v.name)
+        if owner is None:
+            return "other", 0
+        size = min(size, self.left[owner.name])
+        self.left[owner.name] -= size
+        return self.roles.role(owner), size
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What the values of a graph are: params, caches before their write, caches after it."""
+
+    params: frozenset[str]
+    before: frozenset[str]
+    after: frozenset[str]
+
+    @staticmethod
+    def of(g: Graph) -> _Roles:
+        return _Roles(
+            frozenset(v.name for v in g.params),
+            frozenset(v.name for v in g.state),
+            frozenset(v.name for v in g.next.values()),
+        )
+
+    def role(self, v: Value) -> str:
+        if v.name in self.params:
+            return "weight"
+        return "state" if v.name in self.before or v.name in self.after else "other"
+
+    def signature(self, n: Node) -> tuple[Any, ...]:
+        """What of its operands bears on a node's cost."""
+        return tuple((v.type, self.role(v), v.name in self.after) for v in (*n.inputs, *n.outputs))
+
+    def bound(self, v: Value, step: Step) -> Type:
+        """The type with its dims as they are at a step; a cache with its slots in use."""
+        t = v.type.bind({"B": step.B, "S": step.S})
+        if self.role(v) != "state":
+            return t
+        tokens = step.C + (step.S if v.name in self.after else 0)
+        slots = t.shape[0]
+        return t.with_shape(min(slots, tokens) if isinstance(slots, int) else tokens, *t.shape[1:])
+
+
+# --- the roof ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a device can do at most, by its data sheet or as measured."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "flops_per_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise InputError(f"{name}={value!r}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time for a cost under a roof: bytes and FLOPs may overlap, so the longer one."""
+
+    memory_s: float
+    compute_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_s, self.compute_s)
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory_s >= self.compute_s else "compute"
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Of a graph: the floor of all its nodes together, and of each kind by itself.
+
+    The kinds may add up to more than the total: one part's bytes can overlap another's FLOPs.
+    """
+
+    total: Floor
+    kinds: Mapping[str, Floor]
+
+
+def floor(cost: Cost, roof: Roof) -> Floor:
+    """Activations are left out: fused nodes keep them on the chip."""
+    return Floor(cost.needed_bytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)
+
+
+def floors(costs: Sequence[NodeCost], roof: Roof) -> Floors:
+    """Time floors of a step under a roof."""
+    return Floors(floor(total(costs), roof), {k: floor(c, roof) for k, c in by_kind(costs).items()})

@@ -1,0 +1,261 @@
+"""Whether an engine fits its device: asked before anything is loaded.
+
+    require_fit(spec, program, limits, dtype="bf16", device="cuda", memory=device_memory("cuda"))
+
+The need is that of `g4ir plan`: weights on the device, caches of max_batch rows of max_seq tokens,
+activations, workspace, and the reserve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import PlanError
+from g4ir.ir.graph import Program
+from g4ir.model.media import Media
+from g4ir.model.text import BLOCKS, build_graph
+from g4ir.model.towers import build_towers, is_tower
+from g4ir.ops.types import TORCH_NAMES
+from g4ir.passes import Options, run_passes
+from g4ir.spec.record import Spec
+from g4ir.ui.units import size_text
+from g4ir.weights.pack import DEFAULT_PLACEMENT, split_program
+
+from .count import DTYPE_BYTES
+from .memory import Needs
+from .plan import MOST_ROWS, Footprint, Row, largest, reserve
+
+if TYPE_CHECKING:
+    from .limits import Limits
+
+#: an engine without towers
+TEXT_ALONE = Media()
+CGROUPS = Path("/sys/fs/cgroup")
+CHUNKS = (512, 256, 128, 64)
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is fitted,
+    or the limit of the control groups that the process is in, if that is less."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits(CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def _group_limits(root: Path, membership: Path) -> Iterator[int]:
+    """Memory limits of the process's control group and of those above it, in both layouts."""
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            folder = root / controllers / path.strip("/")
+            for place in (folder, *folder.parents):
+                if place == root.parent:
+                    break
+                if (text := _read(place / name).strip()).isdigit():
+                    yield int(text)
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, as on other systems."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Build:
+    """What decides the memory that a build needs."""
+
+    made: Footprint
+    limits: Limits
+    remake: Callable[[str], Needs]
+    least_chunk: int = 1  # what the largest image needs whose tokens see each other
+
+    def row(self) -> Row:
+        limits = self.limits
+        return self.made.row(limits.max_seq, limits.max_batch, limits.prefill_chunk)
+
+    def need(self) -> int:
+        return self.made.need(self.row(), self.made.dtype, "built")
+
+    def with_limits(self, **changes: int) -> _Build:
+        limits = replace(self.limits, **changes)
+        chunk = min(max(limits.prefill_chunk, self.least_chunk), limits.max_seq)
+        return replace(self, limits=replace(limits, prefill_chunk=chunk))
+
+    def without_media(self) -> _Build:
+        graphs = self.made.needs.graphs
+        text = Needs(tuple(g for g in graphs if not is_tower(g.name) and g.name != BLOCKS))
+        return replace(self, made=_changed(self.made, needs=text), least_chunk=1)
+
+    def with_dtype(self, dtype: str) -> _Build:
+        return replace(self, made=_changed(self.made, dtype=dtype, needs=self.remake(dtype)))
+
+    def with_placement(self, placement: str) -> _Build:
+        return replace(self, made=_changed(self.made, ple_placement=placement))
+
+
+def _changed(
+    made: Footprint,
+    needs: Needs | None = None,
+    dtype: str | None = None,
+    ple_placement: str | None = None,
+) -> Footprint:
+    """Without what the other one knows already."""
+    needs = needs or made.needs
+    placement = ple_placement or made.ple_placement
+    return Footprint(made.spec, dtype or made.dtype, made.device, placement, needs, needs)
+
+
+def require_fit(
+    spec: Spec,
+    program: Program,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: str,
+    memory: int,
+    more: int = 0,
+    scratch: int = 0,
+    ple_placement: str | None = None,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    options: Options | None = None,
+    media: Media = TEXT_ALONE,
+) -> None:
+    """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
+    number short and each single setting that would fit.
+
+    `more`: bytes of caches that a backend's layouts need beyond the planned ones; `scratch`: of
+    workspace that its steps need beyond the planned one.
+    `program` holds the optimised graphs, with or without their prologue; the other arguments are
+    those of `prepare`, resolved.
+    """
+    skip = tuple(skip)
+
+    def remake(kind: str) -> Needs:
+        graphs = [build_graph(spec, "prefill", all_logits, kind)]
+        graphs += build_towers(spec, media, kind).values()
+        made = {g.name: run_passes(g, skip=skip, options=options) for g in graphs}
+        return _needs(Program(made))
+
+    build = _build(spec, program, limits, dtype, device, ple_placement, media, remake)
+    room = memory - reserve(memory) - more - scratch
+    if build.need() > room:
+        raise PlanError(_message(build, memory, room, more, scratch))
+
+
+def fitting_placement(
+    spec: Spec,
+    program: Program,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: str,
+    memory: int,
+    more: int = 0,
+    media: Media = TEXT_ALONE,
+) -> str:
+    """Where the table of per-layer embeddings lies by default: on the device if all fits there,
+    else in its file. Arguments as those of `require_fit`."""
+    needs = _needs(program)
+    build = _build(spec, program, limits, dtype, device, "device", media, lambda _: needs)
+    fits = build.need() <= memory - reserve(memory) - more
+    return "device" if fits else DEFAULT_PLACEMENT
+
+
+def _build(
+    spec: Spec,
+    program: Program,
+    limits: Limits,
+    dtype: str,
+    device: str,
+    placement: str | None,
+    media: Media,
+    remake: Callable[[str], Needs],
+) -> _Build:
+    least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
+    needs = _needs(program)
+    return _Build(Footprint(spec, dtype, device, placement, needs, needs), limits, remake, least)
+
+
+def _needs(program: Program) -> Needs:
+    mains = split_program(program).program.graphs
+    return Needs(tuple(g for name, g in mains.items() if name != "embed"))
+
+
+def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
+    row, limits, made = build.row(), build.limits, build.made
+    parts = {
+        "weights": made.resident(made.dtype),
+        "caches": row.built + more,
+        "activations": row.activations,
+        "workspace": row.workspace + scratch,
+        "reserve": memory - room - more - scratch,
+    }
+    total = sum(parts.values())
+    shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
+    return (
+        f"{made.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[made.dtype]} needs {size_text(total)} on {made.device} ({shares}), which "
+        f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
+        f"{_advice(build, room)}"
+    )
+
+
+def _advice(build: _Build, room: int) -> str:
+    if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room)]:
+        return f"any of these fits: {', '.join(fixes)}"
+    smallest = _smallest(build)
+    seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, build.limits.max_seq)
+    if not seq:
+        return "nothing of it fits: take a smaller variant or a device with more memory"
+    place = f" --ple-placement {placement}" if (placement := smallest.made.ple_placement) else ""
+    return (
+        f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
+        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.made.dtype]}{place}"
+    )
+
+
+def _smallest(build: _Build) -> _Build:
+    """One row of the same length, by every other setting as small as it gets."""
+    chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
+    build = build.with_limits(max_batch=1, prefill_chunk=chunk)
+    build = build.with_placement("mmap") if build.made.ple_placement else build
+    return build.with_dtype(min(build.made.dtype, "bf16", key=lambda d: DTYPE_BYTES[d]))
+
+
+def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
+    """(option, value): each alone makes the build fit."""
+    limits = build.limits
+
+    def fits(**changes: int) -> bool:
+        return build.with_limits(**changes).need() <= room
+
+    if seq := largest(lambda n: fits(max_seq=n), limits.max_seq):
+        yield "--max-seq", seq
+    if rows := largest(lambda n: fits(max_batch=n), min(limits.max_batch, MOST_ROWS)):
+        yield "--max-batch", rows
+    chunks = [c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk]
+    if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
+        yield "--prefill-chunk", chunk
+    for dtype, size in DTYPE_BYTES.items():
+        smaller = size < DTYPE_BYTES[build.made.dtype]
+        if smaller and build.with_dtype(dtype).need() <= room:
+            yield "--dtype", TORCH_NAMES[dtype]
+            break
+    if build.made.towers and build.without_media().need() <= room:
+        yield "--media", "none"
+    for place in ("host", "mmap") if build.made.ple_placement else ():
+        if build.with_placement(place).need() <= room:
+            yield "--ple-placement", place
+            break

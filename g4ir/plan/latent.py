@@ -1,0 +1,105 @@
+"""Which form of the K=V caches is fastest where: a shipped table of measurements.
+
+`latent.yaml` is written by `python bench/latent.py --save` from what it measured: for each
+device, dtype, shape of the layer and context, the form whose decode step was fastest. Where
+nothing was measured, K and V are cached plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from math import log2
+from pathlib import Path
+
+from g4ir.errors import SpecError
+from g4ir.ops.latent import PARTS
+from g4ir.ops.rope import rotated_pairs
+from g4ir.spec.parts import AttentionKind
+from g4ir.spec.record import Spec
+
+TABLE = Path(__file__).with_suffix(".yaml")
+#: what a measurement may have found fastest
+FORMS = ("off", *PARTS)
+#: a measurement speaks for contexts up to this factor away
+REACH = 2.0
+_HEADER = """\
+# The fastest form of the K=V caches, by measurement: `python bench/latent.py --save` wrote it.
+# `off` is K and V. What is not here was not measured, and is cached plainly.
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest form of one layer at one context."""
+
+    device: str  # cpu, cuda
+    dtype: str  # bf16, f32
+    head_dim: int
+    rotated: int  # dims that are rotated
+    group: int  # query heads for each KV head
+    context: int  # tokens
+    form: str
+
+
+def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
+    """The form for an engine whose rows hold up to `max_seq` tokens: `off`, `value` or `raw`.
+
+    The measurement at the nearest context counts, at most a factor of two away; `off` where there
+    is none, or where the layers of the spec would want different forms.
+    """
+    heads = spec.text.num_attention_heads
+    kinds = {x.attention for x in spec.layers() if x.donor is None and x.attention.k_eq_v}
+    found = {_nearest(read_table(), (device, dtype, *_shape(k, heads)), max_seq) for k in kinds}
+    return found.pop() if len(found) == 1 else "off"
+
+
+def _shape(kind: AttentionKind, heads: int) -> tuple[int, int, int]:
+    rope = kind.rope
+    pairs = rotated_pairs(rope.kind, kind.head_dim, rope.rotary_fraction)
+    return kind.head_dim, 2 * pairs, heads // kind.num_key_value_heads
+
+
+def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -> str:
+    """The form measured for a key (device, dtype, head_dim, rotated, group) nearest a context."""
+
+    def away(row: Measured) -> float:
+        return abs(log2(row.context / context))
+
+    rows = [r for r in table if (r.device, r.dtype, r.head_dim, r.rotated, r.group) == key]
+    near = min(rows, key=away, default=None)
+    return near.form if near and away(near) <= log2(REACH) else "off"
+
+
+@cache
+def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
+    """The measurements of a file. Raises SpecError where it is not such a table."""
+    import yaml
+
+    try:
+        body = yaml.safe_load(path.read_text())
+        rows = tuple(Measured(**row) for row in body["measured"])
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as e:
+        raise SpecError(f"{path}: not a table of measured forms ({e}); restore the file") from e
+    types = {"str": str, "int": int}
+    for row in rows:
+        for f in fields(row):
+            value = getattr(row, f.name)
+            if not isinstance(value, types[str(f.type)]) or value == 0:
+                raise SpecError(f"{path}: {f.name}: {value!r} in {row}; restore the file")
+        if row.form not in FORMS:
+            raise SpecError(f"{path}: form {row.form!r}: expected one of {', '.join(FORMS)}")
+    return rows
+
+
+def write_table(rows: Iterable[Measured], path: Path = TABLE) -> None:
+    """Replace the table; rows in order of their keys."""
+    import yaml
+
+    from g4ir.ui.files import write_file
+
+    ordered = sorted((asdict(r) for r in rows), key=lambda r: tuple(r.values()))
+    body = yaml.safe_dump({"measured": ordered}, sort_keys=False, width=100)
+    write_file(path, [(_HEADER + body).encode()])
+    read_table.cache_clear()

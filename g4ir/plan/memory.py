@@ -1,0 +1,190 @@
+"""What an engine needs besides its weights, from its optimised graphs, before anything exists.
+
+Exact: the caches, which are the graphs' state. Estimated, each as the most over all steps of a
+phase, for B rows, chunks of S tokens and caches of C slots:
+
+    activations   values that a later node reads, with the graph's inputs; a view takes nothing, a
+                  cache is written in place. At the end the logits, and their copy in fp32.
+    workspace     what one node allocates for itself, as the torch backend computes it: attention
+                  joins the cache and the chunk (T = slots + S rows), rebuilds K and V from the
+                  `raw` form, and makes a mask [B,S,T] and its bias for each query head of a group;
+                  with a softcap the scores [B,nq,S,T] exist too. Routed experts gather their rows.
+
+Fused ops are opened (ir/flatten.py): what lies between their parts counts, as if no kernel kept
+it on the chip. The peaks of both need not coincide, so their sum is rather too much than too
+little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from g4ir.ir.flatten import flatten
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ops.base import nothing
+from g4ir.ops.types import ITEMSIZE, Type
+
+from .cache_sizes import capacity
+
+Dims = Mapping[str, int]
+
+
+# --- sums of products of dims ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes as a sum of products of named dims: (("B", "S"), 4096) is 4096 * B * S."""
+
+    terms: tuple[tuple[tuple[str, ...], int], ...]
+
+    @staticmethod
+    def of(types: Iterable[Type]) -> Size:
+        terms: Counter[tuple[str, ...]] = Counter()
+        for t in types:
+            terms[_names(t)] += _bytes_per_product(t)
+        return Size(tuple(sorted(terms.items())))
+
+    def at(self, dims: Dims) -> int:
+        return sum(n * math.prod(dims[name] for name in names) for names, n in self.terms)
+
+    def within(self, other: Size) -> bool:
+        """Never more than `other`, term by term."""
+        most = dict(other.terms)
+        return all(n <= most.get(names, 0) for names, n in self.terms)
+
+
+def _names(t: Type) -> tuple[str, ...]:
+    return tuple(sorted(d for d in t.shape if isinstance(d, str)))
+
+
+def _bytes_per_product(t: Type) -> int:
+    return math.prod(d for d in t.shape if isinstance(d, int)) * ITEMSIZE[t.dtype]
+
+
+# --- activations -------------------------------------------------------------------------------
+
+
+def live_sizes(g: Graph) -> frozenset[Size]:
+    """Sizes of what is alive while a node runs, and at the end; without those that another is
+    never less than."""
+    root = _storage(g)
+    last = {
+        root[v.name]: i
+        for i, n in enumerate(g.nodes)
+        for v in (*n.inputs, *n.outputs)
+        if v.name in root
+    }
+    last |= {root[v.name]: len(g.nodes) for v in g.results() if v.name in root}
+    ends: dict[int, list[str]] = {}
+    for name, i in last.items():
+        ends.setdefault(i, []).append(name)
+    types = {v.name: v.type for n in g.nodes for v in n.outputs}
+    live, sizes = Counter(_terms(v.type for v in g.inputs)), set[Size]()
+    for i, n in enumerate(g.nodes):
+        live.update(_terms(v.type for v in n.outputs if root.get(v.name) == v.name))
+        sizes.add(_snapshot(live))
+        live.subtract(_terms(types[name] for name in ends.get(i, ())))
+    live.update(_terms(Type("f32", v.type.shape) for v in g.outputs))
+    return _largest({*sizes, _snapshot(live)})
+
+
+def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
+    kept = list(dict.fromkeys(sizes))
+    return frozenset(
+        s for s in kept if not any(s is not other and s.within(other) for other in kept)
+    )
+
+
+def _storage(g: Graph) -> dict[str, str]:
+    """Value -> the value that owns its memory; without caches, params, inputs and their views."""
+    caches = {v.name for v in g.next.values()}
+    caches |= {new.name for n in g.nodes for _, new in n.definition.updated(n.inputs, n.outputs)}
+    root: dict[str, str] = {}
+    for n in g.nodes:
+        view = n.definition.traffic is nothing
+        for v in n.outputs:
+            if view and n.inputs[0].name in root:
+                root[v.name] = root[n.inputs[0].name]
+            elif not view and v.name not in caches:
+                root[v.name] = v.name
+    return root
+
+
+def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
+    return Counter(dict(Size.of(types).terms))
+
+
+def _snapshot(live: Counter[tuple[str, ...]]) -> Size:
+    return Size(tuple(sorted((names, n) for names, n in live.items() if n)))
+
+
+# --- workspace ---------------------------------------------------------------------------------
+
+
+def _workspace(n: Node, dims: Dims) -> int:
+    """Bytes that a node allocates beside its results."""
+    size = n.definition.workspace
+    ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
+    return size(ins, outs, **n.attrs) if size else 0
+
+
+def _distinct(g: Graph) -> list[Node]:
+    """One of each kind of node that has workspace."""
+    found: dict[Any, Node] = {}
+    for n in g.nodes:
+        if n.definition.workspace:
+            key = (n.op, tuple(v.type for v in n.inputs), tuple(n.attrs.items()))
+            found.setdefault(key, n)
+    return list(found.values())
+
+
+# --- all of it ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that an engine needs beside its weights, by rows, tokens and those of a prefill call.
+
+    `graphs` are those that run on the device; the caches are the state of all of them.
+    """
+
+    graphs: tuple[Graph, ...]
+
+    def cache(self, batch: int, context: int) -> int:
+        """Bytes of the caches of a session; what `Caches` allocates."""
+        return self._state.at({"B": batch, "C": capacity(context)})
+
+    def activations(self, batch: int, context: int, chunk: int) -> int:
+        dims = _dims(batch, context, chunk)
+        return max(size.at(dims) for size in self._live)
+
+    def workspace(self, batch: int, context: int, chunk: int) -> int:
+        dims = _dims(batch, context, chunk)
+        return max((_workspace(n, dims) for n in self._costly), default=0)
+
+    @cached_property
+    def _state(self) -> Size:
+        unique: dict[str, Value] = {v.name: v for g in self.graphs for v in g.state}
+        return Size.of(v.type for v in unique.values())
+
+    @cached_property
+    def _live(self) -> frozenset[Size]:
+        return _largest(size for g in self._flat for size in live_sizes(g))
+
+    @cached_property
+    def _costly(self) -> list[Node]:
+        return [n for g in self._flat for n in _distinct(g)]
+
+    @cached_property
+    def _flat(self) -> tuple[Graph, ...]:
+        return tuple(map(flatten, self.graphs))
+
+
+def _dims(batch: int, context: int, chunk: int) -> Dims:
+    return {"B": batch, "S": min(chunk, context), "C": capacity(context)}

@@ -1,0 +1,544 @@
+"""What a variant needs and what fits, from its spec alone: no weights, no device, no torch.
+
+    plan = make_plan(load_spec("31b"), ctx=[32768], memory=[find_gpu("h100-80gb")])
+    print(plan_text(plan))          # a table for people (plan/table.py)
+    json.dumps(plan.to_dict())      # KEYS says what is in it
+
+Three cache totals everywhere. `naive`: every layer that has K and V of its own keeps both for the
+whole context, as most calculators count. `planned`: sliding layers keep their window, layers that
+share K and V have none. `built`: what this engine allocates, K=V layers in their latent form too.
+The caches of `planned` and `built` are the state of the optimised graphs, and weights the graphs'
+params, so both are what the runtime allocates; activations and workspace are estimates
+(g4ir/plan/memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Graph, split_prologue
+from g4ir.model.media import Media, find_media
+from g4ir.model.tensors import numel, tower_tensors
+from g4ir.model.text import build_graph
+from g4ir.model.towers import build_towers, is_tower
+from g4ir.passes import PASSES, run_passes
+from g4ir.spec.record import Spec
+from g4ir.ui.plots import CacheLines
+from g4ir.ui.units import count_text
+from g4ir.weights.pack import DEFAULT_PLACEMENT
+
+from .blocks import Block, PleParts, blocks, layer_blocks, ple_parts
+from .cache_sizes import capacity
+from .cost import Cost, decode_costs, floor, total
+from .count import DTYPE_BYTES, Counts, counts, kv_bytes
+from .gpus import Gpu
+from .media import MediaPart, media_plan
+from .memory import Needs
+from .settings import find_dtype, find_latent, find_placement
+from .weight_sizes import INTEGERS, NOMINAL, WeightSizes, nominal, tower_bytes, weight_sizes
+
+SCHEMA = 1
+CONTEXTS = (4096, 32768, 131072, 262144)
+MOST_ROWS = 1 << 16
+#: kept free on a device: its driver's and the allocator's share, not measured per device
+RESERVE_BYTES, RESERVE_SHARE = 512 << 20, 1 / 64
+TOTALS = ("naive", "planned", "built")
+
+#: what `to_dict` holds; sizes are bytes, counts elements
+KEYS = {
+    "schema": "number of this layout; another number has other keys",
+    "variant": "name of the spec",
+    "hub": "where its weights are published, or null",
+    "spec_digest": "SHA-256 of every field of the spec",
+    "dtype": "of activations, caches and unquantised weights",
+    "device": "cpu or cuda: decides the latent form where it is `auto`",
+    "latent": "form of the caches of K=V layers: off, value or raw",
+    "ple_placement": "device, host or mmap; null without per-layer embeddings",
+    "prefill_chunk": "tokens of a prompt at a time",
+    "skipped_passes": "passes left out",
+    "max_context": "positions that the model has",
+    "parameters": "elements: published (parameters as the hub counts them), published_elements "
+    "(0-d ones too), published_tensors, published_bytes, loaded, text, active (head included), "
+    "active_body (without), nominal (two digits), one_expert, and every part",
+    "ple_parameters": "the per-layer embeddings by part",
+    "blocks": "matrices per kind of layer: attention, mlp (dense), router, experts, "
+    "experts_active, ffn (all three), ffn_active, total (attention + ffn), active, ple (apart), "
+    "dead (K and V that only published files have), published (total + dead), vectors",
+    "layers": "the same for each layer",
+    "weights": "per format: layers, token_table (tied: the head too), head, ple_table, total, "
+    "device, host, mapped (where they lie), towers (on the device where media are), nominal",
+    "cache": "per row: naive_per_token; per_token and window of `planned` (bytes at a context not "
+    "below the window = window + per_token * context); built_per_token, built_window",
+    "rows": "per context and batch: the three cache totals, activations, workspace",
+    "fits": "per device and weight format: device, memory, reserve, weights (format), "
+    "weight_bytes; cells: need with each cache total, fits and spare (negative: short) as built, "
+    "decode_floor_s; max_context per batch and max_batch per context (0: nothing fits)",
+    "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
+    "that a tower may have its soft tokens, rows of its input, and flops of a run",
+}
+
+
+# --- parts of a plan ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights in one format and where they lie."""
+
+    sizes: WeightSizes
+    device: int
+    host: int
+    mapped: int
+    towers: int
+    nominal: int
+
+    def to_dict(self) -> dict[str, Any]:
+        places = {k: v for k, v in vars(self).items() if k != "sizes"}
+        return {**vars(self.sizes), "total": self.sizes.total, **places}
+
+
+@dataclass(frozen=True)
+class CacheRates:
+    """Cache bytes of one row: so much fixed, so much for each token of the context."""
+
+    naive_per_token: int
+    per_token: int
+    window: int
+    built_per_token: int
+    built_window: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes at one context and batch."""
+
+    ctx: int
+    batch: int
+    naive: int
+    planned: int
+    built: int
+    activations: int
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Need on a device at one context and batch, with each of the cache totals."""
+
+    ctx: int
+    batch: int
+    naive: int
+    planned: int
+    built: int
+    fits: bool
+    spare: int
+    decode_floor_s: float | None
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest batch at a context, or the largest context at a batch (`at`)."""
+
+    at: int
+    naive: int
+    planned: int
+    built: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One device with weights in one format."""
+
+    device: str
+    memory: int
+    reserve: int
+    weights: str
+    weight_bytes: int
+    cells: tuple[Cell, ...]
+    max_context: tuple[Most, ...]
+    max_batch: tuple[Most, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `make_plan` finds out."""
+
+    spec: Spec
+    dtype: str
+    device: str
+    latent: str
+    ple_placement: str | None
+    prefill_chunk: int
+    skip: tuple[str, ...]
+    counts: Counts
+    ple: PleParts
+    blocks: tuple[Block, ...]
+    layers: tuple[Block, ...]
+    weights: tuple[Weights, ...]
+    cache: CacheRates
+    rows: tuple[Row, ...]
+    fits: tuple[Fit, ...]
+    #: kinds of media that the numbers above count in, and what each part costs
+    kinds: tuple[str, ...]
+    media: tuple[MediaPart, ...]
+
+    def weights_as(self, form: str) -> Weights:
+        return next(w for w in self.weights if w.sizes.format == form)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; KEYS describes them."""
+        return {
+            "schema": SCHEMA,
+            "variant": self.spec.name,
+            "hub": self.spec.hub,
+            "spec_digest": self.spec.digest(),
+            "dtype": self.dtype,
+            "device": self.device,
+            "latent": self.latent,
+            "ple_placement": self.ple_placement,
+            "prefill_chunk": self.prefill_chunk,
+            "skipped_passes": list(self.skip),
+            "max_context": self.spec.text.max_position_embeddings,
+            "parameters": _parameters(self.spec, self.counts),
+            "ple_parameters": {**asdict(self.ple), "total": self.ple.total},
+            "blocks": [b.to_dict() for b in self.blocks],
+            "layers": [b.to_dict() for b in self.layers],
+            "weights": [w.to_dict() for w in self.weights],
+            "cache": asdict(self.cache),
+            "rows": [asdict(r) for r in self.rows],
+            "fits": [asdict(f) for f in self.fits],
+            "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
+        }
+
+
+def _parameters(spec: Spec, n: Counts) -> dict[str, int]:
+    towers = tower_tensors(spec)
+    moe = spec.text.moe
+    return {
+        "published": n.hub_parameters,
+        "published_elements": n.hub,
+        "published_tensors": n.hub_tensors,
+        "published_bytes": n.hub * DTYPE_BYTES[spec.dtype],
+        "loaded": n.loaded,
+        "text": n.text,
+        "active": n.active,
+        "active_body": n.active - (n.head or n.embed),
+        "nominal": nominal(n.hub_parameters),
+        "one_expert": 3 * moe.intermediate_size * spec.text.hidden_size if moe else 0,
+        **asdict(n),
+        "vision_position_table": _elements(towers, ".position_embedding_table"),
+        "vision_buffers": _elements(towers, ".std_bias", ".std_scale"),
+    }
+
+
+def _elements(tensors: dict[str, tuple[int, ...]], *endings: str) -> int:
+    return numel({k: v for k, v in tensors.items() if k.endswith(endings)})
+
+
+# --- what an engine needs ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one engine, as built and without its latent form."""
+
+    spec: Spec
+    dtype: str
+    device: str
+    ple_placement: str | None
+    needs: Needs
+    plain: Needs
+    _rows: dict[tuple[int, int, int], Row] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def weights(self) -> dict[str, Weights]:
+        """Format -> bytes, for every format that a plan may ask for."""
+        forms = dict.fromkeys(("f32", "bf16", self.dtype, *INTEGERS))
+        return {form: self._weights(form) for form in forms}
+
+    def _weights(self, form: str) -> Weights:
+        sizes = weight_sizes(self.spec, form, self.dtype)
+        places = {"device": 0, "host": 0, "mmap": sizes.tables}
+        places[self.ple_placement or DEFAULT_PLACEMENT] += sizes.ple_table
+        places["device"] += sizes.total - sizes.tables - sizes.ple_table
+        quoted = nominal(counts(self.spec).hub_parameters)
+        return Weights(
+            sizes,
+            places["device"],
+            places["host"],
+            places["mmap"],
+            tower_bytes(self.spec, self.dtype),
+            int(quoted * NOMINAL[form]),
+        )
+
+    def resident(self, form: str) -> int:
+        """Bytes of weights in the device's memory; on the CPU that is the host's."""
+        w = self.weights[form]
+        return w.device + self.towers + (w.host if self.device == "cpu" else 0)
+
+    @cached_property
+    def towers(self) -> int:
+        """Bytes of the packed weights of the towers that the engine has."""
+        graphs = [g for g in self.needs.graphs if is_tower(g.name)]
+        return sum(t.nbytes() for t in {v.name: v.type for g in graphs for v in g.params}.values())
+
+    @cached_property
+    def naive_per_token(self) -> int:
+        return kv_bytes(self.spec, 1, 1, self.dtype).per_token
+
+    def row(self, ctx: int, batch: int, chunk: int) -> Row:
+        """With `chunk` tokens to a prefill call."""
+        key = (ctx, batch, chunk)
+        if key not in self._rows:
+            self._rows[key] = Row(
+                ctx,
+                batch,
+                self.naive_per_token * ctx * batch,
+                self.plain.cache(batch, ctx),
+                self.needs.cache(batch, ctx),
+                self.needs.activations(batch, ctx, chunk),
+                self.needs.workspace(batch, ctx, chunk),
+            )
+        return self._rows[key]
+
+    def need(self, row: Row, form: str, kind: str) -> int:
+        """Bytes in the device's memory with one of TOTALS, without the reserve."""
+        cache: int = getattr(row, kind)
+        return self.resident(form) + cache + row.activations + row.workspace
+
+
+@dataclass(frozen=True)
+class DecodeCosts:
+    """What a decode step moves and computes; its graph is made for the first who asks."""
+
+    make: Callable[[], Graph]
+    _known: dict[Any, Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return self.make()
+
+    def at(self, ctx: int, batch: int, form: str, dtype: str) -> Cost:
+        """Caches and FLOPs do not depend on the format, nor the bytes of weights on the context."""
+        step, weights = self._cost(ctx, batch, dtype), self._cost(None, batch, form)
+        return Cost(step.flops, weights.weight_bytes, step.state_bytes)
+
+    def _cost(self, ctx: int | None, batch: int, form: str) -> Cost:
+        key = (ctx, batch, form)
+        if key not in self._known:
+            self._known[key] = total(decode_costs(self.graph, ctx or 1, B=batch, weights=form))
+        return self._known[key]
+
+
+def reserve(memory: int) -> int:
+    """Bytes of a device that a plan leaves alone."""
+    return int(RESERVE_BYTES + memory * RESERVE_SHARE)
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# --- making a plan -----------------------------------------------------------------------------
+
+
+def make_plan(
+    spec: Spec,
+    *,
+    ctx: int | Sequence[int] | None = None,
+    batch: int | Sequence[int] = 1,
+    dtype: str | None = None,
+    memory: Gpu | int | Sequence[Gpu | int] | None = None,
+    device: str = "cuda",
+    ple_placement: str | None = None,
+    latent: str = "auto",
+    prefill_chunk: int = 1024,
+    all_logits: bool = False,
+    skip: Iterable[str] = (),
+    media: str | Sequence[str] = "none",
+) -> Plan:
+    """The plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as the
+    model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
+    fits. The other options are those of `g4ir.build`; by default the table of per-layer embeddings
+    lies on the device where that leaves room for every row on every device of `memory`.
+
+    Raises InputError naming the argument for sizes out of range and unknown choices.
+    """
+    contexts = _contexts(spec, ctx)
+    batches = _positive("batch", batch, MOST_ROWS)
+    (chunk,) = _positive("prefill-chunk", prefill_chunk)
+    kind = find_dtype(dtype or spec.dtype)
+    form = find_latent(latent, spec, device, kind, max(contexts))
+    placement = find_placement(ple_placement, spec, device)
+    skip, taken = tuple(skip), find_media(spec, media)
+    made, costs = _footprint(spec, kind, device, placement, form, all_logits, skip, taken)
+    rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
+    gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
+    if ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
+        placement = DEFAULT_PLACEMENT
+        made = replace(made, ple_placement=placement)
+    formats = (kind, *INTEGERS)
+    return Plan(
+        spec,
+        kind,
+        device,
+        form,
+        placement,
+        chunk,
+        skip,
+        counts(spec),
+        ple_parts(spec),
+        blocks(spec),
+        layer_blocks(spec),
+        tuple(made.weights.values()),
+        _rates(made),
+        rows,
+        tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
+        taken.kinds,
+        media_plan(spec),
+    )
+
+
+def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
+    """Every row on every device."""
+    rooms = [gpu.memory_bytes - reserve(gpu.memory_bytes) for gpu in gpus]
+    return all(made.need(r, made.dtype, "built") <= room for r in rows for room in rooms)
+
+
+def _many(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _sized(memory: int) -> Gpu:
+    (size,) = _positive("memory", memory)
+    return Gpu(f"{size} bytes", size)
+
+
+def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
+    """Whole numbers from 1, each once and in order."""
+    values = _many(given)
+    for v in values:
+        if type(v) is not int or v < 1 or (most and v > most):
+            limit = f"from 1 to {most}" if most else "of at least 1"
+            raise InputError(f"{name} {v!r}: expected a whole number {limit}")
+    if not values:
+        raise InputError(f"{name}: expected at least one number")
+    return tuple(sorted(set(values)))
+
+
+def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
+    most = spec.text.max_position_embeddings
+    if ctx is None:
+        return tuple(c for c in CONTEXTS if c <= most) or (most,)
+    contexts = _positive("ctx", ctx)
+    if contexts[-1] > most:
+        raise InputError(
+            f"ctx {contexts[-1]}: {spec.name} has {most} positions ({count_text(most)})"
+        )
+    return contexts
+
+
+@lru_cache(maxsize=64)
+def _footprint(
+    spec: Spec,
+    dtype: str,
+    device: str,
+    placement: str | None,
+    form: str,
+    all_logits: bool,
+    skip: tuple[str, ...],
+    media: Media,
+) -> tuple[Footprint, DecodeCosts]:
+    """Prefill has every param and cache that decode has, and needs more of everything else."""
+    options = {"latent_kv": {"form": form}}
+    plain = build_graph(spec, "prefill", all_logits, dtype)
+    built = run_passes(plain, skip=skip, options=options)
+    # The caches without the latent form depend on one pass alone.
+    others = {*skip, *(p for p in PASSES if p != "plan_cache")}
+    planned = run_passes(plain, skip=others) if form != "off" else built
+
+    def decode() -> Graph:
+        graph = build_graph(spec, "decode", all_logits, dtype)
+        return split_prologue(run_passes(graph, skip=skip, options=options))[1]
+
+    towers = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
+    needs = [Needs(tuple(split_prologue(x)[1] for x in (g, *towers))) for g in (built, planned)]
+    return Footprint(spec, dtype, device, placement, needs[0], needs[1]), DecodeCosts(decode)
+
+
+def _rates(made: Footprint) -> CacheRates:
+    """From two contexts beyond every window; a row's cache is linear in between."""
+    windows = [layer.attention.window or 1 for layer in made.spec.layers()]
+    near = -(-max(windows) // 256) * 256
+    far = 2 * near
+    kv = kv_bytes(made.spec, far, 1, made.dtype)
+    rates = []
+    for needs in (made.plain, made.needs):
+        per_token = (needs.cache(1, far) - needs.cache(1, near)) // (far - near)
+        rates += [per_token, needs.cache(1, near) - per_token * near]
+    return CacheRates(kv.per_token, *rates)
+
+
+def _fit(
+    made: Footprint, gpu: Gpu, form: str, rows: tuple[Row, ...], chunk: int, costs: DecodeCosts
+) -> Fit:
+    kept = reserve(gpu.memory_bytes)
+    room = gpu.memory_bytes - kept
+    longest = made.spec.text.max_position_embeddings
+
+    def fits(ctx: int, batch: int, kind: str) -> bool:
+        return made.need(made.row(ctx, batch, chunk), form, kind) <= room
+
+    contexts = tuple(
+        Most(b, *(largest(partial(fits, batch=b, kind=kind), longest) for kind in TOTALS))
+        for b in sorted({r.batch for r in rows})
+    )
+    batches = tuple(
+        Most(c, *(largest(partial(fits, c, kind=kind), MOST_ROWS) for kind in TOTALS))
+        for c in sorted({r.ctx for r in rows})
+    )
+    return Fit(
+        gpu.name,
+        gpu.memory_bytes,
+        kept,
+        form,
+        made.resident(form),
+        tuple(_cell(made, gpu, form, r, room, costs) for r in rows),
+        contexts,
+        batches,
+    )
+
+
+def _cell(made: Footprint, gpu: Gpu, form: str, row: Row, room: int, costs: DecodeCosts) -> Cell:
+    naive, planned, built = (made.need(row, form, kind) for kind in TOTALS)
+    seconds = None
+    if gpu.bytes_per_s is not None:
+        cost = costs.at(row.ctx, row.batch, form, made.dtype)
+        seconds = floor(cost, gpu.roof).seconds
+    spare = room - built
+    return Cell(row.ctx, row.batch, naive, planned, built, spare >= 0, spare, seconds)
+
+
+def cache_lines(plan: Plan) -> CacheLines:
+    """Cache bytes of one row from 1K tokens to the model's limit, for a plot; `built` where it is
+    not `planned`."""
+    longest, rates = plan.spec.text.max_position_embeddings, plan.cache
+    powers = (1 << n for n in range(10, longest.bit_length()))
+    contexts = sorted({*(c for c in powers if c <= longest), longest})
+    totals = {"naive": [rates.naive_per_token * c for c in contexts]}
+    totals["planned"] = [rates.window + rates.per_token * capacity(c) for c in contexts]
+    if plan.latent != "off":
+        built = [rates.built_window + rates.built_per_token * capacity(c) for c in contexts]
+        totals |= {"built": built} if built != totals["planned"] else {}
+    return CacheLines(plan.spec.name, contexts, totals)

@@ -1,0 +1,276 @@
+"""Plans as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from g4ir.ui.table import Line, aligned
+from g4ir.ui.units import count_text, rounded_count, size_text
+
+from .count import DTYPE_BYTES
+from .weight_sizes import INTEGERS
+
+if TYPE_CHECKING:
+    from .plan import Fit, Most, Plan
+
+
+def plan_text(plan: Plan, nominal: bool = False) -> str:
+    """One variant: parameters, blocks, weights, caches, and what fits."""
+    parts = [
+        _title(plan),
+        _parameters(plan),
+        _blocks(plan),
+        _weights(plan, nominal),
+        *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
+    ]
+    parts += _media(plan)
+    devices = list(dict.fromkeys(f.device for f in plan.fits))
+    if len(devices) == 1:
+        parts.append(_fit(plan))
+    elif devices:
+        parts.append(_devices(plan))
+    return "\n".join(parts)
+
+
+def _media(plan: Plan) -> list[str]:
+    """Towers of pictures and sound: what a size costs before the prompt."""
+    if not plan.media:
+        return []
+    counted = ", ".join(plan.kinds)
+    about = f"counted in above: {counted}" if counted else "not counted in above (see --media)"
+    lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
+    for part in plan.media:
+        size = size_text(part.params * DTYPE_BYTES[plan.dtype])
+        lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}", "", "", ""])
+        lines += [
+            [f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"]
+            for s in part.sizes
+        ]
+    return [f"media, {about}\n{aligned(lines)}"]
+
+
+def _title(plan: Plan) -> str:
+    text = plan.spec.text
+    about = [
+        f"{plan.spec.name}: {text.num_hidden_layers} layers",
+        f"up to {count_text(text.max_position_embeddings)} tokens",
+        plan.dtype,
+        f"latent form {plan.latent}",
+        f"prompts in chunks of {plan.prefill_chunk}",
+    ]
+    if plan.ple_placement:
+        about.append(f"per-layer table: {plan.ple_placement}")
+    return ", ".join(about) + "\n"
+
+
+def _parameters(plan: Plan) -> str:
+    n = plan.counts
+    rows = {
+        "published": n.hub_parameters,
+        "as loaded": n.loaded,
+        "decoder": n.text,
+        "active per token": n.active,
+        "token table": n.embed,
+        "head": n.head,
+        "per-layer table": n.ple_table,
+        "per-layer embeddings, rest": n.ple_other,
+        "layers without experts": n.layers,
+        "experts": n.experts,
+        "vision": n.vision,
+        "audio": n.audio,
+        "projections from both": n.embed_vision + n.embed_audio,
+    }
+    always = ("published", "as loaded", "decoder", "active per token", "token table")
+    kept = {k: v for k, v in rows.items() if v or k in always}
+    if not n.head:
+        kept = {
+            ("token table, also the head" if k == "token table" else k): v for k, v in kept.items()
+        }
+    return "parameters\n" + aligned([k, f"{v:,}"] for k, v in kept.items())
+
+
+def _blocks(plan: Plan) -> str:
+    moe, ple = bool(plan.counts.experts), bool(plan.counts.ple_table)
+    head = ["layers", "attention", "mlp", *(("experts", "router") if moe else ()), "block"]
+    head += ["active"] * moe + ["per-layer"] * ple
+    lines: list[Line] = [head]
+    for b in plan.blocks:
+        shared = "" if b.donor is None else f", K and V of layer {b.donor}"
+        numbers = [b.attention, b.mlp, *((b.experts, b.router) if moe else ()), b.total]
+        numbers += [b.active] * moe + [b.ple] * ple
+        lines.append([f"{len(b.layers)} {b.kind}{shared}", *(f"{n / 1e6:.1f}" for n in numbers)])
+    return "matrices per layer, millions\n" + aligned(lines)
+
+
+def _weights(plan: Plan, nominal: bool) -> str:
+    lines: list[Line] = [["", *(w.sizes.format for w in plan.weights)]]
+    rows = {
+        "decoder": [w.sizes.total for w in plan.weights],
+        "on the device": [w.device for w in plan.weights],
+        "in host memory": [w.host for w in plan.weights],
+        "in the file, by row": [w.mapped for w in plan.weights],
+    }
+    lines += [[k, *map(size_text, v)] for k, v in rows.items() if any(v)]
+    if nominal:
+        lines.append(["nominal", *(f"{w.nominal / 1e9:.1f} GB" for w in plan.weights)])
+    return "weights\n" + aligned(lines)
+
+
+NAMES = {"naive": "naive: full context", "planned": "planned: windows", "built": "as built"}
+
+
+def _caches(plan: Plan, batch: int) -> str:
+    rows = [r for r in plan.rows if r.batch == batch]
+    lines: list[Line] = [["context", *(count_text(r.ctx) for r in rows)]]
+    for key in ("naive", "planned", "built", "activations", "workspace"):
+        lines.append([_name(plan, key), *(size_text(getattr(r, key)) for r in rows)])
+    return f"K and V, {_rows(batch)}\n{aligned(lines)}"
+
+
+def _name(plan: Plan, key: str) -> str:
+    return f"as built: latent form {plan.latent}" if key == "built" else NAMES.get(key, key)
+
+
+def _rows(batch: int) -> str:
+    return "1 row" if batch == 1 else f"{batch} rows"
+
+
+def _fit(plan: Plan) -> str:
+    """One device: the largest context and batch for each format of the weights."""
+    first = plan.fits[0]
+    out = [
+        f"{first.device}: {size_text(first.memory)}, of which {size_text(first.reserve)} are kept "
+        f"free\n"
+    ]
+    contexts = [m.at for m in first.max_batch]
+    for i, most in enumerate(first.max_context):
+        lines = [["weights", "", "naive", "planned", "as built", "", *map(count_text, contexts)]]
+        lines += [_fit_line(f, f.max_context[i], f.max_batch if i == 0 else ()) for f in plan.fits]
+        if i:
+            lines = [line[:5] for line in lines]
+        head = f"  largest context of {_rows(most.at)}"
+        out.append(head + ("; at the right the largest batch as built\n" if i == 0 else "\n"))
+        out.append(aligned(lines, indent=4))
+    out += [_needed(plan, most.at) for most in first.max_context]
+    out += _floors(plan)
+    return "".join(out)
+
+
+def _fit_line(f: Fit, most: Most, batches: Sequence[Most]) -> list[str]:
+    contexts = [rounded_count(n) for n in (most.naive, most.planned, most.built)]
+    return [f.weights, size_text(f.weight_bytes), *contexts, "", *(_rows_most(m) for m in batches)]
+
+
+def _rows_most(most: Most) -> str:
+    return str(most.built) if most.built else "-"
+
+
+def _needed(plan: Plan, batch: int) -> str:
+    """What each context takes; where it does not fit, what is short."""
+    cells = {f.weights: [c for c in f.cells if c.batch == batch] for f in plan.fits}
+    first = plan.fits[0]
+    room = first.memory - first.reserve
+    naive = [_need(c.naive, room) for c in cells[first.weights]]
+    lines: list[Line] = [["context", *(count_text(c.ctx) for c in cells[first.weights])]]
+    lines.append([f"{first.weights}, naive", *naive])
+    lines += [
+        [f"{form}, as built", *(_need(c.built, room) for c in many)] for form, many in cells.items()
+    ]
+    return f"  needed by {_rows(batch)}\n{aligned(lines, indent=4)}"
+
+
+def _need(size: int, room: int) -> str:
+    return size_text(size) if size <= room else f"short {size_text(size - room)}"
+
+
+def _floors(plan: Plan) -> list[str]:
+    """Time floors where the device's speed is known."""
+    if plan.fits[0].cells[0].decode_floor_s is None:
+        return []
+    batch = plan.rows[0].batch
+    cells = {f.weights: [c for c in f.cells if c.batch == batch] for f in plan.fits}
+    lines: list[Line] = [["context", *(count_text(r.ctx) for r in plan.rows if r.batch == batch)]]
+    lines += [
+        [form, *(f"{1e3 * (c.decode_floor_s or 0):.2f} ms" for c in many)]
+        for form, many in cells.items()
+    ]
+    return [
+        f"  least time of a decode step of {_rows(batch)}, at the data sheet's rates\n",
+        aligned(lines, indent=4),
+    ]
+
+
+def _devices(plan: Plan) -> str:
+    """Several devices: a line each."""
+    batch = plan.fits[0].max_context[0].at
+    forms = list(dict.fromkeys(f.weights for f in plan.fits))
+    lines: list[Line] = [
+        [
+            "",
+            "memory",
+            f"{forms[0]} naive",
+            "planned",
+            "as built",
+            *(f"{f} as built" for f in INTEGERS),
+        ]
+    ]
+    for name in dict.fromkeys(f.device for f in plan.fits):
+        mine = [f for f in plan.fits if f.device == name]
+        most = [f.max_context[0] for f in mine]
+        first = (most[0].naive, most[0].planned, *(m.built for m in most))
+        lines.append([name, size_text(mine[0].memory), *map(rounded_count, first)])
+    return f"largest context of {_rows(batch)} by weights\n{aligned(lines)}"
+
+
+# --- several variants --------------------------------------------------------------------------
+
+
+def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
+    """A line for each variant, then what fits each device."""
+    parts = [
+        _totals(plans, nominal),
+        *(_cache_table(plans, batch) for batch in sorted({r.batch for r in plans[0].rows})),
+    ]
+    if plans[0].fits:
+        parts.append(_matrix(plans))
+    return "\n".join(parts)
+
+
+def _totals(plans: Sequence[Plan], nominal: bool) -> str:
+    forms = [w.sizes.format for w in plans[0].weights]
+    lines: list[Line] = [["", "loaded", "active", *forms, *(["nominal"] if nominal else [])]]
+    for p in plans:
+        sizes = [size_text(w.sizes.total) for w in p.weights]
+        quoted = [f"{p.weights_as(p.dtype).nominal / 1e9:.1f} GB"] if nominal else []
+        counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
+        lines.append([p.spec.name, *counts, *sizes, *quoted])
+    return "parameters, and bytes of the decoder's weights\n" + aligned(lines)
+
+
+def _cache_table(plans: Sequence[Plan], batch: int) -> str:
+    contexts = sorted({r.ctx for p in plans for r in p.rows})
+    lines: list[Line] = [["", *map(count_text, contexts)]]
+    for p in plans:
+        found = {r.ctx: r for r in p.rows if r.batch == batch}
+        for key in ("naive", "planned", "built"):
+            sizes = [size_text(getattr(found[c], key)) if c in found else "" for c in contexts]
+            label = f"as built ({p.latent})" if key == "built" else key
+            lines.append([f"{p.spec.name if key == 'naive' else '':<8} {label}", *sizes])
+    return f"K and V, {_rows(batch)}\n{aligned(lines)}"
+
+
+def _matrix(plans: Sequence[Plan]) -> str:
+    """Devices down, variants across."""
+    first = plans[0].fits
+    batch = first[0].max_context[0].at
+    forms = "/".join(dict.fromkeys(f.weights for f in first))
+    lines: list[Line] = [["", "memory", *(p.spec.name for p in plans)]]
+    for name in dict.fromkeys(f.device for f in first):
+        cells = [
+            "/".join(rounded_count(f.max_context[0].built) for f in p.fits if f.device == name)
+            for p in plans
+        ]
+        memory = next(f.memory for f in first if f.device == name)
+        lines.append([name, size_text(memory), *cells])
+    return f"largest context of {_rows(batch)} as built, weights {forms}\n{aligned(lines)}"

@@ -1,0 +1,283 @@
+"""What a variant is made of: frozen dataclasses. Field names follow the upstream configuration
+where it has one name for the thing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from .reader import Count, Fraction, Index, Length, OneOf, Positive, Range, Shaped
+
+SLIDING, FULL = "sliding", "full"
+MAX_LAYERS = 1024
+DTYPES = ("bf16", "f16", "f32")
+DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+Layers = Annotated[int, Range(1, MAX_LAYERS)]
+Kind = Annotated[str, OneOf((SLIDING, FULL))]
+Activation = Annotated[str, OneOf(("gelu_pytorch_tanh",))]
+#: one place at least, or a part could be nowhere
+Places = Annotated[tuple[str, ...], Length(1, 16)]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one attention kind (semantics: `default` rotates all of head_dim;
+    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim)."""
+
+    kind: Annotated[str, OneOf(("default", "proportional"))]
+    theta: Positive
+    rotary_fraction: Fraction = 1.0
+    factor: Positive | None = None  # divides the inverse frequencies
+
+    def pairs(self, head_dim: int) -> int:
+        """Rotated pairs; the other head_dim/2 - pairs have frequency zero."""
+        return int(self.rotary_fraction * head_dim // 2)
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Geometry of one attention kind. `window` counts keys including the query itself."""
+
+    head_dim: Count
+    num_key_value_heads: Count
+    rope: Rope
+    window: Count | None = None  # set on sliding, None on full
+    k_eq_v: bool = False  # V is the raw K projection; there is no v_proj tensor
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts beside the dense MLP. `layers` None means every layer."""
+
+    num_experts: Annotated[int, Range(1, 65536)]
+    top_k_experts: Count
+    intermediate_size: Count
+    layers: tuple[Index, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Ple:
+    """Per-layer embeddings: one row of num_hidden_layers * dim per token id."""
+
+    dim: Count
+    vocab_size: Count
+
+
+@dataclass(frozen=True)
+class Text:
+    """The decoder."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    # repeated and cut to num_hidden_layers
+    pattern: Annotated[tuple[Kind, ...], Length(1, MAX_LAYERS)]
+    sliding: AttentionKind
+    full: AttentionKind
+    max_position_embeddings: Count
+    num_kv_shared_layers: Index = 0
+    use_double_wide_mlp: bool = False
+    moe: Moe | None = None
+    ple: Ple | None = None
+    rms_norm_eps: Positive = 1e-6
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    final_logit_softcapping: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    # None | vision: soft tokens of one image see each other on sliding layers
+    use_bidirectional_attention: Annotated[str, OneOf(("vision",))] | None = None
+    tie_word_embeddings: bool = True
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Kind of each layer; the reference turns a sliding last layer into a full one."""
+        kinds = [self.pattern[i % len(self.pattern)] for i in range(self.num_hidden_layers)]
+        return (*kinds[:-1], FULL)
+
+    @property
+    def readable_ids(self) -> int:
+        """How many ids, from 0, a step can read: those that every table has a row for."""
+        return min(self.vocab_size, self.ple.vocab_size) if self.ple else self.vocab_size
+
+    @property
+    def first_kv_shared_layer(self) -> int:
+        return self.num_hidden_layers - self.num_kv_shared_layers
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens."""
+
+    bos: Index | None = None
+    eos: tuple[Index, ...] = ()
+    pad: Index | None = None
+    image: Index | None = None
+    video: Index | None = None
+    audio: Index | None = None
+    boi: Index | None = None  # begin, end of an image
+    eoi: Index | None = None
+    boa: Index | None = None  # begin, end of a sound
+    eoa: Index | None = None
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The vision tower of `gemma4`: patches -> transformer -> pooling by position."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    patch_size: Count  # pixels
+    pooling_kernel_size: Count  # patches per side that become one soft token
+    position_embedding_size: Count  # rows per axis of the position table
+    rope_theta: Positive = 100.0
+    rms_norm_eps: Positive = 1e-6
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    max_position_embeddings: Count = 131072
+    default_output_length: Count = 280  # soft tokens per image unless asked otherwise
+    use_clipped_linears: bool = False
+    standardize: bool = False
+
+
+@dataclass(frozen=True)
+class Audio:
+    """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer."""
+
+    hidden_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    output_proj_dims: Count
+    subsampling_conv_channels: Annotated[tuple[Count, ...], Length(2, 2)] = (128, 32)
+    conv_kernel_size: Count = 5
+    residual_weight: Positive = 0.5
+    attention_chunk_size: Count = 12
+    attention_context_left: Count = 13
+    attention_context_right: Index = 0
+    attention_logit_cap: Positive = 50.0
+    attention_invalid_logits_value: Annotated[float, Range(-1e30, 0)] = -1e9
+    gradient_clipping: Positive = 1e10
+    hidden_act: Annotated[str, OneOf(("silu",))] = "silu"
+    rms_norm_eps: Positive = 1e-6
+    use_clipped_linears: bool = True
+
+
+@dataclass(frozen=True)
+class UnifiedVision:
+    """The image path of `gemma4_unified`: merged patches through one linear, no tower."""
+
+    mm_embed_dim: Count
+    mm_posemb_size: Count  # rows per axis of the position table
+    patch_size: Count = 16
+    pooling_kernel_size: Count = 3
+    output_proj_dims: Count = 3840  # equals mm_embed_dim
+    num_soft_tokens: Count = 280
+    rms_norm_eps: Positive = 1e-6
+
+
+@dataclass(frozen=True)
+class UnifiedAudio:
+    """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear."""
+
+    audio_embed_dim: Count
+    rms_norm_eps: Positive = 1e-6
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Where a checkpoint may keep each part; the first prefix that is present counts.
+
+    `text` is tried on `embed_tokens.weight`; `head` is the untied output matrix.
+    """
+
+    text: Places = ("model.language_model.", "language_model.", "model.", "")
+    head: Places = ("lm_head.weight",)
+    vision: Places = ("model.vision_tower.", "vision_tower.")
+    audio: Places = ("model.audio_tower.", "audio_tower.")
+    # the last two of these are the module names of transformers 5.17
+    vision_embedder: Places = (
+        "model.vision_embedder.",
+        "vision_embedder.",
+        "model.embed_vision.",
+        "embed_vision.",
+    )
+    embed_vision: Places = (
+        "model.embed_vision.",
+        "embed_vision.",
+        "model.embed_vision.multimodal_embedder.",
+        "embed_vision.multimodal_embedder.",
+    )
+    embed_audio: Places = ("model.embed_audio.", "embed_audio.")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer with everything resolved; `donor` is the layer whose K and V it reads."""
+
+    index: int
+    kind: str
+    attention: AttentionKind
+    intermediate_size: int
+    donor: int | None
+    has_moe: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The fields of a variant, and its layers."""
+
+    name: Annotated[str, Shaped(NAME, "my-variant")]
+    model_type: Annotated[str, OneOf(("gemma4", "gemma4_unified"))]
+    dtype: Annotated[str, OneOf(DTYPES, DTYPE_ALIASES)]
+    text: Text
+    tokens: Tokens
+    # where the weights are published
+    hub: Annotated[str, Shaped(f"{NAME}/{NAME}", "google/gemma-4-E2B-it")] | None = None
+    vision: Vision | UnifiedVision | None = None
+    audio: Audio | UnifiedAudio | None = None
+    prefixes: Prefixes = field(default_factory=Prefixes)
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The decoder layers, resolved."""
+        text, kinds = self.text, self.text.layer_types
+        first = text.first_kv_shared_layer
+        owners = {kind: i for i, kind in enumerate(kinds[:first])}  # the last owner wins
+        out = []
+        for i, kind in enumerate(kinds):
+            shared = i >= first
+            wide = shared and text.use_double_wide_mlp
+            moe = text.moe
+            out.append(
+                Layer(
+                    index=i,
+                    kind=kind,
+                    attention=text.sliding if kind == SLIDING else text.full,
+                    intermediate_size=text.intermediate_size * (2 if wide else 1),
+                    donor=owners[kind] if shared else None,
+                    has_moe=moe is not None and (moe.layers is None or i in moe.layers),
+                )
+            )
+        return tuple(out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, defaults included, as plain JSON values."""
+        out: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return out
+
+
+# the dataclass that each model_type has under `vision` and `audio`
+TOWERS: dict[str, dict[str, type]] = {
+    "gemma4": {"vision": Vision, "audio": Audio},
+    "gemma4_unified": {"vision": UnifiedVision, "audio": UnifiedAudio},
+}
+
+
+def slug(text: str) -> str:
+    """A legal spec name made from a file or directory name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:96] or "spec"

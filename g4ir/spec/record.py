@@ -1,0 +1,266 @@
+"""A variant as data: frozen dataclasses read from YAML or from a Hugging Face config.json.
+
+The YAML says what varies; how a block is wired is written once in `g4ir/model/text.py`.
+Field names follow the upstream configuration where it has one name for the thing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from g4ir.errors import SpecError
+from g4ir.spec.huggingface import config_of, read_config
+from g4ir.spec.reader import (
+    Map,
+    Scalar,
+    Where,
+    build,
+    convert,
+    did_you_mean,
+    fail,
+    hints_of,
+    is_null,
+    join,
+    merge,
+    read_tree,
+    schema_defs,
+    violations,
+)
+
+from .parts import TOWERS, Variant, slug
+from .rules import Problem, canonical, problems
+
+SCHEMA = 1
+
+MAX_EXTENDS = 8
+SUFFIXES = (".yaml", ".yml")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Spec(Variant):
+    """One variant."""
+
+    def __repr__(self) -> str:
+        media = {"vision": self.vision, "audio": self.audio}
+        parts = "".join(f", {k}" for k, v in media.items() if v is not None)
+        return (
+            f"<Spec {self.name}: {self.model_type}, {self.text.num_hidden_layers} layers, "
+            f"hidden {self.text.hidden_size}, {self.dtype}{parts}>"
+        )
+
+    @classmethod
+    def from_hf(cls, source: str | Path | dict[str, Any], name: str | None = None) -> Spec:
+        """The spec of a Hugging Face config: a config.json, its directory, or the parsed dict.
+
+        Raises SpecError naming the key. `name` defaults to the directory's name.
+        """
+        found = read_config(source, name)
+        return cls(**{f.name: getattr(found, f.name) for f in fields(found)})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of this spec; SpecError names a field that it cannot express."""
+        return config_of(self)
+
+    def to_yaml(self) -> str:
+        """A spec file that loads to this spec; fields that equal their default are left out."""
+        body = {"schema": SCHEMA, **_pruned(self)}
+        return yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of every field."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _pruned(value: Any) -> Any:
+    """A dataclass as a dict without the fields that equal their default."""
+    if isinstance(value, tuple):
+        return [_pruned(v) for v in value]
+    if not is_dataclass(value):
+        return value
+    kept = ((f.name, getattr(value, f.name), f) for f in fields(value))
+    return {name: _pruned(v) for name, v, f in kept if v != _default(f)}
+
+
+def _default(f: Any) -> Any:
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+# --- rules that join several fields -----------------------------------------------------------
+
+
+def check_spec(spec: Spec) -> Spec:
+    """The spec itself if it breaks no rule; SpecError with the first problem otherwise.
+
+    For specs built in Python; `load_spec` and `Spec.from_hf` have checked theirs.
+    """
+    for path, message, *_ in list(violations(spec, Spec)) or problems(spec):
+        raise SpecError(f"spec {spec.name}: {path}: {message}")
+    return spec
+
+
+# --- files ------------------------------------------------------------------------------------
+
+NOT_INHERITED = ("name", "hub")  # a relative of a variant is another model with other weights
+
+
+def specs_dir() -> Path:
+    """The folder of the shipped specs: the package `g4ir.specs`, or `specs/` beside the source."""
+    found = importlib.util.find_spec("g4ir.specs")
+    if found is not None and found.submodule_search_locations:
+        return Path(next(iter(found.submodule_search_locations)))
+    return Path(__file__).resolve().parents[2] / "specs"
+
+
+def spec_names() -> tuple[str, ...]:
+    """Names of the shipped specs, sorted."""
+    return tuple(sorted(p.stem for p in specs_dir().glob("*.yaml")))
+
+
+def load_spec(name_or_path: str | Path) -> Spec:
+    """The spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`).
+
+    Raises SpecError naming file, line, key and the fix.
+    """
+    path = spec_path(name_or_path)
+    return _spec_from_tree(_with_bases(read_tree(path), path, ()), path.stem)
+
+
+def spec_path(name_or_path: str | Path) -> Path:
+    """The file behind a spec's name or path. SpecError if the name is not shipped."""
+    text = str(name_or_path)
+    is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
+    if is_path or text.endswith(SUFFIXES):
+        return Path(text)
+    names = spec_names()
+    if text in names:
+        return specs_dir() / f"{text}.yaml"
+    near = did_you_mean(text, names)
+    raise SpecError(
+        f"no spec is called {text[:80]!r}{near or '; one of ' + ', '.join(names)}"
+        " (or give the path of a .yaml file)"
+    )
+
+
+def _with_bases(tree: Map, path: Path, seen: tuple[Path, ...]) -> Map:
+    """The tree laid over what it extends, `schema` and `extends` removed."""
+    _check_schema(tree)
+    entries = {k: v for k, v in tree.entries.items() if k not in ("schema", "extends")}
+    own = Map(entries, tree.keys, tree.where)
+    if "extends" not in tree.entries:
+        return own
+    where = tree.keys["extends"]
+    base_path = _base_path(convert(tree.entries["extends"], str, "extends"), path, where)
+    seen = (*seen, path.resolve())
+    if base_path.resolve() in seen or len(seen) > MAX_EXTENDS:
+        raise fail(where, "extends", f"{base_path.name} leads back here or too deep; cut the chain")
+    base = _with_bases(read_tree(base_path), base_path, seen)
+    inherited = {k: v for k, v in base.entries.items() if k not in NOT_INHERITED}
+    return merge(Map(inherited, base.keys, base.where), own)
+
+
+def _base_path(base: str, path: Path, where: Where) -> Path:
+    if base.endswith(SUFFIXES):
+        return path.parent / base
+    try:
+        return spec_path(base)
+    except SpecError as err:
+        raise fail(where, "extends", str(err)) from None
+
+
+def _check_schema(tree: Map) -> None:
+    if "schema" not in tree.entries:
+        raise fail(tree.where, "schema", f"is missing; begin the file with `schema: {SCHEMA}`")
+    if convert(tree.entries["schema"], int, "schema") != SCHEMA:
+        raise fail(tree.keys["schema"], "schema", f"this version reads schema {SCHEMA}")
+
+
+def _spec_from_tree(tree: Map, stem: str) -> Spec:
+    hints = _spec_hints(tree)
+    if "name" not in tree.entries:
+        name = Scalar(slug(stem), False, tree.where)
+        tree = Map({"name": name, **tree.entries}, tree.keys, tree.where)
+    spec = canonical(build(Spec, tree, hints=hints))
+    for problem in problems(spec):
+        raise fail(_place_of(tree, problem), problem.path, problem.message)
+    return spec
+
+
+def _spec_hints(tree: Map) -> dict[str, Any]:
+    """Annotations of Spec with the towers that this model_type has."""
+    hints = hints_of(Spec)
+    node = tree.entries.get("model_type")
+    if node is None or is_null(node):
+        return hints | _towers("gemma4")  # `build` reports the missing key
+    return hints | _towers(convert(node, hints["model_type"], "model_type"))
+
+
+def _towers(model_type: str) -> dict[str, Any]:
+    return {name: cls | None for name, cls in TOWERS[model_type].items()}
+
+
+def _place_of(tree: Map, problem: Problem) -> Where:
+    """Where the first of the keys that break a rule together is set by this file itself, for a file
+    that it extends is right on its own; otherwise as near to the key as the files get."""
+    reached = [(path, _reached(tree, path)) for path in (problem.path, *problem.others)]
+    for path, places in reached:
+        if len(places) > path.count(".") and places[-1].file == tree.where.file:
+            return places[-1]
+    return [tree.where, *reached[0][1]][-1]
+
+
+def _reached(tree: Map, path: str) -> list[Where]:
+    """The places of the keys along a key path, as far as they are given."""
+    places: list[Where] = []
+    node: Any = tree
+    for key in path.split("."):
+        if not isinstance(node, Map) or key not in node.entries:
+            break
+        places.append(node.keys[key])
+        node = node.entries[key]
+    return places
+
+
+# --- views ------------------------------------------------------------------------------------
+
+
+def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
+    """Fields that differ as (key path, value in a, value in b), in field order."""
+    left, right = _flat(a.to_dict()), _flat(b.to_dict())
+    keys = [*left, *(k for k in right if k not in left)]
+    return [(k, left.get(k), right.get(k)) for k in keys if left.get(k) != right.get(k)]
+
+
+def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, item in value.items():
+        out |= _flat(item, join(path, key)) if isinstance(item, dict) else {join(path, key): item}
+    return out
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a spec file, for editors; generated from the dataclasses."""
+    defs: dict[str, Any] = {}
+    whole, patch = (schema_defs(Spec, partial, defs) for partial in (False, True))
+    for name in (whole, patch):
+        head = {"schema": {"const": SCHEMA}}
+        defs[name]["properties"] = head | defs[name]["properties"]
+    defs[whole]["required"] = ["schema", *(k for k in defs[whole]["required"] if k != "name")]
+    defs[patch]["properties"]["extends"] = {"type": "string"}
+    defs[patch]["required"] = ["schema", "extends"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "g4ir variant",
+        "anyOf": [{"$ref": f"#/$defs/{whole}"}, {"$ref": f"#/$defs/{patch}"}],
+        "$defs": defs,
+    }

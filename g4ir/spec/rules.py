@@ -1,0 +1,219 @@
+"""Rules that join several fields of a variant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import NamedTuple, TypeVar
+
+from .parts import (
+    FULL,
+    SLIDING,
+    TOWERS,
+    AttentionKind,
+    Audio,
+    Text,
+    Tokens,
+    UnifiedVision,
+    Variant,
+    Vision,
+)
+
+log = logging.getLogger(__name__)
+V = TypeVar("V", bound=Variant)
+
+
+class Problem(NamedTuple):
+    """A broken rule: the key path, the message with the fix, the other keys it looks at."""
+
+    path: str
+    message: str
+    others: tuple[str, ...] = ()
+
+
+def problems(spec: Variant) -> Iterator[Problem]:
+    """Every broken rule of a spec; fields are assumed to be in range."""
+    yield from _pattern_problems(spec.text)
+    for name in (SLIDING, FULL):
+        yield from _kind_problems(spec.text, name)
+    yield from _feed_forward_problems(spec.text)
+    yield from _token_problems(spec)
+    yield from _tower_problems(spec)
+
+
+def _pattern_problems(text: Text) -> Iterator[Problem]:
+    shared, layers = text.num_kv_shared_layers, text.num_hidden_layers
+    if shared >= layers:
+        yield Problem(
+            "text.num_kv_shared_layers",
+            f"{shared} of {layers} layers share K and V, so none owns them; at most {layers - 1}",
+            ("text.num_hidden_layers",),
+        )
+        return
+    kinds, first = text.layer_types, text.first_kv_shared_layer
+    for kind in sorted(set(kinds[first:]) - set(kinds[:first])):
+        yield Problem(
+            "text.num_kv_shared_layers",
+            f"layers {first}..{layers - 1} share K and V but no {kind} layer below {first} owns "
+            f"them (layer {first + kinds[first:].index(kind)} needs one); share fewer layers",
+            ("text.num_hidden_layers", "text.pattern"),
+        )
+
+
+def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
+    kind: AttentionKind = getattr(text, name)
+    path, heads, kv = f"text.{name}", text.num_attention_heads, kind.num_key_value_heads
+    if name in text.layer_types and heads % kv:
+        yield Problem(
+            f"{path}.num_key_value_heads",
+            f"{kv} does not divide text.num_attention_heads {heads}; use a divisor",
+            ("text.num_attention_heads", "text.pattern"),
+        )
+    if kind.head_dim % 2:
+        yield Problem(
+            f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
+        )
+    if name == SLIDING and kind.window is None:
+        yield Problem(
+            f"{path}.window", "is missing; a sliding layer needs the number of keys it sees"
+        )
+    if name == FULL and kind.window is not None:
+        yield Problem(f"{path}.window", "a full layer has no window; leave it out")
+    yield from _rope_problems(kind, f"{path}.rope")
+
+
+def _rope_problems(kind: AttentionKind, path: str) -> Iterator[Problem]:
+    rope = kind.rope
+    if rope.kind == "default" and rope.rotary_fraction != 1.0:
+        yield Problem(
+            f"{path}.rotary_fraction",
+            f"{rope.rotary_fraction:g} has no effect on kind default; use kind proportional",
+            (f"{path}.kind",),
+        )
+    if rope.kind == "default" and rope.factor is not None:
+        yield Problem(
+            f"{path}.factor",
+            "has no effect on kind default; use kind proportional",
+            (f"{path}.kind",),
+        )
+    if rope.kind == "proportional" and rope.pairs(kind.head_dim) < 1:
+        yield Problem(
+            f"{path}.rotary_fraction",
+            f"{rope.rotary_fraction:g} of head_dim {kind.head_dim} rotates no pair; raise it",
+            (f"{path.rpartition('.')[0]}.head_dim", f"{path}.kind"),
+        )
+
+
+def _feed_forward_problems(text: Text) -> Iterator[Problem]:
+    moe = text.moe
+    if moe is None:
+        return
+    if moe.top_k_experts > moe.num_experts:
+        yield Problem(
+            "text.moe.top_k_experts",
+            f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts",
+            ("text.moe.num_experts",),
+        )
+    if moe.layers is None:
+        return
+    outside = [i for i in moe.layers if i >= text.num_hidden_layers]
+    if outside:
+        yield Problem(
+            "text.moe.layers",
+            f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}",
+            ("text.num_hidden_layers",),
+        )
+    if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
+        yield Problem(
+            "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
+        )
+
+
+def _token_problems(spec: Variant) -> Iterator[Problem]:
+    vocab = spec.text.vocab_size
+    for f in fields(Tokens):
+        value = getattr(spec.tokens, f.name)
+        ids = value if isinstance(value, tuple) else () if value is None else (value,)
+        for i in ids:
+            if i >= vocab:
+                yield Problem(
+                    f"tokens.{f.name}",
+                    f"{i} is outside the vocabulary; 0..{vocab - 1}",
+                    ("text.vocab_size",),
+                )
+
+
+def _tower_problems(spec: Variant) -> Iterator[Problem]:
+    for name in ("vision", "audio"):
+        part = getattr(spec, name)
+        if part is not None and not isinstance(part, TOWERS[spec.model_type][name]):
+            found = type(part).__name__
+            yield Problem(
+                name,
+                f"a {spec.model_type} spec has no {found}; use the keys of its model_type",
+                ("model_type",),
+            )
+    if isinstance(spec.vision, Vision):
+        yield from _vision_problems(spec.vision)
+    if (
+        isinstance(spec.vision, UnifiedVision)
+        and spec.vision.output_proj_dims != spec.vision.mm_embed_dim
+    ):
+        yield Problem(
+            "vision.output_proj_dims",
+            f"{spec.vision.output_proj_dims} is not vision.mm_embed_dim "
+            f"{spec.vision.mm_embed_dim}; make them equal",
+            ("vision.mm_embed_dim",),
+        )
+    if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
+        yield Problem(
+            "audio.num_attention_heads",
+            f"{spec.audio.num_attention_heads} does not divide audio.hidden_size "
+            f"{spec.audio.hidden_size}; use a divisor",
+            ("audio.hidden_size",),
+        )
+
+
+def _vision_problems(vision: Vision) -> Iterator[Problem]:
+    if vision.num_attention_heads % vision.num_key_value_heads:
+        yield Problem(
+            "vision.num_key_value_heads",
+            f"{vision.num_key_value_heads} does not divide vision.num_attention_heads "
+            f"{vision.num_attention_heads}; use a divisor",
+            ("vision.num_attention_heads",),
+        )
+    if vision.head_dim % 4:
+        yield Problem(
+            "vision.head_dim",
+            f"{vision.head_dim} is not a multiple of 4, and rotary splits it into pairs per axis",
+        )
+
+
+def canonical(spec: V) -> V:
+    """The spec with `pattern` and `moe.layers` in their shortest form, so that equal variants
+    compare equal.
+
+    Warns where the last layer was sliding: the reference turns it into a full one.
+    """
+    text = spec.text
+    moe = text.moe
+    if moe is not None and moe.layers == tuple(range(text.num_hidden_layers)):
+        moe = replace(moe, layers=None)
+    last = text.pattern[(text.num_hidden_layers - 1) % len(text.pattern)]
+    if last != FULL:
+        log.warning(
+            "%s: the last of %d layers is %s; it becomes a full one, as in the reference",
+            spec.name,
+            text.num_hidden_layers,
+            last,
+        )
+    return replace(spec, text=replace(text, pattern=shortest_pattern(text.layer_types), moe=moe))
+
+
+def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest list that, repeated and cut, gives `kinds`."""
+    for period in range(1, len(kinds)):
+        if kinds[period:] == kinds[:-period]:
+            return kinds[:period]
+    return kinds

@@ -1,0 +1,161 @@
+"""A spec of the same structure that runs in milliseconds: what checks and tests run a variant as.
+
+It knows no variant: sizes are scaled and layers cut, every structural field is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from .parts import AttentionKind, Audio, Moe, Ple, Text, Tokens, UnifiedAudio, UnifiedVision, Vision
+from .record import Spec, check_spec
+
+WINDOW = 8
+VOCAB = 256
+TOKENS = Tokens(bos=2, eos=(1,), pad=0)
+#: ids of the same vocabulary for the tokens of media
+MEDIA_TOKENS = {
+    "image": 240,
+    "video": 241,
+    "audio": 242,
+    "boi": 243,
+    "eoi": 244,
+    "boa": 245,
+    "eoa": 246,
+}
+BUDGET = 70
+
+
+def shrink(spec: Spec, media: bool = False) -> Spec:
+    """A spec of the same structure that runs in milliseconds; with `media` its towers too.
+
+    Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
+    each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
+    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying.
+    """
+    text = spec.text
+    layers, shared = _layers(text)
+    heads = _head_divisor(text)
+    small = replace(
+        text,
+        vocab_size=VOCAB,
+        hidden_size=_size(text.hidden_size, 32),
+        intermediate_size=_size(text.intermediate_size, 64),
+        num_hidden_layers=layers,
+        num_kv_shared_layers=shared,
+        num_attention_heads=text.num_attention_heads // heads,
+        sliding=replace(_kind(text.sliding, heads), window=WINDOW),
+        full=_kind(text.full, heads),
+        max_position_embeddings=min(text.max_position_embeddings, 1024),
+        moe=text.moe and _moe(text.moe, layers),
+        ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
+    )
+    known: dict[str, Any] = {
+        k: v for k, v in MEDIA_TOKENS.items() if getattr(spec.tokens, k) is not None
+    }
+    return check_spec(
+        replace(
+            spec,
+            name=f"{spec.name}-small",
+            hub=None,
+            dtype="f32",
+            text=small,
+            tokens=replace(TOKENS, **known) if media else TOKENS,
+            vision=_vision(spec.vision) if media else None,
+            audio=_audio(spec.audio) if media else None,
+        )
+    )
+
+
+def with_all_experts(spec: Spec) -> Spec:
+    """The same, where each token takes every expert: there is no near tie of a router, which would
+    turn over where two computations round in different places."""
+    moe = spec.text.moe
+    if moe is None:
+        return spec
+    every = replace(moe, top_k_experts=moe.num_experts)
+    return check_spec(replace(spec, text=replace(spec.text, moe=every)))
+
+
+def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
+    """Two layers of the same proportions, clipping and standardizing as before."""
+    if isinstance(v, UnifiedVision):
+        return replace(
+            v,
+            mm_embed_dim=48,
+            output_proj_dims=48,
+            mm_posemb_size=128,
+            patch_size=4,
+            num_soft_tokens=BUDGET,
+        )
+    if v is None:
+        return None
+    return replace(
+        v,
+        hidden_size=_size(v.hidden_size, 24),
+        intermediate_size=_size(v.intermediate_size, 48),
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1 if v.num_key_value_heads < v.num_attention_heads else 2,
+        head_dim=4 * -(-v.head_dim // 16),
+        patch_size=4,
+        position_embedding_size=512,
+        default_output_length=BUDGET,
+    )
+
+
+def _audio(a: Audio | UnifiedAudio | None) -> Audio | UnifiedAudio | None:
+    if isinstance(a, UnifiedAudio):
+        return replace(a, audio_embed_dim=40)
+    return a and replace(
+        a,
+        hidden_size=_size(a.hidden_size, 32),
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        output_proj_dims=_size(a.output_proj_dims, 32),
+        subsampling_conv_channels=(16, 8),
+    )
+
+
+def _moe(moe: Moe, layers: int) -> Moe:
+    """Eight experts, two a token; where only some layers have them, those that are left."""
+    some = moe.layers and (tuple(i for i in moe.layers if i < layers) or (0,))
+    count = min(moe.num_experts, 8)
+    return replace(
+        moe,
+        num_experts=count,
+        top_k_experts=min(moe.top_k_experts, 2),
+        layers=some,
+        intermediate_size=_size(moe.intermediate_size, 32),
+    )
+
+
+def _size(value: int, by: int) -> int:
+    return max(16, round(value / by / 8) * 8)
+
+
+def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
+    """head_dim 256, 512 -> 32, 64."""
+    count = kind.num_key_value_heads // heads
+    return replace(kind, head_dim=kind.head_dim // 8, num_key_value_heads=count)
+
+
+def _head_divisor(text: Text) -> int:
+    """The largest divisor of all head counts that leaves two where there were several."""
+    counts = [k.num_key_value_heads for k in (text.sliding, text.full)]
+    common = gcd(text.num_attention_heads, *counts)
+    fits = (d for d in range(common, 0, -1) if common % d == 0)
+    return next(d for d in fits if all(n == 1 or n // d > 1 for n in counts))
+
+
+def _layers(text: Text) -> tuple[int, int]:
+    """(layers, shared layers) in whole repeats of the pattern: two of each kind own K and V."""
+    period = len(text.pattern)
+    for repeats in range(2, 99):
+        share = text.num_kv_shared_layers / text.num_hidden_layers
+        shared = round(repeats * share) or int(share > 0)
+        if repeats - shared >= 2:
+            return repeats * period, shared * period
+    raise AssertionError(f"{text.num_kv_shared_layers} shared layers leave no owners")

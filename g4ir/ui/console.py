@@ -1,0 +1,236 @@
+"""What the command line says on stderr: progress, warnings and the one line of an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from g4ir.errors import G4Error
+
+QUIET_S = 2.0  # nothing is said about what takes no longer
+PERIOD_S = 1.0  # between two lines of one stage
+#: as sysexits.h and shells have them
+INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
+#: signals that end a command after it has cleaned up
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+#: how torch words a failed allocation
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+
+
+def say(line: str) -> None:
+    """One line on stderr. A closed stderr is no reason to stop working."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"g4ir: {line}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Shows the newest message about what takes long; a context in which it may speak.
+
+    On a terminal one line is rewritten every second; elsewhere a line is printed when the message
+    has changed. The clock is a thread, so that a step without messages of its own shows too.
+    """
+
+    def __init__(self) -> None:
+        self._message = self._shown = ""
+        self._begun = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __call__(self, message: str) -> None:
+        self._message = message
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Say no more, and clear the terminal's line: something else is printed now."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            if self._shown and _on_terminal():
+                _write("\r\x1b[K")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            if time.monotonic() - self._begun >= QUIET_S and self._message:
+                self._show()
+
+    def _show(self) -> None:
+        seconds = time.monotonic() - self._begun
+        if _on_terminal():
+            line = f"g4ir: {self._message} ({seconds:.0f} s)"
+            _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+        elif self._message != self._shown:
+            _write(f"g4ir: {self._message} ({seconds:.0f} s)\n")
+        self._shown = self._message
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logs() -> Iterator[None]:
+    """Warnings of the package as lines on stderr."""
+    logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class Ended(BaseException):
+    """A signal asks the process to end; like KeyboardInterrupt, no error that anyone handles."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def endings() -> Iterator[None]:
+    """ENDING raise `Ended` in the main thread, so that temporary files and processes go. One that
+    is ignored (nohup) or handled otherwise stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for s in caught:
+            signal.signal(s, signal.SIG_IGN)  # once is enough
+        raise Ended(number)
+
+    caught = [s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL]
+    for s in caught:
+        signal.signal(s, end)
+    try:
+        yield
+    finally:
+        for s in caught:
+            signal.signal(s, signal.SIG_DFL)
+
+
+class OutputError(OSError):
+    """stdout takes no more; a reader that went away is a BrokenPipeError instead."""
+
+
+class _Output:
+    """A stream whose errors are told from those of other files."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _named_output():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with _named_output():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _named_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OutputError(e.errno, e.strerror) from e
+
+
+def output() -> Any:
+    """A context in which what fails on stdout is an OutputError, or a BrokenPipeError."""
+    stream: Any = _Output(sys.stdout)
+    return contextlib.redirect_stdout(stream)
+
+
+def tolerant_output() -> None:
+    """Text that the terminal's encoding lacks is escaped, and a closed stdout is no output: both
+    are no errors."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def report(error: BaseException, trace: bool) -> int:
+    """Say what went wrong in one message; returns the exit code."""
+    if trace:
+        traceback.print_exception(error)
+    code, text = _verdict(error)
+    if code in (PIPE_CLOSED, NO_OUTPUT):
+        _discard_output()
+    if text:
+        say(text)
+    return code
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error."""
+    if isinstance(error, G4Error):
+        return error.exit_code, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, Ended):
+        return 128 + error.number, f"ended by {signal.Signals(error.number).name}"
+    if isinstance(error, BrokenPipeError):
+        return PIPE_CLOSED, ""
+    if isinstance(error, OutputError):
+        return NO_OUTPUT, f"error: stdout: {error.strerror}"
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+        return 3, (
+            "error: not enough memory; build for fewer rows (--max-batch), a shorter --max-seq or "
+            "a smaller --dtype, or use a machine with more"
+        )
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return 2, f"error: {where}{error.strerror or error}"
+    first = (str(error).splitlines() or [""])[0]
+    return INTERNAL, (
+        f"internal error: {type(error).__name__}: {first}; run again with --trace and report what "
+        "it prints"
+    )
+
+
+def _discard_output() -> None:
+    """What is still buffered must not fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

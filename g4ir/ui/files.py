@@ -1,0 +1,53 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+
+def write_file(path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """Write the concatenated parts as `new_version` does."""
+    with new_version(path, mode) as file:
+        for part in parts:
+            for piece in part:
+                file.write(piece)
+
+
+@contextmanager
+def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A file of a temporary name beside `path`, open for writing; at the end it is synced and
+    renamed, and after an error it is removed. Like folders of `new_folder`, it is readable to whom
+    the umask says, of those that `mode` names."""
+    handle, name = _new_file(path.parent, f".{path.name}.", mode)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        name.unlink(missing_ok=True)
+        raise
+
+
+def _new_file(parent: Path, prefix: str, mode: int) -> tuple[int, Path]:
+    """A file of a name that was free, open for writing; the module tempfile would ignore the
+    umask."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        with suppress(FileExistsError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
+
+
+def new_folder(parent: Path, prefix: str) -> Path:
+    """An empty folder in `parent`, whose name begins with `prefix` and was free."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path

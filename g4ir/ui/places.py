@@ -1,0 +1,196 @@
+"""Where things of the user lie beside engines: caches, decisions, downloads. The environment is
+read here alone (https://specifications.freedesktop.org/basedir-spec).
+
+What lies there is believed, and programs from there are run: a folder that others own or may write
+to is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from g4ir.errors import MissingError, TrustError
+
+#: mode bits by which others than the owner may change what lies in a folder
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_root() -> Path:
+    """Where compiled programs are kept between builds: losing it costs time alone."""
+    return _base("XDG_CACHE_HOME", ".cache") / "g4ir"
+
+
+def state_root() -> Path:
+    """Where decisions are kept: which engines this user built or trusts, and digests of what lies
+    in the cache."""
+    return _base("XDG_STATE_HOME", ".local/state") / "g4ir"
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face tools keep downloads: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
+
+    (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
+    """
+    env = os.environ.get
+    home = Path(env("HF_HOME") or _base("XDG_CACHE_HOME", ".cache") / "huggingface")
+    return Path(env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+
+
+def keep_inductor_private(default: str) -> Path:
+    """Have torch's compiler keep its files in a folder of the user's own, unless one was given;
+    returns the folder. Its default is a folder for temporary files whose name anybody can guess and
+    make first."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
+    if given != default:
+        return Path(given)
+    try:
+        folder = private(cache_root() / "inductor")
+    except (OSError, TrustError):  # no reason to fail: what lies there saves time alone
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        _until_the_end.append(made)
+        folder = Path(made.name)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
+
+
+#: folders that go when the process ends
+_until_the_end: list[tempfile.TemporaryDirectory[str]] = []
+#: what folders of temporary files are called
+PREFIX = "g4ir-"
+#: seconds after which a folder that no process holds was left behind by one that was killed
+ABANDONED_S = 60.0
+#: held while TMPDIR, which the whole process has once, is another
+_ELSEWHERE = threading.Lock()
+
+
+class Unpacked:
+    """A private folder for what libraries unpack. It goes with `close`, at the latest when the
+    process ends; one of a process that was killed goes when the next is made."""
+
+    def __init__(self, root: Path) -> None:
+        self._new = [p for p in (root, *root.parents) if not p.exists()]
+        self._folder = _private_temporary(root)
+        self.path = Path(self._folder.name)
+        self._held = os.open(self.path, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: then nothing there is swept either
+            fcntl.flock(self._held, fcntl.LOCK_EX)
+        if self.path.parent == root:
+            _sweep(root)
+
+    def close(self) -> None:
+        if self._held < 0:
+            return
+        os.close(self._held)
+        self._held = -1
+        self._folder.cleanup()
+        for made in self._new:  # a run alone leaves nothing behind
+            with suppress(OSError):
+                made.rmdir()
+
+
+@contextmanager
+def unpacking() -> Iterator[Unpacked]:
+    """Meanwhile, libraries that ask for a folder for temporary files are given one that is this
+    user's alone; who asked for it closes it. MissingError where there is no room for one."""
+    folder = Unpacked(cache_root() / "unpacked")
+    with _ELSEWHERE:
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(folder.path)
+        try:
+            yield folder
+        except BaseException:
+            folder.close()
+            raise
+        finally:
+            os.environ.pop("TMPDIR", None)
+            os.environ.update({} if before is None else {"TMPDIR": before})
+
+
+def _sweep(root: Path) -> None:
+    """Remove folders of processes that were killed: nobody holds them, nor makes them just now."""
+    for left in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(handle).st_mtime > ABANDONED_S:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
+    """A new folder in the user's cache, or among temporary files where there is no cache."""
+    reasons = []
+    for place in (root, None):
+        try:
+            if place:
+                private(place)
+            return tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
+        except OSError as e:
+            reasons.append(f"{e.filename or place}: {e.strerror}")
+        except TrustError as e:
+            reasons.append(str(e))
+    raise MissingError(
+        f"no folder to unpack compiled programs in: {'; '.join(reasons)}; make room, or give "
+        f"XDG_CACHE_HOME a folder of your own"
+    )
+
+
+def private(folder: Path) -> Path:
+    """The folder; what is missing of it, and of those above it, is made for this user alone,
+    whatever the umask. TrustError where others could change what lies in it, OSError where it
+    cannot be made."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    for place in reversed(missing):
+        place.mkdir(mode=0o700, exist_ok=True)
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """TrustError, with the command that mends it, where others could change what lies in a folder:
+    another user owns it or may write to it, or may exchange one above it."""
+    folder = folder.resolve()
+    root = next((p for p in folder.parents if p.name == "g4ir"), folder)
+    for place in (folder, *folder.parents):
+        status, ours = place.stat(), place.is_relative_to(root)
+        owners = {os.geteuid()} if ours else {os.geteuid(), 0}
+        # Above our own folders a group may be the user's own, and in a sticky folder such as /tmp
+        # nobody renames what is not theirs.
+        writable = status.st_mode & (OTHERS if ours else stat.S_IWOTH)
+        if status.st_uid not in owners:
+            raise _exposed(place, "belongs to another user", f"chown {os.geteuid()}")
+        if writable and (ours or not status.st_mode & stat.S_ISVTX):
+            raise _exposed(place, "can be written by other users", "chmod go-w")
+
+
+def _exposed(place: Path, what: str, mend: str) -> TrustError:
+    return TrustError(
+        f"{place} {what}, so what lies in it cannot be believed: "
+        f"`{mend} {shlex.quote(str(place))}`, and remove what you do not know in it (or give "
+        f"XDG_CACHE_HOME and XDG_STATE_HOME folders of your own)"
+    )
+
+
+def _base(variable: str, default: str) -> Path:
+    given = os.environ.get(variable)
+    # As the specification has it: a path that is not absolute is none.
+    if given and Path(given).is_absolute():
+        return Path(given)
+    try:
+        return Path.home() / default
+    except RuntimeError:
+        raise MissingError(
+            f"this user has no home directory: set {variable} to a folder of your own"
+        ) from None

@@ -1,0 +1,51 @@
+"""Sizes and token counts as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from g4ir.errors import InputError
+
+KIB = 1 << 10
+_COUNT = re.compile(r"([0-9]{1,15})([kKmM]?)")
+_FACTORS = {"": 1, "k": KIB, "m": KIB * KIB}
+
+
+def parse_count(text: str, what: str) -> int:
+    """`4096`, `4K` (4096), `1M` -> int; InputError that names `what` unless it is positive."""
+    match = _COUNT.fullmatch(text.strip())
+    value = int(match[1]) * _FACTORS[match[2].lower()] if match else 0
+    if value < 1:
+        raise InputError(f"{what} {text[:40]!r}: expected a number above 0, such as 4096 or 32K")
+    return value
+
+
+def parse_counts(text: str, what: str) -> list[int]:
+    """`4K,32K` -> [4096, 32768]"""
+    return [parse_count(word, what) for word in text.split(",")]
+
+
+def count_text(n: int) -> str:
+    """4096 -> 4K, 5000 -> 5000, 262144 -> 256K: exact"""
+    for size, letter in ((KIB * KIB, "M"), (KIB, "K")):
+        if n and n % size == 0:
+            return f"{n // size}{letter}"
+    return str(n)
+
+
+def rounded_count(n: int) -> str:
+    """At most n, in few letters: 93440 -> 91K; `-` for 0"""
+    return f"{n // KIB}K" if n >= 10 * KIB else str(n) if n else "-"
+
+
+def size_text(n: int) -> str:
+    """Bytes in three digits: 20.8 GiB, 512 MiB"""
+    unit, size = (
+        ("GiB", 1 << 30)
+        if n >= 1 << 29
+        else ("MiB", 1 << 20)
+        if n >= KIB * KIB / 2
+        else ("KiB", KIB)
+    )
+    value = n / size
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"

@@ -1,0 +1,1 @@
+"""Tensors in files and in memory: checkpoints, random weights, packed params."""

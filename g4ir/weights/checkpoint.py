@@ -1,0 +1,564 @@
+"""Hugging Face checkpoint directories: names, shapes and dtypes are checked against the spec.
+
+Everything is checked before any tensor data is read; a tensor is then a view of the mapped
+file, so that peak memory follows what is in use. Only safetensors are read, never pickles.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from g4ir.errors import InputError, WeightsError
+from g4ir.model.tensors import CLIP_BOUNDS, HEAD, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.spec.record import Spec
+from g4ir.weights import tensorfile
+from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
+
+if TYPE_CHECKING:
+    import mmap
+
+    import torch
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+GENERATION = "generation_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+EMBED = "embed_tokens.weight"
+SHOWN = 5  # problems listed in one message
+TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
+INDEX_LIMIT = 100_000_000  # bytes
+
+
+class WeightSource(Protocol):
+    """Where parameters come from: a checkpoint, or random values."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding table (norms of a checkpoint may be wider)."""
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        """Tensors present and not used -> why."""
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Tensors absent -> the value used instead."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of this name (without the checkpoint's prefix); do not write to it."""
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
+
+    def release(self, name: str) -> None:
+        """The caller is done with this tensor for now: give its memory back."""
+
+    def close(self) -> None:
+        """No further reads; tensors handed out stay valid."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mismatch of checkpoint and spec; `fix` is a key of FIXES."""
+
+    file: str
+    tensor: str
+    text: str
+    fix: str
+
+
+FIXES = {
+    "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
+    "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
+    "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
+    "media": "complete the download, or leave the towers out (--media none)",
+    "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
+}
+
+
+@dataclass
+class Checkpoint:
+    """An open checkpoint directory that fits its spec. Names carry no prefix."""
+
+    directory: Path
+    entries: Mapping[str, tuple[Header, Entry]]  # live tensors only
+    headers: tuple[Header, ...]
+    ignored: Mapping[str, str]
+    defaults: Mapping[str, float]
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+    _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
+    _closed: bool = False
+
+    @classmethod
+    def open(cls, directory: Path | str, spec: Spec, media: Iterable[str] = ()) -> Checkpoint:
+        """Check config, index, headers, names, shapes and dtypes; reads no tensor data.
+
+        `media`: the kinds whose towers are wanted too. Raises WeightsError naming file, tensor,
+        expected, found and the fix.
+        """
+        directory = Path(directory)
+        headers = read_headers(directory)
+        names = {name: (h, e) for h in headers for name, e in h.entries.items()}
+        prefix = _find_prefix(directory, spec, names)
+        towers = media_tensors(spec, media)
+        live, ignored, problems = _classify(spec, prefix, names, towers)
+        absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
+        defaults = {name: d for name in absent if (d := _default(name)) is not None}
+        problems += _missing(
+            spec, directory, problems, [n for n in absent if n not in defaults], towers
+        )
+        problems += _mismatches(spec, live, towers)
+        tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
+        if problems:
+            raise WeightsError(_report(directory, spec, problems))
+        return cls(directory, live, headers, ignored, defaults, _tied=tied)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return tensorfile.torch_dtype(self.entries[EMBED][1])
+
+    @property
+    def files(self) -> tuple[tuple[Path, int], ...]:
+        """Path and size in bytes of every weight file."""
+        return tuple((header.path, header.size) for header in self.headers)
+
+    def location(self, name: str) -> tuple[Path, Entry]:
+        """File of a stored tensor, and its byte range there (for engines that refer to it)."""
+        header, entry = self._entry(name)
+        return header.path, entry
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A read-only view of the mapped file; a default is a new tensor of one element."""
+        import torch
+
+        if name in self.defaults:
+            shape = () if name.endswith(CLIP_BOUNDS) else (1,)
+            return torch.full(shape, self.defaults[name], dtype=self.dtype)
+        header, entry = self._entry(name)
+        return tensorfile.view(self._map(header), entry)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Gather rows from the mapped file: only their pages are read."""
+        header, entry = self._entry(name)
+        check_rows(name, entry.shape, ids)
+        flat = tensorfile.view_rows(self._map(header), entry, ids.reshape(-1).cpu())
+        return flat.view(*ids.shape, entry.shape[1])
+
+    def release(self, name: str) -> None:
+        if name in self.entries:
+            header, entry = self.entries[name]
+            if header.path in self._maps:
+                tensorfile.drop_pages(self._maps[header.path], entry)
+
+    def sha256(self, file: Path) -> str:
+        """Digest of one weight file, streamed."""
+        return sha256(file)
+
+    def close(self) -> None:
+        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
+        self._maps.clear()
+        self._closed = True
+
+    def _entry(self, name: str) -> tuple[Header, Entry]:
+        if name not in self.entries:
+            raise WeightsError(f"{self.directory}: no text tensor {quoted(name)} in the spec")
+        if name == EMBED and self._tied:
+            self._compare_tied(self._tied)
+        return self.entries[name]
+
+    def _map(self, header: Header) -> mmap.mmap:
+        if self._closed:
+            raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
+        if header.path not in self._maps:
+            self._maps[header.path] = tensorfile.map_file(header)
+        return self._maps[header.path]
+
+    def _compare_tied(self, head: tuple[Header, Entry]) -> None:
+        """A stored head must be the embedding it is tied to, bit for bit (in even samples)."""
+        (h1, e1), (h2, e2) = self.entries[EMBED], head
+        one, two = self._map(h1), self._map(h2)
+        for at in range(0, e1.nbytes, max(TIED_BYTES, e1.nbytes // TIED_CHUNKS)):
+            size = min(TIED_BYTES, e1.nbytes - at)
+            i, j = e1.start + at, e2.start + at
+            if one[i : i + size] != two[j : j + size]:
+                raise WeightsError(
+                    f"{h2.path}: tensor {quoted(e2.name)} differs from the embedding it is tied "
+                    f"to (tie_word_embeddings is true); fix: {FIXES['tie']}"
+                )
+        tensorfile.drop_pages(two, e2)
+        self._tied = None
+
+
+def sha256(file: Path) -> str:
+    """Digest of a file, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with open_regular(file) as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_rows(name: str, shape: tuple[int, ...], ids: torch.Tensor) -> None:
+    """Raise InputError unless `ids` are integers that index the rows of a 2-D `shape`."""
+    if len(shape) != 2:
+        raise InputError(f"rows of {name}: expected a 2-D tensor, found shape {list(shape)}")
+    if ids.is_floating_point() or ids.dtype.itemsize < 4:
+        raise InputError(f"rows of {name}: ids must be int32 or int64, found {ids.dtype}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < shape[0]:
+        low, high = int(ids.min()), int(ids.max())
+        raise InputError(f"rows of {name}: ids {low} to {high} are not all in 0..{shape[0] - 1}")
+
+
+# ---- files of a directory -------------------------------------------------------------------
+
+
+def read_headers(directory: Path) -> tuple[Header, ...]:
+    """Find the weight files of a checkpoint directory and check their headers and index."""
+    try:
+        return _read_headers(directory)
+    except OSError as error:
+        raise WeightsError(f"{directory}: cannot be read ({error}); fix: check the path") from None
+
+
+def _read_headers(directory: Path) -> tuple[Header, ...]:
+    if not directory.is_dir():
+        raise WeightsError(f"{directory}: no such checkpoint directory; fix: check the path")
+    if not (directory / CONFIG).is_file():
+        raise WeightsError(
+            f"{directory}: expected {CONFIG} beside the weights, found none; "
+            f"fix: copy {CONFIG} from where the checkpoint came from"
+        )
+    single, index = directory / SINGLE, directory / INDEX
+    if not index.exists():
+        if not single.exists():
+            raise WeightsError(_no_weights(directory))
+        return (tensorfile.read_header(_inside(directory, SINGLE, directory)),)
+    shards = _read_index(directory, index)
+    if single.exists() and SINGLE not in shards:
+        raise WeightsError(
+            f"{directory}: both {SINGLE} and {INDEX}, which does not name it; "
+            "fix: remove the one that is left over"
+        )
+    paths = {file: _shard_path(directory, index, file) for file in sorted(shards)}
+    return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
+
+
+def _no_weights(directory: Path) -> str:
+    files = sorted(p.name for p in directory.iterdir() if p.is_file())
+    pickles = [name for name in files if name.endswith(PICKLES)]
+    tensors = [name for name in files if name.endswith(".safetensors")]
+    wanted = f"{directory}: expected {SINGLE} or {INDEX}"
+    if tensors:
+        return f"{wanted}, found {', '.join(map(quoted, tensors[:SHOWN]))}; fix: add {INDEX}"
+    if pickles:
+        return (
+            f"{wanted}, found only {', '.join(map(quoted, pickles[:SHOWN]))}: pickle files can run "
+            "code and are never opened; fix: load the model where you trust it and call "
+            "save_pretrained(DIR, safe_serialization=True)"
+        )
+    return f"{wanted}, found no weights; fix: download the checkpoint again"
+
+
+def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
+    """File name -> tensors that the index puts there, in the index's order."""
+    path = _inside(directory, INDEX, index)
+    if path.stat().st_size > INDEX_LIMIT:
+        raise WeightsError(f"{index}: larger than {INDEX_LIMIT} bytes; fix: download it again")
+    with open_regular(path) as file:
+        weight_map = parse_json(index, file.read()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
+    shards: dict[str, set[str]] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str):
+            raise WeightsError(
+                f"{index}: weight_map {quoted(name)}: expected a file name, "
+                f"found {quoted(file_name)}; fix: download the index again"
+            )
+        shards.setdefault(file_name, set()).add(name)
+    return shards
+
+
+def _shard_path(directory: Path, index: Path, name: str) -> Path:
+    if not name.endswith(".safetensors"):
+        raise WeightsError(
+            f"{index}: weight_map names {quoted(name)}, expected only .safetensors files; "
+            "fix: save the checkpoint with safe_serialization=True"
+        )
+    return _inside(directory, name, index)
+
+
+def _read_shard(path: Path, want: set[str]) -> Header:
+    """The header of one shard, which must hold exactly the tensors that the index puts there."""
+    header = tensorfile.read_header(path)
+    extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
+    if extra or missing:
+        what, place = (extra, "not named for it in") if extra else (missing, "absent, but named in")
+        raise WeightsError(
+            f"{header.path}: tensor {quoted(what[0])} is {place} {INDEX} "
+            f"({len(extra)} extra, {len(missing)} missing); fix: download shards and index again"
+        )
+    return header
+
+
+def _inside(directory: Path, name: str, source: Path) -> Path:
+    """The file called `name` in `directory`; a name or link that leads elsewhere is refused.
+
+    Links into the `blobs` folder of the same hub cache entry are how that cache stores files.
+    """
+    parts = re.split(r"[/\\]", name)
+    if not name.isprintable() or len(name) > 1000 or any(p in ("", ".", "..") for p in parts):
+        raise WeightsError(_outside(source, name))
+    path = directory / name
+    try:
+        real, home = path.resolve(strict=True), directory.resolve()
+    except (OSError, RuntimeError, ValueError):
+        raise WeightsError(
+            f"{source}: names {quoted(name)}, which is not in {directory}; "
+            "fix: complete the download"
+        ) from None
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if Path(name).is_absolute() or not any(real.is_relative_to(h) for h in homes):
+        raise WeightsError(_outside(source, name))
+    return path
+
+
+def _outside(source: Path, name: str) -> str:
+    return (
+        f"{source}: {quoted(name)} leads outside the checkpoint directory, expected a plain file "
+        "name; fix: put the weight files themselves into the directory"
+    )
+
+
+# ---- files beside the weights ---------------------------------------------------------------
+
+#: what an engine copies where it exists -> most bytes
+SIDE_FILES = {
+    "tokenizer.json": 256 << 20,
+    "tokenizer_config.json": 16 << 20,
+    "special_tokens_map.json": 1 << 20,
+    GENERATION: 1 << 20,
+    "chat_template.jinja": 1 << 20,
+    "processor_config.json": 1 << 20,
+    "preprocessor_config.json": 1 << 20,
+}
+
+
+def read_side_files(directory: Path) -> dict[str, bytes]:
+    """The side files of a checkpoint that are there, by name, each read once.
+
+    WeightsError for one that is no ordinary file inside the directory, is too large, or is not
+    what its name says.
+    """
+    _check_present(directory, CONFIG)
+    return {n: _side_file(directory, n) for n in SIDE_FILES if _check_present(directory, n)}
+
+
+def _check_present(directory: Path, name: str) -> bool:
+    """Whether there is such a file; WeightsError where it lies elsewhere."""
+    path = directory / name
+    if not (path.exists() or path.is_symlink()):
+        return False
+    _inside(directory, name, path)
+    return True
+
+
+def _side_file(directory: Path, name: str) -> bytes:
+    path, most = directory / name, SIDE_FILES[name]
+    with open_regular(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise WeightsError(f"{path}: larger than {most} bytes; {tensorfile.DOWNLOAD}")
+    if name.endswith(".json"):
+        parse_json(path, raw)
+    else:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as e:
+            raise WeightsError(
+                f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}"
+            ) from None
+    return raw
+
+
+# ---- names, shapes, dtypes ------------------------------------------------------------------
+
+Found = dict[str, tuple[Header, Entry]]
+
+
+def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
+    """The accepted prefix under which this checkpoint keeps its text tower: most hits win."""
+    valid = text_tensors(spec).keys() - {HEAD}
+    hits = {p: sum(p + name in names for name in valid) for p in spec.prefixes.text}
+    best = max(hits, key=lambda p: hits[p])
+    if not hits[best]:
+        accepted = ", ".join(f"{p}{EMBED}" for p in hits)
+        raise WeightsError(
+            f"{directory}: no text tensor of spec {spec.name} under any accepted prefix "
+            f"(expected {accepted}; found {', '.join(map(quoted, sorted(names)[:3])) or 'none'}); "
+            f"fix: {FIXES['spec']}"
+        )
+    return best
+
+
+def _tower(spec: Spec, name: str) -> str | None:
+    """The part of the model, other than text, that a tensor belongs to."""
+    parts = asdict(spec.prefixes)
+    others = (part for part in parts if part not in ("text", "head"))
+    return next((part for part in others if name.startswith(parts[part])), None)
+
+
+def _default(name: str) -> float | None:
+    """What the reference takes for a tensor that a checkpoint lacks."""
+    if name.endswith(".layer_scalar"):
+        return 1.0
+    if name.endswith(CLIP_BOUNDS):
+        return math.inf if name.endswith("_max") else -math.inf
+    return None
+
+
+def _stored(spec: Spec, towers: Tensors, names: Found) -> Iterator[tuple[str, str]]:
+    """(name in the files, `PART.NAME`) of the tensors outside the text model that are there."""
+    for bare in towers:
+        part, _, rest = bare.partition(".")
+        places = [place + rest for place in getattr(spec.prefixes, part)]
+        stored = next((name for name in places if name in names), None)
+        if stored is not None:
+            yield stored, bare
+
+
+def _classify(
+    spec: Spec, prefix: str, names: Found, towers: Tensors
+) -> tuple[Found, dict[str, str], list[Problem]]:
+    """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
+    of_towers = dict(_stored(spec, towers, names))
+    valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
+    head = next((name for name in spec.prefixes.head if name in names), None)
+    live: Found = {} if head is None else {HEAD: names[head]}
+    ignored = {head: f"tied to {EMBED}"} if head and spec.text.tie_word_embeddings else {}
+    problems: list[Problem] = []
+    for name, found in names.items():
+        bare = name.removeprefix(prefix) if name.startswith(prefix) else None
+        tower = _tower(spec, name)
+        if bare in valid:
+            live[bare] = found
+        elif name in of_towers:
+            live[of_towers[name]] = found
+        elif bare in dead:
+            ignored[name] = "K or V of a layer that reads another layer's K and V"
+        elif tower:
+            ignored[name] = f"part of {tower}, which this engine leaves out"
+        elif name != head:
+            problems.append(_unknown(spec, prefix, found, hint=len(problems) < SHOWN))
+    return live, ignored, problems
+
+
+def _unknown(spec: Spec, prefix: str, found: tuple[Header, Entry], hint: bool) -> Problem:
+    header, entry = found
+    bare = entry.name.removeprefix(prefix)
+    kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
+    if kind:
+        text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
+        return Problem(header.path.name, entry.name, text, "k_eq_v")
+    near = _nearest(bare, list(text_tensors(spec)), prefix) if hint else ""
+    return Problem(header.path.name, entry.name, f"not in the spec{near}", "spec")
+
+
+def _kind_of(spec: Spec, bare: str) -> str | None:
+    """Attention kind of the layer in `bare`, if that layer exists."""
+    match = re.match(r"layers\.(\d{1,6})\.", bare)
+    layers = spec.layers()
+    return layers[int(match[1])].kind if match and int(match[1]) < len(layers) else None
+
+
+def _missing(
+    spec: Spec, directory: Path, unknown: list[Problem], absent: list[str], towers: Tensors
+) -> Iterator[Problem]:
+    shapes = text_tensors(spec) | towers
+    strays = [p.tensor for p in unknown[:200]]
+    for name in absent:
+        text = f"missing: expected shape {list(shapes[name])}"
+        if name.endswith("self_attn.v_proj.weight") and name not in towers:
+            yield Problem(
+                directory.name, name, f"{text} ({_kind_of(spec, name)}.k_eq_v is false)", "k_eq_v"
+            )
+        elif name == HEAD:
+            yield Problem(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
+        elif name in towers:
+            yield Problem(directory.name, name, text, "media")
+        else:
+            hint = _nearest(name, strays, "") if len(absent) <= SHOWN else ""
+            yield Problem(directory.name, name, text + hint, "spec")
+
+
+def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
+    shapes = text_tensors(spec) | towers
+    shapes.setdefault(HEAD, shapes[EMBED])
+    for name, (header, entry) in live.items():
+        if entry.dtype not in tensorfile.FLOATS:
+            text = f"expected dtype {' or '.join(tensorfile.FLOATS)}, found {entry.dtype}"
+            yield Problem(header.path.name, entry.name, text, "dtype")
+        elif entry.shape != tuple(shapes[name]):
+            text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
+            yield Problem(header.path.name, entry.name, text, "spec")
+        elif name == HEAD and spec.text.tie_word_embeddings and EMBED in live:
+            yield from _tied_dtype(header, entry, live[EMBED][1])
+
+
+def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
+    if head.dtype != embed.dtype:
+        text = f"tied to {EMBED}: expected dtype {embed.dtype}, found {head.dtype}"
+        yield Problem(header.path.name, head.name, text, "tie")
+
+
+def _shape(entry: Entry) -> str:
+    return quoted(f"{entry.dtype} {list(entry.shape)}")
+
+
+def _nearest(name: str, candidates: list[str], prefix: str) -> str:
+    """'; nearest: ...' among candidates of the same layer (all of them are too many to rank)."""
+    if len(name) > 200:
+        return ""
+    same = [c for c in candidates if re.findall(r"\d+", c)[:1] == re.findall(r"\d+", name)[:1]]
+    pool = [c for c in (same or candidates) if len(c) <= 200][:200]
+    close = difflib.get_close_matches(name, pool, n=2, cutoff=0.5)
+    return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
+
+
+def _report(directory: Path, spec: Spec, problems: list[Problem]) -> str:
+    lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in problems[:SHOWN]]
+    more = len(problems) - SHOWN
+    lines += [f"  and {more} more"] * (more > 0)
+    fixes = dict.fromkeys(FIXES[p.fix] for p in problems[:SHOWN])
+    return (
+        f"{directory}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
+        + "\n".join(lines)
+        + f"\nfix: {'; or '.join(fixes)}"
+    )
+
+
+# ---- the local Hugging Face cache -----------------------------------------------------------
+
+
+# ---- writing --------------------------------------------------------------------------------
+
+#: where a checkpoint says how sounds are framed -> under which key
+EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
+
+
+def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
+    """What the files of a checkpoint or an engine say of the feature extractor of sounds, if they
+    do."""
+    for name, key in EXTRACTORS.items() if folder else ():
+        if folder and (folder / name).is_file():
+            whole = parse_json(folder / name, (folder / name).read_bytes())
+            found = whole.get(key) if key else whole
+            if isinstance(found, dict):
+                return found
+    return None

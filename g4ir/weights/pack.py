@@ -1,0 +1,240 @@
+"""Params of the optimised graphs from checkpoint tensors: the weight prologue, run per tensor."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from g4ir.errors import EngineError, VerifyError
+from g4ir.ir.graph import Graph, Node, Program, Value, drop_dead, split_prologue
+from g4ir.ir.interpret import interpret
+from g4ir.model.media import Media
+from g4ir.model.names import checkpoint_name
+from g4ir.model.text import build_program
+from g4ir.ops.finite import cast
+from g4ir.ops.types import TORCH_NAMES, torch_dtype
+from g4ir.passes import Dump, Options, run_program
+from g4ir.spec.record import Spec
+
+from . import tensorfile
+
+if TYPE_CHECKING:
+    import torch
+
+    from .checkpoint import WeightSource
+
+#: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
+TABLE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The graphs that run at inference, and the prologue that makes their params."""
+
+    program: Program
+    prologue: Graph
+
+    def recipe(self, param: str) -> Graph:
+        """The part of the prologue that makes one param; without nodes for a plain tensor."""
+        v = self.program.params()[param]
+        if any(v in n.outputs for n in self.prologue.nodes):
+            return drop_dead(replace(self.prologue, outputs=(v,)))
+        return Graph("prologue", (), (v,), (), (), (v,))
+
+
+def split_program(program: Program) -> Packing:
+    """Move what depends on params alone out of every graph of the program."""
+    parts = {name: split_prologue(g) for name, g in program.graphs.items()}
+    mains = Program({name: main for name, (_, main) in parts.items()})
+    params: dict[str, Value] = {}
+    nodes: dict[str, Node] = {}
+    for prologue, _ in parts.values():
+        params.update({v.name: v for v in prologue.params})
+        for n in prologue.nodes:
+            if nodes.setdefault(n.outputs[0].name, n) != n:
+                raise VerifyError(f"{n.outputs[0]} is packed differently in two graphs")
+    made = {v.name for n in nodes.values() for v in n.outputs}
+    packed = tuple(v for v in mains.params().values() if v.name in made)
+    prologue = Graph("prologue", (), tuple(params.values()), (), tuple(nodes.values()), packed)
+    return Packing(mains, prologue)
+
+
+def make_packing(
+    spec: Spec,
+    all_logits: bool,
+    dtype: str,
+    media: Media,
+    skip: Iterable[str],
+    options: Options,
+    dump: Dump | None = None,
+) -> Packing:
+    """The graphs of an engine and what makes their params: all that follows from its spec and
+    options."""
+    plain = build_program(spec, all_logits, dtype, media)
+    return split_program(run_program(plain, skip=skip, dump=dump, options=options))
+
+
+class ParamSource(Protocol):
+    """Where a runtime takes the params of the main graphs from."""
+
+    def tensor(self, param: str) -> torch.Tensor:
+        """The whole param, in the engine's dtype; may be a read-only mapping."""
+
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table: [*ids.shape, columns]."""
+
+    def release(self, param: str) -> None:
+        """Hint that `tensor`'s pages are not needed any more."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class MadeParams:
+    """Params made on demand from a checkpoint or from a seed."""
+
+    packing: Packing
+    source: WeightSource
+
+    def tensor(self, param: str) -> torch.Tensor:
+        recipe = self.packing.recipe(param)
+        given = {}
+        for v in recipe.params:
+            name = checkpoint_name(v.name)
+            given[v.name] = cast(self.source.tensor(name), v.type.dtype, name)
+        outputs, _ = interpret(recipe, {}, given, {})
+        out: torch.Tensor = outputs[param]
+        return out
+
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
+        v = self.packing.program.params()[param]
+        name = checkpoint_name(param)
+        return cast(self.source.rows(name, ids), v.type.dtype, name)
+
+    def release(self, param: str) -> None:
+        for v in self.packing.recipe(param).params:
+            self.source.release(checkpoint_name(v.name))
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@dataclass
+class StoredParams:
+    """Params packed into safetensors files of an engine directory."""
+
+    headers: tuple[tensorfile.Header, ...]
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, files: list[Path]) -> StoredParams:
+        return cls(tuple(tensorfile.read_header(f) for f in files))
+
+    def check(self, program: Program) -> None:
+        """EngineError unless these are the program's params, each once, of its shape and dtype:
+        compiled programs do not look at what they are given."""
+        found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
+        wanted = program.params()
+        for header in self.headers:
+            for name, entry in header.entries.items():
+                if name in found or name not in wanted:
+                    raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
+                found[name] = header, entry
+        for name, v in wanted.items():
+            if name not in found:
+                raise _wrong(self.headers[0].path.parent, name, "is missing")
+            header, entry = found[name]
+            if (entry.dtype, entry.shape) != _stored_as(v):
+                shown = f"{entry.dtype} {list(entry.shape)}"
+                raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
+
+    def _find(self, param: str) -> tuple[mmap.mmap, tensorfile.Entry]:
+        header = next(h for h in self.headers if param in h.entries)
+        if header.path not in self._maps:
+            self._maps[header.path] = tensorfile.map_file(header)
+        return self._maps[header.path], header.entries[param]
+
+    def tensor(self, param: str) -> torch.Tensor:
+        return tensorfile.view(*self._find(param))
+
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
+        mapped, entry = self._find(param)
+        rows = tensorfile.view_rows(mapped, entry, ids.reshape(-1).cpu())
+        return rows.view(*ids.shape, entry.shape[1])
+
+    def release(self, param: str) -> None:
+        tensorfile.drop_pages(*self._find(param))
+
+    def close(self) -> None:
+        self._maps.clear()
+
+
+class RowTable:
+    """A table of which only the rows in use are read; indexed like a tensor."""
+
+    def __init__(self, source: ParamSource, v: Value) -> None:
+        self.source, self.name = source, v.name
+        self.dtype = torch_dtype(v.type.dtype)
+
+    def __getitem__(self, ids: Any) -> torch.Tensor:
+        return self.source.rows(self.name, ids)
+
+
+#: where a table lies that is only gathered from: the engine's device, host memory, or its file
+PLACEMENTS = ("device", "host", "mmap")
+DEFAULT_PLACEMENT = "mmap"
+
+
+def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
+    """A table param for the embed graph. `host` and `mmap` allocate nothing on the device: their
+    rows are gathered on the host, and only those rows travel."""
+    if placement == "mmap":
+        return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
+    table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)
+    source.release(v.name)
+    return table
+
+
+def write_params(
+    packing: Packing, source: ParamSource, folder: Path, shard_bytes: int, progress: Any
+) -> list[Path]:
+    """Write every param into safetensors shards, tensor by tensor; returns the files."""
+    params = list(packing.program.params().values())
+    shards: list[list[Value]] = [[]]
+    for v in params:
+        if shards[-1] and sum(x.type.nbytes() for x in shards[-1]) + v.type.nbytes() > shard_bytes:
+            shards.append([])
+        shards[-1].append(v)
+    files = []
+    for i, shard in enumerate(shards):
+        table = {v.name: _stored_as(v) for v in shard}
+        path = folder / f"weights-{i:05d}.safetensors"
+        tensorfile.write_tensors(path, table, _taking_turns(source))
+        files.append(path)
+        progress(f"weights {i + 1}/{len(shards)}")
+    return files
+
+
+def _taking_turns(source: ParamSource) -> Any:
+    """Release each tensor's pages when the next is asked for."""
+    before: list[str] = []
+
+    def take(name: str) -> torch.Tensor:
+        if before:
+            source.release(before.pop())
+        before.append(name)
+        return source.tensor(name)
+
+    return take
+
+
+def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
+    """Dtype code and shape of a param in a file."""
+    return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
+
+
+def _wrong(path: Path, name: str, what: str) -> EngineError:
+    return EngineError(f"{path}: tensor {tensorfile.quoted(name)} {what}; build the engine again")

@@ -1,0 +1,224 @@
+"""Random weights: each value is a pure function of (seed, tensor name, flat index).
+
+So any row of any tensor can be made alone, on any device, with the same bits. The hash uses
+int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
+bits are a float32 integer in [-2^23, 2^23), exact; one float32 multiply by spread / 2^23, one
+float32 add of the centre where it is not zero, one cast: each correctly rounded on every device.
+
+Flat index = block * 2^18 + offset, block < 2^30. Each block has two 32-bit keys, hashed from the
+tensor's keys; the offset goes through two multiply-xorshift rounds with them
+(constants: https://github.com/skeeto/hash-prospector, lowbias32).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod, sqrt
+from types import MappingProxyType
+
+import torch
+
+from g4ir.errors import InputError
+from g4ir.model.media import KINDS
+from g4ir.model.tensors import media_tensors, text_tensors
+from g4ir.spec.record import Spec
+from g4ir.weights.checkpoint import check_rows
+
+Shape = tuple[int, ...]
+BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
+BLOCK = 1 << BLOCK_BITS
+LIMIT = 1 << 48  # largest number of elements of a tensor
+M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def _fan_in(shape: Shape) -> float:
+    """Half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
+    return sqrt(3.0 / max(prod(shape[-1:]), 1))
+
+
+def _root(shape: Shape) -> float:
+    return max(prod(shape[-1:]), 1) ** -0.5
+
+
+# name pattern -> (centre, half-width of the uniform distribution), first match wins.
+# Router logits come out O(1), although their input carries a factor hidden^-0.5, and so do
+# per-layer embeddings after their factor of 16. Token embeddings come out smaller, so that what
+# follows a token depends on more than that token; the final norm makes up for it. Attention
+# scores are not divided by the root of the head dim, so query norms carry it; a block adds less
+# to the residual stream than the stream holds. Without either, rounding differences grow from
+# layer to layer until any two ways to compute the model part.
+Size = Callable[[Shape], float]
+# Towers: clip bounds lie where some values of every tensor reach them; positions are small beside
+# patches.
+DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
+    (r"(input|output)_min$", lambda shape: -3.0, lambda shape: 0.5),
+    (r"(input|output)_max$", lambda shape: 3.0, lambda shape: 0.5),
+    (r"position_embedding_table$|pos_embedding$", lambda shape: 0.0, lambda shape: 0.5),
+    (r"^vision\.std_scale$|\.patch_ln\d\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"per_dim_scale$|std_bias$|\.bias$", lambda shape: 0.0, lambda shape: 0.3),
+    (r"norm_(pre_attn|post_attn|out)\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"conv(1d)?\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0 / max(prod(shape[1:]), 1))),
+    (r"layer_scalar$", lambda shape: 0.95, lambda shape: 0.05),
+    (r"q_norm\.weight$", _root, lambda shape: 0.3 * _root(shape)),
+    (r"post_\w*norm(_\d)?\.weight$", lambda shape: 0.3, lambda shape: 0.1),
+    (r"^norm\.weight$", lambda shape: 4.0, lambda shape: 1.2),
+    (r"norm(_\d)?\.weight$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"router\.(scale|per_expert_scale)$", lambda shape: 1.0, lambda shape: 0.3),
+    (r"router\.proj\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0)),
+    (r"embed_tokens_per_layer\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0) / 16.0),
+    (r"embed_tokens\.weight$", lambda shape: 0.0, lambda shape: 0.25 * _fan_in(shape)),
+    (r"", lambda shape: 0.0, _fan_in),
+)
+
+
+def distribution(name: str, shape: Shape) -> tuple[float, float]:
+    """Centre and half-width of the values of this tensor."""
+    centre, spread = next((c, s) for p, c, s in DISTRIBUTIONS if re.search(p, name))
+    return centre(shape), spread(shape)
+
+
+def random_tensor(
+    seed: int,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The whole tensor [*shape], made block by block in one pass over the memory."""
+    count = _count(name, shape)
+    out = torch.empty(count, dtype=dtype, device=device)
+    offsets = torch.arange(min(count, BLOCK), dtype=torch.int32, device=device)
+    bits, scratch = torch.empty_like(offsets), torch.empty_like(offsets)
+    floats = torch.empty(offsets.shape, dtype=torch.float32, device=device)
+    blocks = torch.arange(-(-count // BLOCK), dtype=torch.int32)
+    keys = zip(*(key.tolist() for key in _block_keys(seed, name, blocks)))
+    centre, scale = _scale(name, shape)
+    for piece, (first, second) in zip(out.split(BLOCK), keys):
+        n = piece.numel()
+        x = torch.bitwise_xor(offsets[:n], first, out=bits[:n])
+        _mix(x, second, scratch[:n])
+        piece.copy_(_place(floats[:n].copy_(x), centre, scale))
+    return out.view(shape)
+
+
+def random_rows(
+    seed: int,
+    name: str,
+    shape: Shape,
+    row_ids: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
+    _count(name, shape)
+    check_rows(name, shape, row_ids)
+    columns = shape[1]
+    ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)
+    out = torch.empty((ids.numel(), columns), dtype=dtype, device=device)
+    centre, scale = _scale(name, shape)
+    step = max(1, 4 * BLOCK // max(columns, 1))
+    for part, rows in zip(out.split(step), ids.split(step)):
+        x = _row_bits(seed, name, rows, columns)
+        part.copy_(_place(x.float(), centre, scale))
+    return out.view(*row_ids.shape, columns)
+
+
+def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """int32 [rows, columns]: the top 24 bits of the hash at each element of these rows."""
+    start = rows[:, None] * columns
+    block = start >> BLOCK_BITS
+    spans = (columns - 1) // BLOCK + 2  # a row of n elements touches at most this many blocks
+    near = torch.arange(spans, device=rows.device)
+    keys = _block_keys(seed, name, (block + near).to(torch.int32))
+    place = (start & (BLOCK - 1)).to(torch.int32) + torch.arange(
+        columns, dtype=torch.int32, device=rows.device
+    )
+    which = (place >> BLOCK_BITS).long()
+    x = (place & (BLOCK - 1)).bitwise_xor_(keys[0].gather(1, which))
+    return _mix(x, keys[1].gather(1, which), torch.empty_like(x))
+
+
+def _count(name: str, shape: Shape) -> int:
+    count = prod(shape)
+    if count > LIMIT:
+        raise InputError(f"random tensor {name}: {count} elements, at most {LIMIT}")
+    return count
+
+
+def _scale(name: str, shape: Shape) -> tuple[float, float]:
+    """Centre and scale per unit of the 24-bit integer, as float32 values."""
+    centre, spread = torch.tensor(distribution(name, shape), dtype=torch.float32).tolist()
+    return centre, spread / 2**23
+
+
+def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
+    """In place: values * scale + centre, rounded to float32 after each."""
+    values.mul_(scale)
+    return values.add_(centre) if centre else values
+
+
+def _mix(x: torch.Tensor, second: torch.Tensor | int, scratch: torch.Tensor) -> torch.Tensor:
+    """In place: two rounds on offset ^ first key; leaves a signed 24-bit integer."""
+    _xorshift(x, 16, scratch).mul_(M1).add_(second)
+    return _xorshift(x, 15, scratch).mul_(M2).bitwise_right_shift_(8)
+
+
+def _xorshift(x: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
+    """In place: x ^= x >> bits, as unsigned (torch shifts int32 with its sign, hence the mask)."""
+    torch.bitwise_right_shift(x, bits, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _block_keys(seed: int, name: str, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int32 keys per block (int32, any shape), from SHA-256 of seed and name."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    words = [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in range(0, 16, 4)]
+    one = _finish(_finish(block ^ words[0]).add_(words[1]))
+    two = _finish(_finish(block ^ words[2]).add_(words[3]))
+    return one, two
+
+
+def _finish(x: torch.Tensor) -> torch.Tensor:
+    """In place: the lowbias32 finaliser."""
+    scratch = torch.empty_like(x)
+    _xorshift(x, 16, scratch).mul_(M1)
+    _xorshift(x, 15, scratch).mul_(M2)
+    return _xorshift(x, 16, scratch)
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint:
+    """A WeightSource of random values for every tensor of a spec; holds no memory."""
+
+    spec: Spec
+    seed: int
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cpu"
+    ignored: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return random_tensor(self.seed, name, self._shape(name), self.dtype, self.device)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        shape = self._shape(name)
+        return random_rows(self.seed, name, shape, ids, self.dtype, self.device)
+
+    def release(self, name: str) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _shape(self, name: str) -> Shape:
+        if name not in self._shapes:
+            raise InputError(f"spec {self.spec.name} has no tensor {name!r}")
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return text_tensors(self.spec) | media_tensors(self.spec, KINDS)

@@ -1,0 +1,323 @@
+"""safetensors files: the header is checked by our own code before anything is mapped.
+
+Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length N,
+N bytes of JSON (name -> dtype, shape, data_offsets), then the data. Nothing here imports torch
+at module level, so headers can be checked without it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from g4ir.errors import WeightsError
+from g4ir.ui.files import write_file
+
+if TYPE_CHECKING:
+    import torch
+
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
+MAX_DIMS = 64
+MAX_BYTES = 1 << 62
+# Every dtype of the format, in bits per element; the model itself accepts only FLOATS.
+BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+TORCH = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+FLOATS = ("BF16", "F16", "F32")
+CODES = {name: code for code, name in TORCH.items()}
+DOWNLOAD = "fix: download or save the file again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file; `start` and `end` are absolute byte offsets in the file."""
+
+    name: str
+    dtype: str  # a key of BITS
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header; `identity` recognises the file should it change before it is mapped."""
+
+    path: Path
+    size: int
+    identity: tuple[int, ...]
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+def quoted(text: object, limit: int = 120) -> str:
+    """`text` as printable ASCII in quotes, cut to `limit`: names come from untrusted files."""
+    shown = ascii(text)
+    return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of one file; reads no tensor data.
+
+    Raises WeightsError naming the file, the tensor, what was expected and found.
+    """
+    try:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            raw = _header_bytes(path, file, status.st_size)
+    except OSError as error:
+        raise WeightsError(
+            f"{path}: cannot be read ({error.strerror or error}); {DOWNLOAD}"
+        ) from None
+    table = parse_json(path, raw)
+    metadata = _metadata(path, table.pop("__metadata__", {}))
+    data = 8 + len(raw)
+    entries = [_entry(path, name, fields, data) for name, fields in table.items()]
+    _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
+    return Header(path, status.st_size, _identity(status), {e.name: e for e in entries}, metadata)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open an ordinary file; a pipe or device would block for ever and is refused."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise WeightsError(f"{path}: expected an ordinary file; fix: put the file itself there")
+    return open(path, "rb")
+
+
+def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`; duplicate keys, other values and bad UTF-8 are WeightsErrors."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda p: _unique(path, p))
+    except UnicodeDecodeError as error:
+        raise WeightsError(f"{path}: JSON is not UTF-8 at byte {error.start}; {DOWNLOAD}") from None
+    except (ValueError, RecursionError) as error:
+        reason = quoted(str(error) or "too deep")
+        raise WeightsError(f"{path}: JSON cannot be read ({reason}); {DOWNLOAD}") from None
+    if not isinstance(value, dict):
+        found = type(value).__name__
+        raise WeightsError(f"{path}: expected a JSON object, found {found}; {DOWNLOAD}")
+    return value
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise WeightsError(f"{path}: JSON key {quoted(twice)} appears twice; {DOWNLOAD}")
+    return out
+
+
+def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
+    if size < 8:
+        raise WeightsError(f"{path}: expected at least 8 bytes, found {size}; {DOWNLOAD}")
+    length = int.from_bytes(file.read(8), "little")
+    limit = min(HEADER_LIMIT, size - 8)
+    if not 2 <= length <= limit:
+        raise WeightsError(
+            f"{path}: header length must be 2 to {limit}, found {length} "
+            f"(truncated, or not a safetensors file); {DOWNLOAD}"
+        )
+    raw = file.read(length)
+    if raw[:1] != b"{" or len(raw) != length:
+        raise WeightsError(f"{path}: the header must start with '{{'; {DOWNLOAD}")
+    return raw
+
+
+def _metadata(path: Path, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: __metadata__ must map strings to strings; {DOWNLOAD}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise WeightsError(
+                f"{path}: __metadata__ {quoted(key)} must be a string, found {quoted(text)}; "
+                f"{DOWNLOAD}"
+            )
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
+
+
+def _is_ints(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(map(_is_int, value))
+
+
+def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
+    """Check one tensor's fields on their own; `data` is where the file's data begins."""
+
+    def wrong(key: str, expected: str, found: object) -> WeightsError:
+        return WeightsError(
+            f"{path}: tensor {quoted(name)}: {key} must be {expected}, "
+            f"found {quoted(found)}; {DOWNLOAD}"
+        )
+
+    keys = ("dtype", "shape", "data_offsets")
+    if not isinstance(fields, dict) or set(fields) != set(keys):
+        raise wrong("its entry", "an object with dtype, shape and data_offsets", fields)
+    dtype, shape, offsets = (fields[key] for key in keys)
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise wrong("dtype", f"one of {' '.join(BITS)}", dtype)
+    if not _is_ints(shape, MAX_DIMS):
+        raise wrong("shape", f"at most {MAX_DIMS} non-negative integers", shape)
+    if not _is_ints(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("data_offsets", "two ascending byte offsets", offsets)
+    bits = prod(shape) * BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        need = quoted(f"{bits // 8} bytes apart, {dtype} {shape}")
+        raise wrong("data_offsets", need, offsets)
+    return Entry(name, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+
+
+def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> None:
+    """The tensors, in file order, must cover the data exactly: no overlap, gap or leftover."""
+    at, before = data, "the header"
+    for entry in entries:
+        if entry.start != at:
+            kind = "overlaps" if entry.start < at else "leaves a gap after"
+            raise WeightsError(
+                f"{path}: tensor {quoted(entry.name)} {kind} {before}: expected data offset "
+                f"{at - data}, found {entry.start - data}; {DOWNLOAD}"
+            )
+        at, before = entry.end, quoted(entry.name)
+    if at != size:
+        state = "truncated" if size < at else "has bytes after the last tensor"
+        raise WeightsError(f"{path}: file {state}: expected {at} bytes, found {size}; {DOWNLOAD}")
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def map_file(header: Header) -> mmap.mmap:
+    """Map a checked file read-only; a file that changed since the check is refused.
+
+    The mapping stays valid while any view of it lives, also after the owner dropped it.
+    """
+    try:
+        with open_regular(header.path) as file:
+            if _identity(os.fstat(file.fileno())) != header.identity:
+                raise WeightsError(f"{header.path}: changed while it was being read; fix: retry")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{header.path}: cannot be mapped ({error}); fix: retry") from None
+
+
+def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
+    """A tensor on the mapped bytes: no copy, nothing read; writing to it is a fault.
+
+    Data that is not aligned to its element size (the format allows it) is copied.
+    """
+    dtype = torch_dtype(entry)
+    data = _mapped_bytes(mapped, entry)
+    aligned = data if entry.start % dtype.itemsize == 0 else data.clone()
+    return aligned.view(dtype).view(entry.shape)
+
+
+def view_rows(mapped: mmap.mmap, entry: Entry, ids: torch.Tensor) -> torch.Tensor:
+    """Copy rows `ids` (1-D, in range) of a 2-D tensor; reads their pages only."""
+    rows = _mapped_bytes(mapped, entry).view(entry.shape[0], -1)
+    return rows.index_select(0, ids).view(torch_dtype(entry))
+
+
+def torch_dtype(entry: Entry) -> torch.dtype:
+    """The torch dtype of a stored tensor."""
+    import torch
+
+    return getattr(torch, TORCH[entry.dtype])
+
+
+def _mapped_bytes(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
+    import torch
+
+    if not entry.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # torch warns that the buffer is read-only, which is what we want
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+
+
+def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
+    """Give the resident pages of one tensor back; they are read again when touched."""
+    page = mmap.PAGESIZE
+    first = -(-entry.start // page) * page
+    length = entry.end // page * page - first
+    if length > 0:
+        mapped.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def write_tensors(
+    path: Path,
+    table: Mapping[str, tuple[str, tuple[int, ...]]],
+    tensor: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write one file, tensor by tensor, under a temporary name that is renamed at the end.
+
+    `table` maps a name to (dtype code, shape); `tensor(name)` is called once each, in order.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, (code, shape) in table.items():
+        size = prod(shape) * BITS[code] // 8
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # keeps the data aligned to 8 bytes
+    write_file(
+        path, [len(raw).to_bytes(8, "little"), raw], (_bytes(tensor(name)) for name in table)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

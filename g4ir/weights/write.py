@@ -1,0 +1,105 @@
+"""Writing a checkpoint as it is published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import WeightsError
+from g4ir.model.tensors import HEAD, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.spec.record import Spec
+from g4ir.ui.files import new_folder, write_file
+
+from . import tensorfile
+from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
+from .random import random_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_checkpoint(
+    directory: Path,
+    spec: Spec,
+    source: WeightSource,
+    *,
+    shards: int = 1,
+    prefix: str | None = None,
+    dead: bool = False,
+    config: bool = True,
+    media: Iterable[str] = (),
+) -> Path:
+    """Write an HF checkpoint directory: config.json, safetensors and, if sharded, the index.
+
+    `prefix` defaults to what transformers uses for that config (with towers or text alone).
+    `dead` adds the unused K/V of KV-shared layers, as the hub's files have them; `media` the
+    towers of these kinds. Peak memory is one tensor. The directory must not exist; it appears
+    complete or not at all.
+    """
+    if directory.exists():
+        raise WeightsError(f"{directory}: exists already; fix: choose another directory")
+    values = spec.to_hf() if config else {}
+    text_alone = config and "text_config" not in values
+    prefix = prefix or ("model." if text_alone else "model.language_model.")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    work = new_folder(directory.parent, f".{directory.name}.")
+    try:
+        _write_weights(work, spec, source, shards, prefix, dead, media_tensors(spec, media))
+        if config:
+            _write_json(work / CONFIG, values)
+        work.rename(directory)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_weights(
+    work: Path,
+    spec: Spec,
+    source: WeightSource,
+    shards: int,
+    prefix: str,
+    dead: bool,
+    towers: Tensors,
+) -> None:
+    code = tensorfile.CODES[str(source.dtype).removeprefix("torch.")]
+    extra = dead_tensors(spec) if dead else {}
+    shapes = {**text_tensors(spec), **extra}
+    bare = {(name if name == HEAD else prefix + name): name for name in shapes}
+    bare |= {_first_place(spec, name): name for name in towers}
+    shapes |= towers
+
+    def tensor(name: str) -> torch.Tensor:
+        key = bare[name]
+        if key in extra:
+            return random_tensor(0, key, shapes[key], source.dtype)
+        return source.tensor(key).to(source.dtype)
+
+    names = list(bare)
+    files = [SINGLE] if shards == 1 else _shard_names(shards)
+    where = {name: files[i * len(files) // len(names)] for i, name in enumerate(names)}
+    for file in files:
+        table = {n: (code, tuple(shapes[bare[n]])) for n in names if where[n] == file}
+        tensorfile.write_tensors(work / file, table, tensor, {"format": "pt"})
+    if shards > 1:
+        total = sum((work / file).stat().st_size for file in files)
+        _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _first_place(spec: Spec, bare: str) -> str:
+    """Where the hub's files keep `PART.NAME`."""
+    part, _, rest = bare.partition(".")
+    place: str = getattr(spec.prefixes, part)[0]
+    return place + rest
+
+
+def _shard_names(shards: int) -> list[str]:
+    return [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_file(path, [json.dumps(value, indent=2).encode() + b"\n"])
