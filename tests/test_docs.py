@@ -1,0 +1,541 @@
+"""The README and docs/: examples run, links and rule numbers resolve, tables are those of the code.
+
+In a transcript `...` stands for any lines, and within a line for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import backends, cli, passes
+from g4ir.backends.torch_compile import lower
+from g4ir.backends.torch_compile.target import Target
+from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.text import parse_graph, print_graph
+from g4ir.model.text import build_program
+from g4ir.ops import OPS, Op
+from g4ir.ops.types import Type
+from g4ir.spec.record import Spec, load_spec
+from tests.cli_tools import g4ir as command
+from tests.media_tools import mp4, png, wav
+from tests.test_imports import ROOMS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+FILES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
+MOST_LINES = 170
+#: what needs a compiled engine, transformers, or seconds
+LONG = ("build ", "run ", "verify ", "show engine ", "plan --variant e2b --media ")
+#: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
+PARSED = ("bench ", "run engines/", "run engine-of-a-friend ", "sign ", "trust ")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command of a transcript, without `g4ir`, and what it prints."""
+
+    file: str
+    line: str
+    shown: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line, comments=True)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.line}"
+
+
+# --- what the files hold ----------------------------------------------------------------------
+
+
+def blocks(file: str, language: str) -> list[str]:
+    """The code blocks of a language; without one, transcripts of a shell."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", FILES[file].read_text(), re.M | re.S)
+    return [text for kind, text in found if kind == language]
+
+
+def examples(file: str) -> list[Example]:
+    """The commands of a file, in their order."""
+    parts = [p for b in blocks(file, "") for p in re.split(r"^\$ g4ir ", b, flags=re.M)[1:]]
+    return [Example(file, line, shown) for line, _, shown in (p.partition("\n") for p in parts)]
+
+
+def matches(printed: str, shown: str) -> bool:
+    """Whether the lines are those shown."""
+    lines = [
+        r"(.*\n)*" if x == "..." else re.escape(x).replace(r"\.\.\.", ".*") + r"\n"
+        for x in shown.splitlines()
+    ]
+    return re.fullmatch("".join(lines), printed) is not None
+
+
+def check(example: Example, *more: str) -> None:
+    """The command succeeds and prints what is shown; notes of stderr may be shown after it."""
+    outcome = command(*example.words, *more)
+    assert outcome.code == 0, outcome.err
+    notes = "".join(x for x in outcome.err.splitlines(True) if "note: " in x)
+    printed = outcome.out, outcome.out + notes
+    assert any(matches(text, example.shown) for text in printed), outcome.out
+
+
+ALL = [example for file in FILES for example in examples(file)]
+SHORT = [e for e in ALL if not e.line.startswith((*LONG, *PARSED))]
+BUILT = [e for e in ALL if e.line.startswith(LONG) and not e.line.startswith(PARSED)]
+
+
+def test_dots_stand_for_lines_or_for_a_part_of_one() -> None:
+    assert matches("a\nb\nc\n", "a\n...\nc\n") and matches("a\nc\n", "a\n...\nc\n")
+    assert matches("at 3 s\n", "at ... s\n") and not matches("at 3 s\n", "in ... s\n")
+    assert not matches("a\nb\nc\n", "a\nc\n") and not matches("a\n", "a\nb\n")
+
+
+# --- transcripts ------------------------------------------------------------------------------
+
+
+def test_no_example_is_forgotten() -> None:
+    assert len(SHORT) >= 11 and len(BUILT) >= 12
+    assert {e.file for e in ALL} >= {"README.md", "guide.md", "hopper.md", "tensorrt.md"}
+
+
+@pytest.mark.parametrize("example", SHORT, ids=str)
+def test_examples_that_need_no_engine(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check(example)
+
+
+@pytest.mark.parametrize("example", ALL, ids=str)
+def test_examples_are_of_the_command_line(example: Example) -> None:
+    """Also those that are not executed. A word too many is refused, so a wrong one would be."""
+    args = cli._parser().parse_args(example.words, argparse.Namespace(json=False))
+    assert callable(args.command)
+    with pytest.raises(g4ir.G4Error):
+        cli._parser().parse_args([*example.words, "--no-such-option"])
+
+
+def inputs_of_examples() -> None:
+    """The files that examples read, in the current folder."""
+    png(Path("photo.png"))
+    wav(Path("speech.wav"))
+    mp4(Path("clip.mp4"))
+    (requests,) = blocks("guide.md", "json")
+    Path("requests.jsonl").write_text(requests)
+
+
+def slow(e: Example) -> bool:
+    """What the reference backend would not print, or what needs transformers."""
+    return e.line.startswith(("verify ", "show ", "plan ")) or e.file == "tensorrt.md"
+
+
+@pytest.mark.parametrize("file", ["README.md", "guide.md"])
+def test_runs_on_the_reference_backend(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens without compiling."""
+    monkeypatch.chdir(tmp_path)
+    inputs_of_examples()
+    some = [e for e in BUILT if e.file == file and not slow(e)]
+    assert {e.words[0] for e in some} == {"build", "run"}
+    for e in some:
+        line = e.line.replace("--backend torch", "--backend reference")
+        check(Example(e.file, line, e.shown))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", sorted({e.file for e in BUILT}))
+def test_examples_with_engines(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, since some use what others build."""
+    monkeypatch.chdir(tmp_path)
+    inputs_of_examples()
+    for e in BUILT:
+        if e.file == file:
+            check(e)
+
+
+# --- Python examples --------------------------------------------------------------------------
+
+
+def run_python(text: str, file: str) -> tuple[dict[str, Any], str]:
+    """The names that a program defines, and what it prints."""
+    names: dict[str, Any] = {}
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(text, file, "exec"), names)
+    return names, out.getvalue()
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the reference backend, which compiles nothing."""
+    monkeypatch.chdir(tmp_path)
+    inputs_of_examples()
+    limits = {"max_seq": 512, "prefill_chunk": 128, "audio_seconds": [5.0]}
+    g4ir.build("tiny-media", "media", random_weights=0, backend="reference", **limits).close()
+    (text,) = blocks("guide.md", "python")
+    names, _ = run_python(
+        text.replace("random_weights=0", 'random_weights=0, backend="reference"'), "guide.md"
+    )
+    assert len(names["tokens"]) == 8 and names["soft"].kind == "audio"
+
+
+@pytest.mark.full
+def test_the_python_example_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs_of_examples()
+    (built,) = [e for e in examples("guide.md") if e.line.endswith("--out media")]
+    check(built)
+    (text,) = blocks("guide.md", "python")
+    run_python(text, "guide.md")
+
+
+def test_an_onnx_engine_runs_without_g4ir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transcript's build, run and program give the same tokens."""
+    monkeypatch.chdir(tmp_path)
+    build, run = [e for e in examples("tensorrt.md") if "engine-onnx" in e.line]
+    check(build)
+    check(run)
+    (text,) = blocks("tensorrt.md", "python")
+    _, printed = run_python(text, "tensorrt.md")
+    assert printed.split() == run.shown.split()
+
+
+# --- rules, links, tables ---------------------------------------------------------------------
+
+CITED = re.compile(r"\brules?\s+(\d+(?:(?:,| to| and)\s+\d+)*)", re.I)
+
+
+def cited_rules(text: str) -> set[int]:
+    """The numbers of `rule 14`, `rules 1, 2`, `rules 26 to 29, 42`."""
+    found: set[int] = set()
+    for numbers in CITED.findall(text):
+        for first, last in re.findall(r"(\d+)(?:\s*to\s+(\d+))?", numbers):
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_citations_are_read() -> None:
+    assert cited_rules("(rule 14), Rules 1, 2 and 4; rules 26 to\n29, 42") == {
+        14, 1, 2, 4, 26, 27, 28, 29, 42,
+    }  # fmt: skip
+    assert not cited_rules("a rule of 3, and rulers 4")
+
+
+def numbered_rules() -> list[int]:
+    return [int(n) for n in re.findall(r"^(\d+)\. \*\*", FILES["semantics.md"].read_text(), re.M)]
+
+
+def test_rules_are_numbered_in_order() -> None:
+    assert numbered_rules() == list(range(1, 43))
+
+
+@pytest.mark.parametrize("folder", ["g4ir", "passes", "backends"])
+def test_cited_rules_exist(folder: str) -> None:
+    sources = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".yaml")]
+    cited = {path: rules for path in sources if (rules := cited_rules(path.read_text()))}
+    assert cited or folder == "passes"
+    wrong = {path.name: rules - {*numbered_rules()} for path, rules in cited.items()}
+    assert not any(wrong.values()), wrong
+
+
+def test_the_code_cites_most_rules() -> None:
+    """Those of the drafter and of checkpoints are nobody's."""
+    texts = [p.read_text() for p in (ROOT / "g4ir").rglob("*.py")]
+    assert len(set().union(*map(cited_rules, texts))) >= 30
+
+
+def links(path: Path) -> Iterator[tuple[Path, str]]:
+    """(file, anchor) of each link of a file that leads into the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            yield (path.parent / file if file else path), anchor
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a Markdown file."""
+    heads = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_lead_somewhere(name: str) -> None:
+    for path, anchor in links(FILES[name]):
+        assert path.is_file(), path
+        assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
+
+
+def test_the_readme_is_short_and_leads_to_every_document() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+    assert {path.resolve() for path, _ in links(README)} >= {
+        path for name, path in FILES.items() if name != "README.md"
+    }
+
+
+def section(name: str, title: str) -> str:
+    """A document from a heading of the second level to the next."""
+    return FILES[name].read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_design_lists_rooms_and_passes_as_they_are() -> None:
+    first_cell = re.compile(r"^\| `(\w+)` \|", re.M)
+    assert tuple(first_cell.findall(section("design.md", "Rooms"))) == ROOMS
+    assert tuple(first_cell.findall(section("design.md", "Passes"))) == passes.PASSES
+
+
+def test_the_evening_is_twelve_files() -> None:
+    evening = section("design.md", "The evening")
+    tour = re.findall(r"^\d+\. \[`(.+?)`\]\(\.\./(.+?)\)", evening, re.M)
+    assert len(tour) == 12 and all(shown == target for shown, target in tour)
+
+
+@pytest.mark.parametrize("name", ["benchmarks.md", "hopper.md", "numerics.md"])
+def test_named_results_are_there(name: str) -> None:
+    found = re.findall(r"`(?:bench/results/)?([\w-]+\.(?:json|txt|png))`", FILES[name].read_text())
+    assert found and not {n for n in found if not (ROOT / "bench/results" / n).is_file()}
+
+
+def test_the_files_of_the_readme_s_table_of_variants() -> None:
+    """Each variant is in a row of the table of what runs where."""
+    table = section("README.md", "What runs where")
+    named = set(re.findall(r"`([\w-]+)(?:\*)?`", "".join(re.findall(r"^\| `.*?\|", table, re.M))))
+    assert {n if not n.startswith("tiny-") else "tiny-" for n in g4ir.spec_names()} == named
+
+
+# --- docs/extending.md ------------------------------------------------------------------------
+
+
+def example(kind: str) -> str:
+    """The block that begins with `# docs: KIND`."""
+    every = [*blocks("extending.md", "python"), *blocks("extending.md", "yaml")]
+    (found,) = [b for b in every if b.startswith(f"# docs: {kind}\n")]
+    return found
+
+
+def module(kind: str, name: str) -> ModuleType:
+    """A module of the example's code; nobody else can import it."""
+    made = ModuleType(name)
+    exec(compile(example(kind), name, "exec"), made.__dict__)
+    return made
+
+
+@pytest.fixture
+def softcap_op(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """The example's op, in the table while the test runs."""
+    made = module("op", "g4ir.ops.linear_softcap").linear_softcap
+    monkeypatch.setitem(OPS, made.name, made)
+    return made
+
+
+def one_node_graph(op: Op) -> Graph:
+    """A graph of the op's first sample, whose inputs are x0, x1."""
+    b, (s,) = Builder("one"), op.samples
+    values = [b.input(f"x{i}", t) for i, t in enumerate(s.types())]
+    return b.graph(b.emit(op.name, *values, **s.attrs))
+
+
+def drawn(g: Graph, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = {v.name: [int(d) for d in v.type.shape] for v in g.inputs}
+    return {n: 9 * torch.randn(s, generator=random, dtype=dtype) for n, s in shapes.items()}
+
+
+def defined(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What the example's op is in its sample, by hand."""
+    return torch.tanh((x @ w.T) / 30.0) * 30.0
+
+
+def test_the_example_of_an_op(softcap_op: Op) -> None:
+    g = one_node_graph(softcap_op)
+    assert parse_graph(print_graph(g)) == g
+    assert g.outputs[0].type == Type("f32", (2, 3, 24))
+    given = drawn(g, torch.float64)
+    ((_, got),) = interpret(g, given, {}, {})[0].items()
+    torch.testing.assert_close(got, defined(*given.values()), rtol=1e-13, atol=1e-13)
+    with pytest.raises(ValueError, match="cap 0"):
+        softcap_op.infer_types(softcap_op.samples[0].types(), {"cap": 0.0})
+
+
+def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A graph as the torch backend traces it for the CPU."""
+    (out,) = lower.SegmentModule(g, Target("cpu"))(*given.values())
+    return out
+
+
+def test_the_torch_backend_runs_the_example_in_parts(softcap_op: Op) -> None:
+    g = one_node_graph(softcap_op)
+    given = drawn(g)
+    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
+
+
+def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("lowering linear_softcap", "lowering")
+    calls: list[str] = []
+
+    def lowering(run: Any, n: Any, *tensors: torch.Tensor) -> Any:
+        calls.append(n.op)
+        return made.lower_linear_softcap(run, n, *tensors)
+
+    monkeypatch.setitem(lower.LOWERINGS, softcap_op.name, lowering)
+    g = one_node_graph(softcap_op)
+    given = drawn(g)
+    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
+    assert calls == [softcap_op.name]
+
+
+#: argv: the kernel's file
+KERNEL_TEST = """
+import importlib.util, sys, torch
+from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.ops import OPS
+
+spec = importlib.util.spec_from_file_location("example", sys.argv[1])
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
+    x = (60 * torch.randn(3, 341, generator=torch.Generator().manual_seed(0))).to(dtype)
+    want = OPS["softcap"].reference(x, cap=30.0)
+    assert torch.equal(example.softcap(x, 30.0, 128, 1), want), "off CUDA the reference"
+    with interpreted():
+        got = example.softcap(x, 30.0, 128, 1)
+    row = want.double().pow(2).mean(-1, keepdim=True).sqrt()
+    error = ((got.double() - want.double()).abs() / want.double().abs().maximum(row)).max()
+    assert got.dtype == dtype and error <= OPS["softcap"].budget.at(name), (name, error)
+    print(name, float(error))
+"""
+
+
+def test_the_example_of_a_kernel(tmp_path: Path) -> None:
+    """Within the op's budget, in a process whose triton interprets."""
+    kernel = tmp_path / "example.py"
+    kernel.write_text(example("kernel softcap"))
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL_TEST, str(kernel)], cwd=ROOT, text=True, capture_output=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["f32", "bf16"]
+
+
+@pytest.fixture
+def softcap_pass(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example's pass at the end of the pipeline while the test runs."""
+    made = module("pass fuse_softcap", "g4ir.passes.fuse_softcap")
+    monkeypatch.setattr(passes, "_BY_NAME", {**passes._BY_NAME, "fuse_softcap": made})
+    monkeypatch.setattr(passes, "PASSES", (*passes.PASSES, "fuse_softcap"))
+    return made
+
+
+def logits(g: Graph) -> torch.Tensor:
+    """Of one token on random params in float64."""
+    random = torch.Generator().manual_seed(1)
+    params = {
+        v.name: torch.randn([int(d) for d in v.type.shape], generator=random, dtype=torch.float64)
+        for v in g.params
+    }
+    inputs = {
+        v.name: torch.ones([1 if isinstance(d, str) else d for d in v.type.shape]).to(
+            torch.float64 if v.type.dtype == "f32" else torch.int64
+        )
+        for v in g.inputs
+    }
+    state = empty_state(g, {"B": 1, "C": 8}, torch.float64)
+    found: torch.Tensor = interpret(g, inputs, params, state)[0]["logits"]
+    return found
+
+
+def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
+    """It takes the end of every graph of the text model, changes no result, and is held to what it
+    must leave."""
+    plain = build_program(load_spec("tiny-dense"))
+    texts = {name: g for name, g in plain.graphs.items() if name != "embed"}
+    notes: list[tuple[str, str, str]] = []
+    for g in texts.values():
+        out = passes.run_passes(g, note=lambda *told: notes.append(told))
+        assert [n.op for n in out.find("softcap", "linear_softcap")] == ["linear_softcap"]
+        assert softcap_pass.fuse_softcap(out) == out
+    assert [n[2] for n in notes if n[0] == "fuse_softcap"] == ["fused"] * len(texts)
+    decode = texts["decode"]
+    torch.testing.assert_close(
+        logits(softcap_pass.fuse_softcap(decode)), logits(decode), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_the_example_s_pass_may_not_stop_matching(
+    softcap_pass: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softcap_pass, "fuse_softcap", lambda g, note=None: g)
+    decode = build_program(load_spec("tiny-dense")).graphs["decode"]
+    with pytest.raises(g4ir.G4Error, match=r"fuse_softcap .* left %logits = softcap"):
+        passes.run_passes(decode)
+
+
+def read_spec(folder: Path, text: str) -> Spec:
+    """The spec of an example, which `g4ir specs validate` takes."""
+    path = folder / "example.yaml"
+    path.write_text(text)
+    outcome = command("specs", "validate", path, "--json")
+    spec = load_spec(path)
+    assert outcome.code == 0 and json.loads(outcome.out)["digest"] == spec.digest()
+    return spec
+
+
+def test_the_example_of_a_variant(tmp_path: Path) -> None:
+    """It is what it says, and runs."""
+    spec = read_spec(tmp_path, example("variant"))
+    assert spec.name == "tiny-narrow" and spec.text.moe and spec.text.moe.num_experts == 4
+    assert spec.text.layer_types == ("sliding", "full") * 2
+    limits = {"max_seq": 32, "prefill_chunk": 8}
+    with g4ir.build(
+        spec, tmp_path / "engine", random_weights=0, backend="reference", **limits
+    ) as engine:
+        assert len(engine.generate([2, 5, 7], max_new_tokens=4)) == 4
+
+
+def test_the_guide_s_example_of_a_variant(tmp_path: Path) -> None:
+    (text,) = blocks("guide.md", "yaml")
+    spec = read_spec(tmp_path, text)
+    base = load_spec("26b-a4b")
+    assert spec.text.num_hidden_layers == 12 and spec.text.sliding.window == 512
+    assert spec.text.moe == base.text.moe and spec.hub is None
+
+
+def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of it gives the interpreter's tokens, and it has counted its steps."""
+    made = module("backend counting", "g4ir.backends.counting")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setitem(backends.BACKENDS, "counting", made.__name__)
+    tokens = {}
+    for name in ("reference", "counting"):
+        with g4ir.build(
+            "tiny-dense", tmp_path / name, random_weights=0, backend=name, max_seq=32,
+            prefill_chunk=2,
+        ) as engine:  # fmt: skip
+            tokens[name] = engine.generate([2, 5, 7], max_new_tokens=4)
+    assert tokens["counting"] == tokens["reference"]
+    assert made.STEPS == {"prefill": 1, "decode": 4}  # a chunk of one token is a decode step
+
+
+def test_examples_leave_nothing_behind() -> None:
+    """What they add is gone after them: this runs last, and with any other order too."""
+    assert "linear_softcap" not in OPS and "linear_softcap" not in lower.LOWERINGS
+    assert "fuse_softcap" not in passes.PASSES and "counting" not in backends.BACKENDS
+    assert isinstance(passes.run_program(build_program(load_spec("tiny-dense"))), Program)
