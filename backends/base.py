@@ -120,7 +120,7 @@ class Backend(Protocol):
     packs_weights: bool
     #: whether its compiled files are native code, which can do all that the user can
     native: bool
-    #: the type of what `compile` returns, as schema.py reads it
+    #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any
 
     def check(self, device: str) -> None:

@@ -205,7 +205,7 @@ def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def rounds_alike(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor, dtype: str) -> bool:
-    """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/check/distance.py).
+    """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/ir/distance.py).
     Fused kernels keep more digits than it: the two need not be near each other."""
     anchor = Anchor("float64", wide, ())
     budget = Budget(rounding=anchor.rounding(want, dtype))
