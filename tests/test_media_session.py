@@ -408,6 +408,14 @@ def test_media_are_encoded_in_order(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert torch.equal(got, want)
 
 
+def test_media_in_a_forked_process(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a session of the parent too: towers would wait for threads that only it has."""
+    session = engine.session(1)
+    monkeypatch.setattr(engine, "_process", -1)
+    with pytest.raises(InputError, match="of which this is a fork"):
+        session._softs((), images=["photo.png"], videos=(), audio=())
+
+
 # --- errors -----------------------------------------------------------------------------------
 
 IMAGE, AUDIO = [[7, 250, 250, 8]], [[7, 252, 252, 8]]

@@ -218,7 +218,7 @@ def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], ever
     return float(row_errors(narrow, wide).relative.max())
 
 
-# ---- tokens -----------------------------------------------------------------------------------
+# ---- what the logits say -----------------------------------------------------------------------
 
 
 def _nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
@@ -246,9 +246,6 @@ def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
     """The two best logits lie within the budget, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
-
-
-# ---- peers ------------------------------------------------------------------------------------
 
 
 # ---- the first value that differs -------------------------------------------------------------

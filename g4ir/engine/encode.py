@@ -47,8 +47,10 @@ def encode(
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
     video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
     cut or refused. InputError for a kind that the engine does not take, and as the readers and
-    `prepare_*` raise; MissingError where a library for decoding is missing.
+    `prepare_*` raise, and in a forked process; MissingError where a library for decoding is
+    missing.
     """
+    engine.check_process()
     check_taken(kind, engine.media, engine.spec)
     if kind == IMAGE:
         return _image(engine, item, budget)

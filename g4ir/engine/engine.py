@@ -52,7 +52,6 @@ class Engine(EngineParts):
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
         """The soft tokens of one image, video or sound (see encode.py)."""
-        self.check_process()
         return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:

@@ -543,10 +543,7 @@ def _report(directory: Path, spec: Spec, problems: list[Problem]) -> str:
     )
 
 
-# ---- the local Hugging Face cache -----------------------------------------------------------
-
-
-# ---- writing --------------------------------------------------------------------------------
+# ---- how sounds are framed --------------------------------------------------------------------
 
 #: where a checkpoint says how sounds are framed -> under which key
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
