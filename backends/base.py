@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Program
-from g4ir.model.media import AUDIO, Media, find_media
+from g4ir.model.media import AUDIO, find_media
 from g4ir.ops.types import torch_dtype
-from g4ir.passes import Options
 from g4ir.plan.limits import Limits
-from g4ir.spec.record import Spec
+from g4ir.plan.options import Resolved
 from g4ir.spec.shrink import shrink, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
@@ -170,20 +169,11 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(Resolved):
     """A build up to compilation: everything is checked, nothing is written."""
 
-    spec: Spec
     backend: Backend
-    device: str
-    dtype: str
-    limits: Limits
-    all_logits: bool
-    skip: tuple[str, ...]
-    options: Options
     settings: Mapping[str, str]
-    ple_placement: str | None
-    media: Media
     packing: Packing
     source: WeightSource
     #: one of artefact.WEIGHTS; None in a dry run without any

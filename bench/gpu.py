@@ -73,6 +73,7 @@ from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 
@@ -390,7 +391,7 @@ def longest(variant: str, batch: int) -> dict[str, Any]:
     for context in reversed(CONTEXTS):
         options["max_seq"] = context + WARMUP + 2 * STEPS
         try:
-            prepare(load_spec(variant), **options)
+            prepare(load_spec(variant), BuildOptions(**options))
             break
         except PlanError:
             if context == CONTEXTS[0]:

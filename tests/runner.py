@@ -21,6 +21,7 @@ from g4ir.ir.graph import Program, Value, split_prologue
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
@@ -56,7 +57,7 @@ def build_engine(oracle: Oracle, folder: Path, **options: Any) -> Engine:
         assert engine.spec.text == oracle.spec.text
         return engine
     dtype = str(next(oracle.model.parameters()).dtype).removeprefix("torch.")
-    prepared = prepare(oracle.spec, random_weights=0, dtype=dtype, **options)
+    prepared = prepare(oracle.spec, BuildOptions(random_weights=0, dtype=dtype, **options))
     source = Checkpoint.open(checkpoint, oracle.spec)
     write_engine(
         replace(prepared, source=source, weights=PackedWeights("packed")), folder / "engine", print

@@ -31,6 +31,7 @@ from g4ir.engine.artefact import MANIFEST, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui import files
 from g4ir.weights import write
@@ -402,7 +403,7 @@ class _Counted:
 
 def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = text_checkpoint(tmp_path / "c")
-    prepared = prepare(None, checkpoint=folder, backend="reference", max_seq=64)
+    prepared = prepare(None, BuildOptions(checkpoint=folder, backend="reference", max_seq=64))
     out = tmp_path / "outputs" / "e"
     out.parent.mkdir()
     # What is kept of a build beside it: a warning where there is no room (tests/test_trust.py).
@@ -470,8 +471,10 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 from g4ir.engine import build as engine
+from g4ir.plan.options import BuildOptions
 checkpoint, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-prepared = engine.prepare(None, checkpoint=checkpoint, backend="reference", max_seq=64)
+options = BuildOptions(checkpoint=checkpoint, backend="reference", max_seq=64)
+prepared = engine.prepare(None, options)
 for name in ("fsync", "rename", "replace"):
     def slow(*args, function=getattr(os, name)):
         time.sleep(0.004)
@@ -856,4 +859,4 @@ def test_an_engine_and_a_variant(engine: Path) -> None:
 def test_every_error_is_a_g4_error() -> None:
     """What a caller in Python may catch."""
     with pytest.raises(G4Error):
-        prepare(load_spec("tiny-moe"), backend="tpu", random_weights=0)
+        prepare(load_spec("tiny-moe"), BuildOptions(backend="tpu", random_weights=0))

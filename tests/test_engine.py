@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
@@ -487,7 +489,9 @@ def test_wrong_requests_leave_nothing(
 
 def test_prepare_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    p = prepare(load_spec("tiny-ple"), random_weights=0, backend="torch", dtype="bfloat16")
+    p = prepare(
+        load_spec("tiny-ple"), BuildOptions(random_weights=0, backend="torch", dtype="bfloat16")
+    )
     assert p.param_bytes() == sum(v.type.nbytes() for v in p.packing.program.params().values())
     assert (p.device, p.dtype) == ("cpu", "bf16")
     assert (p.limits.max_seq, p.limits.prefill_chunk) == (1024, 1024)
@@ -578,12 +582,13 @@ def test_objects_show_what_they_are_in_a_line(built: Engine) -> None:
 
 
 def test_help_shows_the_options_of_a_build() -> None:
-    shown, prepared = (inspect.signature(f).parameters for f in (g4ir.build, prepare))
-    options = {k: p for k, p in prepared.items() if p.kind is p.KEYWORD_ONLY}
+    shown = inspect.signature(g4ir.build).parameters
+    options = {f.name: f for f in fields(BuildOptions)}
     assert {*shown} == {"spec", "out", "progress", *options} and shown["max_batch"].default == 1
-    assert all(shown[k] == p for k, p in options.items())
-    text = pydoc.render_doc(g4ir.build, renderer=pydoc.plaintext)
+    assert all(shown[k].default == f.default for k, f in options.items())
+    text = " ".join(pydoc.render_doc(g4ir.build, renderer=pydoc.plaintext).split())
     assert "latent_kv: 'str' = 'auto'" in text
+    assert all(" ".join(f.metadata["help"].split()) in text for f in options.values())
 
 
 def test_an_engine_that_was_closed_says_so(checkpoint: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from g4ir.model.media import KINDS, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.sounds import MelSettings
 from g4ir.model.towers import build_vision
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.random import RandomCheckpoint
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq
 
 
 def prepared(variant: str, **options: Any) -> Any:
-    return prepare(load_spec(variant), **OPTIONS | options)
+    return prepare(load_spec(variant), BuildOptions(**OPTIONS | options))
 
 
 # --- the prefill chunk ------------------------------------------------------------------------
@@ -80,8 +81,8 @@ def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any
     other = changed(spec, key, value)
     given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
     with pytest.raises(SpecError, match=key):
-        prepare(other, **given)
-    prepare(other, media="none", **given).source.close()
+        prepare(other, BuildOptions(**given))
+    prepare(other, BuildOptions(media="none", **given)).source.close()
 
 
 def test_a_checkpoint_without_towers_says_so(tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ def test_a_checkpoint_without_towers_says_so(tmp_path: Path) -> None:
     )
     given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
     with pytest.raises(g4ir.errors.WeightsError, match="--media none"):
-        prepare(spec, **given)
-    prepare(spec, media="none", **given).source.close()
+        prepare(spec, BuildOptions(**given))
+    prepare(spec, BuildOptions(media="none", **given)).source.close()
 
 
 # --- sound ------------------------------------------------------------------------------------
@@ -126,18 +127,18 @@ def test_frames_that_stand_alone_need_one_length() -> None:
 def test_leaving_media_out_is_advised_where_that_fits() -> None:
     """The towers of e2b before a tiny text model."""
     spec = replace(load_spec("tiny-media"), vision=load_spec("e2b").vision)
-    text = prepare(spec, media="none", **OPTIONS)
+    text = prepare(spec, BuildOptions(media="none", **OPTIONS))
     memory = 1 << 30
     while memory - reserve(memory) < text.param_bytes() + (64 << 20):
         memory += 1 << 28
     with pytest.raises(PlanError, match="--media none"):
-        prepare(spec, memory=memory, media="image", image_budgets=[280], **OPTIONS)
+        prepare(spec, BuildOptions(memory=memory, media="image", image_budgets=[280], **OPTIONS))
 
 
 def test_a_chunk_that_would_be_raised_again_is_not_advised() -> None:
     spec = load_spec("tiny-unified")
     with pytest.raises(PlanError) as refused:
-        prepare(spec, memory=1 << 20, **OPTIONS | {"prefill_chunk": 256})
+        prepare(spec, BuildOptions(memory=1 << 20, **OPTIONS | {"prefill_chunk": 256}))
     assert "--prefill-chunk 64" not in str(refused.value)
 
 

@@ -39,6 +39,7 @@ from g4ir.media.sound import Sound
 from g4ir.ops import Sample
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.weights.tensorfile import read_header
@@ -397,7 +398,9 @@ def test_trt_calls(
 
 def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     """A tower of two sizes is in two plans."""
-    p = prepare(spec_of("tiny-media"), backend="trt", dry=True, audio_seconds=(0.5, 1.5))
+    p = prepare(
+        spec_of("tiny-media"), BuildOptions(backend="trt", audio_seconds=(0.5, 1.5)), dry=True
+    )
     program, settings = p.packing.program, dict(p.settings)
     every = networks(program)
     audio = [builder.weight_bytes(g) for name, g in every.items() if name.startswith("audio")]
@@ -410,7 +413,7 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
 def test_network_of_text_alone() -> None:
     """Where no picture is seen both ways, nothing is fed for it."""
     for name in NAMES:
-        p = prepare(spec_of(name), backend="trt", dry=True)
+        p = prepare(spec_of(name), BuildOptions(backend="trt"), dry=True)
         fed = {v.name for v in network_graph(p.packing.program).inputs}
         assert ("block_ids" in fed) == (name in BOTH_WAYS)
 
@@ -419,7 +422,7 @@ def test_network_of_text_alone() -> None:
     "op", ["chunked_attention", pytest.param("pool_patches", marks=pytest.mark.full)]
 )
 def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    p = prepare(load_spec("e2b"), backend="trt", dry=True)
+    p = prepare(load_spec("e2b"), BuildOptions(backend="trt"), dry=True)
     right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
@@ -433,7 +436,7 @@ def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -
 
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are looked at."""
-    p = prepare(load_spec("12b"), backend="trt", dry=True)
+    p = prepare(load_spec("12b"), BuildOptions(backend="trt"), dry=True)
     monkeypatch.setattr(attention, "_last_seen", lambda e, positions, ids: e.cast(positions, "i32"))
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
         dry.check_small(emulated_api(), p, "f32")

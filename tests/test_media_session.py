@@ -32,6 +32,7 @@ from g4ir.media.soft import Soft
 from g4ir.model.media import KINDS, Media
 from g4ir.model.text import BLOCKS, PHASES, build_graph, has_blocks
 from g4ir.passes import run_program
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.record import Spec, check_spec
 from g4ir.weights.checkpoint import Checkpoint
@@ -113,13 +114,15 @@ def text_engine(
     spec, media = oracle.spec, Media(KINDS)
     prepared = prepare(
         spec,
-        random_weights=0,
-        backend=backend,
-        max_batch=len(ROWS),
-        max_seq=MAX_SEQ,
-        prefill_chunk=max(SIZES),
-        all_logits=all_logits,
-        latent_kv=latent_kv,
+        BuildOptions(
+            random_weights=0,
+            backend=backend,
+            max_batch=len(ROWS),
+            max_seq=MAX_SEQ,
+            prefill_chunk=max(SIZES),
+            all_logits=all_logits,
+            latent_kv=latent_kv,
+        ),
     )
     names = (*PHASES, BLOCKS) if has_blocks(spec) else PHASES
     plain = Program({p: build_graph(spec, p, all_logits, "f32", media) for p in names})

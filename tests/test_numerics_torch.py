@@ -25,6 +25,7 @@ from g4ir.passes import PASSES
 from g4ir.plan.cache_sizes import capacity
 from g4ir.plan.count import kv_bytes, weight_bytes
 from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import FULL, SLIDING, Moe
 from g4ir.spec.record import Spec, check_spec
 from g4ir.weights.checkpoint import Checkpoint
@@ -372,7 +373,7 @@ def test_compiled_programs_do_not_grow_with_layers(name: str, rows: int, all_log
 def test_packed_weights_have_no_padding(name: str) -> None:
     """What an engine stores is every tensor once: a layer with K=V packs Q and K alone."""
     spec = spec_called(name)
-    prepared = prepare(spec, random_weights=0)
+    prepared = prepare(spec, BuildOptions(random_weights=0))
     assert prepared.param_bytes() == weight_bytes(spec)
     packs = {
         n.out.name.split(".")[0]: n

@@ -39,6 +39,7 @@ from g4ir.ops.latent import PARTS
 from g4ir.ops.types import FLOATS, Type
 from g4ir.passes import PASSES
 from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
@@ -639,7 +640,7 @@ def test_missing_libraries(library: str, monkeypatch: Any) -> None:
         backend.importlib.util, "find_spec", lambda name: None if name == library else found(name)
     )
     with pytest.raises(MissingError, match=rf"{library}.*pip install 'g4ir\[onnx\]'") as error:
-        prepare(load_spec("tiny-moe"), random_weights=0, backend="onnx")
+        prepare(load_spec("tiny-moe"), BuildOptions(random_weights=0, backend="onnx"))
     assert error.value.exit_code == 3
 
 
@@ -654,7 +655,7 @@ def test_missing_libraries(library: str, monkeypatch: Any) -> None:
 )
 def test_wrong_options(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        prepare(load_spec("tiny-moe"), random_weights=0, backend="onnx", **given)
+        prepare(load_spec("tiny-moe"), BuildOptions(random_weights=0, backend="onnx", **given))
 
 
 def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:

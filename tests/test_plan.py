@@ -21,6 +21,7 @@ from g4ir.backends.caches import Caches
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.graph import Builder, Graph, Program, split_prologue
+from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
@@ -30,8 +31,10 @@ from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.gpus import GPUS, find_gpu
 from g4ir.plan.limits import Limits
 from g4ir.plan.memory import Needs, Size, live_sizes
+from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import (
     KEYS,
+    PLANNED,
     RESERVE_BYTES,
     SCHEMA,
     TOTALS,
@@ -295,7 +298,10 @@ def test_public_sums_of_weights_and_caches() -> None:
 
 def test_latent_forms_of_the_largest() -> None:
     """31b at 256K: 220 GiB naive, 20.8 planned, 10.8 in the half form."""
-    found = {f: make_plan(load_spec("31b"), ctx=262144, latent=f).rows[0] for f in FORMS}
+    found = {
+        f: make_plan(load_spec("31b"), replace(PLANNED, latent_kv=f), ctx=262144).rows[0]
+        for f in FORMS
+    }
     assert {round(r.naive / GIB) for r in found.values()} == {220}
     assert {round(r.planned / GIB, 1) for r in found.values()} == {20.8}
     assert [round(found[f].built / GIB, 1) for f in FORMS] == [20.8, 13.3, 10.8]
@@ -322,7 +328,9 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
         engine = package.build(
             spec, tmp_path / str(max_seq), **engine_options(form, max_batch=3, max_seq=max_seq)
         )
-        plan = make_plan(spec, ctx=max_seq, batch=(1, 2, 3), latent=form, device="cpu")
+        plan = make_plan(
+            spec, replace(PLANNED, latent_kv=form, device="cpu"), ctx=max_seq, batch=(1, 2, 3)
+        )
         for found in plan.rows:
             session = engine.session(found.batch)
             assert session.nbytes() == found.built
@@ -339,7 +347,7 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
     spec = spec_called(name)
     program = run_program(build_program(spec), options={"latent_kv": {"form": form}})
     mains = split_program(program).program
-    plan = make_plan(spec, ctx=100, batch=2, latent=form, device="cpu")
+    plan = make_plan(spec, replace(PLANNED, latent_kv=form, device="cpu"), ctx=100, batch=2)
     weights = plan.weights_as(spec.dtype)
     assert sum(v.type.nbytes() for v in mains.params().values()) == weights.sizes.total
     running = {v.name: v for p in ("prefill", "decode") for v in mains.graphs[p].params}
@@ -354,7 +362,7 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
 def test_plain_cache_formula(name: str) -> None:
     """Against a sum over the layers, where no ring is longer than the context."""
     spec = spec_called(name)
-    found = make_plan(spec, ctx=512, batch=3, latent="off").rows[0]
+    found = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=512, batch=3).rows[0]
     kv = kv_bytes(spec, 512, 3)
     assert (found.naive, found.planned, found.built) == (kv.naive, kv.planned, kv.planned)
 
@@ -374,8 +382,13 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     """What an engine that takes media needs more is what its towers hold."""
     spec = shrink(load_spec(variant), media=True)
     kinds = ("none", "all")
-    built = [prepare(spec, random_weights=0, backend="reference", media=k) for k in kinds]
-    planned = [make_plan(spec, memory=1 << 36, media=k).fits[0].weight_bytes for k in kinds]
+    built = [
+        prepare(spec, BuildOptions(random_weights=0, backend="reference", media=k)) for k in kinds
+    ]
+    planned = [
+        make_plan(spec, replace(PLANNED, media=k), memory=1 << 36).fits[0].weight_bytes
+        for k in kinds
+    ]
     more = built[1].param_bytes() - built[0].param_bytes()
     assert planned[1] - planned[0] == more > 0
 
@@ -386,13 +399,15 @@ def test_full_size_weights(dtype: str, placement: str) -> None:
     spec = load_spec("e2b")
     prepared = prepare(
         spec,
-        random_weights=0,
-        backend="reference",
-        dtype=dtype,
-        ple_placement=placement,
-        media="none",
+        BuildOptions(
+            random_weights=0,
+            backend="reference",
+            dtype=dtype,
+            ple_placement=placement,
+            media="none",
+        ),
     )
-    plan = make_plan(spec, dtype=dtype, ple_placement=placement)
+    plan = make_plan(spec, replace(PLANNED, dtype=dtype, ple_placement=placement))
     found = plan.weights_as(prepared.dtype)
     table = prepared.packing.program.params()["ple.table"].type.nbytes()
     assert found.sizes.total == prepared.param_bytes()
@@ -407,7 +422,7 @@ def test_full_size_weights(dtype: str, placement: str) -> None:
 def test_no_pass_no_planning() -> None:
     """Without the passes the engine is as naive as the rest, and shared layers have caches too."""
     spec = load_spec("e2b")
-    found = make_plan(spec, ctx=4096, skip=["plan_cache"]).rows[0]
+    found = make_plan(spec, replace(PLANNED, skip=["plan_cache"]), ctx=4096).rows[0]
     layers = [x.attention for x in spec.layers()]
     every = sum(2 * 2 * 4096 * a.num_key_value_heads * a.head_dim for a in layers)
     assert found.built == found.planned == every > found.naive
@@ -518,7 +533,7 @@ def test_activations_of_a_few_nodes() -> None:
 
 def test_workspace_of_attention() -> None:
     """e2b, a chunk of 512 tokens on 4096: 4608 keys of one head of 512, eight query heads."""
-    (found,) = make_plan(load_spec("e2b"), ctx=4096, prefill_chunk=512).rows
+    (found,) = make_plan(load_spec("e2b"), replace(PLANNED, prefill_chunk=512), ctx=4096).rows
     keys = 4096 + 512
     joined = 2 * keys * 512 * 2
     mask, bias = 512 * keys, 8 * 512 * keys * 2
@@ -527,7 +542,9 @@ def test_workspace_of_attention() -> None:
 
 def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
     spec = load_spec("31b")
-    needs = {f: make_plan(spec, ctx=4096, latent=f).rows[0].workspace for f in FORMS}
+    needs = {
+        f: make_plan(spec, replace(PLANNED, latent_kv=f), ctx=4096).rows[0].workspace for f in FORMS
+    }
     keys, mask = 4096 + 1024, (4096 + 1024) * 1024 * (1 + 8 * 2)
     assert needs["off"] == max(2 * keys * 4 * 512 * 2 + mask, 2 * 2048 * 16 * 256 * 2 + 2048 * 5120)
     assert needs["raw"] == keys * 4 * (512 * 2 + 4) + 2 * keys * 4 * 512 * 2 + mask
@@ -542,7 +559,9 @@ def test_needs_grow() -> None:
     spec = load_spec("26b-a4b")
     contexts = (1, 63, 64, 65, 500, 513, 1023, 1024, 1025, 4096, 100_000, 262_144)
     for latent in FORMS:
-        plan = make_plan(spec, ctx=contexts, batch=(1, 2, 3, 64), latent=latent)
+        plan = make_plan(
+            spec, replace(PLANNED, latent_kv=latent), ctx=contexts, batch=(1, 2, 3, 64)
+        )
         for key in (*TOTALS, "activations", "workspace"):
             by = {(r.ctx, r.batch): getattr(r, key) for r in plan.rows}
             for batch in (1, 2, 3, 64):
@@ -559,7 +578,7 @@ def check_largest(name: str, memory: int, ctx: int, batch: int, **options: Any) 
     """The reported context and batch fit; one token or row more does not, nor a block more."""
     spec = spec_called(name)
     longest = spec.text.max_position_embeddings
-    make = partial(make_plan, spec, memory=memory, **options)
+    make = partial(make_plan, spec, replace(PLANNED, **options), memory=memory)
     plan = make(ctx=ctx, batch=batch)
     most = {f.weights: (f.max_context[0].built, f.max_batch[0].built) for f in plan.fits}
     assert {(f.max_context[0].at, f.max_batch[0].at) for f in plan.fits} == {(batch, ctx)}
@@ -590,7 +609,7 @@ def test_the_largest_fits_and_one_more_does_not(
     name: str, room: int, latent: str, ctx: int, batch: int, chunk: int, device: str
 ) -> None:
     memory = int(RESERVE_BYTES * 1.02) + room
-    check_largest(name, memory, ctx, batch, latent=latent, prefill_chunk=chunk, device=device)
+    check_largest(name, memory, ctx, batch, latent_kv=latent, prefill_chunk=chunk, device=device)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +623,7 @@ def test_the_largest_fits_and_one_more_does_not(
 def test_the_largest_of_a_released_variant(
     name: str, size: int, ctx: int, batch: int, latent: str
 ) -> None:
-    check_largest(name, size * GIB, ctx, batch, latent=latent)
+    check_largest(name, size * GIB, ctx, batch, latent_kv=latent)
 
 
 def test_more_memory_never_fits_less() -> None:
@@ -635,7 +654,9 @@ def test_an_80_gb_card_and_the_largest_variant() -> None:
 def test_the_table_outside_the_device_leaves_room() -> None:
     spec, size = load_spec("e2b"), 8 * GIB
     most = {
-        (device, place): make_plan(spec, memory=size, device=device, ple_placement=place)
+        (device, place): make_plan(
+            spec, replace(PLANNED, device=device, ple_placement=place), memory=size
+        )
         .fits[0]
         .max_context[0]
         .built
@@ -672,14 +693,12 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
 def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -> None:
     """A plan and a build say the same, and its bytes are counted there."""
     spec = load_spec("e2b")
-    plan = make_plan(spec, ctx=8192, device=device, memory=memory)
+    plan = make_plan(spec, replace(PLANNED, device=device), ctx=8192, memory=memory)
     built = prepare(
         spec,
-        random_weights=0,
-        backend="reference",
-        device=device,
-        memory=memory,
-        media="none",
+        BuildOptions(
+            random_weights=0, backend="reference", device=device, memory=memory, media="none"
+        ),
         dry=True,
     )
     assert plan.ple_placement == built.ple_placement == place
@@ -695,7 +714,10 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
     assert [make_plan(spec, ctx=4096, memory=m).ple_placement for m in sizes] == ["device", "mmap"]
     assert make_plan(spec, ctx=4096, memory=sizes).ple_placement == "mmap"
     assert make_plan(spec).ple_placement == "device"
-    assert make_plan(spec, memory=9 * GIB, ple_placement="device").ple_placement == "device"
+    assert (
+        make_plan(spec, replace(PLANNED, ple_placement="device"), memory=9 * GIB).ple_placement
+        == "device"
+    )
 
 
 # --- refusing a build ---------------------------------------------------------------------------
@@ -715,11 +737,15 @@ def check(name: str, memory: int, **changes: Any) -> None:
     } | changes
     form = given.pop("latent")
     limits = Limits(*(given.pop(k) for k in ("max_batch", "max_seq", "prefill_chunk")))
+    media = given.pop("media", Media())
     program = program_of(name, given["dtype"], form)
     if given["device"] == "cpu":  # with the prologue and without
         program = split_program(program).program
     options = {"latent_kv": {"form": form}}
-    require_fit(spec, program, limits, memory=memory, options=options, **given)
+    r = Resolved(
+        spec, limits=limits, all_logits=False, skip=(), options=options, media=media, **given
+    )
+    require_fit(program, r, memory)
 
 
 @cache
@@ -991,7 +1017,9 @@ def test_bad_variants() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        make_plan(load_spec("e2b"), **options)
+        sizes = {k: options[k] for k in ("ctx", "batch", "memory") if k in options}
+        others = {k: v for k, v in options.items() if k not in sizes}
+        make_plan(load_spec("e2b"), replace(PLANNED, **others), **sizes)
 
 
 # --- plots --------------------------------------------------------------------------------------
@@ -1013,7 +1041,7 @@ def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("latent", FORMS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
-    plan = make_plan(load_spec(name), latent=latent)
+    plan = make_plan(load_spec(name), replace(PLANNED, latent_kv=latent))
     lines = cache_lines(plan)
     assert lines.contexts[0] == 1024
     assert lines.contexts[-1] == plan.spec.text.max_position_embeddings

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError, InputError
 from g4ir.ops.finite import TOO_LARGE
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
 
-from .common import add_layout, add_media, add_source, add_verb, emit, given_spec, media_options
+from .common import (
+    SOURCE_OPTIONS,
+    add_options,
+    add_source,
+    add_verb,
+    emit,
+    given_options,
+    given_spec,
+)
 from .run import verified
 
 if TYPE_CHECKING:
@@ -25,45 +35,8 @@ if TYPE_CHECKING:
 def add_build(verbs: Any) -> None:
     p = add_verb(verbs, "build", _build, "write an engine directory")
     add_source(p)
-    p.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="a Hugging Face directory (default: the local hub cache)",
-    )
-    p.add_argument("--random-weights", metavar="SEED", type=int, help="weights made from a seed")
-    p.add_argument("--backend", required=True, help="reference, torch, onnx or trt")
-    p.add_argument("--device", help="cpu or cuda (default: by backend)")
-    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
-    p.add_argument("--max-batch", metavar="N", type=int, default=1, help="rows (default 1)")
-    p.add_argument(
-        "--max-seq", metavar="N", type=int, help="tokens of a row, new ones too (default 8192)"
-    )
-    p.add_argument(
-        "--prefill-chunk",
-        metavar="N",
-        type=int,
-        default=1024,
-        help="tokens of a prompt at a time (default 1024)",
-    )
-    add_layout(p)
-    add_media(p)
-    p.add_argument(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a choice of the backend's (repeat)",
-    )
-    p.add_argument(
-        "--memory",
-        metavar="GPU|BYTES",
-        help="what it must fit (default: all of the device's memory)",
-    )
-    p.add_argument(
-        "--link-weights",
-        action="store_true",
-        help="refer to the checkpoint's files instead of copying them",
-    )
+    names = [f.name for f in fields(BuildOptions)]
+    add_options(p, [n for n in names if n not in SOURCE_OPTIONS], ("backend",))
     p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
     p.add_argument("--verify", action="store_true", help="compare with the reference when built")
     p.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
@@ -73,7 +46,6 @@ def add_build(verbs: Any) -> None:
 def _build(args: argparse.Namespace) -> int:
     from g4ir.backends import find_backend
     from g4ir.engine.build import check_absent, prepare, write_engine
-    from g4ir.plan.gpus import find_gpu
 
     if args.dry_run and args.verify:
         raise InputError("--dry-run builds nothing that --verify could check")
@@ -83,27 +55,8 @@ def _build(args: argparse.Namespace) -> int:
         check_absent(_out(args, spec))
     with console.Progress() as progress:
         progress("checking the build")
-        prepared = prepare(
-            spec,
-            checkpoint=args.checkpoint,
-            random_weights=args.random_weights,
-            backend=args.backend,
-            device=args.device,
-            dtype=args.dtype,
-            max_batch=args.max_batch,
-            max_seq=args.max_seq,
-            prefill_chunk=args.prefill_chunk,
-            all_logits=args.all_logits,
-            skip=args.skip,
-            link_weights=args.link_weights,
-            latent_kv=args.latent_kv,
-            ple_placement=args.ple_placement,
-            memory=find_gpu(args.memory).memory_bytes if args.memory else None,
-            settings=_settings(args.set),
-            **media_options(args),
-            dry=args.dry_run,
-            dump=_dump_to(Path(args.dump_ir)) if args.dump_ir else None,
-        )
+        dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
+        prepared = prepare(spec, given_options(args), dry=args.dry_run, dump=dump)
         out = _out(args, prepared.spec)
         _tell_notes(prepared)
         if args.dry_run:
@@ -118,17 +71,6 @@ def _build(args: argparse.Namespace) -> int:
         return verified(str(out), args, trust=not written.known)
     emit({"engine": str(out), "compile_s": seconds}) if args.json else print(out)
     return 0
-
-
-def _settings(given: list[str]) -> dict[str, str]:
-    """["name=value", ...] as a table."""
-    table: dict[str, str] = {}
-    for text in given:
-        name, sign, value = text.partition("=")
-        if not (name and sign and value) or name in table:
-            raise InputError(f"--set {text}: expected NAME=VALUE, each name once")
-        table[name] = value
-    return table
 
 
 def _out(args: argparse.Namespace, spec: Spec | None) -> Path:

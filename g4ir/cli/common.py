@@ -6,17 +6,24 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
+from g4ir.plan.gpus import find_gpu
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.units import parse_count
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
+#: options of every verb that reads a spec
+SOURCE_OPTIONS = ("skip", "all_logits")
 Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
@@ -81,60 +88,55 @@ def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = Tr
 
 
 def add_source(parser: Parser) -> None:
+    """Which variant, through which passes."""
     parser.add_argument("--variant", metavar="N", help="a shipped variant: see `g4ir specs`")
     parser.add_argument("--spec", metavar="F", help="a spec file")
-    parser.add_argument(
-        "--skip", metavar="PASS", action="append", default=[], help="leave a pass out (repeat)"
-    )
-    parser.add_argument(
-        "--all-logits", action="store_true", help="prefill can return the logits of every token"
-    )
+    add_options(parser, SOURCE_OPTIONS)
 
 
-def add_layout(parser: Parser) -> None:
-    """What decides how caches and tables are laid out."""
-    parser.add_argument(
-        "--latent-kv",
-        metavar="FORM",
-        default="auto",
-        help="what layers with K=V cache: off, value, raw or auto",
-    )
-    parser.add_argument(
-        "--ple-placement",
-        metavar="P",
-        help="where the per-layer table lies: device, host or mmap (default: on cuda the device "
-        "where it fits, else mmap)",
-    )
+#: what argparse needs to know of a field beside its own flag, by the field's type
+_BY_TYPE: dict[str, dict[str, Any]] = {
+    "int": {"type": int},
+    "bool": {"action": "store_true"},
+    "Iterable[str]": {"action": "append"},
+}
 
 
-def add_media(parser: Parser) -> None:
-    """What the engine takes beside text."""
-    parser.add_argument(
-        "--media",
-        metavar="KINDS",
-        default="all",
-        help="all that the variant takes (default), none, or some of image,video,audio",
-    )
-    parser.add_argument(
-        "--image-budget",
-        metavar="N,..",
-        help="soft tokens of an image at most: 70, 140, 280, 560 or 1120; the first is\n"
-        "what images get unless asked otherwise (default: the variant's own)",
-    )
-    parser.add_argument(
-        "--audio-seconds",
-        metavar="N,..",
-        help="lengths of sound to compile for; the next longer one is used\n(default 5,10,20,30)",
-    )
+def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = ()) -> None:
+    """Add the flags of these fields of BuildOptions, in this order."""
+    known = {f.name: f for f in fields(BuildOptions)}
+    for name in names:
+        f = known[name]
+        flag = {"name": f"--{name.replace('_', '-')}", **f.metadata["flag"]}
+        how = {} if name in _READ else _BY_TYPE.get(str(f.type).removesuffix(" | None"), {})
+        if name in required:
+            flag["required"] = True
+        how = {"dest": name, "default": f.default, "help": f.metadata["help"], **how, **flag}
+        if how.get("action") == "append":
+            how["default"] = []
+        parser.add_argument(how.pop("name"), **how)
 
 
-def media_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `prepare` that these flags are."""
-    return {
-        "media": args.media,
-        "image_budgets": _numbers(args.image_budget, "--image-budget", int),
-        "audio_seconds": _numbers(args.audio_seconds, "--audio-seconds", float),
-    }
+def given_options(args: argparse.Namespace) -> BuildOptions:
+    """The options of a command line."""
+    given = {f.name: getattr(args, f.name) for f in fields(BuildOptions) if hasattr(args, f.name)}
+    return BuildOptions(**given | {k: read(given[k]) for k, read in _READ.items() if k in given})
+
+
+def _count(given: int | str | None, flag: str) -> int | None:
+    """`32K` -> 32768; a default stays as it is."""
+    return parse_count(given, flag) if isinstance(given, str) else given
+
+
+def _settings(given: list[str]) -> dict[str, str]:
+    """["name=value", ...] as a table."""
+    table: dict[str, str] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not (name and sign and value) or name in table:
+            raise InputError(f"--set {text}: expected NAME=VALUE, each name once")
+        table[name] = value
+    return table
 
 
 def _numbers(text: str | None, flag: str, kind: Callable[[str], Any]) -> list[Any] | None:
@@ -148,6 +150,17 @@ def _numbers(text: str | None, flag: str, kind: Callable[[str], Any]) -> list[An
         ):
             raise InputError(f"{flag} {word[:40]!r}: expected numbers above 0, such as 70,280")
     return [kind(word) for word in words]
+
+
+#: fields whose flag is text -> their value
+_READ: dict[str, Callable[[Any], Any]] = {
+    "max_seq": partial(_count, flag="--max-seq"),
+    "prefill_chunk": partial(_count, flag="--prefill-chunk"),
+    "image_budgets": partial(_numbers, flag="--image-budget", kind=int),
+    "audio_seconds": partial(_numbers, flag="--audio-seconds", kind=float),
+    "settings": _settings,
+    "memory": lambda text: find_gpu(text).memory_bytes if text else None,
+}
 
 
 def add_load(parser: Parser) -> None:

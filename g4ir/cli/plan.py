@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec, spec_names
-from g4ir.ui.units import parse_count, parse_counts
+from g4ir.ui.units import parse_counts
 
-from .common import add_layout, add_source, add_verb, emit
+from .common import add_options, add_source, add_verb, emit, given_options
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
@@ -34,20 +35,13 @@ def add_plan(verbs: Any) -> None:
         metavar="G,..",
         help="h100-80gb, rtx4090-24gb ..., a size such as\n24GiB, or `all` that are known",
     )
-    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the spec's)")
     p.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
         help="what the engine would be built for (default cuda)",
     )
-    p.add_argument(
-        "--prefill-chunk",
-        metavar="N",
-        default="1024",
-        help="tokens of a prompt at a time (default 1024)",
-    )
-    add_layout(p)
+    add_options(p, ("dtype", "prefill_chunk", "latent_kv", "ple_placement"))
     p.add_argument(
         "--media",
         metavar="KINDS",
@@ -154,21 +148,12 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
     if several and ctx:
         ctx = [c for c in ctx if c <= longest] or ctx
-    placement = args.ple_placement if spec.text.ple or not several else None
-    return make_plan(
-        spec,
-        ctx=ctx,
-        batch=parse_counts(args.batch, "--batch"),
-        dtype=args.dtype,
-        memory=gpus,
-        device=args.device,
-        ple_placement=placement,
-        latent=args.latent_kv,
-        prefill_chunk=parse_count(args.prefill_chunk, "--prefill-chunk"),
-        all_logits=args.all_logits,
-        skip=args.skip,
-        media="none" if several and not offered(spec) else args.media,
-    )
+    options = given_options(args)
+    if several:
+        placement = options.ple_placement if spec.text.ple else None
+        media = options.media if offered(spec) else "none"
+        options = replace(options, ple_placement=placement, media=media)
+    return make_plan(spec, options, ctx=ctx, batch=parse_counts(args.batch, "--batch"), memory=gpus)
 
 
 def _plot(plans: list[Plan], path: str) -> None:

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
+from g4ir.ir.graph import Program
 from g4ir.model.media import Media, find_media
 from g4ir.model.text import has_blocks
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
@@ -28,6 +29,7 @@ from g4ir.passes import Dump
 from g4ir.plan.cache_sizes import cache_bytes
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import find_dtype, find_latent, find_placement
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
@@ -76,148 +78,128 @@ OTHER_BYTES = 64 << 20
 #: what a config.json cannot say: where only these differ, the spec is right
 SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
 
+DEFAULTS = BuildOptions()
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 
 def prepare(
     spec: Spec | None,
+    options: BuildOptions = DEFAULTS,
     *,
-    checkpoint: str | Path | None = None,
-    random_weights: int | None = None,
-    backend: str = "torch",
-    device: str | None = None,
-    dtype: str | None = None,
-    max_batch: int = 1,
-    max_seq: int | None = None,
-    prefill_chunk: int = 1024,
-    all_logits: bool = False,
-    skip: Iterable[str] = (),
-    link_weights: bool = False,
-    latent_kv: str = "auto",
-    ple_placement: str | None = None,
-    memory: int | None = None,
-    settings: Mapping[str, str] | None = None,
-    media: str | Iterable[str] = "all",
-    image_budgets: Sequence[int] | None = None,
-    audio_seconds: Sequence[float] | None = None,
     dry: bool = False,
     dump: Dump | None = None,
 ) -> Prepared:
-    """Check a build as far as it goes without compiling. Arguments as `build`; `dry` also goes
-    without what the environment lacks, a device or weights."""
-    found, skip = find_backend(backend), tuple(skip)
-    device = device or found.devices[0]
-    if device not in found.devices:
-        raise InputError(f"backend {backend} runs on {', '.join(found.devices)}, not {device!r}")
-    chosen = checked_settings(found, settings or {})
-    directory = _checkpoint_dir(spec, checkpoint, random_weights, dry)
-    _check_link(link_weights, directory, found)
+    """Check a build as far as it goes without compiling; returns what `write_engine` needs. `dry`
+    also goes without what the environment lacks, a device or weights; `dump` sees each graph after
+    each pass."""
+    backend = find_backend(options.backend)
+    device = options.device or backend.devices[0]
+    if device not in backend.devices:
+        runs = ", ".join(backend.devices)
+        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    settings = checked_settings(backend, options.settings or {})
+    directory = _checkpoint_dir(spec, options, dry)
+    _check_link(options.link_weights, directory, backend)
     side = read_side_files(directory) if directory else {}
     if TOKENIZER in side:
         read_tokenizer(Path(directory or "") / TOKENIZER, side[TOKENIZER])
-    spec = agreed_spec(spec, directory)
-    kind = _dtype(found, dtype, spec)
-    kinds = media if isinstance(media, str) else tuple(media)
-    taken = find_media(spec, kinds, image_budgets, audio_seconds, read_extractor(directory))
-    _check_towers(spec, directory, taken)
-    limits = _widened(_limits(spec, max_batch, max_seq, prefill_chunk), spec, taken)
+    resolved = _resolved(agreed_spec(spec, directory), options, backend, device, directory)
     if not dry:
-        found.check(device)
-    options = {"latent_kv": {"form": find_latent(latent_kv, spec, device, kind, limits.max_seq)}}
-    packing = make_packing(spec, all_logits, kind, taken, skip, options, dump)
-    program = packing.program
-    room = memory if memory is not None else _memory(device, dry)
-    more = found.cache_bytes(program, limits)
-    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
-    scratch = found.scratch_bytes(program, limits, chosen)
-    placement, short = find_placement(ple_placement, spec, device), ""
-    if ple_placement is None and placement == "device" and room is not None:
-        placement = fitting_placement(
-            spec,
-            program,
-            limits,
-            dtype=kind,
-            device=device,
-            memory=room,
-            more=more + scratch,
-            media=taken,
-        )
-    if room is not None:
-        try:
-            require_fit(
-                spec,
-                program,
-                limits,
-                dtype=kind,
-                device=device,
-                ple_placement=placement,
-                memory=room,
-                more=more,
-                scratch=scratch,
-                all_logits=all_logits,
-                skip=skip,
-                options=options,
-                media=taken,
-            )
-        except PlanError as e:
-            if not dry:
-                raise
-            short = str(e)
-    source, weights = _open_source(spec, directory, random_weights, kind, link_weights, taken)
-    if found.packs_weights and isinstance(weights, RandomWeights):
+        backend.check(device)
+    r = resolved
+    packing = make_packing(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, dump)
+    resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
+    source, weights = _open_source(resolved, options, directory)
+    if backend.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
-        spec,
-        found,
-        device,
-        kind,
-        limits,
-        all_logits,
-        skip,
-        options,
-        chosen,
-        placement,
-        taken,
-        packing,
-        source,
-        weights,
-        side,
-        short,
+        **vars(resolved),
+        backend=backend,
+        settings=settings,
+        packing=packing,
+        source=source,
+        weights=weights,
+        side_files=side,
+        short=short,
     )
 
 
-def _open_source(
-    spec: Spec, directory: Path | None, seed: int | None, dtype: str, link: bool, media: Media
-) -> tuple[WeightSource, Any]:
+def _resolved(
+    spec: Spec, o: BuildOptions, backend: Backend, device: str, directory: Path | None
+) -> Resolved:
+    """Every option that follows from spec, backend and checkpoint."""
+    dtype = _dtype(backend, o.dtype, spec)
+    kinds = o.media if isinstance(o.media, str) else tuple(o.media)
+    media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, read_extractor(directory))
+    _check_towers(spec, directory, media)
+    limits = _widened(_limits(spec, o), spec, media)
+    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
+    return Resolved(
+        spec,
+        device,
+        dtype,
+        limits,
+        o.all_logits,
+        tuple(o.skip),
+        {"latent_kv": {"form": form}},
+        find_placement(o.ple_placement, spec, device),
+        media,
+    )
+
+
+def _fitted(
+    r: Resolved,
+    o: BuildOptions,
+    backend: Backend,
+    settings: Mapping[str, str],
+    program: Program,
+    dry: bool,
+) -> tuple[Resolved, str]:
+    """With the table of per-layer embeddings where it fits, and why the engine does not fit its
+    device, which only a dry run may go on with. PlanError otherwise."""
+    memory = o.memory if o.memory is not None else _memory(r.device, dry)
+    if memory is None:
+        return r, ""
+    limits = r.limits
+    more = backend.cache_bytes(program, limits)
+    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
+    scratch = backend.scratch_bytes(program, limits, settings)
+    if o.ple_placement is None and r.ple_placement == "device":
+        r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
+    try:
+        require_fit(program, r, memory, more, scratch)
+    except PlanError as e:
+        if not dry:
+            raise
+        return r, str(e)
+    return r, ""
+
+
+def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> tuple[WeightSource, Any]:
     """Where the weights come from, and what the manifest says of them."""
     if directory is None:
-        source = RandomCheckpoint(spec, seed or 0, torch_dtype(dtype))
+        seed = o.random_weights
+        source = RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
         return source, None if seed is None else RandomWeights("random", seed)
-    checkpoint = Checkpoint.open(directory, spec, media.kinds)
-    read_defaults(directory / GENERATION, spec.text.vocab_size)
-    return checkpoint, _linked(checkpoint) if link else PackedWeights("packed")
+    checkpoint = Checkpoint.open(directory, r.spec, r.media.kinds)
+    read_defaults(directory / GENERATION, r.spec.text.vocab_size)
+    return checkpoint, _linked(checkpoint) if o.link_weights else PackedWeights("packed")
 
 
-def _shows_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
-    """A function that hands its `**options` on to `source` has their names, types and defaults in
-    its signature, for help() and editors."""
-
-    def shown(function: F) -> F:
-        own = inspect.signature(function)
-        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        options = [
-            p
-            for p in inspect.signature(source).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters
-        ]
-        vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
-        return function
-
-    return shown
+def _shows_options(function: F) -> F:
+    """A function that makes BuildOptions of its `**options` has their names, types and defaults in
+    its signature, and their help in its docstring, for help() and editors."""
+    own = inspect.signature(function)
+    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    given = inspect.signature(BuildOptions).parameters.values()
+    options = [p.replace(kind=p.KEYWORD_ONLY) for p in given]
+    vars(function)["__signature__"] = own.replace(parameters=[*kept, *options])
+    function.__doc__ = (function.__doc__ or "").format(options=options_text().strip())
+    return function
 
 
-@_shows_options_of(prepare)
+@_shows_options
 def build(
     spec: Spec | str | Path | None,
     out: str | Path,
@@ -225,31 +207,20 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory and load it.
+    """Build an engine directory, load it, and return the engine.
 
-    spec: a Spec, a name, a path, or None to take it from the checkpoint. checkpoint: a Hugging
-    Face directory; random_weights: a seed instead; with neither, the local hub cache is searched
-    for the spec's hub id. backend `torch` or `reference`; device `cpu` or `cuda`; dtype float32,
-    bfloat16 or float16 (default: the spec's). Limits: max_batch rows, max_seq tokens a row
-    (default 8192 or the model's own limit), prefill_chunk tokens. all_logits: prefill can return
-    every row. skip: passes to leave out. link_weights: refer to the checkpoint's files by hash
-    instead of copying. latent_kv: what layers with K=V cache: `off` (K and V), `value` or `raw`
-    (see the pass), `auto` (what measured fastest for the device and max_seq). ple_placement: where
-    the table of per-layer embeddings lies: `device`, `host` or `mmap` (default: on CUDA the device
-    where it fits with the rest, else the file). memory: bytes that the
-    engine may need of its device (default: all that the device has); a build that would need
-    more is refused before anything is loaded. settings: what the backend lets a build choose,
-    by name. media: `all` that the variant takes, `none`, or some of image, video, audio;
-    image_budgets: soft tokens of images, of which the first is the default; audio_seconds: lengths
-    of sound that towers are compiled for (a sound takes the next longer one).
+    spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
-    Raises a G4Error for anything wrong, before anything is left at `out`.
+    {options}
+
+    A build that would need more than `memory` bytes of its device is refused before anything is
+    loaded. Raises a G4Error for anything wrong, before anything is left at `out`.
     """
     if isinstance(spec, str | Path):
         spec = load_spec(spec)
     out = Path(out)
     check_absent(out)
-    prepared = prepare(spec, **options)
+    prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
     # Where it is kept what was built, something else that lies there by now is not believed.
@@ -354,10 +325,9 @@ def _linked(source: Checkpoint) -> LinkedWeights:
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
-def _checkpoint_dir(
-    spec: Spec | None, checkpoint: str | Path | None, seed: int | None, dry: bool
-) -> Path | None:
+def _checkpoint_dir(spec: Spec | None, o: BuildOptions, dry: bool) -> Path | None:
     """The checkpoint directory, or None for random weights, or where a dry run has none."""
+    checkpoint, seed = o.checkpoint, o.random_weights
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
     if seed is not None:
@@ -464,19 +434,16 @@ def _refuse_differences(spec: Spec, directory: Path, rows: list[tuple[str, Any, 
         )
 
 
-def _limits(spec: Spec, max_batch: int, max_seq: int | None, prefill_chunk: int) -> Limits:
+def _limits(spec: Spec, o: BuildOptions) -> Limits:
     longest = spec.text.max_position_embeddings
-    for name, value in (
-        ("max-batch", max_batch),
-        ("max-seq", max_seq),
-        ("prefill-chunk", prefill_chunk),
-    ):
+    for name in ("max_batch", "max_seq", "prefill_chunk"):
+        value = getattr(o, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name} {value}: expected at least 1")
-    if max_seq is not None and max_seq > longest:
-        raise InputError(f"--max-seq {max_seq}: {spec.name} has {longest} positions")
-    seq = min(Limits.max_seq, longest) if max_seq is None else max_seq
-    return Limits(max_batch, seq, min(prefill_chunk, seq))
+            raise InputError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if o.max_seq is not None and o.max_seq > longest:
+        raise InputError(f"--max-seq {o.max_seq}: {spec.name} has {longest} positions")
+    seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
+    return Limits(o.max_batch, seq, min(o.prefill_chunk, seq))
 
 
 def _widened(limits: Limits, spec: Spec, media: Media) -> Limits:

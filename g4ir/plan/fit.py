@@ -1,6 +1,6 @@
 """Whether an engine fits its device: asked before anything is loaded.
 
-    require_fit(spec, program, limits, dtype="bf16", device="cuda", memory=device_memory("cuda"))
+    require_fit(program, resolved, memory=device_memory("cuda"))
 
 The need is that of `g4ir plan`: weights on the device, caches of max_batch rows of max_seq tokens,
 activations, workspace, and the reserve.
@@ -9,31 +9,26 @@ activations, workspace, and the reserve.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import PlanError
 from g4ir.ir.graph import Program
-from g4ir.model.media import Media
 from g4ir.model.text import BLOCKS, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import TORCH_NAMES
-from g4ir.passes import Options, run_passes
-from g4ir.spec.record import Spec
+from g4ir.passes import run_passes
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, split_program
 
 from .count import DTYPE_BYTES
+from .limits import Limits
 from .memory import Needs
+from .options import Resolved
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve
 
-if TYPE_CHECKING:
-    from .limits import Limits
-
-#: an engine without towers
-TEXT_ALONE = Media()
 CGROUPS = Path("/sys/fs/cgroup")
 CHUNKS = (512, 256, 128, 64)
 
@@ -117,75 +112,42 @@ def _changed(
 
 
 def require_fit(
-    spec: Spec,
-    program: Program,
-    limits: Limits,
-    *,
-    dtype: str,
-    device: str,
-    memory: int,
-    more: int = 0,
-    scratch: int = 0,
-    ple_placement: str | None = None,
-    all_logits: bool = False,
-    skip: Iterable[str] = (),
-    options: Options | None = None,
-    media: Media = TEXT_ALONE,
+    program: Program, r: Resolved, memory: int, more: int = 0, scratch: int = 0
 ) -> None:
     """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
     number short and each single setting that would fit.
 
-    `more`: bytes of caches that a backend's layouts need beyond the planned ones; `scratch`: of
-    workspace that its steps need beyond the planned one.
-    `program` holds the optimised graphs, with or without their prologue; the other arguments are
-    those of `prepare`, resolved.
+    `program` holds the optimised graphs, with or without their prologue. `more`: bytes of caches
+    that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
+    need beyond the planned one.
     """
-    skip = tuple(skip)
 
-    def remake(kind: str) -> Needs:
-        graphs = [build_graph(spec, "prefill", all_logits, kind)]
-        graphs += build_towers(spec, media, kind).values()
-        made = {g.name: run_passes(g, skip=skip, options=options) for g in graphs}
+    def remake(dtype: str) -> Needs:
+        graphs = [build_graph(r.spec, "prefill", r.all_logits, dtype)]
+        graphs += build_towers(r.spec, r.media, dtype).values()
+        made = {g.name: run_passes(g, skip=r.skip, options=r.options) for g in graphs}
         return _needs(Program(made))
 
-    build = _build(spec, program, limits, dtype, device, ple_placement, media, remake)
+    build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch
     if build.need() > room:
         raise PlanError(_message(build, memory, room, more, scratch))
 
 
-def fitting_placement(
-    spec: Spec,
-    program: Program,
-    limits: Limits,
-    *,
-    dtype: str,
-    device: str,
-    memory: int,
-    more: int = 0,
-    media: Media = TEXT_ALONE,
-) -> str:
+def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
     """Where the table of per-layer embeddings lies by default: on the device if all fits there,
     else in its file. Arguments as those of `require_fit`."""
     needs = _needs(program)
-    build = _build(spec, program, limits, dtype, device, "device", media, lambda _: needs)
+    build = _build(program, replace(r, ple_placement="device"), lambda _: needs)
     fits = build.need() <= memory - reserve(memory) - more
     return "device" if fits else DEFAULT_PLACEMENT
 
 
-def _build(
-    spec: Spec,
-    program: Program,
-    limits: Limits,
-    dtype: str,
-    device: str,
-    placement: str | None,
-    media: Media,
-    remake: Callable[[str], Needs],
-) -> _Build:
-    least = max(media.grids, default=1) if BLOCKS in program.graphs else 1
+def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Build:
+    least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
     needs = _needs(program)
-    return _Build(Footprint(spec, dtype, device, placement, needs, needs), limits, remake, least)
+    made = Footprint(r.spec, r.dtype, r.device, r.ple_placement, needs, needs)
+    return _Build(made, r.limits, remake, least)
 
 
 def _needs(program: Program) -> Needs:

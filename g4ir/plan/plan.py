@@ -14,7 +14,7 @@ params, so both are what the runtime allocates; activations and workspace are es
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -38,6 +38,7 @@ from .count import DTYPE_BYTES, Counts, counts, kv_bytes
 from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
+from .options import BuildOptions
 from .settings import find_dtype, find_latent, find_placement
 from .weight_sizes import INTEGERS, NOMINAL, WeightSizes, nominal, tower_bytes, weight_sizes
 
@@ -351,45 +352,43 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 # --- making a plan -----------------------------------------------------------------------------
 
 
+#: what a plan counts on unless it is told otherwise
+PLANNED = BuildOptions(device="cuda", media="none")
+
+
 def make_plan(
     spec: Spec,
+    options: BuildOptions = PLANNED,
     *,
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] = 1,
-    dtype: str | None = None,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
-    device: str = "cuda",
-    ple_placement: str | None = None,
-    latent: str = "auto",
-    prefill_chunk: int = 1024,
-    all_logits: bool = False,
-    skip: Iterable[str] = (),
-    media: str | Sequence[str] = "none",
 ) -> Plan:
     """The plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as the
     model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
-    fits. The other options are those of `g4ir.build`; by default the table of per-layer embeddings
-    lies on the device where that leaves room for every row on every device of `memory`.
+    fits. By default the table of per-layer embeddings lies on the device where that leaves room
+    for every row on every device of `memory`.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
     contexts = _contexts(spec, ctx)
     batches = _positive("batch", batch, MOST_ROWS)
-    (chunk,) = _positive("prefill-chunk", prefill_chunk)
-    kind = find_dtype(dtype or spec.dtype)
-    form = find_latent(latent, spec, device, kind, max(contexts))
-    placement = find_placement(ple_placement, spec, device)
-    skip, taken = tuple(skip), find_media(spec, media)
-    made, costs = _footprint(spec, kind, device, placement, form, all_logits, skip, taken)
+    (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
+    dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
+    form = find_latent(options.latent_kv, spec, device, dtype, max(contexts))
+    placement = find_placement(options.ple_placement, spec, device)
+    skip, kinds = tuple(options.skip), options.media
+    media = find_media(spec, kinds if isinstance(kinds, str) else tuple(kinds))
+    made, costs = _footprint(spec, dtype, device, placement, form, options.all_logits, skip, media)
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    if ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
+    if options.ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
         placement = DEFAULT_PLACEMENT
         made = replace(made, ple_placement=placement)
-    formats = (kind, *INTEGERS)
+    formats = (dtype, *INTEGERS)
     return Plan(
         spec,
-        kind,
+        dtype,
         device,
         form,
         placement,
@@ -403,7 +402,7 @@ def make_plan(
         _rates(made),
         rows,
         tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
-        taken.kinds,
+        media.kinds,
         media_plan(spec),
     )
 

@@ -23,6 +23,7 @@ from g4ir.backends.trt.backend import BACKEND
 from g4ir.backends.trt.files import LOG, PLAN
 from g4ir.engine.build import prepare
 from g4ir.errors import LowerError, MissingError
+from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.console import Ended
 from g4ir.weights import pack as packing
@@ -35,12 +36,8 @@ Said = list[str]
 def prepared() -> Prepared:
     return prepare(
         load_spec("tiny-ple"),
-        backend="trt",
+        BuildOptions(backend="trt", random_weights=0, media="none", max_seq=64, prefill_chunk=16),
         dry=True,
-        random_weights=0,
-        media="none",
-        max_seq=64,
-        prefill_chunk=16,
     )
 
 

@@ -47,6 +47,7 @@ from g4ir.errors import (
     PlanError,
 )
 from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import StoredParams
@@ -626,7 +627,7 @@ def test_refusals(said: list[str], layer: str, advice: str) -> None:
 def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
     """Which layer, how large, the limit, and what to change."""
     limits = {"max_batch": 4096, "max_seq": 1024, "prefill_chunk": 1024}
-    p = prepare(load_spec("tiny-ple"), backend="trt", dry=True, **limits)  # type: ignore[arg-type]
+    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt", **limits), dry=True)  # type: ignore[arg-type]
     with pytest.raises(LowerError) as error:
         dry.check_sizes(emulated_api(), network_graph(p.packing.program), p.limits, p.settings)
     message = str(error.value)
@@ -757,7 +758,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
 
 def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are compared, not only the types."""
-    p = prepare(load_spec("tiny-ple"), backend="trt", dry=True)
+    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
     lowerings = builder.chosen_lowerings(p.settings)
 
     def wrong(settings: Any) -> Any:
@@ -793,7 +794,9 @@ def test_dry_run_measures_rounding(
     """Experts, and attention that rounds elsewhere than the reference: right in 16 bits; where a
     tenth is added, it is not."""
     settings = {"attention": attention}
-    p = prepare(load_spec("26b-a4b"), backend="trt", dry=True, settings=settings, media="none")
+    p = prepare(
+        load_spec("26b-a4b"), BuildOptions(backend="trt", settings=settings, media="none"), dry=True
+    )
     dry.check_small(emulated_api(), p, dtype)
     right = builder.chosen_lowerings(p.settings)
 

@@ -1,0 +1,105 @@
+"""Everything that a build may be told: the name, default and help of each option.
+
+Each is a flag of `g4ir build` and an argument of `g4ir.build`; those that decide memory are flags
+of `g4ir plan` too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from g4ir.model.media import Media
+from g4ir.passes import Options
+from g4ir.spec.record import Spec
+
+from .limits import Limits
+
+
+def option(default: Any, help: str, **flag: Any) -> Any:
+    """A field with its help; `flag` holds what its flag needs beside that (see cli/common.py)."""
+    return field(default=default, metadata={"help": help, "flag": flag})
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The options of a build as they were given."""
+
+    checkpoint: str | Path | None = option(
+        None, "a Hugging Face directory (default: the local hub cache)", metavar="DIR"
+    )
+    random_weights: int | None = option(None, "weights made from a seed", metavar="SEED")
+    backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")
+    device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")
+    dtype: str | None = option(
+        None, "float32, bfloat16 or float16 (default: the spec's)", metavar="T"
+    )
+    max_batch: int = option(Limits.max_batch, "rows (default 1)", metavar="N")
+    max_seq: int | None = option(
+        None, "tokens of a row, new ones too (default 8192, or the model's limit)", metavar="N"
+    )
+    prefill_chunk: int = option(
+        Limits.prefill_chunk, "tokens of a prompt at a time (default 1024)", metavar="N"
+    )
+    all_logits: bool = option(False, "prefill can return the logits of every token")
+    skip: Iterable[str] = option((), "leave a pass out (repeat)", metavar="PASS")
+    latent_kv: str = option(
+        "auto", "what layers with K=V cache: off, value, raw or auto", metavar="FORM"
+    )
+    ple_placement: str | None = option(
+        None,
+        "where the per-layer table lies: device, host or mmap (default:\n"
+        "on cuda the device where it fits, else mmap)",
+        metavar="P",
+    )
+    media: str | Iterable[str] = option(
+        "all",
+        "all that the variant takes (default), none, or some of image,video,audio",
+        metavar="KINDS",
+    )
+    image_budgets: Sequence[int] | None = option(
+        None,
+        "soft tokens of an image at most: 70, 140, 280, 560 or 1120; the first is\n"
+        "what images get unless asked otherwise (default: the variant's own)",
+        name="--image-budget",
+        metavar="N,..",
+    )
+    audio_seconds: Sequence[float] | None = option(
+        None,
+        "lengths of sound to compile for; the next longer one is used\n(default 5,10,20,30)",
+        metavar="N,..",
+    )
+    settings: Mapping[str, str] | None = option(
+        None,
+        "a choice of the backend's (repeat)",
+        name="--set",
+        metavar="NAME=VALUE",
+        action="append",
+    )
+    memory: int | None = option(
+        None, "what it must fit (default: all of the device's memory)", metavar="GPU|BYTES"
+    )
+    link_weights: bool = option(False, "refer to the checkpoint's files instead of copying them")
+
+
+def options_text() -> str:
+    """One line for each option: its name and help."""
+    helps = ((f.name, " ".join(f.metadata["help"].split())) for f in fields(BuildOptions))
+    return "\n".join(f"    {name}: {text}" for name, text in helps)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A spec and the options of its engine, each resolved: what graphs, sizes and the manifest
+    follow from."""
+
+    spec: Spec
+    device: str
+    dtype: str
+    limits: Limits
+    all_logits: bool
+    skip: tuple[str, ...]
+    options: Options
+    ple_placement: str | None
+    media: Media
