@@ -10,7 +10,7 @@ import torch
 
 from g4ir.ir.graph import Program
 from g4ir.ops.types import torch_dtype
-from g4ir.plan.cache_sizes import cache_types, capacity, context_slots
+from g4ir.plan.formats import cache_types, capacity, context_slots
 
 
 class Caches:

@@ -14,8 +14,7 @@ from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import WideProducts
-from g4ir.plan.cache_sizes import cache_bytes
-from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.formats import DTYPES, cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
@@ -130,7 +129,7 @@ class ReferenceBackend:
 
     name = "reference"
     devices = ("cpu", "cuda")
-    dtypes = tuple(DTYPE_BYTES)
+    dtypes = DTYPES
     settings: Mapping[str, Setting] = {}
     packs_weights = False
     native = False

@@ -11,7 +11,7 @@ from g4ir.backends.primitives.network import SLOTS, stored_type
 from g4ir.ir.graph import Graph
 from g4ir.ir.interpret import interpret
 from g4ir.ops.types import torch_dtype
-from g4ir.plan.cache_sizes import context_slots
+from g4ir.plan.formats import context_slots
 from g4ir.plan.limits import Limits
 from tests.oracle import pieces
 

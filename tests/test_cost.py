@@ -32,7 +32,6 @@ from g4ir.ops.types import torch_dtype
 from g4ir.passes import PASSES, run_passes
 from g4ir.plan.cost import (
     KINDS,
-    WEIGHT_FORMATS,
     Cost,
     NodeCost,
     Roof,
@@ -45,7 +44,8 @@ from g4ir.plan.cost import (
     prefill_costs,
     total,
 )
-from g4ir.plan.count import counts, kv_bytes
+from g4ir.plan.count import counts
+from g4ir.plan.formats import FORMATS, kv_bytes
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import (
@@ -403,19 +403,19 @@ def test_a_chunk_of_1k_reads_every_expert() -> None:
     assert floors(costs, Roof(4.3e12, 790e12)).total.bound == "memory"
 
 
-@pytest.mark.parametrize("form", WEIGHT_FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_format_sets_the_bytes_of_weights_alone(form: str) -> None:
-    g, f = graph("tiny-moe"), WEIGHT_FORMATS[form]
+    g, f = graph("tiny-moe"), FORMATS[form]
     plain, cost = total(graph_costs(g, C=5)), total(graph_costs(g, C=5, weights=form))
     assert (cost.flops, cost.state_bytes, cost.other_bytes) == (
         plain.flops,
         plain.state_bytes,
         plain.other_bytes,
     )
-    elements = {"body": 0.0, "head": 0.0, "vector": 0.0}
+    elements = {"matrix": 0.0, "table": 0.0, "vector": 0.0}
     _, main = split_prologue(g)
     for v in main.params:
-        part = "vector" if v.type.rank < 2 else "head" if v.name == "embed.table" else "body"
+        part = "vector" if v.type.rank < 2 else "table" if v.name == "embed.table" else "matrix"
         elements[part] += v.type.numel() * (0.25 if v.type.rank == 3 else 1)  # 2 of 8 experts
     want = sum(count * getattr(f, part) for part, count in elements.items())
     assert cost.weight_bytes == pytest.approx(want, abs=len(main.params))

@@ -22,8 +22,7 @@ from g4ir.engine.build import build, prepare
 from g4ir.engine.engine import Engine
 from g4ir.model.tensors import dead_tensors
 from g4ir.passes import PASSES
-from g4ir.plan.cache_sizes import capacity
-from g4ir.plan.count import kv_bytes, weight_bytes
+from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import FULL, SLIDING, Moe
@@ -374,7 +373,7 @@ def test_packed_weights_have_no_padding(name: str) -> None:
     """What an engine stores is every tensor once: a layer with K=V packs Q and K alone."""
     spec = spec_called(name)
     prepared = prepare(spec, BuildOptions(random_weights=0))
-    assert prepared.param_bytes() == weight_bytes(spec)
+    assert prepared.param_bytes() == weight_sizes(spec, spec.dtype).total
     packs = {
         n.out.name.split(".")[0]: n
         for n in prepared.packing.prologue.find("concat")

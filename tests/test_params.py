@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
-from g4ir.plan.count import counts, kv_bytes, weight_bytes
+from g4ir.plan.count import counts
+from g4ir.plan.formats import kv_bytes, weight_sizes
 from g4ir.spec.record import Spec, load_spec
 
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -57,9 +58,9 @@ def test_published_bytes(name: str, size: int) -> None:
 def test_parts_are_the_tables(name: str) -> None:
     spec = load_spec(name)
     count = counts(spec)
-    assert count.text == numel(text_tensors(spec)) == weight_bytes(spec) // 2
+    assert count.text == numel(text_tensors(spec)) == weight_sizes(spec, spec.dtype).total // 2
     assert count.loaded - count.text == numel(tower_tensors(spec))
-    assert weight_bytes(spec, "f32") == 4 * count.text
+    assert weight_sizes(spec, "f32").total == 4 * count.text
 
 
 def test_one_expert() -> None:

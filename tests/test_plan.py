@@ -26,8 +26,8 @@ from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
 from g4ir.passes import run_passes, run_program
-from g4ir.plan.count import kv_bytes
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
+from g4ir.plan.formats import kv_bytes, weight_sizes
 from g4ir.plan.gpus import GPUS, find_gpu
 from g4ir.plan.limits import Limits
 from g4ir.plan.memory import Needs, Size, live_sizes
@@ -44,7 +44,6 @@ from g4ir.plan.plan import (
     reserve,
 )
 from g4ir.plan.table import plan_text
-from g4ir.plan.weight_sizes import weight_sizes
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text

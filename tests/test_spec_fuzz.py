@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from g4ir.errors import SpecError
 from g4ir.model.tensors import dead_tensors, text_tensors
-from g4ir.plan.count import counts, kv_bytes
+from g4ir.plan.count import counts
+from g4ir.plan.formats import kv_bytes
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 
 BASES = {name: load_spec(name) for name in spec_names()}

@@ -12,7 +12,6 @@ weights-*.safetensors   hold the initialisers: the models point into them, and n
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import onnx
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.names import layer_of
 from g4ir.plan.limits import Limits
 from g4ir.weights import tensorfile
 
@@ -36,7 +36,6 @@ from .emitter import OPSET, OnnxEmitter, Place
 MODEL, EMBED, CONSTANTS = "model.onnx", "embed.onnx", "constants.bin"
 #: constants begin at multiples of it
 ALIGNMENT = 64
-_LAYER = re.compile(r"L(\d+)\.")
 OUTSIDE = "outside layers"
 
 #: what model.onnx says of itself
@@ -239,8 +238,8 @@ def node_counts(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _layer(name: str) -> str:
-    match = _LAYER.match(name)
-    return f"L{match[1]}" if match and SHARED + "/" not in name else OUTSIDE
+    layer = layer_of(name)
+    return OUTSIDE if layer is None or SHARED + "/" in name else f"L{layer}"
 
 
 def summary(model: onnx.ModelProto) -> str:

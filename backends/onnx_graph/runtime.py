@@ -13,7 +13,7 @@ import torch
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program, Value
 from g4ir.ops.types import Type, torch_dtype
-from g4ir.plan.cache_sizes import context_slots
+from g4ir.plan.formats import context_slots
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource

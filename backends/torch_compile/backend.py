@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
-from g4ir.plan.cache_sizes import cache_bytes
-from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.formats import DTYPES, cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
@@ -38,7 +37,7 @@ class TorchBackend:
 
     name = "torch"
     devices = ("cpu", "cuda")
-    dtypes = tuple(DTYPE_BYTES)
+    dtypes = DTYPES
     settings: Mapping[str, Setting] = {}
     packs_weights = False
     native = True

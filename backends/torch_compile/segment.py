@@ -8,16 +8,15 @@ a write is, its op says (`updates`, g4ir/ops/base.py); it may have other results
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.names import split_name
 from g4ir.ir.text import print_graph
 
 #: a layer of the text model or of a tower
-_LAYER = re.compile(r"((?:[a-z]+\.)?L\d+)\.")
 Key = tuple[str, int]
 
 
@@ -85,11 +84,9 @@ def _group(g: Graph) -> dict[str, Key]:
     for i, n in enumerate(g.nodes):
         name = n.outputs[0].name
         before = [producers[v.name].outputs[0].name for v in n.inputs if v.name in producers]
-        if match := _LAYER.match(name):
-            stage[name] = match[1]
-        else:
-            stage[name] = "post" if after_layers.intersection(before) else "pre"
-        if match or after_layers.intersection(before):
+        layer, after = _layer(n), after_layers.intersection(before)
+        stage[name] = layer or ("post" if after else "pre")
+        if layer or after:
             after_layers.add(name)
         level[name] = reached = _highest(level[b] for b in before)
         if n.definition.glue:
@@ -126,8 +123,9 @@ def _late_writes(g: Graph) -> dict[str, str]:
 
 
 def _layer(n: Node) -> str:
-    match = _LAYER.match(n.outputs[0].name)
-    return match[1] if match else ""
+    """`L3`, `vision.L3`; empty outside the layers."""
+    tower, layer, _ = split_name(n.outputs[0].name)
+    return "" if layer is None else f"{tower}.L{layer}".lstrip(".")
 
 
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from g4ir.ir.wide import BLOCK
 from g4ir.ops.types import ITEMSIZE
-from g4ir.plan.cache_sizes import cache_bytes
 from g4ir.plan.fit import device_memory
+from g4ir.plan.formats import cache_bytes
 from g4ir.ui.units import size_text
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from g4ir.backends.base import Runtime
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.ir.distance import Budget, Errors, row_errors
+from g4ir.ir.names import layer_of
 from g4ir.ops.finite import advice
 
 from .reference import reference_engine
@@ -135,6 +135,6 @@ def _described(name: str, place: Place, errors: Errors) -> str:
 
 
 def _placed(name: str, place: Place) -> str:
-    layer = re.match(r"L(\d+)\.", name)
-    where = f"layer {layer[1]}" if layer else "outside the layers"
+    layer = layer_of(name)
+    where = "outside the layers" if layer is None else f"layer {layer}"
     return f"%{name} ({where}) in the chunk at token {place.start}"

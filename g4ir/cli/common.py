@@ -119,7 +119,8 @@ def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = 
 
 def given_options(args: argparse.Namespace) -> BuildOptions:
     """The options of a command line."""
-    given = {f.name: getattr(args, f.name) for f in fields(BuildOptions) if hasattr(args, f.name)}
+    names = {f.name for f in fields(BuildOptions)}
+    given = {name: value for name, value in vars(args).items() if name in names}
     return BuildOptions(**given | {k: read(given[k]) for k, read in _READ.items() if k in given})
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.ir.names import layer_of
 from g4ir.plan.latent import FORMS
 from g4ir.spec.record import Spec, spec_names
 
@@ -133,9 +134,7 @@ def stored(args: argparse.Namespace) -> Artefact:
 
 def in_layer(value: str, layer: int) -> bool:
     """Whether a value's name is that of a layer, of the text model or of a tower."""
-    from g4ir.model.towers import PARTS
-
-    return value.startswith(tuple(f"{part}L{layer}." for part in ("", *(f"{p}." for p in PARTS))))
+    return layer_of(value) == layer
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

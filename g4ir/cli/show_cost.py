@@ -17,11 +17,11 @@ from g4ir.plan.cost import (
     Roof,
     Step,
     by_kind,
+    find_format,
     floor,
     graph_costs,
     prefill_chunks,
     total,
-    weight_format,
 )
 from g4ir.plan.gpus import find_gpu
 from g4ir.ui.units import parse_count
@@ -47,7 +47,7 @@ def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     step, weights = _step(args, spec), args.weights
     roof = _roof(args)
     if weights is not None:
-        weight_format(weights)
+        find_format(weights)
     costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
     if args.layer is not None:
         costs = _of_layer(costs, graph, args.layer)

@@ -31,7 +31,7 @@ from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import Options, find_pass
 from g4ir.passes.latent_kv import FORMS
-from g4ir.plan.count import DTYPE_BYTES
+from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.plan.settings import DEVICES, find_placement
 from g4ir.spec.reader import (
@@ -140,7 +140,7 @@ class Manifest:
     backend: str
     device: Annotated[str, OneOf(DEVICES)]
     machine: Line
-    dtype: Annotated[str, OneOf(tuple(DTYPE_BYTES))]
+    dtype: Annotated[str, OneOf(DTYPES)]
     limits: Limits
     all_logits: bool
     skipped_passes: tuple[str, ...]

@@ -26,8 +26,8 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.text import has_blocks
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
-from g4ir.plan.cache_sizes import cache_bytes
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
+from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import find_dtype, find_latent, find_placement

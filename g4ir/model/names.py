@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from g4ir.errors import WeightsError
+from g4ir.ir.names import split_name
 
 _TOP = {
     "embed.table": "embed_tokens.weight",
@@ -118,19 +119,17 @@ _BOUNDS = {
     "out_min": "output_min",
     "out_max": "output_max",
 }
-_OF_LAYER = re.compile(r"(?:(vision|audio)\.)?L(\d+)\.(.+)")
 
 
 def checkpoint_name(param: str) -> str:
     """`L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`."""
     if found := _TOP.get(param) or _TOWERS.get(param):
         return found
-    if match := _OF_LAYER.fullmatch(param):
-        tower, layer, rest = match.groups()
-        if tower and (name := _of_tower(f"{tower}.{rest}")):
-            return f"{_LAYERS[tower]}.{layer}.{name}"
-        if not tower and rest in _LAYER:
-            return f"layers.{layer}.{_LAYER[rest]}"
+    tower, layer, rest = split_name(param)
+    if tower and (name := _of_tower(f"{tower}.{rest}")):
+        return f"{_LAYERS[tower]}.{layer}.{name}"
+    if layer is not None and not tower and rest in _LAYER:
+        return f"layers.{layer}.{_LAYER[rest]}"
     raise WeightsError(f"param %{param} has no checkpoint tensor; add it to g4ir/model/names.py")
 
 
@@ -142,3 +141,19 @@ def _of_tower(name: str) -> str | None:
     if linear in _CLIPPABLE and bound in _BOUNDS:
         return f"{_CLIPPABLE[linear]}.{_BOUNDS[bound]}"
     return _TOWER_LAYER.get(name)
+
+
+#: kind of cost, by what a value is part of
+_KINDS = (
+    ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
+    ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
+    ("experts", re.compile(r"L\d+\.moe\.")),
+    ("ple", re.compile(r"(L\d+\.)?ple\b")),
+    ("head", re.compile(r"(head\.|final\.|logits\b)")),
+)
+
+
+def kind_of_name(name: str) -> str | None:
+    """The kind of cost of a matrix product, an activation or a view, by the name of its first
+    result, which passes keep; None outside the parts that are told apart."""
+    return next((kind for kind, pattern in _KINDS if pattern.match(name)), None)

@@ -13,7 +13,6 @@ once per step. A node that depends on params alone costs nothing: it runs once, 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,11 @@ from typing import Any
 from g4ir.errors import InputError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Value, split_prologue
+from g4ir.model.names import kind_of_name
 from g4ir.ops.base import KINDS, nothing
 from g4ir.ops.types import ITEMSIZE, Type
+
+from .formats import Format, find_format
 
 # --- sums -------------------------------------------------------------------------------------
 
@@ -90,62 +92,23 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
 
 # --- what a node is part of -------------------------------------------------------------------
 
-#: ops without a kind (matrix products, activations, views) by the name of their first result
-NAME_KINDS = (
-    ("attention", re.compile(r"(\w+\.)?L\d+\.attn\.")),
-    ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
-    ("experts", re.compile(r"L\d+\.moe\.")),
-    ("ple", re.compile(r"(L\d+\.)?ple\b")),
-    ("head", re.compile(r"(head\.|final\.|logits\b)")),
-)
-
 
 def kind_of(n: Node) -> str:
     """One of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so a
     product keeps its kind."""
-    name = n.outputs[0].name
-    found = (kind for kind, pattern in NAME_KINDS if pattern.match(name))
-    return n.definition.kind or next(found, "other")
+    return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
 
 
 # --- weight formats ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WeightFormat:
-    """Bytes per element: matrices of the layers; tables and the head; norm weights, scalars."""
-
-    body: float
-    head: float
-    vector: float = 2
-
-
-#: int4 is 32 values of 4 bits and one 16-bit scale, 18 bytes (q4_0); the 8-bit formats have one
-#: scale per row, 0.1 % of the bytes, which is left out
-WEIGHT_FORMATS = {
-    "f32": WeightFormat(4, 4, 4),
-    "bf16": WeightFormat(2, 2),
-    "f16": WeightFormat(2, 2),
-    "fp8": WeightFormat(1, 1),
-    "int8": WeightFormat(1, 1),
-    "int4": WeightFormat(18 / 32, 1),
-}
-
-
-def weight_format(name: str) -> WeightFormat:
-    """InputError lists the formats."""
-    if name not in WEIGHT_FORMATS:
-        raise InputError(f"unknown weight format {name!r}: one of {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[name]
-
-
-def stored_size(t: Type, kind: str, form: WeightFormat | None) -> float:
+def stored_size(t: Type, kind: str, form: Format | None) -> float:
     """Bytes per element of a param that a node of this kind reads; its dtype's without a format."""
     if form is None:
         return ITEMSIZE[t.dtype]
     if t.rank < 2:
         return form.vector
-    return form.head if kind in ("head", "embed") else form.body
+    return form.table if kind in ("head", "embed") else form.matrix
 
 
 # --- steps ------------------------------------------------------------------------------------
@@ -178,7 +141,7 @@ def graph_costs(
     """Cost of each node at one step (see Step); S is 1 in a graph without that dim.
 
     `experts` is the number of distinct experts per layer where it was counted, else it is the
-    expected number for uniform choices (ops/moe.py). `weights` is one of WEIGHT_FORMATS; without
+    expected number for uniform choices (ops/moe.py). `weights` is one of FORMATS; without
     it weights have the graph's dtype. Any graph will do, before and after any pass.
 
     Raises InputError for sizes out of range and an unknown format.
@@ -245,7 +208,7 @@ class _Meter:
     def __init__(self, g: Graph, experts: float | None, weights: str | None) -> None:
         if experts is not None and not experts > 0:
             raise InputError(f"experts={experts!r}: expected a positive number")
-        self.format = None if weights is None else weight_format(weights)
+        self.format = None if weights is None else find_format(weights)
         self.counted = {} if experts is None else {"experts": {"distinct": experts}}
         _, self.graph = split_prologue(g)
         self.roles = _Roles.of(self.graph)

@@ -1,4 +1,4 @@
-"""Elements of a variant by part, and bytes of its weights and caches."""
+"""Elements of a variant by part."""
 
 from __future__ import annotations
 
@@ -126,40 +126,3 @@ def _tower_part(spec: Spec, name: str, shape: Shape) -> str:
         return "embed_vision"
     tower = "audio" if name.startswith(spec.prefixes.audio[0]) else "vision"
     return tower if shape else f"{tower}_scalars"
-
-
-# --- bytes ------------------------------------------------------------------------------------
-
-DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-
-
-def weight_bytes(spec: Spec, dtype: str | None = None) -> int:
-    """Bytes of the decoder's weights as they run, in the spec's dtype unless another is given."""
-    return numel(text_tensors(spec)) * DTYPE_BYTES[dtype or spec.dtype]
-
-
-@dataclass(frozen=True)
-class KvBytes:
-    """Bytes of the K and V caches. Layers that share another's K and V have none."""
-
-    per_token: int  # one more token where no layer forgets
-    per_token_full: int  # one more token once all windows are full
-    window: int  # what the windows hold at most
-    naive: int  # every owning layer keeps the whole context
-    planned: int  # sliding layers keep their window
-
-
-def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
-    """Cache bytes at a context of `ctx` tokens for `batch` rows."""
-    size = 2 * batch * DTYPE_BYTES[dtype or spec.dtype]  # K and V
-    full = window = held = per_token = 0
-    for layer in spec.layers():
-        if layer.donor is not None:
-            continue
-        slot = layer.attention.num_key_value_heads * layer.attention.head_dim * size
-        slots = layer.attention.window
-        per_token += slot
-        full += slot if slots is None else 0
-        window += 0 if slots is None else slot * slots
-        held += 0 if slots is None else slot * min(slots, ctx)
-    return KvBytes(per_token, full, window, per_token * ctx, held + full * ctx)

@@ -18,12 +18,12 @@ from g4ir.errors import PlanError
 from g4ir.ir.graph import Program
 from g4ir.model.text import BLOCKS, build_graph
 from g4ir.model.towers import build_towers, is_tower
-from g4ir.ops.types import TORCH_NAMES
+from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, split_program
 
-from .count import DTYPE_BYTES
+from .formats import DTYPES
 from .limits import Limits
 from .memory import Needs
 from .options import Resolved
@@ -193,7 +193,7 @@ def _smallest(build: _Build) -> _Build:
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
     build = build.with_placement("mmap") if build.made.ple_placement else build
-    return build.with_dtype(min(build.made.dtype, "bf16", key=lambda d: DTYPE_BYTES[d]))
+    return build.with_dtype(min(build.made.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
@@ -210,8 +210,8 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
     chunks = [c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk]
     if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
         yield "--prefill-chunk", chunk
-    for dtype, size in DTYPE_BYTES.items():
-        smaller = size < DTYPE_BYTES[build.made.dtype]
+    for dtype in DTYPES:
+        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.made.dtype]
         if smaller and build.with_dtype(dtype).need() <= room:
             yield "--dtype", TORCH_NAMES[dtype]
             break

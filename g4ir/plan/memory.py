@@ -29,7 +29,7 @@ from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ops.base import nothing
 from g4ir.ops.types import ITEMSIZE, Type
 
-from .cache_sizes import capacity
+from .formats import capacity
 
 Dims = Mapping[str, int]
 

@@ -25,6 +25,7 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.tensors import numel, tower_tensors
 from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
+from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES, run_passes
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
@@ -32,15 +33,23 @@ from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
 from .blocks import Block, PleParts, blocks, layer_blocks, ple_parts
-from .cache_sizes import capacity
 from .cost import Cost, decode_costs, floor, total
-from .count import DTYPE_BYTES, Counts, counts, kv_bytes
+from .count import Counts, counts
+from .formats import (
+    FORMATS,
+    INTEGERS,
+    WeightSizes,
+    capacity,
+    kv_bytes,
+    nominal,
+    tower_bytes,
+    weight_sizes,
+)
 from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
 from .settings import find_dtype, find_latent, find_placement
-from .weight_sizes import INTEGERS, NOMINAL, WeightSizes, nominal, tower_bytes, weight_sizes
 
 SCHEMA = 1
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -223,7 +232,7 @@ def _parameters(spec: Spec, n: Counts) -> dict[str, int]:
         "published": n.hub_parameters,
         "published_elements": n.hub,
         "published_tensors": n.hub_tensors,
-        "published_bytes": n.hub * DTYPE_BYTES[spec.dtype],
+        "published_bytes": n.hub * ITEMSIZE[spec.dtype],
         "loaded": n.loaded,
         "text": n.text,
         "active": n.active,
@@ -273,7 +282,7 @@ class Footprint:
             places["host"],
             places["mmap"],
             tower_bytes(self.spec, self.dtype),
-            int(quoted * NOMINAL[form]),
+            int(quoted * FORMATS[form].nominal),
         )
 
     def resident(self, form: str) -> int:

@@ -8,7 +8,7 @@ from g4ir.passes.latent_kv import FORMS
 from g4ir.spec.record import Spec
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
-from .count import DTYPE_BYTES
+from .formats import DTYPES
 from .latent import choose_form
 
 DEVICES = ("cpu", "cuda")
@@ -20,7 +20,7 @@ def find_dtype(name: str) -> str:
         short = dtype_name(name)
     except ValueError:
         short = name
-    if short not in DTYPE_BYTES:
+    if short not in DTYPES:
         raise InputError(f"dtype {name!r}: expected float32, bfloat16 or float16")
     return short
 

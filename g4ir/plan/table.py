@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from g4ir.ops.types import ITEMSIZE
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, rounded_count, size_text
 
-from .count import DTYPE_BYTES
-from .weight_sizes import INTEGERS
+from .formats import INTEGERS
 
 if TYPE_CHECKING:
     from .plan import Fit, Most, Plan
@@ -41,7 +41,7 @@ def _media(plan: Plan) -> list[str]:
     about = f"counted in above: {counted}" if counted else "not counted in above (see --media)"
     lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
     for part in plan.media:
-        size = size_text(part.params * DTYPE_BYTES[plan.dtype])
+        size = size_text(part.params * ITEMSIZE[plan.dtype])
         lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}", "", "", ""])
         lines += [
             [f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"]

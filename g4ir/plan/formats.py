@@ -1,0 +1,170 @@
+"""Bytes of weights in a format and of caches, before anything is allocated.
+
+f32, bf16 and f16 hold every element in that type. The narrow formats hold matrices smaller and
+keep everything else (norm weights, scalars, routers) in the engine's dtype:
+
+    fp8    one byte an element
+    int8   one byte an element, one 16-bit scale for each row of the last dim
+    int4   32 elements of 4 bits and one 16-bit scale (18 bytes); token tables and head as int8
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Program
+from g4ir.model.tensors import HEAD, Shape, numel, text_tensors, tower_tensors
+from g4ir.ops.types import ITEMSIZE, Type
+from g4ir.spec.record import Spec
+
+#: what engines compute in, the most common first
+DTYPES = ("bf16", "f16", "f32")
+SCALE, GROUP = 2, 32
+
+
+@dataclass(frozen=True)
+class Format:
+    """Bytes per element of matrices of the layers, of tables and the head, of everything else.
+    Scales of whole rows, 0.1 % of the bytes, are left out; `nominal` is the usual estimate, which
+    knows neither scales nor tables."""
+
+    matrix: float
+    table: float
+    vector: float = 2
+    nominal: float = 0.0
+
+
+FORMATS = {
+    **{d: Format(*[ITEMSIZE[d]] * 4) for d in ("f32", "bf16", "f16")},
+    "fp8": Format(1, 1, nominal=1),
+    "int8": Format(1, 1, nominal=1),
+    "int4": Format(GROUP / 2 / GROUP + SCALE / GROUP, 1, nominal=0.5),
+}
+#: narrow formats that a plan shows beside the engine's dtype
+INTEGERS = ("int8", "int4")
+PLANNED = (*DTYPES, *INTEGERS)
+
+
+def find_format(name: str) -> Format:
+    """InputError lists the formats."""
+    if name not in FORMATS:
+        raise InputError(f"unknown weight format {name!r}: one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
+TABLES = (TOKEN_TABLE, PLE_TABLE, HEAD)
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """Bytes of the decoder in one format; a tied head is the token table and counted once."""
+
+    format: str
+    layers: int  # with norms and the shared parts of the per-layer embeddings
+    token_table: int
+    head: int  # 0 where it is tied
+    ple_table: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.token_table + self.head + self.ple_table
+
+    @property
+    def tables(self) -> int:
+        """Tables that are only gathered from, without the one for per-layer embeddings."""
+        return self.token_table if self.head else 0
+
+
+def weight_sizes(spec: Spec, form: str, dtype: str | None = None) -> WeightSizes:
+    """Sizes in a format; `dtype` is the engine's (default: the spec's). InputError for a format
+    that no plan shows."""
+    if form not in PLANNED:
+        raise InputError(f"weights {form!r}: expected one of {', '.join(PLANNED)}")
+    sizes = {
+        name: tensor_bytes(name, shape, form, dtype or spec.dtype)
+        for name, shape in text_tensors(spec).items()
+    }
+    tables = [sizes.pop(name, 0) for name in (TOKEN_TABLE, HEAD, PLE_TABLE)]
+    return WeightSizes(form, sum(sizes.values()), *tables)
+
+
+def tensor_bytes(name: str, shape: Shape, form: str, dtype: str) -> int:
+    """Bytes of one tensor of the checkpoint."""
+    if form not in INTEGERS:
+        return math.prod(shape) * ITEMSIZE[form]
+    if len(shape) < 2 or ".router." in name:
+        return math.prod(shape) * ITEMSIZE[dtype]
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if form == "int8" or name in TABLES:
+        return rows * (columns + SCALE)
+    return rows * math.ceil(columns / GROUP) * (GROUP // 2 + SCALE)
+
+
+def tower_bytes(spec: Spec, dtype: str | None = None) -> int:
+    """Bytes of what lies outside the decoder: towers and the projections from them."""
+    return numel(tower_tensors(spec)) * ITEMSIZE[dtype or spec.dtype]
+
+
+def nominal(parameters: int) -> int:
+    """A parameter count as it is quoted: two digits (31,273,088,876 -> 31,000,000,000)."""
+    return int(float(f"{parameters:.1e}"))
+
+
+# --- caches -----------------------------------------------------------------------------------
+
+#: contexts are rounded up, so that few distinct sizes occur: (up to, step)
+_STEPS = ((512, 64), (1 << 62, 256))
+
+
+def context_slots(tokens: int, capacity: int) -> int:
+    """Slots of a full-length cache that a step reads for this many tokens."""
+    step = next(step for upto, step in _STEPS if tokens <= upto)
+    return min(capacity, -(-tokens // step) * step)
+
+
+def capacity(max_seq: int) -> int:
+    """Slots of a full-length cache."""
+    return context_slots(max_seq, 1 << 62)
+
+
+def cache_types(program: Program, batch: int, max_seq: int) -> dict[str, Type]:
+    """The caches of a session with their sizes."""
+    dims = {"B": batch, "C": capacity(max_seq)}
+    return {name: v.type.bind(dims) for name, v in program.state().items()}
+
+
+def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
+    """Bytes of the caches of a session."""
+    return sum(t.nbytes() for t in cache_types(program, batch, max_seq).values())
+
+
+@dataclass(frozen=True)
+class KvBytes:
+    """Bytes of the K and V caches. Layers that share another's K and V have none."""
+
+    per_token: int  # one more token where no layer forgets
+    per_token_full: int  # one more token once all windows are full
+    window: int  # what the windows hold at most
+    naive: int  # every owning layer keeps the whole context
+    planned: int  # sliding layers keep their window
+
+
+def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
+    """Cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone."""
+    size = 2 * batch * ITEMSIZE[dtype or spec.dtype]  # K and V
+    full = window = held = per_token = 0
+    for layer in spec.layers():
+        if layer.donor is not None:
+            continue
+        slot = layer.attention.num_key_value_heads * layer.attention.head_dim * size
+        slots = layer.attention.window
+        per_token += slot
+        full += slot if slots is None else 0
+        window += 0 if slots is None else slot * slots
+        held += 0 if slots is None else slot * min(slots, ctx)
+    return KvBytes(per_token, full, window, per_token * ctx, held + full * ctx)
