@@ -62,7 +62,7 @@ class _Match:
 
     def fused(self) -> list[Node]:
         b, q, write = Builder(), self.q, self.writes[0]
-        b.emit(
+        b.emit_all(
             "qkv_write",
             self.split.inputs[0],
             q.inputs[1],

@@ -21,7 +21,7 @@ def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
             note(n.outputs[0].name, f"left: {reason}")
             continue
         b = Builder()
-        b.emit(
+        b.emit_all(
             "dual_norm_residual",
             *one.inputs,
             both.inputs[0],

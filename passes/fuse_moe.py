@@ -46,7 +46,7 @@ class _Match:
 
     def fused(self) -> list[Node]:
         b = Builder()
-        b.emit(
+        b.emit_all(
             "moe_mlp",
             self.glu.inputs[0],
             self.experts.inputs[0],

@@ -48,7 +48,7 @@ class _Match:
         b = Builder()
         extra = [self.scalar.inputs[1]] if self.scalar else []
         extra += [n.inputs[1] for n in self.pre if len(n.inputs) > 1]
-        b.emit(
+        b.emit_all(
             "norm_residual",
             self.post.inputs[0],
             self.residual,

@@ -38,7 +38,7 @@ def _packed(group: list[Node]) -> list[Node]:
     w = b.emit("concat", *weights, axis=0, name=join([v.name for v in weights]))
     y = b.emit("linear", group[0].inputs[0], w, name=join([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
-    b.emit("split", y, sizes=sizes, name=[v.name for v in outs])
+    b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
     return b.nodes
 
 

@@ -114,9 +114,7 @@ def _end(g: Graph, b: Builder) -> Value | None:
     for n in g.find("add"):
         if n.inputs == write.inputs[2:]:
             return n.out
-    value = b.emit("add", *write.inputs[2:], name="end")
-    assert isinstance(value, Value)
-    return value
+    return b.emit("add", *write.inputs[2:], name="end")
 
 
 def _read_written(g: Graph, n: Node, end: Value | None) -> Node:

@@ -110,7 +110,7 @@ def test_the_builder_infers_types_and_names_what_it_is_not_told() -> None:
     b = Builder(scope="L0.")
     x = b.input("x", Type("f32", ("B", "S", 8)))
     y = b.emit("linear", x, b.param("w", Type("f32", (4, 8))))
-    left, right = b.emit("split", y, sizes=(1, 3))
+    left, right = b.emit_all("split", y, sizes=(1, 3))
     assert str(y) == "%L0.linear1" and y.type == Type("f32", ("B", "S", 4))
     assert [v.name for v in (left, right)] == ["L0.split2.0", "L0.split2.1"]
     g = b.graph(left)

@@ -81,6 +81,4 @@ def _end(g: Graph, span: tuple[Value, ...], b: Builder) -> Value:
     for n in g.find("add"):
         if n.inputs == span:
             return n.out
-    value = b.emit("add", *span, name="end")
-    assert isinstance(value, Value)
-    return value
+    return b.emit("add", *span, name="end")

@@ -6,7 +6,6 @@ from typing import Any
 
 from g4ir.ir.graph import Builder, Program, bind
 from g4ir.ir.text import print_graph
-from g4ir.ops.base import as_tuple
 from g4ir.plan.limits import Limits
 
 from .segment import Step, schedule
@@ -44,6 +43,6 @@ def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
     texts = {}
     for op, given in attrs.items():
         b = Builder("segment")
-        made = as_tuple(b.emit(op, b.input("x0", kind), **given))
+        made = b.emit_all(op, b.input("x0", kind), **given)
         texts[op] = print_graph(b.graph(*made))
     return texts

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from g4ir.errors import VerifyError
 from g4ir.ops import OPS, Op
@@ -209,13 +208,20 @@ class Builder:
     def cache(self, name: str, type: Type) -> Value:
         return self.state.setdefault(name, Value(name, type))
 
-    def emit(self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr) -> Any:
-        """Append a node; returns its value, or a tuple where the op has several results."""
+    def emit(self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr) -> Value:
+        """Append a node of one result; returns that."""
+        (value,) = self.emit_all(op, *inputs, name=name, **attrs)
+        return value
+
+    def emit_all(
+        self, op: str, *inputs: Value, name: str | Sequence[str] = (), **attrs: Attr
+    ) -> tuple[Value, ...]:
+        """Append a node; returns its results."""
         types = infer(op, inputs, attrs, where=str(name))
         names = [name] if isinstance(name, str) else list(name) or self._fresh(op, len(types))
         outputs = tuple(Value(n, t) for n, t in zip(names, types, strict=True))
         self.nodes.append(Node(op, inputs, outputs, attrs))
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs
 
     def _fresh(self, op: str, count: int) -> list[str]:
         self._count += 1

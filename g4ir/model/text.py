@@ -146,8 +146,7 @@ class _Text:
         x = b.emit("scale", x, value=2**-0.5, name="ple.mean")
         x = b.emit("stack_layers", x, name="ple.stacked")
         names = [f"L{i}.ple" for i in range(layers)]
-        out = b.emit("unstack_layers", x, name=names)
-        return out if isinstance(out, tuple) else (out,)
+        return b.emit_all("unstack_layers", x, name=names)
 
     def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
         """Attention, then MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
@@ -215,8 +214,9 @@ class _Text:
             name=f"{p}.attn.out",
         )
 
-    def rope_tables(self, p: str, rope: Rope, dim: int) -> tuple[Value, Value]:
-        return self.b.emit(
+    def rope_tables(self, p: str, rope: Rope, dim: int) -> tuple[Value, ...]:
+        """(cos, sin)"""
+        return self.b.emit_all(
             "rope_table",
             self.positions,
             kind=rope.kind,
@@ -254,7 +254,7 @@ class _Text:
         b, p, moe, size = self.b, f"L{layer.index}.moe", self.text.moe, self.text.hidden_size
         assert moe
         x = self.norm(h, f"{p}.in", f"L{layer.index}.norm_moe")
-        weights, index = b.emit(
+        weights, index = b.emit_all(
             "router",
             b.emit("rms_norm", h, eps=self.eps, name=f"{p}.router_in"),
             self.weight(f"{p}.router_scale", size),

@@ -101,9 +101,7 @@ class _Tower:
         return self.b.param(f"{self.part}.{name}", Type(self.dtype, shape))
 
     def emit(self, op: str, *inputs: Value, name: str, **attrs: Any) -> Value:
-        value = self.b.emit(op, *inputs, name=f"{self.part}.{name}", **attrs)
-        assert isinstance(value, Value)
-        return value
+        return self.b.emit(op, *inputs, name=f"{self.part}.{name}", **attrs)
 
     def norm(self, x: Value, name: str, weight: str | None, eps: float | None = None) -> Value:
         given = () if weight is None else (self.weight(weight, _last(x)),)
@@ -152,7 +150,7 @@ class _Vision(_Tower):
         patches = b.input("patches", Type("f32", (1, count, 3 * c.patch_size**2)))
         self.positions = b.input("positions", Type("i64", (1, count, 2)))
         self.valid = self.emit("valid_patches", self.positions, name="valid")
-        self.tables = b.emit(
+        self.tables = b.emit_all(
             "axial_rope_table",
             self.positions,
             theta=c.rope_theta,

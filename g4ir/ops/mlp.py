@@ -87,7 +87,7 @@ class glu_packed:
     @staticmethod
     def expand(b: Any, x: Any, *, act: str) -> Any:
         half = x.type.shape[-1] // 2
-        gate, up = b.emit("split", x, sizes=(half, half))
+        gate, up = b.emit_all("split", x, sizes=(half, half))
         return b.emit("glu", gate, up, act=act)
 
     @staticmethod

@@ -217,7 +217,7 @@ class moe_mlp:
     ) -> tuple[Any, Any]:
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)
-        weights, index = b.emit(
+        weights, index = b.emit_all(
             "router", x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
         )
         return dense, b.emit("experts", x_moe, weights, index, gate_up, down, act=act)

@@ -168,7 +168,7 @@ class dual_norm_residual:
     ) -> Any:
         one = make.emit("rms_norm", a, w_a, eps=eps)
         both = make.emit("norm_residual", b, one, w_b, eps=eps, scaled=False, weighted=())
-        return make.emit(
+        return make.emit_all(
             "norm_residual",
             both,
             residual,

@@ -98,7 +98,7 @@ class qkv_write:
     ) -> tuple[Any, ...]:
         d = norm_q.type.shape[0]
         sizes = (heads * d, *(kv_heads * d,) * (1 + values))
-        q, *kv = b.emit("split", qkv, sizes=sizes)
+        q, *kv = b.emit_all("split", qkv, sizes=sizes)
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)
         kv = [b.emit("heads", x, n=kv_heads) for x in kv]
         k, v = kv[0], kv[-1]

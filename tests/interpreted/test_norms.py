@@ -10,6 +10,7 @@ import torch
 
 from g4ir.backends.torch_compile.kernels import norms
 from g4ir.ops import OPS
+from g4ir.ops.base import as_tuple
 
 pytestmark = pytest.mark.covering
 
@@ -51,6 +52,10 @@ class Eager:
         definition = OPS[name]
         assert definition.reference
         return definition.reference(*inputs, **attrs)
+
+    @staticmethod
+    def emit_all(name: str, *inputs: Any, **attrs: Any) -> tuple[Any, ...]:
+        return as_tuple(Eager.emit(name, *inputs, **attrs))
 
 
 class Draw:
