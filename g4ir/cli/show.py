@@ -79,6 +79,12 @@ def add_show(verbs: Any) -> None:
         action="store_true",
         help="who built an engine, of what; whether its code is run",
     )
+    p.add_argument(
+        "--ops",
+        action="store_true",
+        help="every op of the IR: its kind, how far two right computations may lie\n"
+        "apart, what it needs, and its meaning",
+    )
     _add_cost(p)
 
 
@@ -128,6 +134,8 @@ def _show(args: argparse.Namespace) -> int:
     _check_cost(args)
     if args.provenance:
         return _show_provenance(args)
+    if args.ops:
+        return _show_ops(args)
     if args.diff or args.against is not None:
         from .show_diff import show_diff
 
@@ -191,6 +199,14 @@ def _show_why(args: argparse.Namespace) -> int:
     if not rows:
         console.say(f"{args.why} found no candidate in graph {graph.name}")
     return 0
+
+
+def _show_ops(args: argparse.Namespace) -> int:
+    from .show_ops import show_ops
+
+    if args.engine or args.variant or args.spec:
+        raise InputError("--ops shows the ops of every graph: leave out engine, variant and spec")
+    return show_ops(args)
 
 
 def _show_provenance(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.spec.record import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
+from g4ir.ui.table import aligned
 
 from .common import add_verb, emit
 
@@ -38,9 +39,7 @@ def _specs_list(args: argparse.Namespace) -> int:
         return 0
     keys = [k for k in rows[0] if k != "file"]
     table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
-    for line in table:
-        print("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    print(aligned(table, indent=0, left=len(keys)), end="")
     return 0
 
 

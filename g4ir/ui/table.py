@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 Line = Sequence[str]
 
 
-def aligned(lines: Iterable[Line], indent: int = 2) -> str:
-    """Columns: the first to the left, the others to the right."""
+def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
+    """Lines of text in columns: the first `left` ones to the left, the others to the right."""
     table = [list(line) for line in lines]
     width = max(map(len, table))
     table = [line + [""] * (width - len(line)) for line in table]
     widths = [max(len(line[i]) for line in table) for i in range(width)]
     rows = (
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths)))
+        "  ".join(
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))
+        )
         for line in table
     )
     return "".join(f"{' ' * indent}{row.rstrip()}\n" for row in rows)

@@ -1,0 +1,68 @@
+"""`g4ir show --ops`: every op of the IR, with all that is known of it, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from g4ir.ops import OPS, Op
+from g4ir.ui.table import aligned
+
+from .common import emit
+
+
+def show_ops(args: argparse.Namespace) -> int:
+    """Print the ops; with --json all their facts."""
+    if args.json:
+        emit([_facts(o) for o in OPS.values()])
+        return 0
+    head = ("op", "kind", "rounded", "summed", "has", "meaning")
+    print(aligned([head, *map(_line, OPS.values())], indent=0, left=len(head)), end="")
+    print("kind: the part of the model, or by the name of the first result. rounded, summed: how far")
+    print("two right computations may lie apart, in units of the dtype and in fp32 units of a sum.")
+    return 0
+
+
+def _facts(o: Op) -> dict[str, Any]:
+    """What the record says; `kind` is null where it follows from the name of the first result."""
+    return {
+        "op": o.name,
+        "meaning": _meaning(o),
+        "operands": _operands(o),
+        "attributes": dict(o.attrs),
+        "kind": o.kind,
+        "fused": o.expand is not None,
+        "view": o.glue,
+        "writes_caches": len(o.updates),
+        "workspace": o.workspace is not None,
+        "budget": vars(o.budget),
+    }
+
+
+def _operands(o: Op) -> list[str]:
+    """`x`, `w`, `*rest`, in order; `?` after those that may be left out."""
+    found = []
+    for p in inspect.signature(o.infer).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            found.append(f"*{p.name}")
+        elif p.kind is not p.KEYWORD_ONLY:
+            found.append(p.name if p.default is p.empty else f"{p.name}?")
+    return found
+
+
+def _meaning(o: Op) -> str:
+    """The first paragraph of its docstring."""
+    return " ".join(o.doc.split("\n\n")[0].split())
+
+
+def _line(o: Op) -> tuple[str, ...]:
+    notes = {
+        "expansion": o.expand is not None,
+        "caches": bool(o.updates),
+        "workspace": o.workspace is not None,
+        "view": o.glue,
+    }
+    has = ", ".join(name for name, held in notes.items() if held)
+    errors = (str(n) if n else "-" for n in (o.budget.rounded, o.budget.summed))
+    return o.name, o.kind or "by name", *errors, has, _meaning(o)
