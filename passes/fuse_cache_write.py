@@ -32,7 +32,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
         finally:
             seen.add(caches)
         edits.append((match.nodes(), match.fused()))
-        note(n.out.name, f"{match.split.inputs[0]} is written as {' and '.join(map(str, caches))}")
+        note(n.out.name, f"{match.split['x']} is written as {' and '.join(map(str, caches))}")
     return splice_all(g, edits)
 
 
@@ -64,12 +64,12 @@ class _Match:
         b, q, write = Builder(), self.q, self.writes[0]
         b.emit_all(
             "qkv_write",
-            self.split.inputs[0],
-            q.inputs[1],
+            self.split["x"],
+            q["w"],
             self.rows.norm_k,
             *q.inputs[2:],
             *write.inputs[2:],
-            *(w.inputs[0] for w in self.writes),
+            *(w["cache"] for w in self.writes),
             heads=self.heads[0].attrs["n"],
             kv_heads=self.heads[1].attrs["n"],
             values=len(self.heads) == 3,
@@ -85,13 +85,13 @@ def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
     writes = tuple(_write(g, v) for v in caches)
     if any(w.inputs[2:] != writes[0].inputs[2:] for w in writes):
         raise Left("its caches are not written at the same slots")
-    if writes[0].inputs[1].type.shape[1] != 1:
+    if writes[0]["new"].type.shape[1] != 1:
         raise Left("several tokens are written at once")
-    rows = _rows(g, n, [w.inputs[1] for w in writes], form)
+    rows = _rows(g, n, [w["new"] for w in writes], form)
     heads = [made_by(g, v, "heads") for v in dict.fromkeys((rows.k, rows.v))]
-    split = made_by(g, heads[0].inputs[0], "split")
-    if split.outputs[1:] != tuple(m.inputs[0] for m in heads):
-        raise Left(f"{split.inputs[0]} is not packed as q, k and v")
+    split = made_by(g, heads[0]["x"], "split")
+    if split.outputs[1:] != tuple(m["x"] for m in heads):
+        raise Left(f"{split['x']} is not packed as q, k and v")
     heads = [_user(g, split.outputs[0], "heads"), *heads]
     q = _user(g, heads[0].out, "norm_rope")
     match = _Match(form, split, tuple(heads), q, rows, writes)
@@ -104,7 +104,7 @@ def _write(g: Graph, v: Value) -> Node:
     if v in g.state:
         raise Left(f"it reads {v} as it was before the write")
     write = made_by(g, v, "cache_write")
-    old = write.inputs[0]
+    old = write["cache"]
     if old not in g.state or g.next.get(old.name) != v:
         raise Left(f"{v} is not the next {old}")
     if g.users()[old.name] != [write]:
@@ -115,18 +115,18 @@ def _write(g: Graph, v: Value) -> Node:
 def _rows(g: Graph, n: Node, rows: list[Value], form: str) -> _Rows:
     if form == "raw":
         rms = made_by(g, rows[1], "inverse_rms")
-        if rms.inputs[0] != rows[0]:
+        if rms["x"] != rows[0]:
             raise Left(f"{rms.out} is not of {rows[0]}")
-        return _Rows(rows[0], rows[0], n.inputs[3], (rms,), None)
+        return _Rows(rows[0], rows[0], n["w"], (rms,), None)
     joined = [made_by(g, rows[0], "latent_row")] if form == "value" else []
     k, v = joined[0].inputs[::-1] if joined else rows
     key, value = made_by(g, k, "norm_rope"), made_by(g, v, "rms_norm")
     if len(value.inputs) > 1:
         raise Left(f"{v} is a norm with a weight")
     return _Rows(
-        key.inputs[0],
-        value.inputs[0],
-        key.inputs[1],
+        key["x"],
+        value["x"],
+        key["w"],
         (key, value, *joined),
         key.inputs[2:],
         joined[0].attrs["pairs"] if joined else 0,
@@ -154,7 +154,7 @@ def _check(g: Graph, m: _Match) -> None:
 def _user(g: Graph, v: Value, op: str) -> Node:
     """The only one, which takes it first."""
     user = only_user(g, v, op, f"goes elsewhere than into {op}")
-    if user.inputs[0] != v:
+    if user["x"] != v:
         raise Left(f"{v} goes elsewhere than into {op}")
     return user
 
@@ -168,7 +168,7 @@ _TO_CACHES = ("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms", "ca
 def left(g: Graph, n: Node) -> bool:
     """One token's q, k and v, of which k and v go into the caches of an attention, and nowhere
     else."""
-    if n.op != "split" or n.inputs[0].type.shape[1:2] != (1,):
+    if n.op != "split" or n["x"].type.shape[1:2] != (1,):
         return False
     users = g.users()
     q = [u for v in n.outputs[:1] for u in users.get(v.name, [])]
@@ -180,9 +180,9 @@ def left(g: Graph, n: Node) -> bool:
         and [m.op for m in q] == ["heads", "norm_rope"]
         and (len(n.outputs) == 2 or "rms_norm" not in {m.op for m in k})
         and all(m.op in _TO_CACHES for m in found)
-        and len({w.inputs[1] for w in writes}) == len(writes)
+        and len({w["new"] for w in writes}) == len(writes)
         and len({m.attrs["eps"] for m in (*q, *found) if "eps" in m.attrs}) == 1
-        and all(users[w.inputs[0].name] == [w] for w in writes)
+        and all(users[w["cache"].name] == [w] for w in writes)
         and any(
             {w.out for w in writes} == {*u.caches, *u.chunk}
             for u in users.get(writes[0].out.name, [])

@@ -24,26 +24,26 @@ def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
         b.emit_all(
             "dual_norm_residual",
             *one.inputs,
-            both.inputs[0],
-            both.inputs[2],
-            n.inputs[2],
-            n.inputs[1],
+            both["x"],
+            both["w_post"],
+            n["w_post"],
+            n["residual"],
             *n.inputs[3:],
             **n.attrs,
             name=[v.name for v in n.outputs],
         )
         edits.append(([one, both, n], b.nodes))
-        note(n.outputs[0].name, f"fused with the norms of {one.inputs[0]} and {both.inputs[0]}")
+        note(n.outputs[0].name, f"fused with the norms of {one['x']} and {both['x']}")
     return splice_all(g, edits)
 
 
 def _match(g: Graph, n: Node) -> tuple[Node, Node]:
     """The norm of the first branch, and the sum with that of the second."""
-    both = g.producers().get(n.inputs[0].name)
+    both = g.producers().get(n["x"].name)
     plain = both is not None and both.op == "norm_residual" and len(both.inputs) == 3
-    one = g.producers().get(both.inputs[1].name) if both is not None and plain else None
+    one = g.producers().get(both["residual"].name) if both is not None and plain else None
     if both is None or one is None or one.op != "rms_norm" or len(one.inputs) != 2:
-        raise Left(f"{n.inputs[0]} is no sum of two norms")
+        raise Left(f"{n['x']} is no sum of two norms")
     if len({m.attrs["eps"] for m in (one, both, n)}) > 1:
         raise Left("the norms differ in eps")
     for m, user in ((one, both), (both, n)):
@@ -60,8 +60,8 @@ def _match(g: Graph, n: Node) -> tuple[Node, Node]:
 
 def left(g: Graph, n: Node) -> bool:
     """A residual's norm of the sum of two norms."""
-    both = maker(g, n, 0, "norm_residual") if n.op == "norm_residual" else None
-    one = maker(g, both, 1, "rms_norm") if both else None
+    both = maker(g, n, "x", "norm_residual") if n.op == "norm_residual" else None
+    one = maker(g, both, "residual", "rms_norm") if both else None
     return bool(
         both
         and one
@@ -70,6 +70,6 @@ def left(g: Graph, n: Node) -> bool:
         and len(both.outputs) == 1
         and n.attrs["eps"] == both.attrs["eps"] == one.attrs["eps"]
         and [g.users()[v.name] for v in (one.out, both.out)] == [[both], [n]]
-        and both.out != n.inputs[1]
-        and one.out != both.inputs[0]
+        and both.out != n["residual"]
+        and one.out != both["x"]
     )

@@ -35,9 +35,9 @@ def _refusal(
     other = [v for v, n in zip(act.inputs, pair, strict=True) if n is None or n.op != "linear"]
     if other or not gate or not up:
         return f"{' and '.join(map(str, other))} is no projection"
-    if gate.inputs[0] != up.inputs[0]:
+    if gate["x"] != up["x"]:
         return f"{gate.out} and {up.out} project different inputs"
-    if any(n.inputs[1].name not in params for n in (gate, up)):
+    if any(n["w"].name not in params for n in (gate, up)):
         return "a weight is no parameter"
     if any(len(users[n.out.name]) > 1 for n in (gate, up)):
         return "a projection has another user"
@@ -46,10 +46,10 @@ def _refusal(
 
 def _packed(gate: Node, up: Node, act: Node) -> list[Node]:
     b = Builder()
-    weights = (gate.inputs[1], up.inputs[1])
+    weights = (gate["w"], up["w"])
     scope = weights[0].name.rpartition(".")[0]
     w = b.emit("concat", *weights, axis=0, name=f"{scope}.w_gate_up")
-    y = b.emit("linear", gate.inputs[0], w, name=f"{scope}.gate_up")
+    y = b.emit("linear", gate["x"], w, name=f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return b.nodes
 
@@ -61,10 +61,10 @@ def left(g: Graph, n: Node) -> bool:
     """A gate whose two halves are products of one input."""
     if n.op != "glu":
         return False
-    gate, up = maker(g, n, 0, "linear"), maker(g, n, 1, "linear")
+    gate, up = maker(g, n, "gate", "linear"), maker(g, n, "up", "linear")
     return bool(
         gate
         and up
-        and gate.inputs[0] == up.inputs[0]
+        and gate["x"] == up["x"]
         and all(is_free_projection(g, m, "glu") for m in (gate, up))
     )

@@ -37,7 +37,8 @@ def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
 
 def left(g: Graph, n: Node) -> bool:
     """A gate of a product that nothing else reads."""
-    product = maker(g, n, 0, "linear") if n.op in ("glu", "glu_packed") else None
+    x = {"glu": "gate", "glu_packed": "x"}.get(n.op)
+    product = maker(g, n, x, "linear") if x else None
     return (
         product is not None
         and g.users()[product.out.name] == [n]

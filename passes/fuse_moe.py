@@ -17,10 +17,10 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     """The two feed-forward blocks of a layer with experts in one op."""
     beside: dict[Value, list[Node]] = {}
     for n in g.find("experts"):
-        beside.setdefault(normed(g, n.inputs[0]), []).append(n)
+        beside.setdefault(normed(g, n["x"]), []).append(n)
     edits: list[tuple[list[Node], list[Node]]] = []
     for glu in g.find("linear_glu"):
-        routed = beside.get(normed(g, glu.inputs[0]), [])
+        routed = beside.get(normed(g, glu["x"]), [])
         try:
             match = _match(g, glu, routed)
         except Left as reason:
@@ -48,11 +48,11 @@ class _Match:
         b = Builder()
         b.emit_all(
             "moe_mlp",
-            self.glu.inputs[0],
-            self.experts.inputs[0],
+            self.glu["x"],
+            self.experts["x"],
             *self.router.inputs,
-            self.glu.inputs[1],
-            self.down.inputs[1],
+            self.glu["w"],
+            self.down["w"],
             *self.experts.inputs[3:],
             **self.experts.attrs,
             **self.router.attrs,
@@ -70,14 +70,14 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
     if glu.attrs != experts.attrs:
         raise Left(f"its activation is not that of {experts.out}")
     down = only_user(g, glu.out, "linear")
-    if down.inputs[0] != glu.out or down.out.type != experts.out.type:
+    if down["x"] != glu.out or down.out.type != experts.out.type:
         raise Left(f"{down.out} is no result beside {experts.out}")
-    router = g.producers().get(experts.inputs[1].name)
+    router = g.producers().get(experts["weights"].name)
     if router is None or router.op != "router" or router.outputs != experts.inputs[1:3]:
         raise Left(f"{experts.out} does not follow one router")
     for v in router.outputs:
         only_user(g, v, "experts")
-    if normed(g, router.inputs[0]) != normed(g, experts.inputs[0]):
+    if normed(g, router["x"]) != normed(g, experts["x"]):
         raise Left(f"{router.outputs[0]} is of another residual")
     return _Match(glu, down, router, experts)
 
@@ -87,14 +87,14 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
 
 def left(g: Graph, n: Node) -> bool:
     """Routed experts that have a packed MLP on the same residual beside them."""
-    router = maker(g, n, 1, "router") if n.op == "experts" else None
+    router = maker(g, n, "weights", "router") if n.op == "experts" else None
     if router is None or any(g.users().get(v.name) != [n] for v in router.outputs):
         return False
-    routed = {normed(g, m.inputs[0]) for m in (n, router)}
+    routed = {normed(g, m["x"]) for m in (n, router)}
     return any(
         len(m.inputs) == 2
         and m.attrs == n.attrs
-        and {normed(g, m.inputs[0])} == routed
+        and {normed(g, m["x"])} == routed
         and [(u.op, [v.type for v in u.outputs]) for u in g.users()[m.out.name]]
         == [("linear", [n.out.type])]
         for m in g.find("linear_glu")

@@ -46,13 +46,13 @@ class _Match:
 
     def fused(self) -> list[Node]:
         b = Builder()
-        extra = [self.scalar.inputs[1]] if self.scalar else []
-        extra += [n.inputs[1] for n in self.pre if len(n.inputs) > 1]
+        extra = [self.scalar["w"]] if self.scalar else []
+        extra += [n["w"] for n in self.pre if len(n.inputs) > 1]
         b.emit_all(
             "norm_residual",
-            self.post.inputs[0],
+            self.post["x"],
             self.residual,
-            self.post.inputs[1],
+            self.post["w"],
             *extra,
             eps=self.post.attrs["eps"],
             scaled=self.scalar is not None,
@@ -73,18 +73,18 @@ def _match(
     if post is None:
         note(name, "left: adds no weighted norm")
         return None
-    if len(users[post.out.name]) > 1 or add.inputs[0] == add.inputs[1]:
+    if len(users[post.out.name]) > 1 or add["a"] == add["b"]:
         note(name, f"left: {post.out} has another user")
         return None
     after = users.get(name, [])
-    scaled = [n.op for n in after] == ["mul"] and after[0].inputs[0] == add.out
-    scalar = after[0] if scaled and after[0].inputs[1].type.shape == (1,) else None
+    scaled = [n.op for n in after] == ["mul"] and after[0]["x"] == add.out
+    scalar = after[0] if scaled and after[0]["w"].type.shape == (1,) else None
     result = (scalar or add).out
     pre = tuple(
         n
         for n in users.get(result.name, [])
         if n.op == "rms_norm"
-        and n.inputs[0] == result
+        and n["x"] == result
         and n.attrs == post.attrs
         and not _feeds_add(n, users)
     )
@@ -105,6 +105,6 @@ def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
 
 def left(g: Graph, n: Node) -> bool:
     """A residual add of a weighted norm."""
-    branch = n.op == "add" and n.inputs[0] != n.inputs[1]
-    norm = maker(g, n, 1, "rms_norm") if branch else None
+    branch = n.op == "add" and n["a"] != n["b"]
+    norm = maker(g, n, "b", "rms_norm") if branch else None
     return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

@@ -12,7 +12,7 @@ def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
     producers, users = g.producers(), g.users()
     edits: list[tuple[list[Node], list[Node]]] = []
     for n in g.find("rope"):
-        norm = producers.get(n.inputs[0].name)
+        norm = producers.get(n["x"].name)
         if norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
             note(n.out.name, "left: its input is not a weighted norm")
             continue
@@ -31,5 +31,5 @@ def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
 
 def left(g: Graph, n: Node) -> bool:
     """A rotation of a weighted norm."""
-    norm = maker(g, n, 0, "rms_norm") if n.op == "rope" else None
+    norm = maker(g, n, "x", "rms_norm") if n.op == "rope" else None
     return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

@@ -16,10 +16,10 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
     groups: dict[str, list[Node]] = {}
     for n in g.find("linear"):
         if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
-            if n.inputs[1].name not in params:
-                note(n.out.name, f"left: its weight {n.inputs[1]} is no parameter")
+            if n["w"].name not in params:
+                note(n.out.name, f"left: its weight {n['w']} is no parameter")
                 continue
-            groups.setdefault(n.inputs[0].name, []).append(n)
+            groups.setdefault(n["x"].name, []).append(n)
     for n in g.find("linear_clipped"):
         if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
             note(n.out.name, "left: its input is clamped to bounds of its own")
@@ -34,9 +34,9 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _packed(group: list[Node]) -> list[Node]:
-    b, outs, weights = Builder(), [n.out for n in group], [n.inputs[1] for n in group]
+    b, outs, weights = Builder(), [n.out for n in group], [n["w"] for n in group]
     w = b.emit("concat", *weights, axis=0, name=join([v.name for v in weights]))
-    y = b.emit("linear", group[0].inputs[0], w, name=join([v.name for v in outs]))
+    y = b.emit("linear", group[0]["x"], w, name=join([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
     return b.nodes
@@ -53,13 +53,13 @@ def join(names: list[str]) -> str:
 
 def left(g: Graph, n: Node) -> bool:
     """A projection beside another of the same input."""
-    source = maker(g, n, 0, "linear") if n.op == "heads" else None
+    source = maker(g, n, "x", "linear") if n.op == "heads" else None
     if source is None or not is_free_projection(g, source, "heads"):
         return False
     return any(
         m.op == "linear"
         and m is not source
-        and m.inputs[0] == source.inputs[0]
+        and m["x"] == source["x"]
         and is_free_projection(g, m, "heads")
         for m in g.nodes
     )

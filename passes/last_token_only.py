@@ -24,8 +24,8 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
         return g
     region = _region(g, sink)
     _tell_left(g, region, note)
-    if sink.inputs[0].name not in region:
-        note(sink.out.name, f"left: {sink.inputs[0]} has another user")
+    if sink["x"].name not in region:
+        note(sink.out.name, f"left: {sink['x']} has another user")
         return g
     return _narrow(g, sink, region, note)
 
@@ -76,7 +76,7 @@ def _last_only(v: Value, users: list[Node], sink: Node, region: set[str]) -> boo
 
 def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
     b = Builder()
-    lengths = sink.inputs[1]
+    lengths = sink["lengths"]
     last: dict[str, Value] = {}
 
     def narrow(v: Value) -> Value:
@@ -101,8 +101,8 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
                 n = _read_written(g, n, end)
         nodes += [*b.nodes, n]
         b.nodes.clear()
-    result = Value(sink.out.name, sink.inputs[0].type)
-    nodes = [_renamed(n, sink.inputs[0].name, result) for n in nodes]
+    result = Value(sink.out.name, sink["x"].type)
+    nodes = [_renamed(n, sink["x"].name, result) for n in nodes]
     return drop_dead(rebuild(order(replace(g, nodes=tuple(nodes)))))
 
 
@@ -137,7 +137,7 @@ def left(g: Graph, n: Node) -> bool:
     """The last row of a result that is worked out row by row, for nothing else."""
     if n.op != "last_row" or n.out not in g.outputs:
         return False
-    made = g.producers().get(n.inputs[0].name)
+    made = g.producers().get(n["x"].name)
     return (
         made is not None
         and bool(made.definition.rows)

@@ -43,7 +43,7 @@ def latent_kv(g: Graph, note: Note = ignore, form: str = "off") -> Graph:
         edits.append(([found.write_k, found.write_v], new))
         edits += [([n], [found.read(n, form, writes)]) for n in pair.readers]
         written |= {pair.k: writes, pair.v: []}
-        note(pair.k, f"kept with %{pair.v} as {' and '.join(str(n.inputs[0]) for n in writes)}")
+        note(pair.k, f"kept with %{pair.v} as {' and '.join(str(w['cache']) for w in writes)}")
     return _with_states(splice_all(g, edits), written) if edits else g
 
 
@@ -93,12 +93,12 @@ class _Match:
         """The nodes that make the chunk's rows and write them."""
         b, scope = Builder(), self.pair.k[: self.pair.k.rfind(".") + 1]
         if form == "value":
-            v, k = self.write_v.inputs[1], self.write_k.inputs[1]
+            v, k = self.write_v["new"], self.write_k["new"]
             rows = [b.emit("latent_row", v, k, pairs=self.rotated, name=f"{scope}latent.new")]
         else:
             raw, eps = self.key.raw, self.key.eps
             rows = [raw, b.emit("inverse_rms", raw, eps=eps, name=f"{scope}rms.new")]
-        slots = self.write_k.inputs[0].type.shape[0]
+        slots = self.write_k["cache"].type.shape[0]
         for part, row in zip(PARTS[form], rows, strict=True):
             batch, _, *rest = row.type.shape
             state = Value(f"{scope}{part}", row.type.with_shape(slots, batch, *rest))
@@ -110,8 +110,8 @@ class _Match:
         b, rotation = Builder(), {k: v for k, v in self.table.attrs.items() if k != "dim"}
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
-        held = [w.out if after else w.inputs[0] for w in writes]
-        held += [w.inputs[1] for w in writes] if fresh else []
+        held = [w.out if after else w["cache"] for w in writes]
+        held += [w["new"] for w in writes] if fresh else []
         held += [] if block_ids is None else [block_ids]
         b.emit(
             "attention_latent",
@@ -140,7 +140,7 @@ def _pairs(g: Graph) -> list[_Pair]:
 def _match(g: Graph, pair: _Pair) -> _Match:
     made = g.producers()
     write_k, write_v = (_write(g, state, made) for state in (pair.k, pair.v))
-    key, v = _key(write_k.inputs[1], made), made.get(write_v.inputs[1].name)
+    key, v = _key(write_k["new"], made), made.get(write_v["new"].name)
     if key is None or v is None or v.op != "rms_norm" or v.inputs != (key.raw,):
         raise Left("K and V do not come from one projection")
     if v.attrs["eps"] != key.eps:
@@ -148,7 +148,7 @@ def _match(g: Graph, pair: _Pair) -> _Match:
     table = made.get(key.tables[0].name)
     if table is None or table.op != "rope_table" or table.outputs != key.tables:
         raise Left("K is rotated by a table that is not made here")
-    start = made.get(write_k.inputs[2].name)
+    start = made.get(write_k["start"].name)
     starts = start is not None and start.op == "row_start" and start.inputs == table.inputs
     if not starts or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
@@ -159,7 +159,7 @@ def _match(g: Graph, pair: _Pair) -> _Match:
 
 def _write(g: Graph, state: str, made: Mapping[str, Node]) -> Node:
     write = made.get(g.next[state].name) if state in g.next else None
-    if write is None or write.op != "cache_write" or write.inputs[0].name != state:
+    if write is None or write.op != "cache_write" or write["cache"].name != state:
         raise Left(f"%{state} is not written here")
     return write
 
@@ -168,11 +168,11 @@ def _key(k: Value, made: Mapping[str, Node]) -> _Key | None:
     """The parts of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
     n = made.get(k.name)
     if n is not None and n.op == "norm_rope":
-        return _Key(n.inputs[0], n.inputs[1], n.attrs["eps"], n.inputs[2:])
-    norm = made.get(n.inputs[0].name) if n is not None and n.op == "rope" else None
+        return _Key(n["x"], n["w"], n.attrs["eps"], n.inputs[2:])
+    norm = made.get(n["x"].name) if n is not None and n.op == "rope" else None
     if n is None or norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
         return None
-    return _Key(norm.inputs[0], norm.inputs[1], norm.attrs["eps"], n.inputs[1:])
+    return _Key(norm["x"], norm["w"], norm.attrs["eps"], n.inputs[1:])
 
 
 def _check_readers(g: Graph, m: _Match) -> None:
@@ -180,12 +180,12 @@ def _check_readers(g: Graph, m: _Match) -> None:
     users, writes = g.users(), (m.write_k, m.write_v)
     known = [*writes, *m.pair.readers, RESULT]
     for w in writes:
-        others = [n for v in (w.inputs[0], w.out) for n in users.get(v.name, []) if n not in known]
-        if others or w.inputs[0] in g.results() or w.out in g.outputs:
-            raise Left(f"{w.inputs[0]} has another reader")
-    fresh = tuple(w.inputs[1] for w in writes)
+        others = [n for v in (w["cache"], w.out) for n in users.get(v.name, []) if n not in known]
+        if others or w["cache"] in g.results() or w.out in g.outputs:
+            raise Left(f"{w['cache']} has another reader")
+    fresh = tuple(w["new"] for w in writes)
     for n in m.pair.readers:
-        together = [(w.inputs[0], w.out).index(v) for w, v in zip(writes, n.caches)]
+        together = [(w["cache"], w.out).index(v) for w, v in zip(writes, n.caches)]
         chunk, _ = split_chunk(n.chunk, 2)
         if len(set(together)) > 1 or chunk not in ((), fresh):
             raise Left(f"{n.out} reads K and V of different moments")
@@ -205,9 +205,9 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
     state: list[Value] = []
     after: dict[str, Value] = {}
     for v in g.state:
-        state += [w.inputs[0] for w in written[v.name]] if v.name in written else [v]
+        state += [w["cache"] for w in written[v.name]] if v.name in written else [v]
     for name, v in g.next.items():
-        after |= {w.inputs[0].name: w.out for w in written[name]} if name in written else {name: v}
+        after |= {w["cache"].name: w.out for w in written[name]} if name in written else {name: v}
     return drop_dead(replace(g, state=tuple(state), next=after))
 
 
@@ -216,7 +216,7 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
 
 def left(g: Graph, n: Node, form: str = "off") -> bool:
     """K and V of one projection, both in a cache, where one of this form could hold them."""
-    v = maker(g, n, 1, "rms_norm") if n.op == "cache_write" and form != "off" else None
+    v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != "off" else None
     if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
         return False
     return any(
@@ -226,20 +226,20 @@ def left(g: Graph, n: Node, form: str = "off") -> bool:
         and _read_by_attention(g, m)
         and _rotated_at_its_slot(g, m, k, form)
         for m in g.find("cache_write")
-        for k in [maker(g, m, 1, "norm_rope")]
+        for k in [maker(g, m, "new", "norm_rope")]
     )
 
 
 def _read_by_attention(g: Graph, write: Node) -> bool:
     """And by nothing else."""
     users = g.users()
-    readers = {n.op for v in (write.inputs[0], write.out) for n in users[v.name]}
+    readers = {n.op for v in (write["cache"], write.out) for n in users[v.name]}
     return "attention" in readers and readers <= {"attention", "cache_write", RESULT.op}
 
 
 def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
     """By a table of the positions that it is written at; for `value` in part only."""
-    table, start = maker(g, k, 2, "rope_table"), maker(g, write, 2, "row_start")
+    table, start = maker(g, k, "cos", "rope_table"), maker(g, write, "start", "row_start")
     if table is None or start is None or table.inputs != start.inputs:
         return False
     part = table.attrs["kind"] == "proportional" and table.attrs["fraction"] != 1

@@ -18,9 +18,9 @@ def ignore(value: str, reason: str) -> None:
     """The note taker of somebody who does not ask."""
 
 
-def maker(g: Graph, n: Node, at: int, op: str) -> Node | None:
-    """The node of this op that makes an input, or None where another does."""
-    found = g.producers().get(n.inputs[at].name)
+def maker(g: Graph, n: Node, operand: str, op: str) -> Node | None:
+    """The node of this op that makes an operand, or None where another does."""
+    found = g.producers().get(n[operand].name)
     return found if found and found.op == op else None
 
 
@@ -55,13 +55,13 @@ def after(g: Graph, values: Iterable[Value]) -> list[Node]:
 
 def is_free_projection(g: Graph, n: Node, user: str) -> bool:
     """Whether it is a product with a parameter, read by one node of that op and nothing else."""
-    return n.inputs[1] in g.params and [u.op for u in g.users().get(n.out.name, [])] == [user]
+    return n["w"] in g.params and [u.op for u in g.users().get(n.out.name, [])] == [user]
 
 
 def normed(g: Graph, v: Value) -> Value:
     """The value that a pre-norm norms; a value that is none stands for itself."""
     made = g.producers().get(v.name)
     if made is not None and made.op == "rms_norm":
-        return made.inputs[0]
+        return made["x"]
     fused = made is not None and made.op in ("norm_residual", "dual_norm_residual")
     return made.outputs[0] if made is not None and fused else v

@@ -29,12 +29,12 @@ def _alias(g: Graph, note: Note) -> Graph:
     rename: dict[str, Value] = {}
     dropped: set[str] = set()
     for n in g.find("cache_write"):
-        state = n.inputs[0]
+        state = n["cache"]
         owner = owners.setdefault(n.inputs[1:], n)
         if owner is not n:
-            rename[state.name], rename[n.out.name] = owner.inputs[0], owner.out
+            rename[state.name], rename[n.out.name] = owner["cache"], owner.out
             dropped.add(state.name)
-            note(state.name, f"reads {owner.inputs[0]}")
+            note(state.name, f"reads {owner['cache']}")
     if not dropped:
         return g
     g = replace(
@@ -42,7 +42,7 @@ def _alias(g: Graph, note: Note) -> Graph:
         state=tuple(v for v in g.state if v.name not in dropped),
         next={k: v for k, v in g.next.items() if k not in dropped},
         nodes=tuple(
-            n for n in g.nodes if not (n.op == "cache_write" and n.inputs[0].name in dropped)
+            n for n in g.nodes if not (n.op == "cache_write" and n["cache"].name in dropped)
         ),
     )
     return drop_dead(rebuild(g, rename))

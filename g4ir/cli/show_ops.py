@@ -19,7 +19,9 @@ def show_ops(args: argparse.Namespace) -> int:
         return 0
     head = ("op", "kind", "rounded", "summed", "has", "meaning")
     print(aligned([head, *map(_line, OPS.values())], indent=0, left=len(head)), end="")
-    print("kind: the part of the model, or by the name of the first result. rounded, summed: how far")
+    print(
+        "kind: the part of the model, or by the name of the first result. rounded, summed: how far"
+    )
     print("two right computations may lie apart, in units of the dtype and in fp32 units of a sum.")
     return 0
 

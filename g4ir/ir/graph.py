@@ -39,6 +39,10 @@ class Node:
     outputs: tuple[Value, ...]
     attrs: Mapping[str, Attr] = field(default_factory=dict)
 
+    def __getitem__(self, operand: str) -> Value:
+        """The input that the op's `infer` calls so."""
+        return self.inputs[self.definition.operands.index(operand)]
+
     @property
     def definition(self) -> Op:
         return OPS[self.op]

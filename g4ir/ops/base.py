@@ -75,6 +75,7 @@ class Op:
     kind: str | None
     workspace: Callable[..., int] | None
     samples: tuple[Sample, ...]
+    operands: tuple[str, ...]
     attrs: Mapping[str, str]
 
     def infer_types(self, types: tuple[Type, ...], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
@@ -118,6 +119,12 @@ def _attributes(infer: Callable[..., Any]) -> dict[str, str]:
     if unknown:
         raise TypeError(f"{infer.__qualname__}: attribute of kind {', '.join(sorted(unknown))}")
     return kinds
+
+
+def _operands(infer: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the inputs in order, those that are given one by one."""
+    parameters = inspect.signature(infer).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -172,6 +179,7 @@ def op(cls: type) -> Op:
         kind=parts.get("kind"),
         workspace=part("workspace"),
         samples=tuple(parts["samples"]),
+        operands=_operands(part("infer")),
         attrs=_attributes(part("infer")),
     )
 
