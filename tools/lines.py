@@ -22,7 +22,7 @@ MOST = {
     "g4ir/engine": 3180,
     "g4ir/check": 2700,
     "g4ir/bench": 2540,
-    "g4ir/cli": 2130,
+    "g4ir/cli": 2190,
     "bench": 1800,
     "tests": 33290,
     "tools": 60,

@@ -11,6 +11,11 @@ from g4ir.ui.table import aligned
 
 from .common import emit
 
+NOTE = """\
+kind: the part of the model; `by name`: that of the first result's name
+rounded, summed: how far two right computations may lie apart, in units of the dtype and in fp32
+units of a sum"""
+
 
 def show_ops(args: argparse.Namespace) -> int:
     """Print the ops; with --json all their facts."""
@@ -19,10 +24,7 @@ def show_ops(args: argparse.Namespace) -> int:
         return 0
     head = ("op", "kind", "rounded", "summed", "has", "meaning")
     print(aligned([head, *map(_line, OPS.values())], indent=0, left=len(head)), end="")
-    print(
-        "kind: the part of the model, or by the name of the first result. rounded, summed: how far"
-    )
-    print("two right computations may lie apart, in units of the dtype and in fp32 units of a sum.")
+    print(NOTE)
     return 0
 
 
