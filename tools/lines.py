@@ -9,10 +9,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have. Whoever needs more says so here, in the same commit
 MOST = {
     "g4ir/errors.py": 70,
-    "g4ir/ui": 750,
-    "g4ir/ops": 3210,
-    "g4ir/ir": 1240,
-    "passes": 1450,
+    "g4ir/ui": 770,
+    "g4ir/ops": 3220,
+    "g4ir/ir": 1250,
+    "passes": 1460,
     "g4ir/spec": 2250,
     "g4ir/model": 1620,
     "g4ir/weights": 1500,
