@@ -539,18 +539,18 @@ def test_the_nearest_measurement_counts(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("measured: [", "not a table"),
-        ("rows: []", "not a table"),
-        ("measured: [{device: cpu}]", "not a table"),
+        ("measured: [", "no table"),
+        ("rows: []", "rows: unknown key"),
+        ("measured: [{device: cpu}]", r"measured\[0\].dtype: is missing"),
         (
             "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
             "context: 8192, form: half}]",
-            "form 'half'",
+            r"form: must be off or value or raw.*found 'half'",
         ),
         (
             "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
             "context: 0, form: raw}]",
-            "context: 0",
+            r"context: must be at least 1, found '0'",
         ),
     ],
 )

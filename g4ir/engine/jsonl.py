@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from g4ir.errors import InputError
 from g4ir.media.sound import CUT, REFUSE
+from g4ir.spec.reader import json_object
 from g4ir.ui.units import size_text
 
 #: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
@@ -81,14 +82,9 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
             f"than {size_text(INPUT_BYTES)}; what follows is not read"
         )
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_unique)
-    except UnicodeDecodeError as e:
-        raise InputError(f"{where}: not UTF-8 at byte {e.start}") from None
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{where}: no JSON: {e or 'too deep'}") from None
-    if not isinstance(value, dict):
-        raise InputError(f'{where}: expected an object such as {{"tokens": [2, 5]}}')
-    return value
+        return json_object(line)
+    except ValueError as e:
+        raise InputError(f"{where}: no JSON: {e}") from None
 
 
 def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -99,13 +95,6 @@ def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     if ("prompt" in fields) == ("tokens" in fields):
         raise InputError(f"{where}: give either prompt or tokens")
     return fields
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a key is given twice")
-    return out
 
 
 def _check_field(key: str, value: Any, where: str) -> None:

@@ -8,15 +8,17 @@ nothing was measured, K and V are cached plainly.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import log2
 from pathlib import Path
+from typing import Annotated
 
 from g4ir.errors import SpecError
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 from g4ir.spec.parts import AttentionKind
+from g4ir.spec.reader import Count, OneOf, build, read_tree
 from g4ir.spec.record import Spec
 
 TABLE = Path(__file__).with_suffix(".yaml")
@@ -36,11 +38,18 @@ class Measured:
 
     device: str  # cpu, cuda
     dtype: str  # bf16, f32
-    head_dim: int
-    rotated: int  # dims that are rotated
-    group: int  # query heads for each KV head
-    context: int  # tokens
-    form: str
+    head_dim: Count
+    rotated: Count  # dims that are rotated
+    group: Count  # query heads for each KV head
+    context: Count  # tokens
+    form: Annotated[str, OneOf(FORMS)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The file."""
+
+    measured: tuple[Measured, ...]
 
 
 def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
@@ -75,22 +84,11 @@ def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -
 @cache
 def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
     """The measurements of a file. Raises SpecError where it is not such a table."""
-    import yaml
-
     try:
-        body = yaml.safe_load(path.read_text())
-        rows = tuple(Measured(**row) for row in body["measured"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError) as e:
-        raise SpecError(f"{path}: not a table of measured forms ({e}); restore the file") from e
-    types = {"str": str, "int": int}
-    for row in rows:
-        for f in fields(row):
-            value = getattr(row, f.name)
-            if not isinstance(value, types[str(f.type)]) or value == 0:
-                raise SpecError(f"{path}: {f.name}: {value!r} in {row}; restore the file")
-        if row.form not in FORMS:
-            raise SpecError(f"{path}: form {row.form!r}: expected one of {', '.join(FORMS)}")
-    return rows
+        table: Table = build(Table, read_tree(path))
+    except SpecError as e:
+        raise SpecError(f"{e}: no table of measured forms; restore the file") from None
+    return table.measured
 
 
 def write_table(rows: Iterable[Measured], path: Path = TABLE) -> None:

@@ -8,7 +8,6 @@ keys are those of transformers 5.17 (`models/gemma4/configuration_gemma4.py` and
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import SpecError
-from g4ir.spec.reader import Where, convert, did_you_mean, fail, hints_of, join, shown, tree_of
+from g4ir.spec.reader import (
+    Where,
+    convert,
+    did_you_mean,
+    fail,
+    hints_of,
+    join,
+    json_object,
+    shown,
+    tree_of,
+)
 
 from .parts import (
     DTYPE_ALIASES,
@@ -281,19 +290,9 @@ def _bytes(file: Path) -> bytes:
 
 
 def _parse(data: bytes, file: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(k for k in names if names.count(k) > 1)
-            raise SpecError(f"{file}: {join('', twice)}: is given twice; keep one")
-        return out
-
     try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
-    except RecursionError:
-        raise SpecError(f"{file}: is nested too deep; give a config.json") from None
-    except ValueError as err:  # bad JSON, bad UTF-8, an integer too long to convert
+        return json_object(data)
+    except ValueError as err:  # an integer too long to convert too
         raise SpecError(f"{file}: is not valid JSON ({str(err)[:120]}); fix it") from None
 
 

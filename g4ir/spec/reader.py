@@ -9,10 +9,12 @@ depth and node count are capped, so no input makes the reader slow or recursive.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -477,6 +479,28 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
     str: ("a word", _to_str),
     Line: ("a line of text", _to_line),
 }
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. ValueError says in a few words why there is none; a key that is
+    given twice is one reason."""
+    try:
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as err:
+        raise ValueError(f"not UTF-8 at byte {err.start}") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = Counter(k for k, _ in pairs)
+        raise ValueError(f"key {shown(names.most_common(1)[0][0])} is given twice")
+    return out
 
 
 def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH) -> Node:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
+from g4ir.spec.reader import json_object
 from g4ir.ui.files import write_file
 
 if TYPE_CHECKING:
@@ -132,25 +133,10 @@ def open_regular(path: Path) -> IO[bytes]:
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`; duplicate keys, other values and bad UTF-8 are WeightsErrors."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda p: _unique(path, p))
-    except UnicodeDecodeError as error:
-        raise WeightsError(f"{path}: JSON is not UTF-8 at byte {error.start}; {DOWNLOAD}") from None
-    except (ValueError, RecursionError) as error:
-        reason = quoted(str(error) or "too deep")
+        return json_object(raw)
+    except ValueError as error:
+        reason = str(error)[:120]
         raise WeightsError(f"{path}: JSON cannot be read ({reason}); {DOWNLOAD}") from None
-    if not isinstance(value, dict):
-        found = type(value).__name__
-        raise WeightsError(f"{path}: expected a JSON object, found {found}; {DOWNLOAD}")
-    return value
-
-
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise WeightsError(f"{path}: JSON key {quoted(twice)} appears twice; {DOWNLOAD}")
-    return out
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
