@@ -3,7 +3,7 @@
 `--full` adds the tests marked `full` (minutes each), all cases of those marked `covering`, and
 draws eighty times as many hypothesis examples; without it those tests are deselected, not skipped,
 so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
-golden files of the passes anew; read the difference before you keep it.
+golden files of the passes and transcripts anew; read the difference before you keep it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ settings.register_profile("full", max_examples=20_000, print_blob=True, **_COMMO
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare `--full` and `--rewrite-golden`."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
-    parser.addoption("--rewrite-golden", action="store_true", help="write tests/passes/*.g4ir anew")
+    parser.addoption(
+        "--rewrite-golden", action="store_true", help="write tests/passes and tests/golden anew"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

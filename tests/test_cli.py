@@ -34,6 +34,7 @@ from g4ir.engine.responder import RAW, Responder
 from g4ir.engine.session import Session
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
+from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
 from g4ir.spec.record import load_spec, spec_names
 from g4ir.ui import console
@@ -852,3 +853,20 @@ def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     answers = [json.loads(x) for x in outcome.out.splitlines()]
     assert ["error" in a for a in answers] == [True, False, False, True, False], outcome.out
     assert "Traceback" not in outcome.err
+
+
+# --- show --ops ---------------------------------------------------------------------------------
+
+
+def test_show_ops_knows_every_op() -> None:
+    """The printed table is in tests/golden/ops.txt."""
+    found = {o["op"]: o for o in json.loads(g4ir("show", "--ops", "--json").out)}
+    assert found.keys() == OPS.keys()
+    attention = found["attention"]
+    assert attention["operands"] == ["q", "positions", "written", "cache_k", "cache_v", "*chunk"]
+    assert attention["workspace"] and not attention["fused"] and attention["kind"] == "kv"
+    assert found["rms_norm"]["operands"] == ["x", "w?"]
+    assert found["rms_norm"]["attributes"] == {"eps": "float"}
+    assert found["qkv_write"]["fused"] and found["qkv_write"]["writes_caches"] == 2
+    assert all(o["budget"]["reason"] and o["meaning"] for o in found.values())
+    assert "leave out" in refused("show", "--ops", "--variant", "e2b")

@@ -879,40 +879,6 @@ def test_json_has_a_schema_and_documented_keys() -> None:
     )
 
 
-def test_text_of_one_variant() -> None:
-    out = ok("--variant", "31b", "--gpu", "h100-80gb", "--nominal")
-    for line in (
-        "published                   31,273,088,876",
-        "50 sliding      132.1  346.8  478.9",
-        "10 full         187.2  346.8  534.0",
-        "naive: full context        3.44 GiB  27.5 GiB   110 GiB   220 GiB",
-        "planned: windows           1.09 GiB  3.28 GiB  10.8 GiB  20.8 GiB",
-        "nominal        124.0 GB   62.0 GB   31.0 GB   15.5 GB",
-        "bf16, naive     60.9 GiB  short 7.73 GiB",
-        "h100-80gb: 79.6 GiB",
-    ):
-        assert line in out, line
-
-
-def test_comparison_of_all_variants() -> None:
-    """The default: every variant that is published, smallest first, beside every card."""
-    out = ok("--gpu", "all")
-    assert ok("--variant", "all") in out
-    positions = [out.index(f"\n  {name} ") for name in VARIANTS]
-    assert positions == sorted(positions)
-    table = out[out.index("largest context") :]
-    assert all(name in table for name in GPUS)
-    assert "tiny" not in out
-    (h100,) = [line for line in table.splitlines() if line.lstrip().startswith("h100-80gb ")]
-    assert h100.split()[3:] == [
-        "128K/128K/128K",
-        "128K/128K/128K",
-        "256K/256K/256K",
-        "256K/256K/256K",
-        "192K/256K/256K",
-    ]
-
-
 def test_sweeps() -> None:
     found = json.loads(
         ok("--variant", "e4b,12b", "--ctx", "128K,4K,256K,4K", "--batch", "8,1", "--json")
