@@ -1,12 +1,20 @@
 """The passes, run in order and verified in between.
 
-Each is a module with a function of the same name, `Graph -> Graph`, whose second argument
-`note(value, reason)` hears what it did and why it left a candidate alone; `g4ir show --why PASS`
-prints that.
+Each is a file of this folder with
+  a function of the same name, `Graph -> Graph`, whose second argument `note(value, reason)` hears
+             what it did and why it left a candidate alone; `g4ir show --why PASS` prints that
+  left       whether a node should not be there afterwards; a pass that stops matching is an error
+  AFTER      the pass that it follows, with the reason; None: it is the first
+  CHANGES_STATE  given and true where it may change what the caches look like
+
+Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
+caches' last form joins whole blocks of nodes into one op each.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -15,20 +23,6 @@ from typing import Any
 from g4ir.errors import G4Error, InputError, PassError
 from g4ir.ir.graph import Graph, Program, verify
 
-from . import (
-    fuse_cache_write,
-    fuse_dual_norm,
-    fuse_gate_up,
-    fuse_glu,
-    fuse_moe,
-    fuse_norm_residual,
-    fuse_norm_rope,
-    fuse_qkv,
-    last_token_only,
-    latent_kv,
-    plan_cache,
-    share_rope_tables,
-)
 from .match import Note
 
 Dump = Callable[[str, Graph], None]
@@ -36,27 +30,32 @@ Dump = Callable[[str, Graph], None]
 #: pass -> its own keyword arguments
 Options = Mapping[str, Mapping[str, Any]]
 
-#: a module for each: its function, and `left`, which says of a node that it should not be there
-#: afterwards. Order matters: packing before the choice of rows, so that prefill and decode share
-#: weights; what follows the caches' last form joins whole blocks of nodes into one op each
-_MODULES: tuple[ModuleType, ...] = (
-    share_rope_tables,
-    fuse_qkv,
-    fuse_gate_up,
-    fuse_norm_rope,
-    fuse_norm_residual,
-    plan_cache,
-    last_token_only,
-    latent_kv,
-    fuse_glu,
-    fuse_moe,
-    fuse_dual_norm,
-    fuse_cache_write,
+
+def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+    """Each pass behind the one that its AFTER names, or at the beginning without one."""
+    found: dict[str, ModuleType] = {}
+
+    def place(after: str | None) -> None:
+        for name, module in modules.items():
+            if after == module.AFTER:
+                found[name] = module
+                place(name)
+
+    place(None)
+    assert found.keys() == modules.keys(), "an AFTER names no pass"
+    return found
+
+
+#: pass -> its module, in the order of the pipeline: every file of this folder but `match`
+_BY_NAME = _ordered(
+    {
+        m.name: importlib.import_module(f"{__name__}.{m.name}")
+        for m in pkgutil.iter_modules(__path__)
+        if m.name != "match"
+    }
 )
-_BY_NAME = {m.__name__.rpartition(".")[2]: m for m in _MODULES}
 PASSES = tuple(_BY_NAME)
-#: passes that may change what the caches look like
-CHANGES_STATE = frozenset({"plan_cache", "latent_kv"})
+CHANGES_STATE = {name for name, m in _BY_NAME.items() if getattr(m, "CHANGES_STATE", False)}
 
 
 def find_pass(name: str) -> Callable[[Graph, Note], Graph]:

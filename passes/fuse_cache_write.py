@@ -15,6 +15,8 @@ from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, splice_all
 
 from .match import Left, Note, after, ignore, made_by, only_user
 
+AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
+
 
 def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
     """Everything between the projection of a token and attention in one op."""

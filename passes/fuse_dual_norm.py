@@ -10,6 +10,8 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Left, Note, ignore, maker
 
+AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
+
 
 def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
     """Two post-norms and their sum in one op with the norms after it."""

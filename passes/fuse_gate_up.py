@@ -8,6 +8,8 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Note, ignore, is_free_projection, maker
 
+AFTER = "fuse_qkv"  # it packs weights too
+
 
 def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
     """One matrix product for the two halves of a gated MLP."""

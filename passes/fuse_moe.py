@@ -12,6 +12,8 @@ from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
 
 from .match import Left, Note, ignore, maker, normed, only_user
 
+AFTER = "fuse_glu"  # it takes the fused MLP
+
 
 def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     """The two feed-forward blocks of a layer with experts in one op."""

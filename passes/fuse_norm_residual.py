@@ -13,6 +13,8 @@ from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
 
 from .match import Note, ignore, maker
 
+AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
+
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
     """Post-norm, residual add, layer scalar and the following pre-norms in one op."""

@@ -6,6 +6,8 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Note, ignore, maker
 
+AFTER = "fuse_gate_up"  # heads are cut from packed products by now
+
 
 def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
     """The per-head norm of Q or K and its rotation in one op."""

@@ -9,6 +9,8 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Note, ignore, is_free_projection, maker
 
+AFTER = "share_rope_tables"  # the last of what layers repeat is gone
+
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
     """One matrix product for the attention projections of one input."""

@@ -15,6 +15,8 @@ from g4ir.ir.graph import Builder, Graph, Node, Value, drop_dead, order, rebuild
 
 from .match import Note, ignore
 
+AFTER = "plan_cache"  # rows are chosen when weights are packed, for prefill and decode alike
+
 
 def last_token_only(g: Graph, note: Note = ignore) -> Graph:
     """Move the choice of the last row as far up as every use allows."""

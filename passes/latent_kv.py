@@ -22,6 +22,9 @@ from g4ir.ops.rope import rotated_pairs
 
 from .match import Left, Note, ignore, maker
 
+AFTER = "last_token_only"  # its readers are those that are left
+CHANGES_STATE = True
+
 FORMS = ("off", *PARTS)
 
 

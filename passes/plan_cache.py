@@ -14,6 +14,9 @@ from g4ir.ir.graph import Graph, Node, Value, drop_dead, rebuild
 
 from .match import Note, ignore
 
+AFTER = "fuse_norm_residual"  # it needs nothing of these
+CHANGES_STATE = True
+
 
 def plan_cache(g: Graph, note: Note = ignore) -> Graph:
     """Caches that hold what attention can see, each once."""

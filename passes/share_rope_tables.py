@@ -11,6 +11,8 @@ from g4ir.ir.graph import Graph, Node, Value, rebuild
 
 from .match import Note, ignore
 
+AFTER = None
+
 _SHARED = "rope"
 
 

@@ -234,8 +234,16 @@ def cited_rules(text: str) -> set[int]:
 
 def test_citations_are_read() -> None:
     assert cited_rules("(rule 14), Rules 1, 2 and 4; rules 26 to\n29, 42") == {
-        14, 1, 2, 4, 26, 27, 28, 29, 42,
-    }  # fmt: skip
+        14,
+        1,
+        2,
+        4,
+        26,
+        27,
+        28,
+        29,
+        42,
+    }
     assert not cited_rules("a rule of 3, and rulers 4")
 
 
@@ -428,9 +436,12 @@ def test_the_example_of_a_kernel(tmp_path: Path) -> None:
     kernel = tmp_path / "example.py"
     kernel.write_text(example("kernel softcap"))
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL_TEST, str(kernel)], cwd=ROOT, text=True, capture_output=True,
+        [sys.executable, "-c", KERNEL_TEST, str(kernel)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["f32", "bf16"]
 
@@ -439,8 +450,9 @@ def test_the_example_of_a_kernel(tmp_path: Path) -> None:
 def softcap_pass(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example's pass at the end of the pipeline while the test runs."""
     made = module("pass fuse_softcap", "g4ir.passes.fuse_softcap")
-    monkeypatch.setattr(passes, "_BY_NAME", {**passes._BY_NAME, "fuse_softcap": made})
-    monkeypatch.setattr(passes, "PASSES", (*passes.PASSES, "fuse_softcap"))
+    modules = passes._ordered({**passes._BY_NAME, "fuse_softcap": made})
+    monkeypatch.setattr(passes, "_BY_NAME", modules)
+    monkeypatch.setattr(passes, "PASSES", tuple(modules))
     return made
 
 
@@ -477,6 +489,49 @@ def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
     torch.testing.assert_close(
         logits(softcap_pass.fuse_softcap(decode)), logits(decode), rtol=1e-12, atol=1e-12
     )
+
+
+#: argv: nothing; run where the tree has two files more
+ONE_FILE_EACH = """
+from g4ir.model.text import build_program
+from g4ir.ops import OPS
+from g4ir.passes import PASSES, run_passes
+from g4ir.spec.record import load_spec
+
+out = run_passes(build_program(load_spec("tiny-dense")).graphs["decode"])
+print(OPS["linear_softcap"].name, PASSES[-1], [n.op for n in out.find("softcap", "linear_softcap")])
+"""
+
+
+def tree_with(folder: Path, files: dict[str, str]) -> Path:
+    """A package of links to this tree, with more files in some of its folders."""
+    package = folder / "g4ir"
+    package.mkdir()
+    for room in [*(ROOT / "g4ir").iterdir(), *(ROOT / n for n in ("passes", "backends", "specs"))]:
+        (package / room.name).symlink_to(room)
+    for path, text in files.items():
+        place = package / path
+        source = place.parent.resolve()
+        place.parent.unlink()
+        place.parent.mkdir()
+        for file in source.glob("*.py"):
+            (place.parent / file.name).symlink_to(file)
+        place.write_text(text)
+    return folder
+
+
+def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:
+    files = {
+        "ops/linear_softcap.py": example("op"),
+        "passes/fuse_softcap.py": example("pass fuse_softcap"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_FILE_EACH],
+        cwd=tree_with(tmp_path, files),
+        text=True,
+        capture_output=True,
+    )
+    assert done.stdout == "linear_softcap fuse_softcap ['linear_softcap']\n", done.stderr
 
 
 def test_the_example_s_pass_may_not_stop_matching(
@@ -526,9 +581,13 @@ def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tokens = {}
     for name in ("reference", "counting"):
         with g4ir.build(
-            "tiny-dense", tmp_path / name, random_weights=0, backend=name, max_seq=32,
+            "tiny-dense",
+            tmp_path / name,
+            random_weights=0,
+            backend=name,
+            max_seq=32,
             prefill_chunk=2,
-        ) as engine:  # fmt: skip
+        ) as engine:
             tokens[name] = engine.generate([2, 5, 7], max_new_tokens=4)
     assert tokens["counting"] == tokens["reference"]
     assert made.STEPS == {"prefill": 1, "decode": 4}  # a chunk of one token is a decode step

@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 70,
     "g4ir/ui": 770,
-    "g4ir/ops": 3220,
+    "g4ir/ops": 3190,
     "g4ir/ir": 1250,
-    "passes": 1460,
+    "passes": 1480,
     "g4ir/spec": 2270,
     "g4ir/model": 1620,
     "g4ir/weights": 1480,
@@ -24,7 +24,7 @@ MOST = {
     "g4ir/bench": 2540,
     "g4ir/cli": 2190,
     "bench": 1800,
-    "tests": 33210,
+    "tests": 33270,
     "tools": 60,
 }
 
