@@ -30,12 +30,11 @@ from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
+from .forms import chosen_experts, meaning
 from .interface import PROFILES
 from .probe import Api, probe
-from .recorder import RuleError, recorder
-from .recorder.layers import MAX_VOLUME
-from .recorder.network import check
-from .recorder.network import sizes as network_sizes
+from .recorder import MAX_VOLUME, RuleError, check, recorder
+from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, TrtTower, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
@@ -53,11 +52,16 @@ WIDTH = 24
 BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
 
 
+def emulator(version: str = EMULATED) -> Api:
+    """What stands for TensorRT where there is none: the recorder, which runs plugins too."""
+    return probe(recorder(version, meaning))
+
+
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     """What `g4ir build --dry-run` says of the network, and what saying it took. CheckError where
     the small network is off."""
     start = time.monotonic()
-    api = probe(recorder(EMULATED))
+    api = emulator()
     progress("checking the network in small")
     with one_thread():
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
@@ -118,7 +122,7 @@ def check_sizes(
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
     """The setting under which this tensor does not exist."""
-    if build.chosen_experts(settings) != "plugin" and "experts" in name:
+    if chosen_experts(settings) != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
 
@@ -132,16 +136,16 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     }
     towers = {name: w for name, (w, _) in checked.items()}
     graphs = [written.graph, *tower_graphs(program).values()]
-    io = written.interface
+    io, kinds = written.interface, _kinds(written.network)
     found = {
         "layers": written.network.num_layers,
-        "layer_kinds": dict(_kinds(written.network)),
+        "layer_kinds": dict(kinds.most_common()),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.caches.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
         "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *towers.values())),
-        "conditionals": len(written.network._conditionals),
+        "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate(graphs)),
         "notes": written.emitter.notes,
     }
@@ -163,10 +167,9 @@ def _fed(g: Graph) -> int:
     return sum(v.type.numel() for v in g.inputs)
 
 
-def _kinds(network: Any) -> list[tuple[str, int]]:
-    """Layers of each class, most frequent first."""
-    layers = (network.get_layer(i) for i in range(network.num_layers))
-    return Counter(type(layer).__name__ for layer in layers).most_common()
+def _kinds(network: Any) -> Counter[str]:
+    """Class of layers -> how many there are."""
+    return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
 # --- in small ---------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
 
-from ..primitives.network import FULL, SLOTS, is_ring, stored_type
+from ..primitives.network import FULL, SLOTS, is_ring, network_inputs
 
 #: profiles of an engine in the order of their indices, by the phase that each serves
 PROFILES = ("decode", "prefill")
@@ -107,15 +107,12 @@ def _tensor(name: str, t: Type) -> dict[str, Any]:
 
 def interface(g: Graph, limits: Limits) -> Interface:
     """Of the network that is written from this graph (primitives/network.py)."""
-    inputs = {v.name: v.type for v in g.inputs}
-    if any(not is_ring(v.type) for v in g.state):
-        inputs[SLOTS] = Type("i64", (FULL,))
-    stored = {v.name: stored_type(v.type, limits) for v in g.state}
+    inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
     rings = {v.name for v in g.state if is_ring(v.type)}
     return Interface(
-        inputs | stored,
-        {v.name: v.type for v in g.outputs} | {o: stored[i] for o, i in after.items()},
+        inputs,
+        {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
         {o: i for o, i in after.items() if i not in rings},
         {o: i for o, i in after.items() if i in rings},
         {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES if g.state},

@@ -21,7 +21,7 @@ from ..base import Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
-from .probe import Api
+from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
 #: bytes; TensorRT asks for addresses of tensors that are multiples of it
@@ -169,8 +169,7 @@ class Runner:
             raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
 
     def _error(self, what: str, fix: str) -> EngineError:
-        said = " | ".join(self.log.errors[-3:]) or "TensorRT gave no reason"
-        return EngineError(f"TensorRT engine: {what}: {said}; {fix}")
+        return EngineError(f"TensorRT engine: {what}: {self.log.said()}; {fix}")
 
 
 def lend(context: Any, scratch: torch.Tensor) -> None:
@@ -366,7 +365,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
             f"TensorRT engine: its tensors are {', '.join(sorted(names))}, expected "
             f"{', '.join(sorted(expected))}; build it again"
         )
-    types = {getattr(api.trt, trt_name): ours for ours, trt_name in DTYPES.items()}
+    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
     for name in names:
         t = io.inputs.get(name) or io.outputs[name]
         found = types.get(engine.get_tensor_dtype(name))
@@ -381,17 +380,6 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
                 f"TensorRT engine: {out} lies at {found or 'an address of its own'}, expected "
                 f"that of {source}; build it again"
             )
-
-
-#: dtypes of tensors as the module calls them
-DTYPES: Mapping[str, str] = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "i32": "int32",
-    "i64": "int64",
-    "bool": "bool",
-}
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:

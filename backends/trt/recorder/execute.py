@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from . import layers as kinds
-from .layers import ITensor, Layer, torch_dtype
+from .enums import TORCH
+from .layers import ITensor, Layer
 from .network import INetworkDefinition, interiors
 from .record import RuleError, held
 
@@ -90,7 +91,7 @@ def _fed(tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, in
 
 def _check_made(tensor: ITensor, value: torch.Tensor) -> None:
     kind, dims = tensor._type
-    fits = value.dtype == torch_dtype(kind) and value.dim() == len(dims)
+    fits = value.dtype == TORCH[kind] and value.dim() == len(dims)
     if not fits or any(d not in (-1, n) for d, n in zip(dims, value.shape)):
         raise RuleError(f"{tensor._text}: found {value.dtype}{list(value.shape)}")
 
@@ -116,23 +117,12 @@ def _constant(layer: Any, ins: Tensors) -> Tensors:
     return [cached[layer._index]]
 
 
+_SAME_NAME = "EXP LOG SQRT ABS NEG SIN COS ERF FLOOR CEIL SIGN TANH SIGMOID RELU"
+#: operations and activations
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "EXP": torch.exp,
-    "LOG": torch.log,
-    "SQRT": torch.sqrt,
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME.split()},
     "RECIP": torch.reciprocal,
-    "ABS": torch.abs,
-    "NEG": torch.neg,
-    "SIN": torch.sin,
-    "COS": torch.cos,
-    "ERF": torch.erf,
     "NOT": torch.logical_not,
-    "FLOOR": torch.floor,
-    "CEIL": torch.ceil,
-    "SIGN": torch.sign,
-    "TANH": torch.tanh,
-    "SIGMOID": torch.sigmoid,
-    "RELU": torch.relu,
 }
 
 
@@ -209,7 +199,7 @@ def _topk(layer: Any, ins: Tensors) -> Tensors:
     (axis,) = kinds._bits(int(held(layer, "axes")), ins[0].dim())
     largest = held(layer, "op").name == "MAX"
     values, index = torch.topk(ins[0], int(held(layer, "k")), axis, largest)
-    return [values, index.to(torch_dtype(held(layer, "indices_type")))]
+    return [values, index.to(TORCH[held(layer, "indices_type")])]
 
 
 def _shuffle(layer: Any, ins: Tensors) -> Tensors:
@@ -317,7 +307,7 @@ def _same(layer: Any, ins: Tensors) -> Tensors:
 
 
 def _cast(layer: Any, ins: Tensors) -> Tensors:
-    return [ins[0].to(torch_dtype(held(layer, "to_type")))]
+    return [ins[0].to(TORCH[held(layer, "to_type")])]
 
 
 _RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {

@@ -1,8 +1,8 @@
 """Tensors, weights and layers, with the rules that NVIDIA documents for each layer.
 
 A layer's `_infer` checks its inputs and works out the types of its outputs: element type, and dims
-that are -1 where they are known at run time only. Sources: the operator pages and NvInfer.h of
-TensorRT 10.16 and 11.
+that are -1 where they are known at run time only. README.md says where the rules are
+written.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .enums import (
+    SHORT,
+    TORCH,
     AttentionNormalizationOp,
     DataType,
     ElementWiseOperation,
@@ -23,10 +27,8 @@ from .enums import (
     SampleMode,
     UnaryOperation,
 )
-from .record import Attribute, Recorded, RuleError, api, held, keep
-
-if TYPE_CHECKING:
-    import torch
+from .limits import MAX_DIMS, MAX_ENTERING, MAX_TOP_K
+from .record import Attribute, Recorded, RuleError, api, held, keep, need
 
 Shape = tuple[int, ...]
 Output = tuple[Any, Shape]
@@ -37,25 +39,6 @@ NUMBERS = FLOATS | INDEXES
 CASTABLE = {*NUMBERS, DataType.BOOL, DataType.INT8, DataType.UINT8}
 #: of what the operator page of If takes; no int64
 BRANCHED = {DataType.BOOL, DataType.INT32, *FLOATS}
-MAX_DIMS = 8
-MAX_TOP_K = 3840
-#: bytes of constants that may come in through an input layer of a conditional
-MAX_ENTERING = 1 << 20
-#: elements of a tensor that an operator takes
-MAX_VOLUME = 2**31 - 1
-ITEMSIZE = {
-    DataType.FLOAT: 4,
-    DataType.HALF: 2,
-    DataType.BF16: 2,
-    DataType.INT32: 4,
-    DataType.INT64: 8,
-    DataType.INT8: 1,
-    DataType.BOOL: 1,
-    DataType.UINT8: 1,
-    DataType.FP8: 1,
-}
-
-
 #: elementwise operations on sizes
 ON_SIZES: dict[str, Callable[[Any, Any], int]] = {
     "SUM": operator.add,
@@ -98,45 +81,24 @@ class Weights(Recorded):
         self._dtype, self._pointer, self._count = kind, int(pointer), int(count)
 
     def _of_array(self, array: Any) -> tuple[Any, int, int]:
-        kinds = {
-            "float32": DataType.FLOAT,
-            "float16": DataType.HALF,
-            "int32": DataType.INT32,
-            "int64": DataType.INT64,
-            "int8": DataType.INT8,
-        }
         self._keep = array
-        return kinds[str(array.dtype)], array.ctypes.data, array.size
+        return SHORT[str(array.dtype)], array.ctypes.data, array.size
 
     dtype = Attribute(None, read=lambda w: w._dtype)
     size = Attribute(None, read=lambda w: w._count)
-    nbytes = Attribute(None, read=lambda w: w._count * ITEMSIZE[w._dtype])
+    nbytes = Attribute(None, read=lambda w: w._count * TORCH[w._dtype].itemsize)
 
     def _tensor(self) -> torch.Tensor:
         """What lies in that memory now."""
-        import torch
-
-        if not self._pointer:
-            raise RuleError("weights without memory: this network can be checked, not run")
-        size = self._count * ITEMSIZE[self._dtype]
-        memory = (ctypes.c_char * size).from_address(self._pointer)
-        return torch.frombuffer(memory, dtype=torch_dtype(self._dtype), count=self._count)
+        need(self._pointer, "weights without memory: this network can be checked, not run")
+        return memory_at(self._pointer, self._dtype, (self._count,))
 
 
-def torch_dtype(kind: Any) -> torch.dtype:
-    import torch
-
-    names = {
-        "FLOAT": torch.float32,
-        "HALF": torch.float16,
-        "BF16": torch.bfloat16,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "INT8": torch.int8,
-        "BOOL": torch.bool,
-        "UINT8": torch.uint8,
-    }
-    return names[kind.name]
+def memory_at(address: int, kind: Any, shape: Shape) -> torch.Tensor:
+    """The tensor that lies there; it is not copied."""
+    dtype, count = TORCH[kind], math.prod(shape)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 class ITensor(Recorded):
@@ -173,8 +135,7 @@ class ITensor(Recorded):
 
     @api
     def set_dimension_name(self, index: int, name: str) -> None:
-        if self._layer is not None:
-            raise RuleError(f"{self._title}: dims of network inputs alone can be named")
+        need(self._layer is None, f"{self._title}: dims of network inputs alone can be named")
         self._dimension_names[int(index)] = name
 
     # What follows is not the real class's.
@@ -735,9 +696,9 @@ class IAttention(Layer):
         want = (q._dims[0], q._dims[1], q._dims[2], k._dims[2])
         text = f"{mask._text}: a mask is {list(want)}, 1 instead of the first two"
         self._need(len(mask._dims) == 4, text)
-        for i, (have, need) in enumerate(zip(mask._dims, want)):
+        for i, (have, wanted) in enumerate(zip(mask._dims, want)):
             ones = (1,) if i < 2 else ()
-            self._need(have == need or -1 in (have, need) or have in ones, text)
+            self._need(have == wanted or -1 in (have, wanted) or have in ones, text)
 
 
 class IAttention11(IAttention):
@@ -758,7 +719,7 @@ class IAttention11(IAttention):
 
 
 class IPluginV3Layer(ILayer):
-    """Of one of this project's plugins, see plugin.py."""
+    """Of a plugin that is compiled ahead of time, see plugin.py."""
 
     _kind = "plugin"
     plugin = Attribute(None)
@@ -793,7 +754,7 @@ class IIfConditionalInputLayer(IIfConditionalBoundaryLayer):
         x = self._in()
         self._kinds(x, BRANCHED, "a branch")
         if isinstance(x._layer, IConstantLayer):
-            count = volume(x._dims) * ITEMSIZE[x._dtype]
+            count = volume(x._dims) * TORCH[x._dtype].itemsize
             self._need(count <= MAX_ENTERING, f"{count} bytes of constants are copied at each step")
         return [x._type]
 

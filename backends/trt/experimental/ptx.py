@@ -72,6 +72,15 @@ def compile_kernel(
     )
 
 
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    try:
+        require_triton()
+    except MissingError:
+        return False
+    return True
+
+
 def require_triton() -> Any:
     """MissingError where it is not installed."""
     try:
