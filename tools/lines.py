@@ -17,7 +17,10 @@ MOST = {
     "g4ir/model": 1610,
     "g4ir/weights": 1500,
     "g4ir/plan": 2550,
-    "backends": 18350,
+    "backends": 13890,
+    # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
+    "backends/trt/recorder": 2840,
+    "backends/trt/experimental": 1270,
     "g4ir/media": 1560,
     "g4ir/engine": 3210,
     "g4ir/check": 2700,
@@ -29,16 +32,19 @@ MOST = {
 }
 
 
-def lines(path: Path) -> int:
-    """Of a file, or of all Python files below a folder."""
+def lines(room: str) -> int:
+    """Of a file, or of all Python files below a folder; rooms within it count for themselves."""
+    path = ROOT / room
+    inner = [ROOT / other for other in MOST if other.startswith(f"{room}/")]
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return sum(len(file.read_text().splitlines()) for file in files)
+    own = [file for file in files if not any(file.is_relative_to(other) for other in inner)]
+    return sum(len(file.read_text().splitlines()) for file in own)
 
 
 def main(words: list[str]) -> int:
     """Print the table, or what is above its budget; 1 where something is."""
     check = "--check" in words
-    found = {room: lines(ROOT / room) for room in MOST}
+    found = {room: lines(room) for room in MOST}
     over = {room: n for room, n in found.items() if n > MOST[room]}
     for room, n in (over if check else found).items():
         print(f"{n:7d} lines of {MOST[room]:6d}  {room}")

@@ -27,27 +27,27 @@ MOST_SCORE_BYTES = 2 << 30
 
 def slots_of(n: Node, limits: Limits) -> int:
     """Most keys that an attention looks at: all of a full-length cache, or a ring and a chunk."""
-    cache = n.inputs[{"attention": 3, "attention_latent": 4}[n.op]].type
+    cache = n.caches[0].type
     return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
+
+
+def row_bytes(n: Node, limits: Limits) -> int:
+    """Bytes of the scores of one query of every row."""
+    heads = n.inputs[0].type.shape[2]
+    assert isinstance(heads, int)
+    return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
     """How many queries of a chunk are computed together."""
-    heads = n.inputs[0].type.shape[2]
-    assert isinstance(heads, int)
-    row = limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
-    return min(max(1, MOST_SCORE_BYTES // row), limits.prefill_chunk)
+    return min(max(1, MOST_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
 def score_bytes(g: Graph, limits: Limits) -> int:
     """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
     return max(
         (
-            limits.max_batch
-            * int(n.inputs[0].type.shape[2])
-            * slots_of(n, limits)
-            * BYTES_PER_SCORE
-            * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            row_bytes(n, limits) * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
             for n in g.find("attention", "attention_latent")
         ),
         default=0,

@@ -252,26 +252,15 @@ class TrtRuntime(Runner):
         logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        with self.turn:
-            return self._run(phase, feeds, state, context, logits, watch)
-
-    def _run(
-        self,
-        phase: str,
-        feeds: Feeds,
-        state: TrtState,
-        context: int,
-        logits: bool,
-        watch: Watch | None,
-    ) -> torch.Tensor | None:
         slots = step_slots(context, self.limits.max_seq)
-        if self.record and phase == "decode":
-            out = self._replay(feeds, state, slots)
-        else:
-            out = self._launched(phase, feeds, state, slots)
-        state.side = 1 - state.side
-        if watch:
-            watch(self.logits, out)
+        with self.turn:
+            if self.record and phase == "decode":
+                out = self._replay(feeds, state, slots)
+            else:
+                out = self._launched(phase, feeds, state, slots)
+            state.side = 1 - state.side
+            if watch:
+                watch(self.logits, out)
         return out if logits else None
 
     def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:

@@ -375,7 +375,7 @@ def attention(
     """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
     do not fit, which is said."""
     e = _emitter(net)
-    if is_ring(n.inputs[3].type) or len(held) != 2:
+    if is_ring(n.caches[0].type) or len(held) != 2:
         return plain.attention(net, n, q, positions, written, *held, form=form)
     plans = decode_of(net, n, q, held[0]).plans(e.shared)
     try:

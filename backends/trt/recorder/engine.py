@@ -29,7 +29,6 @@ from .enums import (
     MemoryPoolType,
     ProfilingVerbosity,
     Severity,
-    TensorIOMode,
     TensorLocation,
 )
 from .execute import execute
@@ -99,10 +98,6 @@ class IOptimizationProfile(Recorded):
         need(fits, f"profile: {input}: {low} <= {typical} <= {high} does not hold")
         self._ranges[input] = (low, typical, high)
 
-    @api
-    def get_shape(self, input: str) -> list[Shape]:
-        return list(self._ranges[input])
-
 
 class ITimingCache(Recorded):
     """What was timed; here only how many builds there were."""
@@ -133,9 +128,7 @@ class IBuilderConfig(Recorded):
         "HardwareCompatibilityLevel", HardwareCompatibilityLevel.NONE
     )
     profiling_verbosity = Attribute("ProfilingVerbosity", ProfilingVerbosity.LAYER_NAMES_ONLY)
-    builder_optimization_level = Attribute("int", 3)
     progress_monitor = Attribute("IProgressMonitor | None")
-    num_optimization_profiles = Attribute(None, read=lambda c: len(c._profiles))
 
     @api
     def set_flag(self, flag: BuilderFlag) -> None:
@@ -144,10 +137,6 @@ class IBuilderConfig(Recorded):
     @api
     def clear_flag(self, flag: BuilderFlag) -> None:
         self._set.discard(flag)
-
-    @api
-    def get_flag(self, flag: BuilderFlag) -> bool:
-        return flag in self._set
 
     @api
     def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:
@@ -410,19 +399,6 @@ class ICudaEngine(Recorded):
         return self._tensors[name]._dtype
 
     @api
-    def get_tensor_shape(self, name: str) -> Dims:
-        return self._module.Dims(self._tensors[name]._dims)
-
-    @api
-    def get_tensor_mode(self, name: str) -> TensorIOMode:
-        read = self._tensors[name]._layer is None
-        return TensorIOMode.INPUT if read else TensorIOMode.OUTPUT
-
-    @api
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
-        return [self._module.Dims(s) for s in self._built.profiles[profile_index][name]]
-
-    @api
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
         return SCRATCH if profile_index else LEAST_SCRATCH
 
@@ -515,7 +491,6 @@ class IExecutionContext(Recorded):
         self._addresses: dict[str, int] = {}
 
     engine = Attribute(None, read=lambda c: c._engine)
-    active_optimization_profile = Attribute(None, read=lambda c: c._profile)
 
     @api
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
@@ -556,14 +531,6 @@ class IExecutionContext(Recorded):
             return self._refuse(f"no tensor is called {name}, or it lies nowhere")
         self._addresses[name] = memory
         return True
-
-    @api
-    def get_tensor_shape(self, name: str) -> Dims:
-        return self._engine._module.Dims(self._shape(name))
-
-    @api
-    def get_tensor_address(self, name: str) -> int:
-        return self._addresses.get(name, 0)
 
     @api
     def infer_shapes(self) -> list[str]:

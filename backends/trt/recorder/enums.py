@@ -99,10 +99,6 @@ class ExecutionContextAllocationStrategy(ApiEnum):
     STATIC, ON_PROFILE_CHANGE, USER_MANAGED = range(3)
 
 
-class TensorIOMode(ApiEnum):
-    NONE, INPUT, OUTPUT = range(3)
-
-
 class BuilderFlag(ApiEnum):
     """Of those that are used; each version has its own numbers."""
 

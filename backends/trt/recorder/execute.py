@@ -126,14 +126,6 @@ _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _unary(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_UNARY[held(layer, "op").name], *ins)]
-
-
-def _activation(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_UNARY[held(layer, "type").name], *ins)]
-
-
 def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whole numbers are cut off towards zero."""
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
@@ -157,8 +149,11 @@ _ELEMENTWISE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 }
 
 
-def _elementwise(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_ELEMENTWISE[held(layer, "op").name], *ins)]
+def _looked_up(
+    table: Mapping[str, Callable[..., torch.Tensor]], member: str
+) -> Callable[[Any, Tensors], Tensors]:
+    """Runs a layer that names its function by an enum."""
+    return lambda layer, ins: [_pointwise(table[held(layer, member).name], *ins)]
 
 
 def _matmul(layer: Any, ins: Tensors) -> Tensors:
@@ -172,17 +167,9 @@ def _softmax(layer: Any, ins: Tensors) -> Tensors:
     return [_wide(ins[0]).softmax(axis).to(ins[0].dtype)]
 
 
-def _sum(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
-    return x.sum(axes, keepdim=kept)
-
-
-def _mean(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
-    return x.mean(axes, keepdim=kept)
-
-
-_REDUCE: Mapping[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] = {
-    "SUM": _sum,
-    "AVG": _mean,
+_REDUCE: Mapping[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.sum,
+    "AVG": torch.mean,
     "MAX": torch.amax,
     "MIN": torch.amin,
 }
@@ -214,10 +201,6 @@ def _shuffle(layer: Any, ins: Tensors) -> Tensors:
     return [x]
 
 
-def _concatenation(layer: Any, ins: Tensors) -> Tensors:
-    return [torch.cat(ins, layer._axis())]
-
-
 def _slice(layer: Any, ins: Tensors) -> Tensors:
     """A stride of 0 repeats one entry."""
     given = iter(ins[1:])
@@ -225,7 +208,7 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
         next(given).tolist()
         if len(layer._inputs) > i and layer._inputs[i] is not None
         else held(layer, member)
-        for i, member in ((1, "start"), (2, "shape"), (3, "stride"))
+        for i, member in layer._MEMBERS
     )
     x = ins[0]
     for axis, (first, count, step) in enumerate(zip(start, shape, stride)):
@@ -236,15 +219,6 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
             )
         x = x.narrow(axis, first, count) if step == 1 else x.index_select(axis, at)
     return [x]
-
-
-def _select(layer: Any, ins: Tensors) -> Tensors:
-    condition, then, other = ins
-    return [torch.where(condition, then, other)]
-
-
-def _shape(layer: Any, ins: Tensors) -> Tensors:
-    return [torch.tensor(ins[0].shape, dtype=torch.int64)]
 
 
 def _in_bounds(layer: Any, index: torch.Tensor, size: int) -> torch.Tensor:
@@ -298,38 +272,26 @@ def _attention(layer: Any, ins: Tensors) -> Tensors:
     return [(_wide(scores.to(q.dtype)) @ _wide(v)).to(q.dtype)]
 
 
-def _plugin(layer: Any, ins: Tensors) -> Tensors:
-    return list(held(layer, "plugin").run(*ins))
-
-
-def _same(layer: Any, ins: Tensors) -> Tensors:
-    return ins
-
-
-def _cast(layer: Any, ins: Tensors) -> Tensors:
-    return [ins[0].to(TORCH[held(layer, "to_type")])]
-
-
 _RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {
     "constant": _constant,
-    "identity": _same,
-    "cast": _cast,
-    "unary": _unary,
-    "activation": _activation,
-    "elementwise": _elementwise,
+    "identity": lambda layer, ins: ins,
+    "cast": lambda layer, ins: [ins[0].to(TORCH[held(layer, "to_type")])],
+    "unary": _looked_up(_UNARY, "op"),
+    "activation": _looked_up(_UNARY, "type"),
+    "elementwise": _looked_up(_ELEMENTWISE, "op"),
     "matrix multiply": _matmul,
     "softmax": _softmax,
     "reduce": _reduce,
     "top-k": _topk,
     "shuffle": _shuffle,
-    "concatenation": _concatenation,
+    "concatenation": lambda layer, ins: [torch.cat(ins, layer._axis())],
     "slice": _slice,
-    "select": _select,
-    "shape": _shape,
+    "select": lambda layer, ins: [torch.where(ins[0], ins[1], ins[2])],
+    "shape": lambda layer, ins: [torch.tensor(ins[0].shape, dtype=torch.int64)],
     "gather": _gather,
     "KV cache update": _cache_update,
     "attention": _attention,
-    "plugin": _plugin,
+    "plugin": lambda layer, ins: list(held(layer, "plugin").run(*ins)),
     "condition": lambda layer, ins: [],
-    "conditional input": _same,
+    "conditional input": lambda layer, ins: ins,
 }

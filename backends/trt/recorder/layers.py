@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .enums import (
-    SHORT,
     TORCH,
     AttentionNormalizationOp,
     DataType,
@@ -62,27 +61,12 @@ class Permutation(Dims):
 
 
 class Weights(Recorded):
-    """`Weights(type)`, `Weights(type, ptr, count)` or `Weights(array)`: memory that is not copied.
+    """Memory that is not copied. A null pointer with a count stands for weights that are not there:
+    their network can be checked, not run."""
 
-    A null pointer with a count stands for weights that are not there: their network can be
-    checked, not run.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        self._record("__init__", "call", args)
-        self._keep: Any = None
-        if len(args) == 1 and isinstance(args[0], DataType):
-            args = (args[0], 0, 0)
-        elif len(args) == 1:
-            args = self._of_array(args[0])
-        kind, pointer, count = args
-        if not isinstance(kind, DataType):
-            raise TypeError(f"Weights: {kind!r} is no DataType")
-        self._dtype, self._pointer, self._count = kind, int(pointer), int(count)
-
-    def _of_array(self, array: Any) -> tuple[Any, int, int]:
-        self._keep = array
-        return SHORT[str(array.dtype)], array.ctypes.data, array.size
+    @api
+    def __init__(self, type: DataType, ptr: int, count: int) -> None:
+        self._dtype, self._pointer, self._count = type, int(ptr), int(count)
 
     dtype = Attribute(None, read=lambda w: w._dtype)
     size = Attribute(None, read=lambda w: w._count)
@@ -123,15 +107,8 @@ class ITensor(Recorded):
     dtype = Attribute(None, read=lambda t: t._dtype)
     shape = Attribute(None, read=lambda t: Dims(t._dims))
     location = Attribute("TensorLocation")
-    allowed_formats = Attribute("int", 0)
     is_network_input = Attribute(None, read=lambda t: t._layer is None)
     is_network_output = Attribute(None, read=lambda t: t._is_output)
-    is_shape_tensor = Attribute(None, read=lambda t: t._known() is not None)
-    is_execution_tensor = Attribute(None, read=lambda t: t._known() is None)
-
-    @api
-    def get_dimension_name(self, index: int) -> Any:
-        return self._dimension_names.get(int(index))
 
     @api
     def set_dimension_name(self, index: int, name: str) -> None:
@@ -187,12 +164,6 @@ class Layer(Recorded):
 
     name = Attribute("str", "")
     metadata = Attribute("str", "")
-    num_inputs = Attribute(None, read=lambda x: len(x._inputs))
-    num_outputs = Attribute(None, read=lambda x: len(x._outputs))
-
-    @api
-    def get_input(self, index: int) -> Any:
-        return self._inputs[int(index)]
 
     @api
     def get_output(self, index: int) -> Any:
@@ -334,8 +305,6 @@ class IUnaryLayer(ILayer):
 class IActivationLayer(ILayer):
     _kind = "activation"
     type = Attribute("ActivationType")
-    alpha = Attribute("float", 0.0)
-    beta = Attribute("float", 0.0)
 
     def _infer(self) -> list[Output]:
         self._kinds(self._in(), FLOATS, held(self, "type").name)
@@ -522,7 +491,12 @@ class ISliceLayer(ILayer):
     shape = Attribute("Dims")
     stride = Attribute("Dims")
     mode = Attribute("SampleMode", SampleMode.STRICT_BOUNDS)
+    #: inputs that may stand for what was given when the layer was made
+    _MEMBERS = (1, "start"), (2, "shape"), (3, "stride")
     axes = Attribute("Dims")
+
+    def _parts(self) -> list[list[int | None]]:
+        return [self._part(i, member) for i, member in self._MEMBERS]
 
     def _part(self, index: int, member: str) -> list[int | None]:
         """Start, shape or stride: an input, or what was given when the layer was made."""
@@ -539,7 +513,7 @@ class ISliceLayer(ILayer):
         x = self._in()
         self._need(held(self, "axes") is None, "axes are not recorded here")
         self._need(held(self, "mode") is SampleMode.STRICT_BOUNDS, "modes are not recorded here")
-        parts = [self._part(i, m) for i, m in ((1, "start"), (2, "shape"), (3, "stride"))]
+        parts = self._parts()
         ranks = {len(p) for p in parts} == {len(x._dims)}
         self._need(ranks, f"{x._text}: start, shape and stride {parts} are of its rank")
         out = []
@@ -554,9 +528,7 @@ class ISliceLayer(ILayer):
 
     def _values(self) -> list[int | None] | None:
         known, (_, dims) = self._in()._known(), self._types[0]
-        start, _, stride = (
-            self._part(i, m) for i, m in ((1, "start"), (2, "shape"), (3, "stride"))
-        )
+        start, _, stride = self._parts()
         if known is None or None in (*start, *stride) or -1 in dims or len(dims) != 1:
             return None
         return [known[start[0] + i * stride[0]] for i in range(dims[0])]  # type: ignore[operator]
@@ -658,7 +630,6 @@ class IAttention(Layer):
     causal = Attribute("bool", False)
     mask = Attribute("ITensor | None")
     decomposable = Attribute("bool", False)
-    num_ranks = Attribute("int", 1)
 
     def _changed(self, member: str) -> None:
         super()._changed(member)

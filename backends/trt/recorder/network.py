@@ -48,24 +48,11 @@ class INetworkDefinition(Recorded):
         self._weight_names: dict[int, str] = {}
 
     name = Attribute("str", "")
-    error_recorder = Attribute("Any")
     builder = Attribute(None, read=lambda n: n._builder)
     flags = Attribute(None, read=lambda n: n._flags)
     num_inputs = Attribute(None, read=lambda n: len(n._inputs))
     num_outputs = Attribute(None, read=lambda n: len(n._outputs))
     num_layers = Attribute(None, read=lambda n: len(n._layers))
-
-    @api
-    def get_flag(self, flag: Any) -> bool:
-        return bool(self._flags >> int(flag) & 1)
-
-    @api
-    def get_input(self, index: int) -> ITensor:
-        return self._inputs[int(index)]
-
-    @api
-    def get_output(self, index: int) -> ITensor:
-        return self._outputs[int(index)]
 
     @api
     def get_layer(self, index: int) -> Layer:
