@@ -44,7 +44,8 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Plans:
-    """What the manifest keeps of a build. `settings` are those that were built in the end."""
+    """The part of the manifest that a build makes. `settings` are those that were built in the
+    end."""
 
     plan: PlainName
     tensors: PlainName

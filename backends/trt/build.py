@@ -153,7 +153,7 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a build takes, before it is begun. No build was timed: seconds are a rule of thumb
+    """The costs of a build, before it is begun. No build was timed: seconds are a rule of thumb
     (kernels of each product timed per profile), bytes follow from what the builder holds."""
 
     seconds: float
@@ -187,8 +187,9 @@ TIMED = (
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Of networks that are built one after the other. In host memory lies the builder's copy of the
-    weights, on the device lie the weights and the scratch of the kernels that are timed."""
+    """The estimate for networks that are built one after the other. In host memory lies the
+    builder's copy of the weights, on the device lie the weights and the scratch of the kernels that
+    are timed."""
     most = max(map(weight_bytes, graphs))
     return Estimate(sum(map(_seconds, graphs)), most, most + LEAST_WORKSPACE)
 
@@ -236,8 +237,8 @@ class RefusedError(LowerError):
 
 
 def _begin_with(config: Any, timing: Path) -> None:
-    """What was timed before, or nothing where others could have written it, or TensorRT does not
-    take it."""
+    """Hand over what was timed before, or nothing where others could have written it, or TensorRT
+    does not take it."""
     kept = b""
     with suppress(OSError, TrustError):
         check_private(timing.parent)
@@ -259,7 +260,8 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """What the builder said, the layer of ours that it spoke of, and what to try."""
+    """A sentence with what the builder said, the layer of ours that it spoke of, and what to
+    try."""
     said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
     named = [n for n in layers if n and n in said]
     layer = max(named, key=len, default="")

@@ -53,12 +53,12 @@ BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
 
 
 def emulator(version: str = EMULATED) -> Api:
-    """What stands for TensorRT where there is none: the recorder, which runs plugins too."""
+    """The recorder in the place of TensorRT; it runs plugins too."""
     return probe(recorder(version, meaning))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
-    """What `g4ir build --dry-run` says of the network, and what saying it took. CheckError where
+    """The report of `g4ir build --dry-run` on the network, and what it took. CheckError where
     the small network is off."""
     start = time.monotonic()
     api = emulator()
@@ -78,7 +78,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def _too_small(p: Prepared) -> list[str]:
-    """What this machine lacks for the builder."""
+    """Lists what this machine lacks for the builder."""
     graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
     need, has = build.estimate(graphs).host_bytes, device_memory("cpu")
     if need <= has:
@@ -154,7 +154,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def _largest(program: Program) -> dict[str, Graph]:
-    """Of each kind of tower the one whose inputs are largest: others have the same layers."""
+    """The tower with the largest inputs of each kind: others have the same layers."""
     kinds: dict[str, Graph] = {}
     for name, g in tower_graphs(program).items():
         kind = name.split("_")[0]
@@ -203,7 +203,7 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
 
 
 def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of all rows; not a number where one is not."""
+    """The largest error of all rows; not a number where one is not."""
     return row_errors(got, want).relative.max().item()
 
 
@@ -281,7 +281,7 @@ def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, torch.Tensor]
 
 
 def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
-    """What an input of a tower may hold: numbers, a mask, or places of a picture 24 wide."""
+    """An example for an input of a tower: numbers, a mask, or places of a picture 24 wide."""
     shape = [int(d) for d in v.type.shape]
     at = torch.arange(shape[1])
     valid = at < shape[1] * 4 // 5

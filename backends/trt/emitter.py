@@ -45,8 +45,8 @@ REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 
 @dataclass
 class Stored:
-    """What constants are made of: weights, once there is a layer for them, and the output of that
-    layer in each shape."""
+    """Stored numbers: weights, once there is a layer for them, and the output of that layer in each
+    shape."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""What an engine is fed and what it hands back: all that is needed to use `engine.plan` without
+"""Inputs and outputs of an engine: all that is needed to use `engine.plan` without
 Python. `engine.io.json` says it for one engine.
 
 Inputs, all in device memory and contiguous:
@@ -81,7 +81,7 @@ class Interface:
         return [n for n, t in self.inputs.items() if any(isinstance(d, str) for d in t.shape)]
 
     def shape(self, name: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Of an input or output with these sizes."""
+        """The shape of an input or output with these sizes."""
         t = self.inputs.get(name) or self.outputs[name]
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
@@ -106,7 +106,7 @@ def _tensor(name: str, t: Type) -> dict[str, Any]:
 
 
 def interface(g: Graph, limits: Limits) -> Interface:
-    """Of the network that is written from this graph (primitives/network.py)."""
+    """The tensors of the network that is written from this graph (primitives/network.py)."""
     inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
     rings = {v.name for v in g.state if is_ring(v.type)}

@@ -81,8 +81,8 @@ def in_blocks(
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
-    """Of the last dim in five layers: TensorRT looks for attention around its softmax layer, and
-    fails at some masks that it finds there."""
+    """The softmax of the last dim in five layers: TensorRT looks for attention around its softmax
+    layer, and fails at some masks that it finds there."""
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))

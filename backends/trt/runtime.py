@@ -1,5 +1,5 @@
-"""Running engines. Of the text model: one execution context per profile over the same caches, which
-torch owns. Of towers: one static shape each."""
+"""Running engines. The text model has one execution context per profile over the same caches, which
+torch owns; a tower has one static shape."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class TrtState:
         return cls(linear, rings, batch, max_seq)
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """What a session copies to remember, and copies back: what `context` tokens use."""
+        """The parts that a session copies to remember, and copies back: those that `context` tokens
+        use."""
         slots = min(context, self.max_seq)
         held = {name: t[:, :, :slots] for name, t in self.linear.items()}
         return held | {name: pair[self.side] for name, pair in self.rings.items()}

@@ -14,7 +14,7 @@ from . import build
 
 
 def attention_graphs(graph: Graph) -> list[Graph]:
-    """Of each distinct attention of a graph a graph of it alone, which reads caches and writes
+    """A graph for each distinct attention of a graph: it alone, which reads caches and writes
     none."""
     kinds: dict[Any, Graph] = {}
     for n in graph.find("attention", "attention_latent"):

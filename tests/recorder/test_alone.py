@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Nothing)
 
 
 def run_alone(code: str) -> str:
-    """What `code` prints in a process that has no g4ir but the recorder."""
+    """Returns what `code` prints in a process that has no g4ir but the recorder."""
     done = subprocess.run(
         [sys.executable, "-c", ALONE + code], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""What each plugin computes, in torch: for networks that are executed without a GPU."""
+"""Each plugin in torch, for networks that are executed without a GPU."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _common() -> dict[str, Any]:
 
 
 def recording(module: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What records a step on the CPU: it is run, and then run again under the rules of a CUDA
+    """A recorder of steps on the CPU: a step is run, and then run again under the rules of a CUDA
     graph."""
 
     def recorded(work: Callable[[], None]) -> Callable[[], None]:

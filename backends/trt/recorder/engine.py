@@ -100,7 +100,7 @@ class IOptimizationProfile(Recorded):
 
 
 class ITimingCache(Recorded):
-    """What was timed; here only how many builds there were."""
+    """Counts builds; the real one keeps what they timed."""
 
     def __init__(self, module: Any, builds: int) -> None:
         self._module, self._builds = module, builds
@@ -175,8 +175,8 @@ class IBuilderConfig(Recorded):
 
 @dataclass(frozen=True)
 class Built:
-    """What a plan stands for. `weights`: a constant layer's index -> its values, without those
-    that were stripped; `refittable`: name of stripped weights -> index."""
+    """The network that a plan stands for. `weights`: a constant layer's index -> its values,
+    without those that were stripped; `refittable`: name of stripped weights -> index."""
 
     network: INetworkDefinition
     profiles: tuple[Mapping[str, tuple[Shape, Shape, Shape]], ...]
@@ -279,7 +279,7 @@ def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None
 
 
 def _check_flags(config: IBuilderConfig) -> None:
-    """Of the ways to refit there is one; to strip a plan sets REFIT_IDENTICAL by default."""
+    """There is one way to refit; to strip a plan sets REFIT_IDENTICAL by default."""
     ways = [f for f in ("REFIT", "REFIT_IDENTICAL") if config._named(f)]
     ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
     both = config._named("REFIT_INDIVIDUAL") and ways
@@ -561,7 +561,7 @@ class IExecutionContext(Recorded):
         return self._shapes.get(name, self._engine._tensors[name]._dims)
 
     def _unready(self) -> str:
-        """What is missing, or wrong, before a step."""
+        """Says what is missing, or wrong, before a step."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
         if lacking:

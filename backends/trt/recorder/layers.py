@@ -73,7 +73,7 @@ class Weights(Recorded):
     nbytes = Attribute(None, read=lambda w: w._count * TORCH[w._dtype].itemsize)
 
     def _tensor(self) -> torch.Tensor:
-        """What lies in that memory now."""
+        """The numbers that lie in that memory now."""
         need(self._pointer, "weights without memory: this network can be checked, not run")
         return memory_at(self._pointer, self._dtype, (self._count,))
 
@@ -147,7 +147,7 @@ class ITensor(Recorded):
 
 
 class Layer(Recorded):
-    """What ILayer and IAttention share: inputs, outputs, a name."""
+    """The common part of ILayer and IAttention: inputs, outputs, a name."""
 
     #: name of what it is in messages
     _kind = ""
@@ -325,7 +325,7 @@ class IElementWiseLayer(ILayer):
         return [(DataType.BOOL if op.name in compares else a._dtype, self._broadcast(a, b))]
 
     def _values(self) -> list[int | None] | None:
-        """Of shape tensors, for what is done with sizes."""
+        """The numbers of shape tensors, for what is done with sizes."""
         f = ON_SIZES.get(held(self, "op").name)
         one, two = self._in(0)._known(), self._in(1)._known()
         if f is None or one is None or two is None or len(one) != len(two):
@@ -690,7 +690,7 @@ class IAttention11(IAttention):
 
 
 class IPluginV3Layer(ILayer):
-    """Of a plugin that is compiled ahead of time, see plugin.py."""
+    """A plugin that is compiled ahead of time, see plugin.py."""
 
     _kind = "plugin"
     plugin = Attribute(None)

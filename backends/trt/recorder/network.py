@@ -219,7 +219,7 @@ class INetworkDefinition(Recorded):
 
     @api
     def add_plugin(self, func: Callable, aot: bool) -> kinds.IPluginV3Layer:
-        """Of one that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
+        """Adds one that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
         need(aot, "add_plugin: only plugins that are compiled ahead of time")
         inputs, shapes, plugin = func()
         need(not shapes, "add_plugin: no shape inputs")
@@ -291,7 +291,7 @@ def _names(network: INetworkDefinition) -> set[str]:
 
 
 def check(network: INetworkDefinition) -> None:
-    """What the builder looks at before it builds; RuleError."""
+    """Looks at a network as the builder does before it builds; RuleError."""
     typed = network._module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
     always = not network._module.__version__.startswith("10.")
     need(always or network._flags >> int(typed) & 1, "the network is not STRONGLY_TYPED")
