@@ -144,6 +144,22 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
+def test_experiments_are_known_in_one_place() -> None:
+    """What no device has run is reached through the settings that ask for it."""
+    folder = "g4ir.backends.trt.experimental"
+    users = {m for m, names in GRAPH.items() if any(inside(name, folder) for name in names)}
+    assert {m for m in users if not inside(m, folder)} == {"g4ir.backends.trt.forms"}
+
+
+def test_the_recorder_imports_itself_alone() -> None:
+    """It could lie in any project; tests/recorder/ runs it without this one."""
+    folder = "g4ir.backends.trt.recorder"
+    for module in GRAPH:
+        if inside(module, folder):
+            found = {name for name in imports(module) if inside(name, "g4ir")}
+            assert all(inside(name, folder) for name in found), module
+
+
 def test_what_lies_outside_of_rooms() -> None:
     """Every folder is a room; beside them lie the package and its errors."""
     assert {path.stem for path in (ROOT / "g4ir").glob("*.py")} == {"__init__", "errors"}

@@ -27,10 +27,8 @@ from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt.dry_run import one_thread
+from g4ir.backends.trt.dry_run import emulator, one_thread
 from g4ir.backends.trt.files import networks
-from g4ir.backends.trt.probe import probe
-from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError
@@ -384,7 +382,7 @@ def test_trt_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What building and running towers and prompts asks, against the real bindings."""
-    api = probe(recorder(version))
+    api = emulator(version)
     use(monkeypatch, emulated(tmp_path, version, api=lambda: api))
     engine = built(tmp_path / "engine", "trt", name, settings=settings)
     same_soft_tokens(engine, engine)

@@ -17,28 +17,34 @@ MOST = {
     "g4ir/model": 1620,
     "g4ir/weights": 1480,
     "g4ir/plan": 2610,
-    "backends": 18330,
+    "backends": 13880,
+    # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
+    "backends/trt/recorder": 2840,
+    "backends/trt/experimental": 1270,
     "g4ir/media": 1560,
     "g4ir/engine": 3170,
     "g4ir/check": 2700,
     "g4ir/bench": 2540,
     "g4ir/cli": 2190,
     "bench": 1800,
-    "tests": 33270,
+    "tests": 33570,
     "tools": 60,
 }
 
 
-def lines(path: Path) -> int:
-    """Of a file, or of all Python files below a folder."""
+def lines(room: str) -> int:
+    """Of a file, or of all Python files below a folder; rooms within it count for themselves."""
+    path = ROOT / room
+    inner = [ROOT / other for other in MOST if other.startswith(f"{room}/")]
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return sum(len(file.read_text().splitlines()) for file in files)
+    own = [file for file in files if not any(file.is_relative_to(other) for other in inner)]
+    return sum(len(file.read_text().splitlines()) for file in own)
 
 
 def main(words: list[str]) -> int:
     """Print the table, or what is above its budget; 1 where something is."""
     check = "--check" in words
-    found = {room: lines(ROOT / room) for room in MOST}
+    found = {room: lines(room) for room in MOST}
     over = {room: n for room, n in found.items() if n > MOST[room]}
     for room, n in (over if check else found).items():
         print(f"{n:7d} lines of {MOST[room]:6d}  {room}")

@@ -58,12 +58,8 @@ class Network:
     def emit(self) -> None:
         """Write inputs, nodes and outputs."""
         g, e = self.graph, self.e
-        for v in g.inputs:
-            self.env[v.name] = e.input(v.name, v.type)
-        if any(v.type.shape[0] == FULL for v in g.state):
-            self.env[SLOTS] = e.input(SLOTS, Type("i64", (FULL,)))
-        for v in g.state:
-            self.env[v.name] = e.input(v.name, stored_type(v.type, self.limits))
+        for name, t in network_inputs(g, self.limits).items():
+            self.env[name] = e.input(name, t)
         for n in g.nodes:
             self.node(n)
         for v in g.outputs:
@@ -109,6 +105,13 @@ class Network:
 def is_ring(cache: Type) -> bool:
     """Of an IR cache [slots, B, n, d]."""
     return cache.shape[0] != FULL
+
+
+def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
+    """What the network of a graph is fed: its inputs, slots and caches, by name."""
+    slots = {SLOTS: Type("i64", (FULL,))} if any(not is_ring(v.type) for v in g.state) else {}
+    caches = {v.name: stored_type(v.type, limits) for v in g.state}
+    return {v.name: v.type for v in g.inputs} | slots | caches
 
 
 def stored_type(cache: Type, limits: Limits) -> Type:

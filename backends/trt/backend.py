@@ -20,40 +20,13 @@ from ..primitives.network import stored_bytes
 from . import probe
 from .child import build_apart
 from .files import ENGINE, files, networks
+from .forms import SETTINGS
 from .host import Host
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
     from .runtime import TrtRuntime
-
-
-SETTINGS: Mapping[str, Setting] = {
-    "attention": Setting(
-        ("explicit", "plain", "fused", "plugin"),
-        "explicit",
-        "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
-        "layer, in towers too; or, over full-length caches, kernels of this project that are made "
-        "for decode steps",
-    ),
-    "experts": Setting(
-        ("auto", "gather", "all", "plugin"),
-        "auto",
-        "kernels of this project, which sort tokens by expert, where triton can compile them "
-        "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
-    ),
-    "weights": Setting(
-        ("baked", "streamed", "refit"),
-        "baked",
-        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
-        "takes them from the engine's safetensors when it is loaded",
-    ),
-    "hardware": Setting(
-        ("exact", "same-capability"),
-        "exact",
-        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
-    ),
-}
 
 
 #: a file beside the manifest
@@ -71,7 +44,8 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Plans:
-    """What the manifest keeps of a build. `settings` are those that were built in the end."""
+    """The part of the manifest that a build makes. `settings` are those that were built in the
+    end."""
 
     plan: PlainName
     tensors: PlainName

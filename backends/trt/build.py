@@ -11,13 +11,13 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from g4ir.errors import LowerError, TrustError
-from g4ir.ir.graph import Graph, Value
+from g4ir.ir.graph import Graph
 from g4ir.plan.limits import Limits
 from g4ir.ui.files import new_version, write_file
 from g4ir.ui.places import check_private, private
@@ -26,27 +26,17 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 from g4ir.weights.tensorfile import CODES, write_tensors
 
-from ..primitives.network import Lowering, Network
-from .emitter import SHARED_BYTES, MappedWeights, TrtEmitter, without_weights
+from ..primitives.network import Network
+from .emitter import TrtEmitter
+from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
 from .interface import PROFILES, Interface, interface
 from .log import logger, progress_monitor, stream_writer
-from .lowerings import lowerings
-from .plugin_kernels import has_triton
-from .plugins import MOST_SHARED_BYTES
-from .probe import Api
+from .probe import MOST_SHARED_BYTES, Api
+from .recorder import SHARED_BYTES
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
 LEAST_WORKSPACE = GIB
-#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
-#: only then are its kernels those of one that has them. It takes all weights, constants too.
-WEIGHTS: Mapping[str, tuple[str, ...]] = {
-    "baked": (),
-    "streamed": ("WEIGHT_STREAMING",),
-    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
-}
-#: where an engine runs -> level
-HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
 #: part of a refusal in which TensorRT took layers for attention, and failed at their mask
 WRAPPER = "wrap_attention"
 #: part of the name of a layer that was refused, or of the message -> what to try
@@ -71,23 +61,6 @@ class Written:
     log: Any
     #: keeps alive what the network points to
     emitter: TrtEmitter
-    weights: NamedWeights
-
-
-@dataclass
-class NamedWeights:
-    """Params as the emitter asks for them; remembers which Weights are whose. Without a source they
-    have no memory: such a network is looked at, not built."""
-
-    source: ParamSource | None
-    given: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._find = MappedWeights(self.source.tensor) if self.source else without_weights
-
-    def __call__(self, trt: Any, v: Value) -> Any:
-        self.given[v.name] = self._find(trt, v)
-        return self.given[v.name]
 
 
 def write_network(
@@ -104,33 +77,11 @@ def write_network(
     said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    plugins = "plugin" in (settings["attention"], chosen_experts(settings))
-    network = builder.create_network(network_flags(api, plugins))
-    weights = NamedWeights(params)
-    emitter = TrtEmitter(api.trt, network, weights, shared, log.said)
+    network = builder.create_network(api.network_flags(has_plugins(settings)))
+    source = params.tensor if params else None
+    emitter = TrtEmitter(api.trt, network, source, shared, log.said)
     Network(emitter, graph, limits, chosen_lowerings(settings), chosen_experts(settings)).emit()
-    return Written(builder, network, graph, interface(graph, limits), log, emitter, weights)
-
-
-def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
-    """op -> lowering."""
-    return lowerings(settings["attention"])
-
-
-def chosen_experts(settings: Mapping[str, str]) -> str:
-    """The form of experts; that of `auto` is the sorted kernels, where they can be compiled."""
-    if settings["experts"] != "auto":
-        return settings["experts"]
-    return "plugin" if has_triton() else "all"
-
-
-def network_flags(api: Api, plugins: bool) -> int:
-    """Types are what the network says; kernels of plugins are compiled into the plan."""
-    flags = api.trt.NetworkDefinitionCreationFlag
-    bits = 1 << int(flags.STRONGLY_TYPED) if api.has("weak typing") else 0
-    if plugins:
-        bits |= 1 << int(flags.PREFER_AOT_PYTHON_PLUGINS)
-    return bits
+    return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
 # --- configuration ----------------------------------------------------------------------------
@@ -162,7 +113,7 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 def _name_weights(w: Written) -> None:
     """Params and constants by names under which they are asked for when the plan is loaded."""
     constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
-    for name, weights in {**w.weights.given, **constants}.items():
+    for name, weights in {**w.emitter.given, **constants}.items():
         if not w.network.set_weights_name(weights, name):
             raise LowerError(
                 f"TensorRT cannot leave weights {name} out of the plan: "
@@ -202,7 +153,7 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a build takes, before it is begun. No build was timed: seconds are a rule of thumb
+    """The costs of a build, before it is begun. No build was timed: seconds are a rule of thumb
     (kernels of each product timed per profile), bytes follow from what the builder holds."""
 
     seconds: float
@@ -236,8 +187,9 @@ TIMED = (
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Of networks that are built one after the other. In host memory lies the builder's copy of the
-    weights, on the device lie the weights and the scratch of the kernels that are timed."""
+    """The estimate for networks that are built one after the other. In host memory lies the
+    builder's copy of the weights, on the device lie the weights and the scratch of the kernels that
+    are timed."""
     most = max(map(weight_bytes, graphs))
     return Estimate(sum(map(_seconds, graphs)), most, most + LEAST_WORKSPACE)
 
@@ -285,8 +237,8 @@ class RefusedError(LowerError):
 
 
 def _begin_with(config: Any, timing: Path) -> None:
-    """What was timed before, or nothing where others could have written it, or TensorRT does not
-    take it."""
+    """Hand over what was timed before, or nothing where others could have written it, or TensorRT
+    does not take it."""
     kept = b""
     with suppress(OSError, TrustError):
         check_private(timing.parent)
@@ -308,7 +260,8 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """What the builder said, the layer of ours that it spoke of, and what to try."""
+    """A sentence with what the builder said, the layer of ours that it spoke of, and what to
+    try."""
     said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
     named = [n for n in layers if n and n in said]
     layer = max(named, key=len, default="")

@@ -39,7 +39,7 @@ PARENT_DEATH = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What is built, beside graphs and weights."""
+    """A build, beside its graphs and weights."""
 
     limits: Mapping[str, int]
     device: str
@@ -60,8 +60,8 @@ def build_apart(
     progress: Progress,
     argv: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the child process made in `out`. Its errors are raised here; LowerError where it ended
-    without one, as when the builder crashes."""
+    """Returns what the child process made in `out`. Its errors are raised here; LowerError where it
+    ended without one, as when the builder crashes."""
     job = Job(asdict(limits), device, dict(settings), tuple(program.graphs))
     given = {JOB: json.dumps(asdict(job))}
     given |= {_graph_file(name): str(g) for name, g in program.graphs.items()}
@@ -115,7 +115,7 @@ def _end(child: subprocess.Popen[str], patient: bool) -> None:
 
 
 def _heard(line: str, progress: Progress) -> dict[str, Any]:
-    """What a line says, beside progress; libraries may print lines of their own."""
+    """Returns what a line says, beside progress; libraries may print lines of their own."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -30,12 +30,11 @@ from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
+from .forms import chosen_experts, meaning
 from .interface import PROFILES
 from .probe import Api, probe
-from .recorder import RuleError, recorder
-from .recorder.layers import MAX_VOLUME
-from .recorder.network import check
-from .recorder.network import sizes as network_sizes
+from .recorder import MAX_VOLUME, RuleError, check, recorder
+from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, TrtTower, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
@@ -53,11 +52,16 @@ WIDTH = 24
 BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
 
 
+def emulator(version: str = EMULATED) -> Api:
+    """The recorder in the place of TensorRT; it runs plugins too."""
+    return probe(recorder(version, meaning))
+
+
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
-    """What `g4ir build --dry-run` says of the network, and what saying it took. CheckError where
+    """The report of `g4ir build --dry-run` on the network, and what it took. CheckError where
     the small network is off."""
     start = time.monotonic()
-    api = probe(recorder(EMULATED))
+    api = emulator()
     progress("checking the network in small")
     with one_thread():
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
@@ -74,7 +78,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def _too_small(p: Prepared) -> list[str]:
-    """What this machine lacks for the builder."""
+    """Lists what this machine lacks for the builder."""
     graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
     need, has = build.estimate(graphs).host_bytes, device_memory("cpu")
     if need <= has:
@@ -118,7 +122,7 @@ def check_sizes(
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
     """The setting under which this tensor does not exist."""
-    if build.chosen_experts(settings) != "plugin" and "experts" in name:
+    if chosen_experts(settings) != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
 
@@ -132,16 +136,16 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     }
     towers = {name: w for name, (w, _) in checked.items()}
     graphs = [written.graph, *tower_graphs(program).values()]
-    io = written.interface
+    io, kinds = written.interface, _kinds(written.network)
     found = {
         "layers": written.network.num_layers,
-        "layer_kinds": dict(_kinds(written.network)),
+        "layer_kinds": dict(kinds.most_common()),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.caches.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
         "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *towers.values())),
-        "conditionals": len(written.network._conditionals),
+        "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate(graphs)),
         "notes": written.emitter.notes,
     }
@@ -150,7 +154,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def _largest(program: Program) -> dict[str, Graph]:
-    """Of each kind of tower the one whose inputs are largest: others have the same layers."""
+    """The tower with the largest inputs of each kind: others have the same layers."""
     kinds: dict[str, Graph] = {}
     for name, g in tower_graphs(program).items():
         kind = name.split("_")[0]
@@ -163,10 +167,9 @@ def _fed(g: Graph) -> int:
     return sum(v.type.numel() for v in g.inputs)
 
 
-def _kinds(network: Any) -> list[tuple[str, int]]:
-    """Layers of each class, most frequent first."""
-    layers = (network.get_layer(i) for i in range(network.num_layers))
-    return Counter(type(layer).__name__ for layer in layers).most_common()
+def _kinds(network: Any) -> Counter[str]:
+    """Class of layers -> how many there are."""
+    return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
 # --- in small ---------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
 
 
 def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of all rows; not a number where one is not."""
+    """The largest error of all rows; not a number where one is not."""
     return row_errors(got, want).relative.max().item()
 
 
@@ -278,7 +281,7 @@ def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, torch.Tensor]
 
 
 def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
-    """What an input of a tower may hold: numbers, a mask, or places of a picture 24 wide."""
+    """An example for an input of a tower: numbers, a mask, or places of a picture 24 wide."""
     shape = [int(d) for d in v.type.shape]
     at = torch.arange(shape[1])
     valid = at < shape[1] * 4 // 5

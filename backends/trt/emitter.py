@@ -10,29 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
 from g4ir.ops.types import Type, dtype_name
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
+from .probe import data_type
+from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-#: IR dtype -> DataType
-DTYPES = {
-    "f32": "FLOAT",
-    "f16": "HALF",
-    "bf16": "BF16",
-    "i32": "INT32",
-    "i64": "INT64",
-    "bool": "BOOL",
-}
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
-UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "sqrt": "SQRT", "erf": "ERF", "not": "NOT"}
 ELEMENTWISE = {
     "add": "SUM",
     "sub": "SUB",
@@ -49,56 +41,12 @@ ELEMENTWISE = {
     "or": "OR",
 }
 REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
-MAX_DIMS = 8
-#: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
-#: attribute is to be set first, and nothing says that TensorRT does so for a plugin's
-SHARED_BYTES = 48 * 1024
-MAX_TOP_K = 3840
-
-
-class WeightsSource(Protocol):
-    """Where a param's weights come from."""
-
-    def __call__(self, trt: Any, v: Value) -> Any:
-        """`trt.Weights` of the param, row by row as its type says."""
-
-
-@dataclass
-class MappedWeights:
-    """Weights that lie in memory, or in a file that is mapped there; nothing is copied."""
-
-    tensor: Callable[[str], torch.Tensor]
-    #: what must live until the engine is built
-    held: list[torch.Tensor] = field(default_factory=list)
-
-    def __call__(self, trt: Any, v: Value) -> Any:
-        t = self.tensor(v.name)
-        found = Type(dtype_name(t.dtype), tuple(t.shape))
-        if found != v.type:
-            raise LowerError(f"param {v} is {found}, the graph says {v.type}")
-        return _weights(trt, t.contiguous(), self.held)
-
-
-def without_weights(trt: Any, v: Value) -> Any:
-    """For networks that are checked, not built: no memory is touched."""
-    return trt.Weights(_data_type(trt, v.type.dtype), 0, v.type.numel())
-
-
-def _weights(trt: Any, t: torch.Tensor, held: list[torch.Tensor]) -> Any:
-    held.append(t)
-    return trt.Weights(_data_type(trt, dtype_name(t.dtype)), t.data_ptr(), t.numel())
-
-
-def _data_type(trt: Any, dtype: str) -> Any:
-    if dtype not in DTYPES:
-        raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
-    return getattr(trt.DataType, DTYPES[dtype])
 
 
 @dataclass
 class Stored:
-    """What constants are made of: weights, once there is a layer for them, and the output of that
-    layer in each shape."""
+    """Stored numbers: weights, once there is a layer for them, and the output of that layer in each
+    shape."""
 
     name: str
     dtype: str
@@ -121,25 +69,30 @@ class TrtEmitter(Emitter):
         self,
         trt: Any,
         network: Any,
-        weights: WeightsSource,
+        params: Callable[[str], torch.Tensor] | None = None,
         shared: int = SHARED_BYTES,
         said: Callable[[], str] = lambda: "its log says why",
     ) -> None:
-        self.trt, self.network, self.weights = trt, network, weights
+        self.trt, self.network = trt, network
+        #: name of a param -> its tensor, which is not copied; without it weights have no memory,
+        #: and the network is looked at, not built
+        self.params = params
         #: TensorRT's last errors
         self.said = said
         #: bytes of dynamic shared memory that kernels of plugins may use
         self.shared = shared
         #: the most that one of them uses
         self.shared_used = 0
-        #: tensors whose memory the network points to
+        #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
+        #: weights of params that have a layer, by name
+        self.given: dict[str, Any] = {}
         #: weights of constants that have a layer, and the tensor they are, by name
         self.constants: dict[str, tuple[Any, torch.Tensor]] = {}
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
-        self._params: dict[str, Stored] = {}
+        self._stored_params: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
@@ -170,7 +123,7 @@ class TrtEmitter(Emitter):
 
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
         tensor = layer.get_output(index)
-        want = _data_type(self.trt, t.dtype), _dims(t)
+        want = data_type(self.trt, t.dtype), _dims(t)
         try:
             found = tensor.dtype, tuple(tensor.shape)
         except ValueError as e:  # a shape of -1 dims: TensorRT could not infer it
@@ -191,7 +144,7 @@ class TrtEmitter(Emitter):
     # --- sources ------------------------------------------------------------------------------
 
     def input(self, name: str, t: Type) -> Operand:
-        tensor = self.network.add_input(name, _data_type(self.trt, t.dtype), _dims(t))
+        tensor = self.network.add_input(name, data_type(self.trt, t.dtype), _dims(t))
         if tensor is None:
             raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
         self._all.append(tensor)
@@ -203,9 +156,28 @@ class TrtEmitter(Emitter):
         return x
 
     def param(self, v: Value) -> Operand:
-        if v.name not in self._params:
-            self._params[v.name] = Stored(v.name, v.type.dtype, lambda: self.weights(self.trt, v))
-        return Operand(v.type, Constant(self._params[v.name], _dims(v.type)))
+        known = self._stored_params
+        if v.name not in known:
+            known[v.name] = Stored(v.name, v.type.dtype, lambda: self._given_param(v))
+        return Operand(v.type, Constant(known[v.name], _dims(v.type)))
+
+    def _given_param(self, v: Value) -> Any:
+        """`trt.Weights` of a param, row by row. LowerError where its tensor is of another type."""
+        if self.params is None:
+            made = self.trt.Weights(data_type(self.trt, v.type.dtype), 0, v.type.numel())
+        else:
+            t = self.params(v.name)
+            found = Type(dtype_name(t.dtype), tuple(t.shape))
+            if found != v.type:
+                raise LowerError(f"param {v} is {found}, the graph says {v.type}")
+            made = self._weights(t.contiguous())
+        self.given[v.name] = made
+        return made
+
+    def _weights(self, t: torch.Tensor) -> Any:
+        self.held.append(t)
+        kind = data_type(self.trt, dtype_name(t.dtype))
+        return self.trt.Weights(kind, t.data_ptr(), t.numel())
 
     def constant(self, tensor: torch.Tensor) -> Operand:
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
@@ -226,7 +198,7 @@ class TrtEmitter(Emitter):
         return self._small[key]
 
     def _given(self, name: str, t: torch.Tensor) -> Any:
-        weights = _weights(self.trt, t, self.held)
+        weights = self._weights(t)
         self.constants[name] = weights, t
         return weights
 
@@ -259,7 +231,7 @@ class TrtEmitter(Emitter):
         if kind == "tanh":
             layer = self.network.add_activation(self.tensor(x), self.trt.ActivationType.TANH)
         else:
-            op = getattr(self.trt.UnaryOperation, UNARY[kind])
+            op = getattr(self.trt.UnaryOperation, kind.upper())
             layer = self.network.add_unary(self.tensor(x), op)
         return self.made(layer, kind, t)
 
@@ -272,7 +244,7 @@ class TrtEmitter(Emitter):
         return self.made(self.network.add_select(*tensors), "where", t)
 
     def _cast(self, x: Operand, t: Type) -> Operand:
-        layer = self.network.add_cast(self.tensor(x), _data_type(self.trt, t.dtype))
+        layer = self.network.add_cast(self.tensor(x), data_type(self.trt, t.dtype))
         return self.made(layer, f"to_{t.dtype}", t)
 
     # --- products and sums --------------------------------------------------------------------
@@ -310,7 +282,7 @@ class TrtEmitter(Emitter):
             self.trt.TopKOperation.MAX,
             k,
             1 << (x.rank - 1),
-            _data_type(self.trt, index.dtype),
+            data_type(self.trt, index.dtype),
         )
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
 
@@ -355,11 +327,11 @@ class TrtEmitter(Emitter):
         if not others:
             layer = self.network.add_slice(self.tensor(x), starts, _dims(t), (1,) * x.rank)
             return self.made(layer, "slice", t)
-        return self._sliced(x, starts, self._size_of(x, t), (1,) * x.rank, "slice", t)
+        return self._sliced(x, starts, self._size_of(x, t), "slice", t)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         size = self._size_of(x, t, {axis: like})
-        return self._sliced(x, (0,) * x.rank, size, (1,) * x.rank, "prefix", t)
+        return self._sliced(x, (0,) * x.rank, size, "prefix", t)
 
     def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
         """Entries first .. first + count - 1 of an axis whose size has a name, as far as it has
@@ -398,17 +370,11 @@ class TrtEmitter(Emitter):
         return found
 
     def _sliced(
-        self,
-        x: Operand,
-        start: tuple[int, ...],
-        size: Any,
-        stride: tuple[int, ...],
-        primitive: str,
-        t: Type,
+        self, x: Operand, start: tuple[int, ...], size: Any, primitive: str, t: Type
     ) -> Operand:
         """A slice whose size is a tensor."""
-        layer = self.network.add_slice(self.tensor(x), start, (1,) * x.rank, stride)
-        self.named(layer, primitive)
+        ones = (1,) * x.rank
+        layer = self.named(self.network.add_slice(self.tensor(x), start, ones, ones), primitive)
         layer.set_input(2, size)
         return self.checked(layer, t)
 

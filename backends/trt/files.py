@@ -1,4 +1,4 @@
-"""What the files of an engine are called."""
+"""The names of an engine's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LOG = "trt.log"
 
 
 def files(name: str) -> tuple[str, str, str]:
-    """Of a network: its plan, what it is fed, and the constants of a plan without weights."""
+    """The files of a network: its plan, what it is fed, and the constants of a plan without
+    weights."""
     return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
 
 

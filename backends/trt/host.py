@@ -1,4 +1,4 @@
-"""What a machine offers to the TensorRT backend."""
+"""The machine as the TensorRT backend sees it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def recorder_of(device: str) -> Record | None:
 
 @dataclass(frozen=True)
 class Host:
-    """What a machine offers; other values stand for another machine."""
+    """A machine's abilities; other values stand for another machine."""
 
     tensorrt: Callable[[], probe.Api] = probe.require_tensorrt
     check_gpu: Callable[[], None] = probe.require_gpu

@@ -1,4 +1,4 @@
-"""What an engine is fed and what it hands back: all that is needed to use `engine.plan` without
+"""Inputs and outputs of an engine: all that is needed to use `engine.plan` without
 Python. `engine.io.json` says it for one engine.
 
 Inputs, all in device memory and contiguous:
@@ -39,7 +39,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
 
-from ..primitives.network import FULL, SLOTS, is_ring, stored_type
+from ..primitives.network import FULL, SLOTS, is_ring, network_inputs
 
 #: profiles of an engine in the order of their indices, by the phase that each serves
 PROFILES = ("decode", "prefill")
@@ -81,7 +81,7 @@ class Interface:
         return [n for n, t in self.inputs.items() if any(isinstance(d, str) for d in t.shape)]
 
     def shape(self, name: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Of an input or output with these sizes."""
+        """The shape of an input or output with these sizes."""
         t = self.inputs.get(name) or self.outputs[name]
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
@@ -106,16 +106,13 @@ def _tensor(name: str, t: Type) -> dict[str, Any]:
 
 
 def interface(g: Graph, limits: Limits) -> Interface:
-    """Of the network that is written from this graph (primitives/network.py)."""
-    inputs = {v.name: v.type for v in g.inputs}
-    if any(not is_ring(v.type) for v in g.state):
-        inputs[SLOTS] = Type("i64", (FULL,))
-    stored = {v.name: stored_type(v.type, limits) for v in g.state}
+    """The tensors of the network that is written from this graph (primitives/network.py)."""
+    inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
     rings = {v.name for v in g.state if is_ring(v.type)}
     return Interface(
-        inputs | stored,
-        {v.name: v.type for v in g.outputs} | {o: stored[i] for o, i in after.items()},
+        inputs,
+        {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
         {o: i for o, i in after.items() if i not in rings},
         {o: i for o, i in after.items() if i in rings},
         {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES if g.state},

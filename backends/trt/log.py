@@ -1,4 +1,4 @@
-"""What TensorRT calls back: messages, progress, and pieces of a plan."""
+"""Objects that TensorRT calls back: for messages, progress, and pieces of a plan."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""TensorRT's own lowerings beside the shared ones."""
+"""TensorRT's own forms of attention beside the shared ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,34 +11,11 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.plan.limits import Limits
 
 from ..primitives import attention as shared
-from ..primitives import moe, vision
 from ..primitives.emitter import Emitter, Operand
-from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network, is_ring
+from ..primitives.network import Network, is_ring
 from ..primitives.pointwise import times
-from . import plugins
 from .emitter import TrtEmitter
 from .probe import offers
-
-#: products and a softmax as layers of their own, the same with the softmax in plain layers, one
-#: attention per layer, or kernels of this project
-ATTENTION = ("explicit", "plain", "fused", "plugin")
-#: kernels of this project, weights of the chosen experts gathered, or all experts multiplied
-EXPERTS = ("plugin", "gather", "all")
-
-
-def lowerings(attention: str = "explicit") -> Mapping[str, Lowering]:
-    """op -> lowering, attention in one of these forms."""
-    if attention not in ATTENTION:
-        raise ValueError(f"attention {attention!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **_FORMS[attention]}
-
-
-def experts(net: Network, n: Node, *operands: Operand) -> Operand:
-    """One form for single tokens and chunks: what would choose between two is a conditional."""
-    form = plugins.experts if net.experts == "plugin" else moe.experts
-    return form(net, n, *operands)
-
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -51,27 +27,27 @@ MOST_SCORE_BYTES = 2 << 30
 
 def slots_of(n: Node, limits: Limits) -> int:
     """Most keys that an attention looks at: all of a full-length cache, or a ring and a chunk."""
-    cache = n.inputs[{"attention": 3, "attention_latent": 4}[n.op]].type
+    cache = n.caches[0].type
     return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
+
+
+def row_bytes(n: Node, limits: Limits) -> int:
+    """Bytes of the scores of one query of every row."""
+    heads = n.inputs[0].type.shape[2]
+    assert isinstance(heads, int)
+    return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
     """How many queries of a chunk are computed together."""
-    heads = n.inputs[0].type.shape[2]
-    assert isinstance(heads, int)
-    row = limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
-    return min(max(1, MOST_SCORE_BYTES // row), limits.prefill_chunk)
+    return min(max(1, MOST_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
 def score_bytes(g: Graph, limits: Limits) -> int:
     """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
     return max(
         (
-            limits.max_batch
-            * int(n.inputs[0].type.shape[2])
-            * slots_of(n, limits)
-            * BYTES_PER_SCORE
-            * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            row_bytes(n, limits) * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
             for n in g.find("attention", "attention_latent")
         ),
         default=0,
@@ -105,8 +81,8 @@ def in_blocks(
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
-    """Of the last dim in five layers: TensorRT looks for attention around its softmax layer, and
-    fails at some masks that it finds there."""
+    """The softmax of the last dim in five layers: TensorRT looks for attention around its softmax
+    layer, and fails at some masks that it finds there."""
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
@@ -167,26 +143,3 @@ def _attention(e: TrtEmitter, *tensors: Any) -> Any:
     if offers(e.trt, "causal kind"):
         return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)
     return e.network.add_attention(*tensors, norm, False)
-
-
-_FORMS: Mapping[str, Mapping[str, Lowering]] = {
-    "explicit": {
-        "attention": partial(shared.attention, form=in_blocks),
-        "attention_latent": partial(shared.attention_latent, form=in_blocks),
-    },
-    "plain": {
-        "attention": partial(shared.attention, form=partial(in_blocks, softmax=plain_softmax)),
-        "attention_latent": partial(
-            shared.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
-        ),
-        "encoder_attention": partial(
-            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
-        ),
-    },
-    "fused": {
-        "attention": partial(shared.attention, form=attend),
-        "attention_latent": partial(shared.attention_latent, form=attend),
-        "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
-    },
-    "plugin": {op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()},
-}

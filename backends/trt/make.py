@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,15 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
-from . import build, probe, trial
-from .dry_run import EMULATED, check_sizes
-from .emitter import SHARED_BYTES
+from . import build, trial
+from .build import Written
+from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
+from .forms import chosen_experts, shared_memory
 from .host import Host
 from .log import logger
-from .recorder import recorder
+from .probe import Api
+from .recorder import SHARED_BYTES
 from .runtime import deserialize
 
 
@@ -89,7 +92,7 @@ class Make:
     def _check_sizes(self) -> int:
         """The estimate of scratch memory."""
         self.progress("checking sizes")
-        emulated = probe.probe(recorder(EMULATED))
+        emulated = emulator()
         return max(
             check_sizes(emulated, g, self.limits, self.settings)[1] for g in self.graphs.values()
         )
@@ -99,26 +102,33 @@ class Make:
         graph, asked = self.graphs[ENGINE], self.settings["experts"]
         mixed = any(True for _ in graph.find("experts"))
         if mixed and asked == "auto":
-            self.settings["experts"] = build.chosen_experts(self.settings)
+            self.settings["experts"] = chosen_experts(self.settings)
             if self.settings["experts"] == "all":
                 self._note("experts: all of them are multiplied, since there is no triton here")
         sorted_ = mixed and self.settings["experts"] == "plugin"
         if sorted_ or self.settings["attention"] == "plugin":
             self.progress("trial build of a plugin")
-            self.shared = trial.shared_memory(self.api, self.device, self.log)
+            self.shared = shared_memory(self.api, self.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
-        form = trial.attention_form(
-            self.api,
-            graph,
-            self.limits,
-            self.settings,
-            self._memory(),
-            self._timing(),
-            self.progress,
-            self.log,
-            self.shared,
+        form = self.settings["attention"]
+        self._use_form(trial.attention_form(graph, form, self._build_alone, self.progress))
+
+    def _build_alone(self, g: Graph, form: str) -> None:
+        """A plan that is thrown away. Kernels that are timed for it are those of the whole network,
+        which have as much shared memory."""
+        settings = {**self.settings, "attention": form, "weights": "baked"}
+        with tempfile.TemporaryDirectory() as folder:
+            w = self._network(g, None, settings)
+            self._build(w, settings, Path(folder) / "plan", lambda message: None)
+
+    def _network(self, g: Graph, params: ParamSource | None, settings: dict[str, str]) -> Written:
+        return build.write_network(
+            self.api, g, self.limits, params, settings, self.log, self.shared
         )
-        self._use_form(form)
+
+    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
+        config = build.configure(self.api, w, settings, self._memory())
+        build.build_plan(self.api, w, config, self._timing(), plan, progress)
 
     def _use_form(self, form: str) -> None:
         if form != self.settings["attention"]:
@@ -148,13 +158,10 @@ class Make:
     def _plan_once(self, name: str, graph: Graph) -> int:
         plan, tensors, constants = files(name)
         self.progress(f"writing the network {name}")
-        w = build.write_network(
-            self.api, graph, self.limits, self.params, self.settings, self.log, self.shared
-        )
+        w = self._network(graph, self.params, self.settings)
         for note in w.emitter.notes:
             self._note(note)
-        config = build.configure(self.api, w, self.settings, self._memory())
-        build.build_plan(self.api, w, config, self._timing(), self.out / plan, self.progress)
+        self._build(w, self.settings, self.out / plan, self.progress)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.out / tensors, [text.encode()])
         if self.settings["weights"] == "refit":
@@ -184,7 +191,7 @@ class Make:
         return scratch
 
 
-def read_plan(path: Path, api: probe.Api, log: Any) -> Any:
+def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)

@@ -21,6 +21,17 @@ RANGE = "tensorrt>=10.15,<12"
 COMPARED = ("10.16.1", "11.4.0")
 #: compute capability that engines are built for: H100, H200
 TARGET = (9, 0)
+#: bytes of shared memory that a block has there
+MOST_SHARED_BYTES = 227 * 1024
+#: dtype of the IR -> DataType
+DTYPES = {
+    "f32": "FLOAT",
+    "f16": "HALF",
+    "bf16": "BF16",
+    "i32": "INT32",
+    "i64": "INT64",
+    "bool": "BOOL",
+}
 
 INSTEAD = (
     "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
@@ -73,8 +84,18 @@ class Api:
         """Whether this version has one of FEATURES."""
         return offers(self.trt, feature)
 
-    def features(self) -> dict[str, bool]:
-        return {name: self.has(name) for name in FEATURES}
+    def network_flags(self, plugins: bool) -> int:
+        """Types are what the network says; kernels of plugins are compiled into the plan."""
+        flags = self.trt.NetworkDefinitionCreationFlag
+        bits = 1 << int(flags.STRONGLY_TYPED) if self.has("weak typing") else 0
+        return bits | (1 << int(flags.PREFER_AOT_PYTHON_PLUGINS) if plugins else 0)
+
+
+def data_type(trt: Any, dtype: str) -> Any:
+    """The DataType of a dtype of the IR; ValueError where TensorRT has none."""
+    if dtype not in DTYPES:
+        raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
+    return getattr(trt.DataType, DTYPES[dtype])
 
 
 def probe(trt: Any) -> Api:

@@ -1,5 +1,5 @@
-"""Running engines. Of the text model: one execution context per profile over the same caches, which
-torch owns. Of towers: one static shape each."""
+"""Running engines. The text model has one execution context per profile over the same caches, which
+torch owns; a tower has one static shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..base import Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
-from .probe import Api
+from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
 #: bytes; TensorRT asks for addresses of tensors that are multiples of it
@@ -64,7 +64,8 @@ class TrtState:
         return cls(linear, rings, batch, max_seq)
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """What a session copies to remember, and copies back: what `context` tokens use."""
+        """The parts that a session copies to remember, and copies back: those that `context` tokens
+        use."""
         slots = min(context, self.max_seq)
         held = {name: t[:, :, :slots] for name, t in self.linear.items()}
         return held | {name: pair[self.side] for name, pair in self.rings.items()}
@@ -169,8 +170,7 @@ class Runner:
             raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
 
     def _error(self, what: str, fix: str) -> EngineError:
-        said = " | ".join(self.log.errors[-3:]) or "TensorRT gave no reason"
-        return EngineError(f"TensorRT engine: {what}: {said}; {fix}")
+        return EngineError(f"TensorRT engine: {what}: {self.log.said()}; {fix}")
 
 
 def lend(context: Any, scratch: torch.Tensor) -> None:
@@ -253,26 +253,15 @@ class TrtRuntime(Runner):
         logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        with self.turn:
-            return self._run(phase, feeds, state, context, logits, watch)
-
-    def _run(
-        self,
-        phase: str,
-        feeds: Feeds,
-        state: TrtState,
-        context: int,
-        logits: bool,
-        watch: Watch | None,
-    ) -> torch.Tensor | None:
         slots = step_slots(context, self.limits.max_seq)
-        if self.record and phase == "decode":
-            out = self._replay(feeds, state, slots)
-        else:
-            out = self._launched(phase, feeds, state, slots)
-        state.side = 1 - state.side
-        if watch:
-            watch(self.logits, out)
+        with self.turn:
+            if self.record and phase == "decode":
+                out = self._replay(feeds, state, slots)
+            else:
+                out = self._launched(phase, feeds, state, slots)
+            state.side = 1 - state.side
+            if watch:
+                watch(self.logits, out)
         return out if logits else None
 
     def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
@@ -366,7 +355,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
             f"TensorRT engine: its tensors are {', '.join(sorted(names))}, expected "
             f"{', '.join(sorted(expected))}; build it again"
         )
-    types = {getattr(api.trt, trt_name): ours for ours, trt_name in DTYPES.items()}
+    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
     for name in names:
         t = io.inputs.get(name) or io.outputs[name]
         found = types.get(engine.get_tensor_dtype(name))
@@ -381,17 +370,6 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
                 f"TensorRT engine: {out} lies at {found or 'an address of its own'}, expected "
                 f"that of {source}; build it again"
             )
-
-
-#: dtypes of tensors as the module calls them
-DTYPES: Mapping[str, str] = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "i32": "int32",
-    "i64": "int64",
-    "bool": "bool",
-}
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:

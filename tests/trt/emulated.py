@@ -13,9 +13,9 @@ import pytest
 import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
+from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.host import Host
-from g4ir.backends.trt.probe import Api, probe
-from g4ir.backends.trt.recorder import recorder
+from g4ir.backends.trt.probe import Api
 from g4ir.engine.engine import Engine
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -25,7 +25,7 @@ MAX_SEQ, CHUNK, ROWS = 96, 16, 3
 @cache
 def emulated_api(version: str = "11.4.0") -> Api:
     """One module per version, with everything that was ever asked of it."""
-    return probe(recorder(version))
+    return emulator(version)
 
 
 def emulated(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import Network
-from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, WeightsSource
-from g4ir.backends.trt.lowerings import lowerings
-from g4ir.backends.trt.recorder import recorder
-from g4ir.backends.trt.recorder.execute import execute
-from g4ir.backends.trt.recorder.network import check
+from g4ir.backends.trt.dry_run import emulator
+from g4ir.backends.trt.emitter import TrtEmitter
+from g4ir.backends.trt.forms import lowerings
+from g4ir.backends.trt.recorder import check, execute
 from g4ir.ir.graph import Graph, Program, split_prologue
 from g4ir.plan.limits import Limits
 from tests.network_session import Feeds, NetworkSession, embed_with
 from tests.oracle import Oracle
+from tests.recorder.networks import new_network
 from tests.runner import DTYPES, Session, built_program
-
-
-def new_network(module: Any) -> Any:
-    flag = module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
-    return module.INetworkDefinition(module, 1 << int(flag))
 
 
 @dataclass
@@ -37,12 +35,12 @@ class Emitted:
 def emit(
     graph: Graph,
     limits: Limits,
-    weights: WeightsSource,
+    weights: Callable[[str], torch.Tensor] | None,
     version: str = "11.4.0",
     attention: str = "explicit",
     experts: str = "plugin",
 ) -> Emitted:
-    module = recorder(version)
+    module = emulator(version).trt
     network = new_network(module)
     emitter = TrtEmitter(module, network, weights)
     Network(emitter, graph, limits, lowerings(attention), experts).emit()
@@ -69,7 +67,7 @@ def recorded_session(
     plain = Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
     limits = Limits(batch, max_seq, chunk)
     graph = prepared(program)
-    made = emit(graph, limits, MappedWeights(plain.params["prefill"].__getitem__), **options)
+    made = emit(graph, limits, plain.params["prefill"].__getitem__, **options)
     names = {t._title for t in made.network._inputs}
 
     def run(feeds: Feeds) -> Feeds:

@@ -17,12 +17,10 @@ import torch
 
 from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.backends.trt import lowerings as lowered
-from g4ir.backends.trt.emitter import MappedWeights, TrtEmitter, without_weights
-from g4ir.backends.trt.lowerings import ATTENTION, EXPERTS, lowerings
-from g4ir.backends.trt.recorder import recorder
-from g4ir.backends.trt.recorder.execute import execute
+from g4ir.backends.trt.emitter import TrtEmitter
+from g4ir.backends.trt.forms import ATTENTION, EXPERTS, lowerings
+from g4ir.backends.trt.recorder import check, execute, recorder, volumes
 from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer, ISoftMaxLayer
-from g4ir.backends.trt.recorder.network import check, volumes
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret
@@ -46,9 +44,10 @@ from tests.oracle import (
     randomize,
     relative,
 )
+from tests.recorder.networks import new_network
 from tests.runner import built_program, open_session
 from tests.test_ops import CASES, sample, tensors
-from tests.trt.running import Emitted, emit, new_network, prepared, recorded_session
+from tests.trt.running import Emitted, emit, prepared, recorded_session
 
 #: of rms, against the interpreter in bf16: one rounding is 2^-9, and every layer adds its own
 BF16_BUDGET = 2**-3
@@ -59,7 +58,7 @@ CAPPED = "-capped"
 full = pytest.mark.full
 
 
-def new_emitter(weights: Any = without_weights) -> TrtEmitter:
+def new_emitter(weights: Any = None) -> TrtEmitter:
     module = recorder()
     return TrtEmitter(module, new_network(module), weights)
 
@@ -263,17 +262,16 @@ def test_no_conditionals() -> None:
 
 def test_weights_are_not_copied() -> None:
     w = torch.randn(4, 4).bfloat16()
-    source = MappedWeights({"w": w}.__getitem__)
-    e = new_emitter(source)
+    e = new_emitter({"w": w}.__getitem__)
     x = e.input("x", parse_type("bf16[B,4]"))
     e.output("y", e.linear(x, e.param(Value("w", parse_type("bf16[4,4]")))))
     made = [c for c in e.trt.calls if (c.owner, c.member) == ("Weights", "__init__")]
     assert [c.args for c in made] == [(e.trt.DataType.BF16, w.data_ptr(), 16)]
-    assert source.held[0].data_ptr() == w.data_ptr()
+    assert e.held[0].data_ptr() == w.data_ptr()
 
 
 def test_weights_of_another_type() -> None:
-    e = new_emitter(MappedWeights({"w": torch.zeros(4, 4)}.__getitem__))
+    e = new_emitter({"w": torch.zeros(4, 4)}.__getitem__)
     x = e.input("x", parse_type("bf16[B,4]"))
     with pytest.raises(LowerError, match=r"%w is f32\[4,4\], the graph says bf16"):
         e.linear(x, e.param(Value("w", parse_type("bf16[4,4]"))))
@@ -327,7 +325,7 @@ def test_shape_that_tensorrt_does_not_find() -> None:
             return iter(())
 
     module = recorder()
-    e = TrtEmitter(module, new_network(module), without_weights, said=lambda: "dims do not match")
+    e = TrtEmitter(module, new_network(module), None, said=lambda: "dims do not match")
     tensor = SimpleNamespace(dtype=module.DataType.FLOAT, shape=Nothing())
     layer = SimpleNamespace(name="L1.attn/matmul", get_output=lambda i: tensor)
     with pytest.raises(LowerError, match=r"L1\.attn/matmul: .*no shape: dims do not match"):
@@ -386,7 +384,7 @@ def test_op(case: tuple[str, int]) -> None:
         {v.name: w for v, w in zip(state, written)},
     )
     longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
-    emitted = emit(graph, Limits(4, longest + 1, 8), without_weights)
+    emitted = emit(graph, Limits(4, longest + 1, 8), None)
     plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
     stored = {v.name: _stored(plain[v.name]) for v in state}
     out = execute(emitted.network, plain | stored)
@@ -462,7 +460,7 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
                 )
 
 
-#: those of plugins are tested in test_plugins.py
+#: those of plugins are tested in experimental/
 FORMS = [a for a in ATTENTION if a != "plugin"]
 EVERY = [
     form
@@ -507,7 +505,7 @@ def test_no_softmax_layer_in_plain_attention() -> None:
     """Nothing for TensorRT to recognise; the router's softmax stays."""
     program = built_program(spec_called("12b-small"))
     for attention, count in (("plain", 0), ("explicit", 4)):
-        made = emit(prepared(program), Limits(2, 64, 9), without_weights, attention=attention)
+        made = emit(prepared(program), Limits(2, 64, 9), None, attention=attention)
         found = [x for x in made.network._layers if isinstance(x, ISoftMaxLayer)]
         assert (len(found) > 0) == (count > 0)
 
@@ -585,7 +583,7 @@ def test_full_size(name: str, attention: str) -> None:
     limits = Limits(max_batch=4, max_seq=8192, prefill_chunk=1024)
     program = built_program(spec, False, (), "bf16")
     start = time.perf_counter()
-    made = emit(prepared(program), limits, without_weights, attention=attention)
+    made = emit(prepared(program), limits, None, attention=attention)
     assert time.perf_counter() - start < 60
     text, counts = spec.text, layer_counts(made)
     kinds: dict[Any, list[int]] = {}

@@ -19,14 +19,14 @@ from g4ir.backends.base import checked_settings
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import log
 from g4ir.backends.trt.build import write_network
-from g4ir.backends.trt.dry_run import one_thread
-from g4ir.backends.trt.probe import FEATURES, NEEDED, Api, probe
+from g4ir.backends.trt.dry_run import emulator, one_thread
+from g4ir.backends.trt.probe import FEATURES, NEEDED, Api
 from g4ir.backends.trt.recorder import Call, recorder
 from g4ir.ir.graph import split_prologue
 from g4ir.plan.limits import Limits
 from tests.configs import SMALL, spec_called
+from tests.recorder.bindings import WHEELS, Bindings, overridden, real_api
 from tests.runner import built_program
-from tests.trt.bindings import WHEELS, Bindings, overridden, parse_signature, real_api
 from tests.trt.emulated import build, emulated, use
 
 VERSIONS = tuple(WHEELS)
@@ -68,7 +68,7 @@ def _kind(value: Any) -> Any:
 
 def written(version: str, name: str, settings: dict[str, str]) -> list[Call]:
     """What writing the network asks; it is one for both phases."""
-    api = probe(recorder(version))
+    api = emulator(version)
     backend = emulated(Path(), version)
     program = built_program(spec_called(name), dtype="bf16")
     main = program.map(lambda g: split_prologue(g)[1])
@@ -79,7 +79,7 @@ def written(version: str, name: str, settings: dict[str, str]) -> list[Call]:
 
 def recorded(version: str, name: str, settings: dict[str, str], folder: Path) -> list[Call]:
     """What building, loading and running an engine asks: both phases, ragged rows."""
-    api = probe(recorder(version))
+    api = emulator(version)
     with pytest.MonkeyPatch.context() as patch:
         use(patch, emulated(folder, version, api=lambda: api))
         engine = build(folder / "engine", name, settings=settings)
@@ -132,20 +132,6 @@ def test_building_loading_and_running(
     fits_bindings(calls, version)
 
 
-def test_the_recorder_has_nothing_of_its_own(real: tuple[str, Bindings]) -> None:
-    """Classes, enums and their values, module by module."""
-    version, bindings = real
-    module = recorder(version)
-    names = {n for n in vars(module) if not n.startswith("_") and n not in ("calls", "plugin")}
-    assert names <= set(bindings.dump["names"])
-    for name in names:
-        members = getattr(getattr(module, name), "__members__", {})
-        real_values = bindings.values(name) if members else {}
-        assert {m: int(v) for m, v in members.items()}.items() <= real_values.items(), name
-    severities = module.ILogger.Severity.__members__
-    assert {m: int(v) for m, v in severities.items()} == bindings.values("ILogger.Severity")
-
-
 def test_difference_table(real: tuple[str, Bindings]) -> None:
     """The probe sees in the recorder what it would see in the real module."""
     version, bindings = real
@@ -173,56 +159,6 @@ def test_what_tensorrt_calls_back(real: tuple[str, Bindings]) -> None:
     assert bindings.signatures("IStreamWriter", "write")
     kept = BytesIO()
     assert log.stream_writer(module, kept).write(b"plan") == 4 and kept.getvalue() == b"plan"
-
-
-# --- the check itself -------------------------------------------------------------------------
-
-WRONG = {
-    "no class": Call("INetwork", "add_cast", "call"),
-    "no method": Call("INetworkDefinition", "add_casting", "call"),
-    "too few": Call("INetworkDefinition", "get_layer", "call"),
-    "too many": Call("INetworkDefinition", "get_layer", "call", (1, 2)),
-    "keyword": Call("INetworkDefinition", "get_layer", "call", (), {"which": 1}),
-    "kind": Call("INetworkDefinition", "get_layer", "call", ("first",)),
-    "float": Call("INetworkDefinition", "get_layer", "call", (1.0,)),
-    "bool for int": Call("INetworkDefinition", "get_layer", "call", (True,)),
-    "enum": Call("IBuilderConfig", "set_flag", "call", (3,)),
-    "read-only": Call("INetworkDefinition", "num_layers", "set", (3,)),
-    "no property": Call("INetworkDefinition", "get_layer", "get"),
-    "set to another kind": Call("ILayer", "name", "set", (3,)),
-    "property called": Call("INetworkDefinition", "num_layers", "call"),
-    "none": Call("INetworkDefinition", "mark_output", "call", (None,)),
-}
-
-
-@pytest.mark.parametrize("call", WRONG.values(), ids=list(WRONG))
-def test_wrong_uses_are_found(call: Call, real: tuple[str, Bindings]) -> None:
-    assert [*real[1].problems(call)]
-
-
-def test_versions_differ() -> None:
-    """A use that only one of the versions has is found with the other."""
-    call = Call("INetworkDefinition", "add_attention_v2", "get")
-    assert not real_api("10.16.1").has(call.owner, call.member)
-    assert real_api("11.4.0").has(call.owner, call.member)
-
-
-def test_signatures_are_parsed() -> None:
-    """Brackets, defaults and overloads."""
-    text = "2. f(self: a.B, x: list[tuple[int, str]] = [1, 2], y: C = <D.E: 0>, z: F = None) -> G"
-    assert [(p.name, p.kind, p.optional) for p in parse_signature(text) or ()] == [
-        ("x", "list[tuple[int, str]]", True),
-        ("y", "C", True),
-        ("z", "F | None", True),
-    ]
-    assert parse_signature("f(*args, **kwargs)") is None
-    assert parse_signature("Overloaded function.") is None
-
-
-def test_derived_parameters_are_compared(real: tuple[str, Bindings]) -> None:
-    """Another name of a parameter is found: TensorRT may pass it by keyword."""
-    derived = type("Log", (), {"log": lambda self, severity, message: None})
-    assert [*overridden(real[1], "ILogger", derived)]
 
 
 def test_probe_of_what_is_no_tensorrt() -> None:

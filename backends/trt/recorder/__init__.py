@@ -1,29 +1,46 @@
 """A stand-in for the `tensorrt` module: it records calls, keeps TensorRT's rules, and executes.
 
 TensorRT's builder runs on machines with a GPU only. `recorder(version)` has the classes, methods,
-arguments and enum members that this project uses of the real module of that version, and
+arguments and enum members that networks are written with here, as the real module of that version
+has them, and
   - writes every use down in `module.calls` (see record.Call), to be held against the signatures
     of the real bindings;
   - raises RuleError where a network breaks what NVIDIA documents: types, ranks, shapes, aliasing;
   - runs a network in torch (see execute.py), each layer by its own documented meaning.
 
-It has read the same documentation as the lowering: what it says of kernels, memory and speed is
-nothing.
+It needs torch and nothing else. README.md says how it is used, and what it cannot say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import engine, enums, network, plugin
+from . import engine, enums, layers, network
+from .execute import execute
+from .limits import MAX_DIMS, MAX_TOP_K, MAX_VOLUME, SHARED_BYTES
+from .network import aliases, check, sizes, volumes
+from .plugin import Meaning, plugin_module
 from .record import Call, Recorded, RuleError
 
-VERSIONS = tuple(network.NAMES)
-
-#: modules whose NAMES (version -> name -> class, enum or value) make up the module
-_PARTS = (enums, network, engine)
+#: version -> names of its own; all others are the same
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "10.16.1": {
+        "BuilderFlag": enums.BuilderFlag10,
+        "NetworkDefinitionCreationFlag": enums.NetworkDefinitionCreationFlag10,
+    },
+    "11.4.0": {
+        "BuilderFlag": enums.BuilderFlag11,
+        "NetworkDefinitionCreationFlag": enums.NetworkDefinitionCreationFlag11,
+        "CausalMaskKind": enums.CausalMaskKind,
+        "INetworkDefinition": network.INetworkDefinition11,
+        "IAttention": layers.IAttention11,
+    },
+}
+VERSIONS = tuple(_OWN)
+#: no names of the real module, or of one version alone
+_HIDDEN = {"ApiEnum", "Layer", "Severity", "CausalMaskKind"}
 
 
 class Recorder(ModuleType):
@@ -37,23 +54,34 @@ class Recorder(ModuleType):
     _capturing: bool
 
 
-def recorder(version: str = "11.4.0") -> Any:
-    """The module as of one of VERSIONS; each call gives a new one with an empty record."""
+def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
+    """The module as of one of VERSIONS; each call gives a new one with an empty record. `meaning`
+    says what plugins compute; without it their networks can be checked, not run."""
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
     module = Recorder("tensorrt")
-    module.calls, module._shared_memory, module._capturing = [], 48 * 1024, False
-    vars(module)["__version__"] = version
-    for part in _PARTS:
-        for name, thing in part.NAMES[version].items():
-            vars(module)[name] = _bound(name, thing, module)
-    vars(module)["plugin"] = plugin.plugin_module()
+    module.calls, module._shared_memory, module._capturing = [], SHARED_BYTES, False
+    names = {**_common(), **enums.SHORT, **_OWN[version]}
+    vars(module).update({name: _bound(name, thing, module) for name, thing in names.items()})
+    vars(module).update(__version__=version, plugin=plugin_module(meaning))
     return module
 
 
+def _common() -> dict[str, Any]:
+    """Classes and enums that both versions have, by name."""
+    return {
+        name: thing
+        for part in (enums, layers, network, engine)
+        for name, thing in vars(part).items()
+        if isinstance(thing, type) and thing.__module__ == part.__name__
+        if issubclass(thing, Recorded | enums.ApiEnum)
+        if name not in _HIDDEN and not name[-1].isdigit()
+    }
+
+
 def recording(module: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What records a step on the CPU: as torch_compile/cuda_graph.py, it is run, and then run again
-    under the rules of a CUDA graph."""
+    """A recorder of steps on the CPU: a step is run, and then run again under the rules of a CUDA
+    graph."""
 
     def recorded(work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -74,4 +102,21 @@ def _bound(name: str, thing: Any, module: Recorder) -> Any:
     return type(name, (thing,), {"_calls": module.calls, "_module": module, "_api_name": name})
 
 
-__all__ = ["VERSIONS", "Call", "Recorder", "RuleError", "recorder", "recording"]
+__all__ = [
+    "MAX_DIMS",
+    "MAX_TOP_K",
+    "MAX_VOLUME",
+    "SHARED_BYTES",
+    "VERSIONS",
+    "Call",
+    "Meaning",
+    "Recorder",
+    "RuleError",
+    "aliases",
+    "check",
+    "execute",
+    "recorder",
+    "recording",
+    "sizes",
+    "volumes",
+]

@@ -15,66 +15,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from mmap import mmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import network as networks
-from .enums import ApiEnum, DataType, TensorLocation, _enum
+from .enums import (
+    TORCH,
+    BuilderFlag,
+    DataType,
+    ExecutionContextAllocationStrategy,
+    HardwareCompatibilityLevel,
+    MemoryPoolType,
+    ProfilingVerbosity,
+    Severity,
+    TensorLocation,
+)
 from .execute import execute
-from .layers import Dims, IConstantLayer, IPluginV3Layer, ITensor, Shape, Weights, torch_dtype
+from .layers import Dims, IConstantLayer, IPluginV3Layer, ITensor, Shape, Weights, memory_at
 from .network import INetworkDefinition
-from .record import Attribute, Recorded, RuleError, api, held
+from .record import Attribute, Recorded, RuleError, api, held, need
 
-if TYPE_CHECKING:
-    #: each version has its own
-    BuilderFlag = Any
-
-FORMAT = "g4ir recorder plan"
+FORMAT = "recorder plan"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
 SCRATCH, LEAST_SCRATCH = 4096, 1024
-
-
-def _numbered(name: str, members: Mapping[str, int]) -> Any:
-    make: Any = ApiEnum
-    return make(name, dict(members))
-
-
-Severity = _enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE")
-MemoryPoolType = _enum(
-    "MemoryPoolType",
-    "WORKSPACE DLA_MANAGED_SRAM DLA_LOCAL_DRAM DLA_GLOBAL_DRAM TACTIC_DRAM TACTIC_SHARED_MEMORY",
-)
-HardwareCompatibilityLevel = _enum(
-    "HardwareCompatibilityLevel", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY"
-)
-ProfilingVerbosity: Any = _numbered(
-    "ProfilingVerbosity", {"LAYER_NAMES_ONLY": 0, "NONE": 1, "DETAILED": 2}
-)
-ExecutionContextAllocationStrategy = _enum(
-    "ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE USER_MANAGED"
-)
-TensorIOMode = _enum("TensorIOMode", "NONE INPUT OUTPUT")
-#: of those that are used: version -> values
-_FLAGS: Mapping[str, Mapping[str, int]] = {
-    "10.16.1": {
-        "FP16": 0,
-        "REFIT": 4,
-        "TF32": 6,
-        "STRIP_PLAN": 19,
-        "REFIT_IDENTICAL": 20,
-        "WEIGHT_STREAMING": 21,
-        "REFIT_INDIVIDUAL": 23,
-    },
-    "11.4.0": {
-        "REFIT": 4,
-        "TF32": 6,
-        "STRIP_PLAN": 18,
-        "REFIT_IDENTICAL": 19,
-        "WEIGHT_STREAMING": 20,
-        "REFIT_INDIVIDUAL": 22,
-    },
-}
 
 
 # --- what a caller derives from ---------------------------------------------------------------
@@ -129,18 +93,14 @@ class IOptimizationProfile(Recorded):
     @api
     def set_shape(self, input: str, min: Dims, opt: Dims, max: Dims) -> None:
         low, typical, high = (tuple(int(d) for d in s) for s in (min, opt, max))
-        _need(len(low) == len(typical) == len(high), f"profile: {input}: ranks differ")
+        need(len(low) == len(typical) == len(high), f"profile: {input}: ranks differ")
         fits = all(0 <= a <= b <= c for a, b, c in zip(low, typical, high))
-        _need(fits, f"profile: {input}: {low} <= {typical} <= {high} does not hold")
+        need(fits, f"profile: {input}: {low} <= {typical} <= {high} does not hold")
         self._ranges[input] = (low, typical, high)
-
-    @api
-    def get_shape(self, input: str) -> list[Shape]:
-        return list(self._ranges[input])
 
 
 class ITimingCache(Recorded):
-    """What was timed; here only how many builds there were."""
+    """Counts builds; the real one keeps what they timed."""
 
     def __init__(self, module: Any, builds: int) -> None:
         self._module, self._builds = module, builds
@@ -168,9 +128,7 @@ class IBuilderConfig(Recorded):
         "HardwareCompatibilityLevel", HardwareCompatibilityLevel.NONE
     )
     profiling_verbosity = Attribute("ProfilingVerbosity", ProfilingVerbosity.LAYER_NAMES_ONLY)
-    builder_optimization_level = Attribute("int", 3)
     progress_monitor = Attribute("IProgressMonitor | None")
-    num_optimization_profiles = Attribute(None, read=lambda c: len(c._profiles))
 
     @api
     def set_flag(self, flag: BuilderFlag) -> None:
@@ -181,16 +139,12 @@ class IBuilderConfig(Recorded):
         self._set.discard(flag)
 
     @api
-    def get_flag(self, flag: BuilderFlag) -> bool:
-        return flag in self._set
-
-    @api
-    def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:  # type: ignore[valid-type]
-        _need(pool_size > 0, f"{pool.name}: a limit of {pool_size} bytes")  # type: ignore[attr-defined]
+    def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:
+        need(pool_size > 0, f"{pool.name}: a limit of {pool_size} bytes")
         self._pools[pool] = pool_size
 
     @api
-    def get_memory_pool_limit(self, pool: MemoryPoolType) -> int:  # type: ignore[valid-type]
+    def get_memory_pool_limit(self, pool: MemoryPoolType) -> int:
         return self._pools.get(pool, 0)
 
     @api
@@ -221,8 +175,8 @@ class IBuilderConfig(Recorded):
 
 @dataclass(frozen=True)
 class Built:
-    """What a plan stands for. `weights`: a constant layer's index -> its values, without those
-    that were stripped; `refittable`: name of stripped weights -> index."""
+    """The network that a plan stands for. `weights`: a constant layer's index -> its values,
+    without those that were stripped; `refittable`: name of stripped weights -> index."""
 
     network: INetworkDefinition
     profiles: tuple[Mapping[str, tuple[Shape, Shape, Shape]], ...]
@@ -252,7 +206,7 @@ class Builder(Recorded):
     @api
     def create_network(self, flags: int = 0) -> INetworkDefinition:
         known = sum(1 << int(f) for f in self._module.NetworkDefinitionCreationFlag)
-        _need(not flags & ~known, f"create_network: {flags:#b} has unknown flags")
+        need(not flags & ~known, f"create_network: {flags:#b} has unknown flags")
         return self._module.INetworkDefinition(self._module, flags, self)
 
     @api
@@ -315,21 +269,21 @@ def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None
     """Every profile gives a range to every dim that is not known, and to no other; all layers take
     the least and the largest shapes."""
     dynamic = [t for t in network._inputs if -1 in t._dims]
-    _need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
+    need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
     for index, profile in enumerate(config._profiles):
         known = {held(t, "name") for t in network._inputs}
         unknown = profile._ranges.keys() - known
-        _need(not unknown, f"profile {index}: no input is called {', '.join(sorted(unknown))}")
+        need(not unknown, f"profile {index}: no input is called {', '.join(sorted(unknown))}")
         for tensor in dynamic:
             _check_range(profile, index, tensor)
 
 
 def _check_flags(config: IBuilderConfig) -> None:
-    """Of the ways to refit there is one; to strip a plan sets REFIT_IDENTICAL by default."""
+    """There is one way to refit; to strip a plan sets REFIT_IDENTICAL by default."""
     ways = [f for f in ("REFIT", "REFIT_IDENTICAL") if config._named(f)]
     ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
     both = config._named("REFIT_INDIVIDUAL") and ways
-    _need(not both, f"REFIT_INDIVIDUAL cannot be used together with {', '.join(both or [])}")
+    need(not both, f"REFIT_INDIVIDUAL cannot be used together with {', '.join(both or [])}")
 
 
 def _check_launches(network: INetworkDefinition, room: int) -> None:
@@ -344,13 +298,13 @@ def _check_launches(network: INetworkDefinition, room: int) -> None:
 def _check_range(profile: IOptimizationProfile, index: int, tensor: ITensor) -> None:
     name = held(tensor, "name")
     ranges = profile._ranges.get(name)
-    _need(ranges, f"profile {index}: {name} {list(tensor._dims)} has no range")
+    need(ranges, f"profile {index}: {name} {list(tensor._dims)} has no range")
     assert ranges
     for shape in ranges:
         fits = len(shape) == len(tensor._dims) and all(
             d in (-1, size) for d, size in zip(tensor._dims, shape)
         )
-        _need(fits, f"profile {index}: {name}: {list(shape)} is no {list(tensor._dims)}")
+        need(fits, f"profile {index}: {name}: {list(shape)} is no {list(tensor._dims)}")
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
@@ -434,9 +388,7 @@ class ICudaEngine(Recorded):
     device_memory_size_v2 = Attribute(None, read=lambda e: SCRATCH)
     refittable = Attribute(None, read=lambda e: bool(e._built.refittable))
     weight_streaming_budget_v2 = Attribute("int", 0)
-    streamable_weights_size = Attribute(
-        None, read=lambda e: sum(t.nbytes for t in e._weights.values()) * e._built.streamed
-    )
+    streamable_weights_size = Attribute(None, read=lambda e: e._streamable())
 
     @api
     def get_tensor_name(self, index: int) -> str:
@@ -447,19 +399,6 @@ class ICudaEngine(Recorded):
         return self._tensors[name]._dtype
 
     @api
-    def get_tensor_shape(self, name: str) -> Dims:
-        return self._module.Dims(self._tensors[name]._dims)
-
-    @api
-    def get_tensor_mode(self, name: str) -> TensorIOMode:  # type: ignore[valid-type]
-        read = self._tensors[name]._layer is None
-        return TensorIOMode.INPUT if read else TensorIOMode.OUTPUT
-
-    @api
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
-        return [self._module.Dims(s) for s in self._built.profiles[profile_index][name]]
-
-    @api
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
         return SCRATCH if profile_index else LEAST_SCRATCH
 
@@ -467,10 +406,12 @@ class ICudaEngine(Recorded):
     def get_aliased_input_tensor(self, name: str) -> Any:
         return self._aliases.get(name)
 
+    def _streamable(self) -> int:
+        return sum(t.nbytes for t in self._weights.values()) * self._built.streamed
+
     def _streams(self) -> bool:
         """Whether some weights are copied to the device at each step."""
-        size = sum(t.nbytes for t in self._weights.values()) * self._built.streamed
-        return held(self, "weight_streaming_budget_v2") < size
+        return held(self, "weight_streaming_budget_v2") < self._streamable()
 
     def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._network._constants = dict(self._weights)
@@ -479,7 +420,7 @@ class ICudaEngine(Recorded):
     @api
     def create_execution_context(
         self,
-        strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,  # type: ignore[valid-type]
+        strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,
     ) -> IExecutionContext:
         return self._module.IExecutionContext(self, strategy)
 
@@ -500,6 +441,9 @@ class Refitter(Recorded):
 
     @api
     def get_missing_weights(self) -> list[str]:
+        return self._missing()
+
+    def _missing(self) -> list[str]:
         return [n for n in self._engine._built.refittable if n not in self._given]
 
     @api
@@ -513,7 +457,7 @@ class Refitter(Recorded):
         if (weights._dtype, weights._count) != (expected._dtype, expected._count):
             self._logger.log(Severity.ERROR, f"{name}: other weights were expected")
             return False
-        _need(location is TensorLocation.HOST, f"{name}: the recorder has no device")
+        need(location is TensorLocation.HOST, f"{name}: the recorder has no device")
         if _hash(weights._tensor()) != self._engine._built.stripped[name]:
             self._logger.log(Severity.ERROR, f"{name}: not the weights that it was built with")
             return False
@@ -522,9 +466,8 @@ class Refitter(Recorded):
 
     @api
     def refit_cuda_engine(self) -> bool:
-        missing = [n for n in self._engine._built.refittable if n not in self._given]
-        if missing:
-            self._logger.log(Severity.ERROR, f"no weights for {', '.join(missing)}")
+        if self._missing():
+            self._logger.log(Severity.ERROR, f"no weights for {', '.join(self._missing())}")
             return False
         for name, values in self._given.items():
             index = self._engine._built.refittable[name]
@@ -548,7 +491,6 @@ class IExecutionContext(Recorded):
         self._addresses: dict[str, int] = {}
 
     engine = Attribute(None, read=lambda c: c._engine)
-    active_optimization_profile = Attribute(None, read=lambda c: c._profile)
 
     @api
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
@@ -561,7 +503,7 @@ class IExecutionContext(Recorded):
     @api
     def set_device_memory(self, memory: int, size: int) -> None:
         # A GPU asks for 256 bytes, and torch gives it 512; on the CPU it gives 64.
-        _need(memory % 64 == 0, f"device memory at {memory:#x} is not aligned")
+        need(memory % 64 == 0, f"device memory at {memory:#x} is not aligned")
         self._memory = size
 
     @api
@@ -591,24 +533,18 @@ class IExecutionContext(Recorded):
         return True
 
     @api
-    def get_tensor_shape(self, name: str) -> Dims:
-        shape = self._shapes.get(name, self._engine._tensors[name]._dims)
-        return self._engine._module.Dims(shape)
-
-    @api
-    def get_tensor_address(self, name: str) -> int:
-        return self._addresses.get(name, 0)
-
-    @api
     def infer_shapes(self) -> list[str]:
-        return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
+        return self._shapeless()
 
     @api
     def execute_async_v3(self, stream_handle: int) -> bool:
         wrong = self._unready() or self._unrecordable()
         if wrong:
             return self._refuse(wrong)
-        inputs = {n: _at(self._addresses[n], t, self._shape(n)) for n, t in self._inputs().items()}
+        inputs = {
+            n: memory_at(self._addresses[n], t._dtype, self._shape(n))
+            for n, t in self._inputs().items()
+        }
         try:
             made = self._engine._run(inputs)
         except RuleError as e:
@@ -625,7 +561,7 @@ class IExecutionContext(Recorded):
         return self._shapes.get(name, self._engine._tensors[name]._dims)
 
     def _unready(self) -> str:
-        """What is missing, or wrong, before a step."""
+        """Says what is missing, or wrong, before a step."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
         if lacking:
@@ -655,7 +591,7 @@ class IExecutionContext(Recorded):
     def _misplaced(self) -> str:
         """An aliased output lies where its input lies, any other where no input does."""
         spans = {
-            n: range(at, at + prod(self._shape(n)) * torch_dtype(t._dtype).itemsize)
+            n: range(at, at + prod(self._shape(n)) * TORCH[t._dtype].itemsize)
             for n, t in self._inputs().items()
             for at in [self._addresses[n]]
         }
@@ -672,44 +608,3 @@ class IExecutionContext(Recorded):
     def _refuse(self, message: str) -> bool:
         self._engine._logger.log(Severity.ERROR, message)
         return False
-
-
-def _at(address: int, tensor: ITensor, shape: Shape) -> torch.Tensor:
-    """The tensor that lies there."""
-    dtype = torch_dtype(tensor._dtype)
-    count = prod(shape)
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-
-
-def _need(condition: Any, message: str) -> None:
-    if not condition:
-        raise RuleError(message)
-
-
-_LISTED: tuple[Any, ...] = (
-    ILogger,
-    IProgressMonitor,
-    IStreamWriter,
-    IHostMemory,
-    IOptimizationProfile,
-    ITimingCache,
-    IBuilderConfig,
-    Builder,
-    Runtime,
-    ICudaEngine,
-    Refitter,
-    IExecutionContext,
-    MemoryPoolType,
-    HardwareCompatibilityLevel,
-    ProfilingVerbosity,
-    ExecutionContextAllocationStrategy,
-    TensorIOMode,
-)
-_CLASSES: Mapping[str, Any] = {c.__name__: c for c in _LISTED}
-
-#: version -> name -> class, enum or value
-NAMES: Mapping[str, Mapping[str, Any]] = {
-    version: {**_CLASSES, "BuilderFlag": _numbered("BuilderFlag", flags)}
-    for version, flags in _FLAGS.items()
-}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import torch
+
 
 class ApiEnum(Enum):
     """An enum as the bindings have them: no int, but turned into one by `int`."""
@@ -16,92 +18,25 @@ class ApiEnum(Enum):
     __index__ = __int__
 
 
+# --- networks ---------------------------------------------------------------------------------
+
+
 class DataType(ApiEnum):
-    FLOAT = 0
-    HALF = 1
-    INT8 = 2
-    INT32 = 3
-    BOOL = 4
-    UINT8 = 5
-    FP8 = 6
-    BF16 = 7
-    INT64 = 8
-    INT4 = 9
-    FP4 = 10
-    E8M0 = 11
-
-
-def _enum(name: str, members: str) -> Any:
-    """Members numbered in the order of the bindings."""
-    return ApiEnum(name, {m: i for i, m in enumerate(members.split())})  # type: ignore[call-arg]
+    FLOAT, HALF, INT8, INT32, BOOL, UINT8, FP8, BF16, INT64, INT4, FP4, E8M0 = range(12)
 
 
 class UnaryOperation(ApiEnum):
-    (
-        EXP,
-        LOG,
-        SQRT,
-        RECIP,
-        ABS,
-        NEG,
-        SIN,
-        COS,
-        TAN,
-        SINH,
-        COSH,
-        ASIN,
-        ACOS,
-        ATAN,
-        ASINH,
-        ACOSH,
-        ATANH,
-        CEIL,
-        FLOOR,
-        ERF,
-        NOT,
-        SIGN,
-        ROUND,
-        ISINF,
-        ISNAN,
-    ) = range(25)
+    EXP, LOG, SQRT, RECIP, ABS, NEG, SIN, COS, TAN, SINH, COSH, ASIN, ACOS, ATAN = range(14)
+    ASINH, ACOSH, ATANH, CEIL, FLOOR, ERF, NOT, SIGN, ROUND, ISINF, ISNAN = range(14, 25)
 
 
 class ElementWiseOperation(ApiEnum):
-    (
-        SUM,
-        PROD,
-        MAX,
-        MIN,
-        SUB,
-        DIV,
-        POW,
-        FLOOR_DIV,
-        AND,
-        OR,
-        XOR,
-        EQUAL,
-        GREATER,
-        LESS,
-    ) = range(14)
+    SUM, PROD, MAX, MIN, SUB, DIV, POW, FLOOR_DIV, AND, OR, XOR, EQUAL, GREATER, LESS = range(14)
 
 
 class ActivationType(ApiEnum):
-    (
-        RELU,
-        SIGMOID,
-        TANH,
-        LEAKY_RELU,
-        ELU,
-        SELU,
-        SOFTSIGN,
-        SOFTPLUS,
-        CLIP,
-        HARD_SIGMOID,
-        SCALED_TANH,
-        THRESHOLDED_RELU,
-        GELU_ERF,
-        GELU_TANH,
-    ) = range(14)
+    RELU, SIGMOID, TANH, LEAKY_RELU, ELU, SELU, SOFTSIGN, SOFTPLUS, CLIP = range(9)
+    HARD_SIGMOID, SCALED_TANH, THRESHOLDED_RELU, GELU_ERF, GELU_TANH = range(9, 14)
 
 
 class MatrixOperation(ApiEnum):
@@ -140,62 +75,67 @@ class TensorLocation(ApiEnum):
     DEVICE, HOST = range(2)
 
 
-_EVERY: Mapping[str, Any] = {
-    e.__name__: e
-    for e in (
-        DataType,
-        UnaryOperation,
-        ElementWiseOperation,
-        ActivationType,
-        MatrixOperation,
-        ReduceOperation,
-        TopKOperation,
-        GatherMode,
-        SampleMode,
-        KVCacheMode,
-        AttentionNormalizationOp,
-        TensorLocation,
-    )
-}
-_SHORT = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "int8": "INT8",
-    "int32": "INT32",
-    "int64": "INT64",
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "fp8": "FP8",
-}
+# --- builder and runtime ----------------------------------------------------------------------
 
 
-class NetworkDefinitionCreationFlag(ApiEnum):
-    STRONGLY_TYPED, PREFER_JIT_PYTHON_PLUGINS, PREFER_AOT_PYTHON_PLUGINS = range(3)
+class Severity(ApiEnum):
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+
+class MemoryPoolType(ApiEnum):
+    WORKSPACE, DLA_MANAGED_SRAM, DLA_LOCAL_DRAM, DLA_GLOBAL_DRAM = range(4)
+    TACTIC_DRAM, TACTIC_SHARED_MEMORY = range(4, 6)
+
+
+class HardwareCompatibilityLevel(ApiEnum):
+    NONE, AMPERE_PLUS, SAME_COMPUTE_CAPABILITY = range(3)
+
+
+class ProfilingVerbosity(ApiEnum):
+    LAYER_NAMES_ONLY, NONE, DETAILED = range(3)
+
+
+class ExecutionContextAllocationStrategy(ApiEnum):
+    STATIC, ON_PROFILE_CHANGE, USER_MANAGED = range(3)
+
+
+class BuilderFlag(ApiEnum):
+    """Those that are used; each version has its own numbers."""
+
+
+class BuilderFlag10(BuilderFlag):
+    FP16, REFIT, TF32, STRIP_PLAN, REFIT_IDENTICAL = 0, 4, 6, 19, 20
+    WEIGHT_STREAMING, REFIT_INDIVIDUAL = 21, 23
+
+
+class BuilderFlag11(BuilderFlag):
+    REFIT, TF32, STRIP_PLAN, REFIT_IDENTICAL = 4, 6, 18, 19
+    WEIGHT_STREAMING, REFIT_INDIVIDUAL = 20, 22
 
 
 class NetworkDefinitionCreationFlag10(ApiEnum):
-    """As of 10."""
-
-    (
-        EXPLICIT_BATCH,
-        STRONGLY_TYPED,
-        PREFER_JIT_PYTHON_PLUGINS,
-        PREFER_AOT_PYTHON_PLUGINS,
-    ) = range(4)
+    EXPLICIT_BATCH, STRONGLY_TYPED = range(2)
+    PREFER_JIT_PYTHON_PLUGINS, PREFER_AOT_PYTHON_PLUGINS = range(2, 4)
 
 
-#: version -> name -> enum
-NAMES: Mapping[str, Mapping[str, Any]] = {
-    "10.16.1": {
-        **_EVERY,
-        **{short: DataType[name] for short, name in _SHORT.items()},
-        "NetworkDefinitionCreationFlag": NetworkDefinitionCreationFlag10,
-    },
-    "11.4.0": {
-        **_EVERY,
-        **{short: DataType[name] for short, name in _SHORT.items()},
-        "CausalMaskKind": CausalMaskKind,
-        "NetworkDefinitionCreationFlag": NetworkDefinitionCreationFlag,
-    },
+class NetworkDefinitionCreationFlag11(ApiEnum):
+    STRONGLY_TYPED, PREFER_JIT_PYTHON_PLUGINS, PREFER_AOT_PYTHON_PLUGINS = range(3)
+
+
+#: what torch has of the element types; others are not recorded
+TORCH: Mapping[Any, torch.dtype] = {
+    DataType.FLOAT: torch.float32,
+    DataType.HALF: torch.float16,
+    DataType.BF16: torch.bfloat16,
+    DataType.INT8: torch.int8,
+    DataType.INT32: torch.int32,
+    DataType.INT64: torch.int64,
+    DataType.BOOL: torch.bool,
+    DataType.UINT8: torch.uint8,
+    DataType.FP8: torch.float8_e4m3fn,
+}
+#: the module's short names, which but for `fp8` are those of numpy and torch
+SHORT: Mapping[str, Any] = {
+    "fp8" if kind is DataType.FP8 else str(dtype).removeprefix("torch."): kind
+    for kind, dtype in TORCH.items()
 }

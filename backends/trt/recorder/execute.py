@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from . import layers as kinds
-from .layers import ITensor, Layer, torch_dtype
+from .enums import TORCH
+from .layers import ITensor, Layer
 from .network import INetworkDefinition, interiors
 from .record import RuleError, held
 
@@ -90,7 +91,7 @@ def _fed(tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, in
 
 def _check_made(tensor: ITensor, value: torch.Tensor) -> None:
     kind, dims = tensor._type
-    fits = value.dtype == torch_dtype(kind) and value.dim() == len(dims)
+    fits = value.dtype == TORCH[kind] and value.dim() == len(dims)
     if not fits or any(d not in (-1, n) for d, n in zip(dims, value.shape)):
         raise RuleError(f"{tensor._text}: found {value.dtype}{list(value.shape)}")
 
@@ -116,32 +117,13 @@ def _constant(layer: Any, ins: Tensors) -> Tensors:
     return [cached[layer._index]]
 
 
+_SAME_NAME = "EXP LOG SQRT ABS NEG SIN COS ERF FLOOR CEIL SIGN TANH SIGMOID RELU"
+#: operations and activations
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "EXP": torch.exp,
-    "LOG": torch.log,
-    "SQRT": torch.sqrt,
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME.split()},
     "RECIP": torch.reciprocal,
-    "ABS": torch.abs,
-    "NEG": torch.neg,
-    "SIN": torch.sin,
-    "COS": torch.cos,
-    "ERF": torch.erf,
     "NOT": torch.logical_not,
-    "FLOOR": torch.floor,
-    "CEIL": torch.ceil,
-    "SIGN": torch.sign,
-    "TANH": torch.tanh,
-    "SIGMOID": torch.sigmoid,
-    "RELU": torch.relu,
 }
-
-
-def _unary(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_UNARY[held(layer, "op").name], *ins)]
-
-
-def _activation(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_UNARY[held(layer, "type").name], *ins)]
 
 
 def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -167,8 +149,11 @@ _ELEMENTWISE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 }
 
 
-def _elementwise(layer: Any, ins: Tensors) -> Tensors:
-    return [_pointwise(_ELEMENTWISE[held(layer, "op").name], *ins)]
+def _looked_up(
+    table: Mapping[str, Callable[..., torch.Tensor]], member: str
+) -> Callable[[Any, Tensors], Tensors]:
+    """Runs a layer that names its function by an enum."""
+    return lambda layer, ins: [_pointwise(table[held(layer, member).name], *ins)]
 
 
 def _matmul(layer: Any, ins: Tensors) -> Tensors:
@@ -182,17 +167,9 @@ def _softmax(layer: Any, ins: Tensors) -> Tensors:
     return [_wide(ins[0]).softmax(axis).to(ins[0].dtype)]
 
 
-def _sum(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
-    return x.sum(axes, keepdim=kept)
-
-
-def _mean(x: torch.Tensor, axes: list[int], kept: bool) -> torch.Tensor:
-    return x.mean(axes, keepdim=kept)
-
-
-_REDUCE: Mapping[str, Callable[[torch.Tensor, list[int], bool], torch.Tensor]] = {
-    "SUM": _sum,
-    "AVG": _mean,
+_REDUCE: Mapping[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.sum,
+    "AVG": torch.mean,
     "MAX": torch.amax,
     "MIN": torch.amin,
 }
@@ -209,7 +186,7 @@ def _topk(layer: Any, ins: Tensors) -> Tensors:
     (axis,) = kinds._bits(int(held(layer, "axes")), ins[0].dim())
     largest = held(layer, "op").name == "MAX"
     values, index = torch.topk(ins[0], int(held(layer, "k")), axis, largest)
-    return [values, index.to(torch_dtype(held(layer, "indices_type")))]
+    return [values, index.to(TORCH[held(layer, "indices_type")])]
 
 
 def _shuffle(layer: Any, ins: Tensors) -> Tensors:
@@ -224,10 +201,6 @@ def _shuffle(layer: Any, ins: Tensors) -> Tensors:
     return [x]
 
 
-def _concatenation(layer: Any, ins: Tensors) -> Tensors:
-    return [torch.cat(ins, layer._axis())]
-
-
 def _slice(layer: Any, ins: Tensors) -> Tensors:
     """A stride of 0 repeats one entry."""
     given = iter(ins[1:])
@@ -235,7 +208,7 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
         next(given).tolist()
         if len(layer._inputs) > i and layer._inputs[i] is not None
         else held(layer, member)
-        for i, member in ((1, "start"), (2, "shape"), (3, "stride"))
+        for i, member in layer._MEMBERS
     )
     x = ins[0]
     for axis, (first, count, step) in enumerate(zip(start, shape, stride)):
@@ -246,15 +219,6 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
             )
         x = x.narrow(axis, first, count) if step == 1 else x.index_select(axis, at)
     return [x]
-
-
-def _select(layer: Any, ins: Tensors) -> Tensors:
-    condition, then, other = ins
-    return [torch.where(condition, then, other)]
-
-
-def _shape(layer: Any, ins: Tensors) -> Tensors:
-    return [torch.tensor(ins[0].shape, dtype=torch.int64)]
 
 
 def _in_bounds(layer: Any, index: torch.Tensor, size: int) -> torch.Tensor:
@@ -308,38 +272,26 @@ def _attention(layer: Any, ins: Tensors) -> Tensors:
     return [(_wide(scores.to(q.dtype)) @ _wide(v)).to(q.dtype)]
 
 
-def _plugin(layer: Any, ins: Tensors) -> Tensors:
-    return list(held(layer, "plugin").run(*ins))
-
-
-def _same(layer: Any, ins: Tensors) -> Tensors:
-    return ins
-
-
-def _cast(layer: Any, ins: Tensors) -> Tensors:
-    return [ins[0].to(torch_dtype(held(layer, "to_type")))]
-
-
 _RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {
     "constant": _constant,
-    "identity": _same,
-    "cast": _cast,
-    "unary": _unary,
-    "activation": _activation,
-    "elementwise": _elementwise,
+    "identity": lambda layer, ins: ins,
+    "cast": lambda layer, ins: [ins[0].to(TORCH[held(layer, "to_type")])],
+    "unary": _looked_up(_UNARY, "op"),
+    "activation": _looked_up(_UNARY, "type"),
+    "elementwise": _looked_up(_ELEMENTWISE, "op"),
     "matrix multiply": _matmul,
     "softmax": _softmax,
     "reduce": _reduce,
     "top-k": _topk,
     "shuffle": _shuffle,
-    "concatenation": _concatenation,
+    "concatenation": lambda layer, ins: [torch.cat(ins, layer._axis())],
     "slice": _slice,
-    "select": _select,
-    "shape": _shape,
+    "select": lambda layer, ins: [torch.where(ins[0], ins[1], ins[2])],
+    "shape": lambda layer, ins: [torch.tensor(ins[0].shape, dtype=torch.int64)],
     "gather": _gather,
     "KV cache update": _cache_update,
     "attention": _attention,
-    "plugin": _plugin,
+    "plugin": lambda layer, ins: list(held(layer, "plugin").run(*ins)),
     "condition": lambda layer, ins: [],
-    "conditional input": _same,
+    "conditional input": lambda layer, ins: ins,
 }

@@ -1,8 +1,8 @@
 """Tensors, weights and layers, with the rules that NVIDIA documents for each layer.
 
 A layer's `_infer` checks its inputs and works out the types of its outputs: element type, and dims
-that are -1 where they are known at run time only. Sources: the operator pages and NvInfer.h of
-TensorRT 10.16 and 11.
+that are -1 where they are known at run time only. README.md says where the rules are
+written.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .enums import (
+    TORCH,
     AttentionNormalizationOp,
     DataType,
     ElementWiseOperation,
@@ -23,10 +26,8 @@ from .enums import (
     SampleMode,
     UnaryOperation,
 )
-from .record import Attribute, Recorded, RuleError, api, held, keep
-
-if TYPE_CHECKING:
-    import torch
+from .limits import MAX_DIMS, MAX_ENTERING, MAX_TOP_K
+from .record import Attribute, Recorded, RuleError, api, held, keep, need
 
 Shape = tuple[int, ...]
 Output = tuple[Any, Shape]
@@ -37,25 +38,6 @@ NUMBERS = FLOATS | INDEXES
 CASTABLE = {*NUMBERS, DataType.BOOL, DataType.INT8, DataType.UINT8}
 #: of what the operator page of If takes; no int64
 BRANCHED = {DataType.BOOL, DataType.INT32, *FLOATS}
-MAX_DIMS = 8
-MAX_TOP_K = 3840
-#: bytes of constants that may come in through an input layer of a conditional
-MAX_ENTERING = 1 << 20
-#: elements of a tensor that an operator takes
-MAX_VOLUME = 2**31 - 1
-ITEMSIZE = {
-    DataType.FLOAT: 4,
-    DataType.HALF: 2,
-    DataType.BF16: 2,
-    DataType.INT32: 4,
-    DataType.INT64: 8,
-    DataType.INT8: 1,
-    DataType.BOOL: 1,
-    DataType.UINT8: 1,
-    DataType.FP8: 1,
-}
-
-
 #: elementwise operations on sizes
 ON_SIZES: dict[str, Callable[[Any, Any], int]] = {
     "SUM": operator.add,
@@ -79,64 +61,28 @@ class Permutation(Dims):
 
 
 class Weights(Recorded):
-    """`Weights(type)`, `Weights(type, ptr, count)` or `Weights(array)`: memory that is not copied.
+    """Memory that is not copied. A null pointer with a count stands for weights that are not there:
+    their network can be checked, not run."""
 
-    A null pointer with a count stands for weights that are not there: their network can be
-    checked, not run.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        self._record("__init__", "call", args)
-        self._keep: Any = None
-        if len(args) == 1 and isinstance(args[0], DataType):
-            args = (args[0], 0, 0)
-        elif len(args) == 1:
-            args = self._of_array(args[0])
-        kind, pointer, count = args
-        if not isinstance(kind, DataType):
-            raise TypeError(f"Weights: {kind!r} is no DataType")
-        self._dtype, self._pointer, self._count = kind, int(pointer), int(count)
-
-    def _of_array(self, array: Any) -> tuple[Any, int, int]:
-        kinds = {
-            "float32": DataType.FLOAT,
-            "float16": DataType.HALF,
-            "int32": DataType.INT32,
-            "int64": DataType.INT64,
-            "int8": DataType.INT8,
-        }
-        self._keep = array
-        return kinds[str(array.dtype)], array.ctypes.data, array.size
+    @api
+    def __init__(self, type: DataType, ptr: int, count: int) -> None:
+        self._dtype, self._pointer, self._count = type, int(ptr), int(count)
 
     dtype = Attribute(None, read=lambda w: w._dtype)
     size = Attribute(None, read=lambda w: w._count)
-    nbytes = Attribute(None, read=lambda w: w._count * ITEMSIZE[w._dtype])
+    nbytes = Attribute(None, read=lambda w: w._count * TORCH[w._dtype].itemsize)
 
     def _tensor(self) -> torch.Tensor:
-        """What lies in that memory now."""
-        import torch
-
-        if not self._pointer:
-            raise RuleError("weights without memory: this network can be checked, not run")
-        size = self._count * ITEMSIZE[self._dtype]
-        memory = (ctypes.c_char * size).from_address(self._pointer)
-        return torch.frombuffer(memory, dtype=torch_dtype(self._dtype), count=self._count)
+        """The numbers that lie in that memory now."""
+        need(self._pointer, "weights without memory: this network can be checked, not run")
+        return memory_at(self._pointer, self._dtype, (self._count,))
 
 
-def torch_dtype(kind: Any) -> torch.dtype:
-    import torch
-
-    names = {
-        "FLOAT": torch.float32,
-        "HALF": torch.float16,
-        "BF16": torch.bfloat16,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "INT8": torch.int8,
-        "BOOL": torch.bool,
-        "UINT8": torch.uint8,
-    }
-    return names[kind.name]
+def memory_at(address: int, kind: Any, shape: Shape) -> torch.Tensor:
+    """The tensor that lies there; it is not copied."""
+    dtype, count = TORCH[kind], math.prod(shape)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 class ITensor(Recorded):
@@ -161,20 +107,12 @@ class ITensor(Recorded):
     dtype = Attribute(None, read=lambda t: t._dtype)
     shape = Attribute(None, read=lambda t: Dims(t._dims))
     location = Attribute("TensorLocation")
-    allowed_formats = Attribute("int", 0)
     is_network_input = Attribute(None, read=lambda t: t._layer is None)
     is_network_output = Attribute(None, read=lambda t: t._is_output)
-    is_shape_tensor = Attribute(None, read=lambda t: t._known() is not None)
-    is_execution_tensor = Attribute(None, read=lambda t: t._known() is None)
-
-    @api
-    def get_dimension_name(self, index: int) -> Any:
-        return self._dimension_names.get(int(index))
 
     @api
     def set_dimension_name(self, index: int, name: str) -> None:
-        if self._layer is not None:
-            raise RuleError(f"{self._title}: dims of network inputs alone can be named")
+        need(self._layer is None, f"{self._title}: dims of network inputs alone can be named")
         self._dimension_names[int(index)] = name
 
     # What follows is not the real class's.
@@ -209,7 +147,7 @@ class ITensor(Recorded):
 
 
 class Layer(Recorded):
-    """What ILayer and IAttention share: inputs, outputs, a name."""
+    """The common part of ILayer and IAttention: inputs, outputs, a name."""
 
     #: name of what it is in messages
     _kind = ""
@@ -226,12 +164,6 @@ class Layer(Recorded):
 
     name = Attribute("str", "")
     metadata = Attribute("str", "")
-    num_inputs = Attribute(None, read=lambda x: len(x._inputs))
-    num_outputs = Attribute(None, read=lambda x: len(x._outputs))
-
-    @api
-    def get_input(self, index: int) -> Any:
-        return self._inputs[int(index)]
 
     @api
     def get_output(self, index: int) -> Any:
@@ -373,8 +305,6 @@ class IUnaryLayer(ILayer):
 class IActivationLayer(ILayer):
     _kind = "activation"
     type = Attribute("ActivationType")
-    alpha = Attribute("float", 0.0)
-    beta = Attribute("float", 0.0)
 
     def _infer(self) -> list[Output]:
         self._kinds(self._in(), FLOATS, held(self, "type").name)
@@ -395,7 +325,7 @@ class IElementWiseLayer(ILayer):
         return [(DataType.BOOL if op.name in compares else a._dtype, self._broadcast(a, b))]
 
     def _values(self) -> list[int | None] | None:
-        """Of shape tensors, for what is done with sizes."""
+        """The numbers of shape tensors, for what is done with sizes."""
         f = ON_SIZES.get(held(self, "op").name)
         one, two = self._in(0)._known(), self._in(1)._known()
         if f is None or one is None or two is None or len(one) != len(two):
@@ -561,7 +491,12 @@ class ISliceLayer(ILayer):
     shape = Attribute("Dims")
     stride = Attribute("Dims")
     mode = Attribute("SampleMode", SampleMode.STRICT_BOUNDS)
+    #: inputs that may stand for what was given when the layer was made
+    _MEMBERS = (1, "start"), (2, "shape"), (3, "stride")
     axes = Attribute("Dims")
+
+    def _parts(self) -> list[list[int | None]]:
+        return [self._part(i, member) for i, member in self._MEMBERS]
 
     def _part(self, index: int, member: str) -> list[int | None]:
         """Start, shape or stride: an input, or what was given when the layer was made."""
@@ -578,7 +513,7 @@ class ISliceLayer(ILayer):
         x = self._in()
         self._need(held(self, "axes") is None, "axes are not recorded here")
         self._need(held(self, "mode") is SampleMode.STRICT_BOUNDS, "modes are not recorded here")
-        parts = [self._part(i, m) for i, m in ((1, "start"), (2, "shape"), (3, "stride"))]
+        parts = self._parts()
         ranks = {len(p) for p in parts} == {len(x._dims)}
         self._need(ranks, f"{x._text}: start, shape and stride {parts} are of its rank")
         out = []
@@ -593,9 +528,7 @@ class ISliceLayer(ILayer):
 
     def _values(self) -> list[int | None] | None:
         known, (_, dims) = self._in()._known(), self._types[0]
-        start, _, stride = (
-            self._part(i, m) for i, m in ((1, "start"), (2, "shape"), (3, "stride"))
-        )
+        start, _, stride = self._parts()
         if known is None or None in (*start, *stride) or -1 in dims or len(dims) != 1:
             return None
         return [known[start[0] + i * stride[0]] for i in range(dims[0])]  # type: ignore[operator]
@@ -697,7 +630,6 @@ class IAttention(Layer):
     causal = Attribute("bool", False)
     mask = Attribute("ITensor | None")
     decomposable = Attribute("bool", False)
-    num_ranks = Attribute("int", 1)
 
     def _changed(self, member: str) -> None:
         super()._changed(member)
@@ -735,9 +667,9 @@ class IAttention(Layer):
         want = (q._dims[0], q._dims[1], q._dims[2], k._dims[2])
         text = f"{mask._text}: a mask is {list(want)}, 1 instead of the first two"
         self._need(len(mask._dims) == 4, text)
-        for i, (have, need) in enumerate(zip(mask._dims, want)):
+        for i, (have, wanted) in enumerate(zip(mask._dims, want)):
             ones = (1,) if i < 2 else ()
-            self._need(have == need or -1 in (have, need) or have in ones, text)
+            self._need(have == wanted or -1 in (have, wanted) or have in ones, text)
 
 
 class IAttention11(IAttention):
@@ -758,7 +690,7 @@ class IAttention11(IAttention):
 
 
 class IPluginV3Layer(ILayer):
-    """Of one of this project's plugins, see plugin.py."""
+    """A plugin that is compiled ahead of time, see plugin.py."""
 
     _kind = "plugin"
     plugin = Attribute(None)
@@ -793,7 +725,7 @@ class IIfConditionalInputLayer(IIfConditionalBoundaryLayer):
         x = self._in()
         self._kinds(x, BRANCHED, "a branch")
         if isinstance(x._layer, IConstantLayer):
-            count = volume(x._dims) * ITEMSIZE[x._dtype]
+            count = volume(x._dims) * TORCH[x._dtype].itemsize
             self._need(count <= MAX_ENTERING, f"{count} bytes of constants are copied at each step")
         return [x._type]
 

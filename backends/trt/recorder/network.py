@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from . import layers as kinds
 from .enums import (
+    TORCH,
     ActivationType,
     AttentionNormalizationOp,
     CausalMaskKind,
@@ -21,7 +22,8 @@ from .enums import (
     UnaryOperation,
 )
 from .layers import Dims, ITensor, Layer, Shape, Weights, volume
-from .record import Attribute, Recorded, RuleError, api, held, keep
+from .limits import MAX_DIMS
+from .record import Attribute, Recorded, api, held, keep, need
 
 L = TypeVar("L", bound=Layer)
 
@@ -46,24 +48,11 @@ class INetworkDefinition(Recorded):
         self._weight_names: dict[int, str] = {}
 
     name = Attribute("str", "")
-    error_recorder = Attribute("Any")
     builder = Attribute(None, read=lambda n: n._builder)
     flags = Attribute(None, read=lambda n: n._flags)
     num_inputs = Attribute(None, read=lambda n: len(n._inputs))
     num_outputs = Attribute(None, read=lambda n: len(n._outputs))
     num_layers = Attribute(None, read=lambda n: len(n._layers))
-
-    @api
-    def get_flag(self, flag: Any) -> bool:
-        return bool(self._flags >> int(flag) & 1)
-
-    @api
-    def get_input(self, index: int) -> ITensor:
-        return self._inputs[int(index)]
-
-    @api
-    def get_output(self, index: int) -> ITensor:
-        return self._outputs[int(index)]
 
     @api
     def get_layer(self, index: int) -> Layer:
@@ -83,18 +72,18 @@ class INetworkDefinition(Recorded):
     def add_input(self, name: str, dtype: DataType, shape: Dims) -> ITensor:
         dims = tuple(int(d) for d in shape)
         allowed = {*kinds.CASTABLE, DataType.FP8}
-        _need(dtype in allowed, f"input {name}: {dtype.name} is not supported here")
-        _need(name and name not in _names(self), f"input {name!r}: a name of its own")
-        _need(len(dims) <= kinds.MAX_DIMS, f"input {name}: {list(dims)} has too many dims")
-        _need(all(d >= -1 for d in dims), f"input {name}: {list(dims)}")
+        need(dtype in allowed, f"input {name}: {dtype.name} is not supported here")
+        need(name and name not in _names(self), f"input {name!r}: a name of its own")
+        need(len(dims) <= MAX_DIMS, f"input {name}: {list(dims)} has too many dims")
+        need(all(d >= -1 for d in dims), f"input {name}: {list(dims)}")
         tensor = ITensor(self, None, len(self._inputs), name, (dtype, dims))
         self._inputs.append(tensor)
         return tensor
 
     @api
     def mark_output(self, tensor: ITensor) -> None:
-        _need(not tensor._is_output, f"{tensor._title} is an output already")
-        _need(tensor._layer is not None, f"{tensor._title}: an input cannot be an output")
+        need(not tensor._is_output, f"{tensor._title} is an output already")
+        need(tensor._layer is not None, f"{tensor._title}: an input cannot be an output")
         tensor._is_output = True
         self._outputs.append(tensor)
 
@@ -225,15 +214,15 @@ class INetworkDefinition(Recorded):
         norm_op: AttentionNormalizationOp,
         causal: bool,
     ) -> kinds.IAttention:
-        _need(not causal, "attention: causal is UPPER_LEFT, which hides what lies before a chunk")
+        need(not causal, "attention: causal is UPPER_LEFT, which hides what lies before a chunk")
         return self._add(self._attention, [query, key, value], norm_op=norm_op, causal=causal)
 
     @api
     def add_plugin(self, func: Callable, aot: bool) -> kinds.IPluginV3Layer:
-        """Of one that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
-        _need(aot, "add_plugin: only plugins that are compiled ahead of time")
+        """Adds one that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
+        need(aot, "add_plugin: only plugins that are compiled ahead of time")
         inputs, shapes, plugin = func()
-        _need(not shapes, "add_plugin: no shape inputs")
+        need(not shapes, "add_plugin: no shape inputs")
         count = plugin.of.outputs
         return self._add(kinds.IPluginV3Layer, inputs, count, plugin=plugin)
 
@@ -297,27 +286,22 @@ class IIfConditional(Recorded):
 # --- a network as a whole ---------------------------------------------------------------------
 
 
-def _need(condition: Any, message: str) -> None:
-    if not condition:
-        raise RuleError(message)
-
-
 def _names(network: INetworkDefinition) -> set[str]:
     return {held(t, "name") for t in (*network._inputs, *network._outputs)}
 
 
 def check(network: INetworkDefinition) -> None:
-    """What the builder looks at before it builds; RuleError."""
+    """Looks at a network as the builder does before it builds; RuleError."""
     typed = network._module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
     always = not network._module.__version__.startswith("10.")
-    _need(always or network._flags >> int(typed) & 1, "the network is not STRONGLY_TYPED")
+    need(always or network._flags >> int(typed) & 1, "the network is not STRONGLY_TYPED")
     for layer in network._layers:
         layer._look()
-    _need(network._outputs, "the network has no output")
+    need(network._outputs, "the network has no output")
     names = [held(t, "name") for t in (*network._inputs, *network._outputs)]
-    _need(all(names), "every output of the network has a name")
+    need(all(names), "every output of the network has a name")
     twice = sorted({n for n in names if names.count(n) > 1})
-    _need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
+    need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
     for layer in network._layers:
         if isinstance(layer, kinds.IKVCacheUpdateLayer):
             _check_cache(network, layer)
@@ -348,12 +332,12 @@ def interiors(network: INetworkDefinition) -> Branches:
     found: Branches = {}
     for conditional in network._conditionals:
         name = held(conditional, "name") or "a conditional"
-        _need(conditional._condition, f"{name} has no condition")
-        _need(conditional._ends, f"{name} has no output")
+        need(conditional._condition, f"{name} has no condition")
+        need(conditional._ends, f"{name} has no output")
         for end in conditional._ends:
             then, other = (_interior(conditional, end._in(i)) for i in (0, 1))
             both = [x for x in then if x in other and x._inputs]
-            _need(not both, f"{name}: both branches hold {both[0]._title if both else ''}")
+            need(not both, f"{name}: both branches hold {both[0]._title if both else ''}")
             found[end] = (sorted(then, key=_place), sorted(other, key=_place))
     _check_enclosed(network, found)
     return found
@@ -370,7 +354,7 @@ def _interior(conditional: IIfConditional, end: ITensor) -> set[Layer]:
         tensor = rest.pop()
         layer = tensor._layer
         name = held(conditional, "name") or "a conditional"
-        _need(layer, f"{name}: a branch reads {tensor._title}, which did not come in as an input")
+        need(layer, f"{name}: a branch reads {tensor._title}, which did not come in as an input")
         assert layer
         mine = isinstance(layer, kinds.IIfConditionalInputLayer) and (
             layer._conditional is conditional
@@ -393,7 +377,7 @@ def _check_enclosed(network: INetworkDefinition, found: Branches) -> None:
     for tensor in network._outputs:
         maker = tensor._layer
         hidden = maker in inside and maker not in found
-        _need(not hidden, f"output {tensor._title} lies inside a conditional")
+        need(not hidden, f"output {tensor._title} lies inside a conditional")
 
 
 @contextmanager
@@ -461,53 +445,4 @@ def _is_view(layer: Layer) -> bool:
 
 def _own_bytes(layer: Layer, t: ITensor) -> int:
     elsewhere = isinstance(layer, kinds.IConstantLayer) or t._is_output or _is_view(layer)
-    return 0 if elsewhere else volume(t._dims) * kinds.ITEMSIZE[t._dtype]
-
-
-_COMMON: Mapping[str, Any] = {
-    c.__name__: c
-    for c in (
-        kinds.Dims,
-        kinds.Permutation,
-        Weights,
-        ITensor,
-        kinds.ILayer,
-        kinds.IConstantLayer,
-        kinds.IIdentityLayer,
-        kinds.ICastLayer,
-        kinds.IUnaryLayer,
-        kinds.IActivationLayer,
-        kinds.IElementWiseLayer,
-        kinds.IMatrixMultiplyLayer,
-        kinds.ISoftMaxLayer,
-        kinds.IReduceLayer,
-        kinds.ITopKLayer,
-        kinds.IShuffleLayer,
-        kinds.IConcatenationLayer,
-        kinds.ISliceLayer,
-        kinds.ISelectLayer,
-        kinds.IShapeLayer,
-        kinds.IGatherLayer,
-        kinds.IKVCacheUpdateLayer,
-        kinds.IIfConditionalBoundaryLayer,
-        kinds.IConditionLayer,
-        kinds.IIfConditionalInputLayer,
-        kinds.IIfConditionalOutputLayer,
-        kinds.IPluginV3Layer,
-        IIfConditional,
-    )
-}
-
-#: version -> name -> class; what a version lacks is not there
-NAMES: Mapping[str, Mapping[str, Any]] = {
-    "10.16.1": {
-        **_COMMON,
-        "INetworkDefinition": INetworkDefinition,
-        "IAttention": kinds.IAttention,
-    },
-    "11.4.0": {
-        **_COMMON,
-        "INetworkDefinition": INetworkDefinition11,
-        "IAttention": kinds.IAttention11,
-    },
-}
+    return 0 if elsewhere else volume(t._dims) * TORCH[t._dtype].itemsize

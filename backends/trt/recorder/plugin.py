@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args, get_origin
 
+from .record import need
+
 ATTRIBUTES = (int, float, bytes, bool, str)
 RESERVED = ("", "trt", "tensorrt", "std")
 GRID = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_mem")
 Described = tuple[Any, tuple[int, ...]]
+#: (name of a plugin, its attributes, *tensors) -> what it computes of them, in torch
+Meaning = Callable[..., tuple[Any, ...]]
 
 
 class SymIntExpr:
@@ -119,7 +123,7 @@ def from_shape_expr(shape_expr: Any, dtype: Any) -> TensorDesc:
 class Registered:
     """A plugin's functions; called with tensors and attributes it gives what `add_plugin` takes."""
 
-    def __init__(self, plugin_id: str, describe: Callable[..., Any], module: ModuleType) -> None:
+    def __init__(self, plugin_id: str, describe: Callable[..., Any], module: Any) -> None:
         self.plugin_id, self.describe, self.module = plugin_id, describe, module
         self.implement: Callable[..., Any] | None = None
         self.tensors, self.attributes, self.outputs = _parsed(describe)
@@ -165,11 +169,11 @@ class Instance:
         return SimpleNamespace(name=name, ptx=ptx, params=numbers, whole=[n.value for n in whole])
 
     def run(self, *tensors: Any) -> tuple[Any, ...]:
-        """In torch: what a plugin of this project means."""
-        from ..plugin_kernels.reference import run
-        from ..plugin_kernels.table import Plan
-
-        return run(Plan.parse(self.attributes["plan"]), *tensors)
+        """Its outputs, as whoever made the module says that they are."""
+        meaning: Meaning | None = self.of.module.meaning
+        need(meaning, f"{self.of.plugin_id}: say what it computes, recorder(meaning=...)")
+        assert meaning
+        return meaning(self.of.plugin_id, self.attributes, *tensors)
 
     def _described(self, inputs: Sequence[TensorDesc]) -> tuple[TensorDesc, ...]:
         made = self.of.describe(*inputs, **self.attributes)
@@ -210,10 +214,10 @@ def _count(annotation: Any) -> int:
     return len(args)
 
 
-def plugin_module() -> Any:
+def plugin_module(meaning: Meaning | None = None) -> Any:
     """A module like `tensorrt.plugin`, in which nothing is registered."""
     module: Any = ModuleType("tensorrt.plugin")
-    module.op = SimpleNamespace()
+    module.op, module.meaning = SimpleNamespace(), meaning
 
     def register(plugin_id: str, lazy_register: bool = False) -> Callable[..., Any]:
         space, name = plugin_id.split("::")

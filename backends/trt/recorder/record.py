@@ -16,6 +16,12 @@ class RuleError(ValueError):
     """A rule of TensorRT that a network breaks: the layer, what it was given, and the rule."""
 
 
+def need(condition: Any, message: str) -> None:
+    """RuleError with the message where the condition does not hold."""
+    if not condition:
+        raise RuleError(message)
+
+
 @dataclass(frozen=True)
 class Call:
     """One use of a member: `kind` is call, get or set."""

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.trt.bindings import WHEELS, find_wheel
+from tests.recorder.bindings import WHEELS, find_wheel
 
 Described = tuple[Any, tuple[int, ...]]
 _BASES = (

@@ -16,10 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.trt.plugin_kernels.reference import run as meaning
-from g4ir.backends.trt.plugin_kernels.table import PLUGINS, Plan
-from g4ir.backends.trt.plugins import (
-    SHARED_BYTES,
+from g4ir.backends.trt.experimental.plugins import (
     Decode,
     Experts,
     grid_of,
@@ -27,6 +24,9 @@ from g4ir.backends.trt.plugins import (
     result_types,
     tightened,
 )
+from g4ir.backends.trt.experimental.reference import run as meaning
+from g4ir.backends.trt.experimental.table import PLUGINS, Plan
+from g4ir.backends.trt.recorder import SHARED_BYTES
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
 from g4ir.ops.types import Type, dtype_name, torch_dtype

@@ -18,15 +18,14 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels.resources import assembled
-from g4ir.backends.trt import plugins, trial
-from g4ir.backends.trt.emitter import SHARED_BYTES, MappedWeights, without_weights
-from g4ir.backends.trt.plugin_kernels import ptx as compiler
-from g4ir.backends.trt.plugin_kernels.reference import run as meaning
-from g4ir.backends.trt.plugin_kernels.table import PLUGINS, Plan
-from g4ir.backends.trt.plugins import MOST_SHARED_BYTES, Decode, Experts
-from g4ir.backends.trt.probe import probe
-from g4ir.backends.trt.recorder import recorder
-from g4ir.backends.trt.recorder.execute import execute
+from g4ir.backends.trt.dry_run import emulator
+from g4ir.backends.trt.experimental import plugins, trial
+from g4ir.backends.trt.experimental import ptx as compiler
+from g4ir.backends.trt.experimental.plugins import Decode, Experts
+from g4ir.backends.trt.experimental.reference import run as meaning
+from g4ir.backends.trt.experimental.table import PLUGINS, Plan
+from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
+from g4ir.backends.trt.recorder import SHARED_BYTES, execute, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
 from g4ir.backends.trt.recorder.record import held
 from g4ir.errors import LowerError, MissingError
@@ -38,14 +37,13 @@ from tests.configs import spec_called
 from tests.engines import BUDGET
 from tests.network_session import NetworkSession, embed_with
 from tests.oracle import find_oracle, random_tokens, relative
+from tests.recorder.bindings import WHEELS
 from tests.runner import Session, built_program, open_session
 from tests.trt import running
-from tests.trt.bindings import WHEELS
-from tests.trt.plugin_bindings import RealLayer, real_plugins
+from tests.trt.experimental.plugin_bindings import RealLayer, real_plugins
 from tests.trt.running import prepared
 
-ROOT = Path(__file__).parents[2]
-DATA_TYPES = {"bf16": "BF16", "f16": "HALF", "f32": "FLOAT", "i32": "INT32"}
+ROOT = Path(__file__).parents[3]
 SLOTS = 4096 + 512
 
 
@@ -268,12 +266,12 @@ def test_launches(trt: Any) -> None:
         layer, plugin = layer_of(trt, plan), PLUGINS[plan.plugin]
         for rows, tokens, slots in LAUNCHES:
             inputs = shapes_of(plan, rows, tokens, slots)
-            given = [(getattr(trt.DataType, DATA_TYPES[kind]), dims) for kind, dims in inputs]
+            given = [(getattr(trt.DataType, DTYPES[kind]), dims) for kind, dims in inputs]
             types = {n: Type(*t) for n, t in zip(plugin.inputs, inputs)}
             results = plugins.result_types(plan, types)
             made = layer.output_types(given)
             assert [d for _, d in made] == [t.shape for t in results], plan
-            assert [t.name for t, _ in made] == [DATA_TYPES[t.dtype] for t in results], plan
+            assert [t.name for t, _ in made] == [DTYPES[t.dtype] for t in results], plan
             launch = layer.launch(given)
             kernel = plugins.compiled(plan)
             grid = plugins.grid_of(plan, {n: t.shape for n, t in types.items()})
@@ -315,7 +313,7 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_more_shared_memory_where_a_trial_build_shows_it() -> None:
     """A network of one kernel alone is built and run: refused, wrong, and right."""
-    api = probe(recorder())
+    api = emulator()
     assert trial.shared_memory(api, "cpu") == SHARED_BYTES
     api.trt._shared_memory = MOST_SHARED_BYTES
     assert trial.shared_memory(api, "cpu") == MOST_SHARED_BYTES
@@ -360,7 +358,7 @@ def plugin_session(
     program = built_program(oracle.spec, latent_kv="off", **options)
     source = Session(program, oracle.tensors, batch, chunk, 64, all_logits=False)
     limits, graph = Limits(batch, 64, chunk), prepared(program)
-    weights = MappedWeights(source.params["prefill"].__getitem__)
+    weights = source.params["prefill"].__getitem__
     made = running.emit(graph, limits, weights, attention="plugin")
     assert not made.network._conditionals
     ran: list[str] = []
@@ -426,7 +424,7 @@ def test_full_length_caches_behind_a_window(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_latent_caches_are_left_alone() -> None:
     program = built_program(find_oracle(spec_called("26b-a4b-small")).spec, latent_kv="value")
-    made = running.emit(prepared(program), Limits(1, 64, 9), without_weights, attention="plugin")
+    made = running.emit(prepared(program), Limits(1, 64, 9), None, attention="plugin")
     assert len(made.emitter.notes) == 2 and "the form value of latent_kv" in made.emitter.notes[0]
 
 

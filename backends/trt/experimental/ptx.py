@@ -21,7 +21,7 @@ _DEBUG = re.compile(
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a plan keeps of a kernel; shared: bytes that a block of `warps` needs."""
+    """A kernel as a plan keeps it; shared: bytes that a block of `warps` needs."""
 
     name: str
     ptx: str
@@ -31,7 +31,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of a kernel's entry: `u64` and the like, and whether it was declared a pointer."""
+    """A parameter of a kernel's entry: `u64` and the like, and whether it was declared a
+    pointer."""
 
     name: str
     type: str
@@ -70,6 +71,15 @@ def compile_kernel(
         made.metadata.num_warps,
         made.metadata.shared,
     )
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    try:
+        require_triton()
+    except MissingError:
+        return False
+    return True
 
 
 def require_triton() -> Any:
@@ -113,7 +123,7 @@ def trimmed(ptx: str, count: int) -> str:
 
 
 def parameters(ptx: str) -> list[Parameter]:
-    """Of the only entry, in order."""
+    """The parameters of the only entry, in order."""
     found = []
     for line in _entry(ptx)["params"].split(",\n"):
         match = _PARAM.match(line.strip())

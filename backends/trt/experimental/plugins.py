@@ -25,17 +25,17 @@ from g4ir.errors import LowerError
 from g4ir.ir.graph import Node
 from g4ir.ops.types import Type
 
-from ..primitives import attention as plain
-from ..primitives.emitter import Operand
-from ..primitives.network import SLOTS, Lowering, Network, is_ring
-from ..torch_compile.tunings import find_tuning
-from .emitter import SHARED_BYTES
-from .plugin_kernels.ptx import Kernel, compile_kernel
-from .plugin_kernels.table import PLUGINS, Named, Plan, Plugin, Shapes, Whole
+from ...primitives import attention as plain
+from ...primitives.emitter import Operand
+from ...primitives.network import SLOTS, Lowering, Network, is_ring
+from ...torch_compile.tunings import find_tuning
+from ..emitter import TrtEmitter
+from ..probe import data_type
+from ..recorder import SHARED_BYTES
+from .ptx import Kernel, compile_kernel, require_triton
+from .table import PLUGINS, Named, Plan, Plugin, Shapes, Whole
 
 NAMESPACE = "g4ir"
-#: what a block of sm_90 has
-MOST_SHARED_BYTES = 227 * 1024
 #: plugin -> most of some constants, and of stages, with which 16-bit kernels keep to SHARED_BYTES
 TIGHT: Mapping[str, tuple[Mapping[str, int], int]] = {
     "moe_gate_up_grouped": ({"BLOCK_K": 32}, 3),
@@ -46,7 +46,6 @@ TIGHT: Mapping[str, tuple[Mapping[str, int], int]] = {
 GPU = "h100"
 
 _POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i32": "*i32", "whole": "i32"}
-_DATA_TYPES = {"bf16": "BF16", "f16": "HALF", "f32": "FLOAT", "i32": "INT32"}
 
 
 # --- registration -----------------------------------------------------------------------------
@@ -77,7 +76,7 @@ def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
         kinds = plugin.kinds(made.dtype)[-len(plugin.outputs) :]
         shapes = plugin.shapes(trtp, _expressions(plugin, inputs), made.constants)
         return tuple(
-            trtp.from_shape_expr(tuple(shape), getattr(trt.DataType, _DATA_TYPES[kind]))
+            trtp.from_shape_expr(tuple(shape), data_type(trt, kind))
             for shape, kind in zip(shapes, kinds, strict=True)
         )
 
@@ -151,10 +150,8 @@ def compiled(plan: Plan) -> Kernel:
 
 def kernel_of(plugin: Plugin) -> Any:
     """MissingError without triton."""
-    from .plugin_kernels.ptx import require_triton
-
     require_triton()
-    module = importlib.import_module(f"{__package__}.plugin_kernels.{plugin.module}")
+    module = importlib.import_module(f"{__package__}.{plugin.module}")
     return getattr(module, plugin.name)
 
 
@@ -184,10 +181,9 @@ def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
     return plan
 
 
-def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...]:
+def add_plugin(e: TrtEmitter, plan: Plan, *inputs: Operand) -> tuple[Operand, ...]:
     """A plugin layer and its results. LowerError where the kernel does not fit the GPU, or TensorRT
     refuses the layer."""
-    e: Any = net.e  # a TrtEmitter
     plugin, layer = PLUGINS[plan.plugin], f"{e.scope}/{plan.plugin}"
     types = dict(zip(plugin.inputs, (x.type for x in inputs), strict=True))
     wanted = plugin.kinds(plan.dtype)[: len(inputs)]
@@ -201,6 +197,11 @@ def add_plugin(net: Network, plan: Plan, *inputs: Operand) -> tuple[Operand, ...
     create = creator(*map(e.tensor, inputs), plan=plan.text())
     made = e.named(e.network.add_plugin(create, True), plan.plugin)
     return tuple(e.checked(made, t, i) for i, t in enumerate(result_types(plan, types)))
+
+
+def _emitter(net: Network) -> TrtEmitter:
+    assert isinstance(net.e, TrtEmitter)
+    return net.e
 
 
 def result_types(plan: Plan, inputs: Mapping[str, Type]) -> list[Type]:
@@ -285,11 +286,12 @@ def experts(
 ) -> Operand:
     """Sorted by expert, whatever the number of tokens: a step with a conditional, which could
     choose another form for single tokens, cannot be recorded."""
+    e = _emitter(net)
     sort, first, second, combine = experts_of(net, n, x.dtype).plans()
-    listed = add_plugin(net, sort, net.e.cast(index, "i32"))
-    (act,) = add_plugin(net, first, x, *listed, gate_up)
-    (parts,) = add_plugin(net, second, act, *listed, down)
-    return add_plugin(net, combine, parts, weights)[0]
+    listed = add_plugin(e, sort, e.cast(index, "i32"))
+    (act,) = add_plugin(e, first, x, *listed, gate_up)
+    (parts,) = add_plugin(e, second, act, *listed, down)
+    return add_plugin(e, combine, parts, weights)[0]
 
 
 def experts_of(net: Network, n: Node, dtype: str) -> Experts:
@@ -372,8 +374,8 @@ def attention(
 ) -> Operand:
     """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
     do not fit, which is said."""
-    e: Any = net.e
-    if is_ring(n.inputs[3].type) or len(held) != 2:
+    e = _emitter(net)
+    if is_ring(n.caches[0].type) or len(held) != 2:
         return plain.attention(net, n, q, positions, written, *held, form=form)
     plans = decode_of(net, n, q, held[0]).plans(e.shared)
     try:
@@ -381,18 +383,17 @@ def attention(
     except LowerError as reason:
         e.notes.append(f"{n.out}: explicit attention, since {str(reason).partition(':')[0]}")
         return plain.attention(net, n, q, positions, written, *held, form=form)
-    at = net.shared(("i32", n.inputs[1]), lambda: net.e.cast(positions, "i32"))
-    slots = net.shared(("i32", SLOTS), lambda: net.e.cast(net.env[SLOTS], "i32"))
-    parts, stats = add_plugin(net, plans[0], q, *held, at, slots)
-    return add_plugin(net, plans[1], parts, stats, at, slots)[0]
+    at = net.shared(("i32", n.inputs[1]), lambda: e.cast(positions, "i32"))
+    slots = net.shared(("i32", SLOTS), lambda: e.cast(net.env[SLOTS], "i32"))
+    parts, stats = add_plugin(e, plans[0], q, *held, at, slots)
+    return add_plugin(e, plans[1], parts, stats, at, slots)[0]
 
 
 def attention_latent(
     net: Network, n: Node, *operands: Operand, form: Callable[..., Operand] | None = None
 ) -> Operand:
     """By `form`, and said so."""
-    e: Any = net.e
-    e.notes.append(
+    _emitter(net).notes.append(
         f"{n.out}: explicit attention, since the decode kernels read K and V, not the form "
         f"{n.word('form')} of latent_kv"
     )

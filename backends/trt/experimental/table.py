@@ -56,8 +56,8 @@ Sizes = Callable[[Arithmetic, Shapes, Constants], Shape]
 
 @dataclass(frozen=True)
 class Plugin:
-    """`kernel` of plugin_kernels/`module`.py, whose parameters are the inputs, the whole numbers,
-    the outputs, and then constants. Kinds are dtypes of the IR, or T."""
+    """The kernel `name` of `module`.py, whose parameters are the inputs, the whole numbers, the
+    outputs, and then constants. Kinds are dtypes of the IR, or T."""
 
     name: str
     module: str

@@ -53,7 +53,7 @@ def moe_sort(index, count, order, offsets, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _experts_of(index, first, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of slots first .. first + BLOCK - 1; EXPERTS, which nobody is, past the end."""
+    """The experts of slots first .. first + BLOCK - 1; EXPERTS, which nobody is, past the end."""
     i = first + tl.arange(0, BLOCK)
     expert = tl.load(index + i, mask=i < count, other=0)
     return tl.where(i < count, tl.minimum(tl.maximum(expert, 0), EXPERTS - 1), EXPERTS)

@@ -1,0 +1,131 @@
+"""The settings of a build and what each choice stands for; the only place that knows of
+experimental/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from g4ir.ir.graph import Node
+
+from ..base import Setting
+from ..primitives import attention, moe, vision
+from ..primitives.emitter import Operand
+from ..primitives.lowerings import LOWERINGS as SHARED
+from ..primitives.network import Lowering, Network
+from .experimental import plugins
+from .experimental.ptx import has_triton
+from .experimental.reference import meaning
+from .experimental.trial import shared_memory
+from .lowerings import attend, attend_patches, in_blocks, plain_softmax
+
+#: form of attention -> op -> lowering, in the place of the shared one
+ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
+    "explicit": {
+        "attention": partial(attention.attention, form=in_blocks),
+        "attention_latent": partial(attention.attention_latent, form=in_blocks),
+    },
+    "plain": {
+        "attention": partial(attention.attention, form=partial(in_blocks, softmax=plain_softmax)),
+        "attention_latent": partial(
+            attention.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
+        ),
+        "encoder_attention": partial(
+            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
+        ),
+    },
+    "fused": {
+        "attention": partial(attention.attention, form=attend),
+        "attention_latent": partial(attention.attention_latent, form=attend),
+        "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+    },
+    "plugin": {op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()},
+}
+#: form of experts -> lowering. One serves single tokens and chunks: what would choose between two
+#: is a conditional
+EXPERTS: Mapping[str, Lowering] = {
+    "gather": moe.experts,
+    "all": moe.experts,
+    "plugin": plugins.experts,
+}
+#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
+#: only then are its kernels those of one that has them. It takes all weights, constants too.
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "baked": (),
+    "streamed": ("WEIGHT_STREAMING",),
+    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
+}
+#: where an engine runs -> level
+HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+
+SETTINGS: Mapping[str, Setting] = {
+    "attention": Setting(
+        tuple(ATTENTION),
+        "explicit",
+        "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
+        "layer, in towers too; or, over full-length caches, kernels of this project that are made "
+        "for decode steps",
+    ),
+    "experts": Setting(
+        ("auto", *EXPERTS),
+        "auto",
+        "kernels of this project, which sort tokens by expert, where triton can compile them "
+        "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
+    ),
+    "weights": Setting(
+        tuple(WEIGHTS),
+        "baked",
+        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
+        "takes them from the engine's safetensors when it is loaded",
+    ),
+    "hardware": Setting(
+        tuple(HARDWARE),
+        "exact",
+        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
+    ),
+}
+
+
+def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
+    """op -> lowering, attention in one of these forms."""
+    if form not in ATTENTION:
+        raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
+    return {**SHARED, "experts": experts, **ATTENTION[form]}
+
+
+def experts(net: Network, n: Node, *operands: Operand) -> Operand:
+    """In the form that the network was asked for."""
+    made: Operand = EXPERTS[net.experts](net, n, *operands)
+    return made
+
+
+def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
+    """op -> lowering."""
+    return lowerings(settings["attention"])
+
+
+def chosen_experts(settings: Mapping[str, str]) -> str:
+    """The form of experts; that of `auto` is the sorted kernels, where they can be compiled."""
+    if settings["experts"] != "auto":
+        return settings["experts"]
+    return "plugin" if has_triton() else "all"
+
+
+def has_plugins(settings: Mapping[str, str]) -> bool:
+    """Whether a network with attention and experts may hold plugins."""
+    return "plugin" in (settings["attention"], chosen_experts(settings))
+
+
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "HARDWARE",
+    "SETTINGS",
+    "WEIGHTS",
+    "chosen_experts",
+    "chosen_lowerings",
+    "has_plugins",
+    "lowerings",
+    "meaning",
+    "shared_memory",
+]

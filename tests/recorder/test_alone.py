@@ -1,0 +1,105 @@
+"""The recorder is a package of its own: it imports nothing of this project, nor do its tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "backends" / "trt" / "recorder"
+NAME = "g4ir.backends.trt.recorder"
+
+#: empty packages in the place of those that the recorder's name begins with; all else of the
+#: project cannot be imported, neither from the checkout nor as it is installed
+ALONE = f"""
+import sys, types
+
+class Nothing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        ours = name.split(".")[0] in ("g4ir", "backends", "passes", "specs")
+        if ours and not f"{{name}}.".startswith("{NAME}."):
+            raise ImportError(f"{{name}} is blocked")
+
+for name in ("g4ir", "g4ir.backends", "g4ir.backends.trt"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [{str(FOLDER.parent)!r}]
+sys.meta_path.insert(0, Nothing)
+"""
+
+
+def run_alone(code: str) -> str:
+    """Returns what `code` prints in a process that has no g4ir but the recorder."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it and for typing too; `.` and what follows are of
+    its own folder, more dots lie outside of it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or ""))
+        elif isinstance(node, ast.Name | ast.Attribute):
+            assert ast.unparse(node) not in ("__import__", "importlib.import_module"), path
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_imports(path: Path) -> None:
+    third = {name.split(".")[0] for name in imported(path) if not name.startswith(".")}
+    assert third <= sys.stdlib_module_names | {"torch"}
+    assert not [name for name in imported(path) if name.startswith("..")]
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.py")), ids=lambda p: p.stem)
+def test_its_tests_use_it_alone(path: Path) -> None:
+    ours = {n for n in imported(path) if n.split(".")[0] in ("g4ir", "tests", "passes", "backends")}
+    assert all(f"{n}.".startswith((f"{NAME}.", "tests.recorder.")) for n in ours)
+
+
+def test_the_example_runs_without_the_project() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.S)
+    printed = run_alone(f"{example}\nprint([n for n in sys.modules if n.split('.')[0] == 'g4ir'])")
+    lines = printed.splitlines()
+    assert lines[:2] == ["8.0", "INetworkDefinition mark_output"], printed
+    known = {"g4ir", "g4ir.backends", "g4ir.backends.trt", NAME}
+    loaded = set(ast.literal_eval(lines[-1]))
+    assert known <= loaded and all(n in known or n.startswith(f"{NAME}.") for n in loaded)
+
+
+def test_nothing_else_can_be_imported_there() -> None:
+    for name in ("g4ir.errors", "g4ir.backends.base", "g4ir.backends.trt.log", "backends"):
+        run_alone(
+            f"try: import {name}\nexcept ImportError as e: assert 'blocked' in str(e)\n"
+            "else: raise AssertionError"
+        )
+
+
+def test_its_tests_pass_without_the_project() -> None:
+    """But for those of this file, and those that need the wheels of the bindings."""
+    left_out = ("test_alone.py", "test_bindings.py")
+    files = [str(p) for p in sorted(HERE.glob("test_*.py")) if p.name not in left_out]
+    options = ["-q", "--noconftest", "-c", "/dev/null", "--import-mode=importlib"]
+    options += [f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = f"sys.path.insert(0, {str(ROOT)!r})\nimport pytest\n"
+    printed = run_alone(f"{code}assert not pytest.main({[*options, *files]!r})")
+    assert " passed" in printed and "failed" not in printed
+
+
+def test_every_file_is_described() -> None:
+    text = (FOLDER / "README.md").read_text()
+    named = set(re.findall(r"^\| `(\w+\.py)` \|", text, re.M))
+    assert named == {path.name for path in FOLDER.glob("*.py")} - {"__init__.py"}
