@@ -17,7 +17,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units test-full cuda-programs lint lines bench clean distclean
+.PHONY: setup demo test units test-full cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -78,6 +78,14 @@ lint: $(READY)
 	@ln -s "$(CURDIR)"/g4ir/* "$(CURDIR)"/passes "$(CURDIR)"/backends "$(CURDIR)"/specs build/mypy/g4ir/
 	cd build/mypy && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	    --cache-dir "$(CURDIR)/.mypy_cache" -p g4ir
+
+# What the tests execute, by test, and of 200 small wrong changes how many they notice: an hour.
+coverage: $(READY)
+	$(INSTALL) pytest-cov
+	COVERAGE_FILE=build/coverage $(PYTEST) --cov=g4ir --cov=passes --cov=backends --cov-context=test --cov-report=term:skip-covered
+
+mutants: coverage
+	$(BIN)/python tools/mutants.py
 
 # Growth should be seen: lines of Python per room, and how many each may have.
 lines:

@@ -28,7 +28,7 @@ MOST = {
     "g4ir/cli": 2190,
     "bench": 1800,
     "tests": 33570,
-    "tools": 60,
+    "tools": 250,
 }
 
 

@@ -1,0 +1,182 @@
+"""The share of small wrong changes to the product that the tests notice.
+
+    make mutants                      # coverage by test first, then 200 mutants, two at a time
+    python tools/mutants.py --count 20 --seed 3
+
+Mutants are drawn at random, with a seed, from all places of the product where a comparison, a sum, a
+condition or a number can be another one. Each is written into a copy of the tree, where the tests
+run that execute its line in this process: the quickest first, to the first failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+import coverage
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("g4ir", "passes", "backends")
+COPIED = (*PRODUCT, "specs", "tests", "tools", "docs", "bench", "README.md", "pyproject.toml")
+#: seconds that the tests of one mutant may take, and how many are tried
+LIMIT_S, MOST_TESTS = 180, 40
+NO_TESTS = 5  # exit code of pytest
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The `index`-th place of a file changed."""
+
+    file: str
+    index: int
+    line: int
+    what: str
+
+
+def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, int, str]]:
+    """(index, line, change) of every place; the one of `index` is changed in the tree."""
+    count = 0
+
+    def here(wanted: int) -> bool:
+        return index == wanted
+
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+            old, new = type(node.ops[0]), SWAPS[type(node.ops[0])]
+            if here(count):
+                node.ops[0] = new()  # type: ignore[call-overload]
+        elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+            old, new = type(node.op), SWAPS[type(node.op)]
+            if here(count):
+                node.op = new()  # type: ignore[assignment]
+        elif isinstance(node, ast.If | ast.IfExp | ast.While):
+            old, new = type(node), ast.Not
+            if here(count):
+                node.test = ast.UnaryOp(ast.Not(), node.test)
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            old, new = type(node), ast.Add
+            if here(count):
+                node.value += 1
+        else:
+            continue
+        yield count, line, f"{old.__name__} -> {new.__name__}"
+        count += 1
+
+
+def mutants() -> list[Mutant]:
+    """Every mutant of the product."""
+    files = sorted(p for room in PRODUCT for p in (ROOT / room).rglob("*.py"))
+    return [
+        Mutant(str(path.relative_to(ROOT)), *place)
+        for path in files
+        for place in changed(ast.parse(path.read_text()))
+    ]
+
+
+def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
+    """The tests that execute the mutant's line, those of the smallest files first."""
+    lines = data.contexts_by_lineno(str(ROOT / mutant.file))
+    found = {c.split("|")[0] for c in lines.get(mutant.line, []) if "|run" in c}
+    sizes = {name: (ROOT / name).stat().st_size for name in {t.split("::")[0] for t in found}}
+    return sorted(found, key=lambda t: (sizes[t.split("::")[0]], t))[:MOST_TESTS]
+
+
+def caught(tree: Path, mutant: Mutant, tests: list[str]) -> bool:
+    """Whether a test fails, or does not end, on the mutant in a copy of the tree."""
+    path = tree / mutant.file
+    right = path.read_text()
+    parsed = ast.parse(right)
+    list(changed(parsed, mutant.index))
+    path.write_text(ast.unparse(ast.fix_missing_locations(parsed)))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests],
+            cwd=tree,
+            env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=LIMIT_S,
+        )
+        return done.returncode not in (0, NO_TESTS)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(right)
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the tree in which the package is one folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name)
+        else:
+            shutil.copy(source, folder / name)
+    for name in ("passes", "backends", "specs"):
+        (folder / "g4ir" / name).symlink_to(folder / name)
+    return folder
+
+
+def main(words: list[str]) -> int:
+    """Print each mutant that survives, and the share that is caught."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    p.add_argument("--count", type=int, default=200)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--jobs", type=int, default=2)
+    p.add_argument("--data", default=str(ROOT / "build/coverage"))
+    args = p.parse_args(words)
+    data = coverage.CoverageData(args.data)
+    data.read()
+    drawn = random.Random(args.seed).sample(mutants(), args.count)
+    trees: Queue[Path] = Queue()
+    for i in range(args.jobs):
+        trees.put(copied(ROOT / f"build/mutants{i}"))
+
+    def tried(mutant: Mutant) -> bool:
+        tests = tests_of(data, mutant)
+        tree = trees.get()
+        found = bool(tests) and caught(tree, mutant, tests)
+        trees.put(tree)
+        if not found:
+            why = "survives" if tests else "no test executes it"
+            print(f"{mutant.file}:{mutant.line}: {mutant.what}: {why}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        total = sum(pool.map(tried, drawn))
+    print(f"{total} of {args.count} caught: {total / args.count:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
