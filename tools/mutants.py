@@ -3,9 +3,9 @@
     make mutants                      # coverage by test first, then 200 mutants, two at a time
     python tools/mutants.py --count 20 --seed 3
 
-Mutants are drawn at random, with a seed, from all places of the product where a comparison, a sum, a
-condition or a number can be another one. Each is written into a copy of the tree, where the tests
-run that execute its line in this process: the quickest first, to the first failure.
+Mutants are drawn at random, with a seed, from all places of the product where a comparison, a sum,
+a condition or a number can be another one. Each is written into a copy of the tree, where the tests
+run that execute its line, those of small files first, to the first failure.
 """
 
 from __future__ import annotations
