@@ -144,4 +144,5 @@ def _leaves(g: Graph, name: str, options: Mapping[str, Any]) -> None:
     """A fusion that quietly stops matching is an error, not a slow engine."""
     left = [n for n in g.nodes if _BY_NAME[name].left(g, n, **options)]
     if left:
-        raise PassError(f"left {left[0].outputs[0]} = {left[0].op}, which it should have taken")
+        found = f"{left[0].outputs[0]} = {left[0].op}"
+        raise PassError(f"left {found}, which it should have taken; --skip {name} leaves it out")

@@ -15,7 +15,7 @@ MOST = {
     "passes": 1480,
     "g4ir/spec": 2270,
     "g4ir/model": 1620,
-    "g4ir/weights": 1480,
+    "g4ir/weights": 1490,
     "g4ir/plan": 2610,
     "backends": 13880,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.

@@ -18,6 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import json_object
 from g4ir.ui.files import write_file
@@ -120,6 +122,7 @@ def read_header(path: Path) -> Header:
     data = 8 + len(raw)
     entries = [_entry(path, name, fields, data) for name, fields in table.items()]
     _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
+    _check_library(path)
     return Header(path, status.st_size, _identity(status), {e.name: e for e in entries}, metadata)
 
 
@@ -215,6 +218,15 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
     if at != size:
         state = "truncated" if size < at else "has bytes after the last tensor"
         raise WeightsError(f"{path}: file {state}: expected {at} bytes, found {size}; {DOWNLOAD}")
+
+
+def _check_library(path: Path) -> None:
+    """The library that others read such files with takes it too."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: safetensors refuses it ({error}); {DOWNLOAD}") from None
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
