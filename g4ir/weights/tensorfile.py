@@ -226,7 +226,9 @@ def _check_library(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: safetensors refuses it: {quoted(str(error))}; {DOWNLOAD}") from None
+        raise WeightsError(
+            f"{path}: safetensors refuses it: {quoted(str(error))}; {DOWNLOAD}"
+        ) from None
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
