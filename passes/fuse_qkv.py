@@ -11,7 +11,7 @@ from .match import Note, ignore, is_free_projection, maker
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
-    """One matrix product for the attention projections of one input."""
+    """Make one matrix product of the attention projections of one input."""
     users, params = g.users(), {v.name for v in g.params}
     groups: dict[str, list[Node]] = {}
     for n in g.find("linear"):
@@ -52,7 +52,7 @@ def join(names: list[str]) -> str:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A projection beside another of the same input."""
+    """Whether a node is a projection beside another of the same input."""
     source = maker(g, n, "x", "linear") if n.op == "heads" else None
     if source is None or not is_free_projection(g, source, "heads"):
         return False
