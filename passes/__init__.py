@@ -1,4 +1,4 @@
-"""The passes, run in order and verified in between.
+"""Runs the passes in order and verifies in between.
 
 Each is a file of this folder with
   a function of the same name, `Graph -> Graph`, whose second argument `note(value, reason)` hears
@@ -59,7 +59,7 @@ CHANGES_STATE = {name for name, m in _BY_NAME.items() if getattr(m, "CHANGES_STA
 
 
 def find_pass(name: str) -> Callable[[Graph, Note], Graph]:
-    """The function of a pass; InputError lists the names."""
+    """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
     function: Callable[[Graph, Note], Graph] = getattr(_BY_NAME[name], name)
@@ -103,7 +103,7 @@ def run_program(
     dump: Dump | None = None,
     options: Options | None = None,
 ) -> Program:
-    """`run_passes` on every graph; the caches they share must still agree."""
+    """Apply `run_passes` to every graph; the caches they share must still agree."""
     p = p.map(lambda g: run_passes(g, skip=skip, dump=dump, options=options))
     p.state()
     p.params()
@@ -133,7 +133,7 @@ def _run_one(
 
 
 def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
-    """Same inputs and outputs; same state unless the pass is declared to change it."""
+    """Check that inputs and outputs stay; state too unless the pass is declared to change it."""
     if before.inputs != after.inputs or before.outputs != after.outputs:
         raise PassError("the pass changed the graph's inputs or outputs")
     if name not in CHANGES_STATE and before.state != after.state:
@@ -141,7 +141,7 @@ def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
 
 
 def _leaves(g: Graph, name: str, options: Mapping[str, Any]) -> None:
-    """A fusion that quietly stops matching is an error, not a slow engine."""
+    """Raise where a fusion quietly stopped matching: an error, not a slow engine."""
     left = [n for n in g.nodes if _BY_NAME[name].left(g, n, **options)]
     if left:
         found = f"{left[0].outputs[0]} = {left[0].op}"

@@ -19,7 +19,7 @@ AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
 
 
 def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
-    """Everything between the projection of a token and attention in one op."""
+    """Fuse everything between the projection of a token and attention into one op."""
     edits: list[tuple[list[Node], list[Node]]] = []
     seen = set[tuple[Value, ...]]()
     for n in g.find("attention", "attention_latent"):
@@ -40,7 +40,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is written, back to the heads of k and v; the node that makes them from it."""
+    """The rows that are written, back to the heads of k and v; the nodes that make them."""
 
     k: Value
     v: Value
@@ -102,7 +102,7 @@ def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
 
 
 def _write(g: Graph, v: Value) -> Node:
-    """The node that writes a cache; attention reads it afterwards."""
+    """Return the node that writes a cache; attention reads it afterwards."""
     if v in g.state:
         raise Left(f"it reads {v} as it was before the write")
     write = made_by(g, v, "cache_write")
@@ -136,7 +136,7 @@ def _rows(g: Graph, n: Node, rows: list[Value], form: str) -> _Rows:
 
 
 def _check(g: Graph, m: _Match) -> None:
-    """One eps, one rotation, as many heads of k as of v, and nothing that others read."""
+    """Check for one eps, one rotation, as many heads of k as of v, and no other readers."""
     nodes = m.nodes()
     if len({n.attrs["eps"] for n in nodes if "eps" in n.attrs}) > 1:
         raise Left("the norms differ in eps")
@@ -154,7 +154,7 @@ def _check(g: Graph, m: _Match) -> None:
 
 
 def _user(g: Graph, v: Value, op: str) -> Node:
-    """The only one, which takes it first."""
+    """Return the only user, which takes the value first."""
     user = only_user(g, v, op, f"goes elsewhere than into {op}")
     if user["x"] != v:
         raise Left(f"{v} goes elsewhere than into {op}")
@@ -168,8 +168,8 @@ _TO_CACHES = ("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms", "ca
 
 
 def left(g: Graph, n: Node) -> bool:
-    """One token's q, k and v, of which k and v go into the caches of an attention, and nowhere
-    else."""
+    """Whether a node splits one token's q, k and v, of which k and v go into the caches of an
+    attention, and nowhere else."""
     if n.op != "split" or n["x"].type.shape[1:2] != (1,):
         return False
     users = g.users()

@@ -14,7 +14,7 @@ AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
 
 
 def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
-    """Two post-norms and their sum in one op with the norms after it."""
+    """Fuse two post-norms, their sum and the norms after it into one op."""
     edits: list[tuple[list[Node], list[Node]]] = []
     for n in g.find("norm_residual"):
         try:
@@ -40,7 +40,7 @@ def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _match(g: Graph, n: Node) -> tuple[Node, Node]:
-    """The norm of the first branch, and the sum with that of the second."""
+    """Return the norm of the first branch, and the sum with that of the second."""
     both = g.producers().get(n["x"].name)
     plain = both is not None and both.op == "norm_residual" and len(both.inputs) == 3
     one = g.producers().get(both["residual"].name) if both is not None and plain else None
@@ -61,7 +61,7 @@ def _match(g: Graph, n: Node) -> tuple[Node, Node]:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A residual's norm of the sum of two norms."""
+    """Whether a node is a residual's norm of the sum of two norms."""
     both = maker(g, n, "x", "norm_residual") if n.op == "norm_residual" else None
     one = maker(g, both, "residual", "rms_norm") if both else None
     return bool(

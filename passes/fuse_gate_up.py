@@ -12,7 +12,7 @@ AFTER = "fuse_qkv"  # it packs weights too
 
 
 def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
-    """One matrix product for the two halves of a gated MLP."""
+    """Make one matrix product of the two halves of a gated MLP."""
     producers, users = g.producers(), g.users()
     params = {v.name for v in g.params}
     edits: list[tuple[list[Node], list[Node]]] = []
@@ -60,7 +60,7 @@ def _packed(gate: Node, up: Node, act: Node) -> list[Node]:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A gate whose two halves are products of one input."""
+    """Whether a node is a gate whose two halves are products of one input."""
     if n.op != "glu":
         return False
     gate, up = maker(g, n, "gate", "linear"), maker(g, n, "up", "linear")

@@ -15,7 +15,7 @@ AFTER = "latent_kv"  # the caches have their last form
 
 
 def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
-    """A gated activation in one op with the product before it."""
+    """Fuse a gated activation and the product before it into one op."""
     producers, users = g.producers(), g.users()
     edits: list[tuple[list[Node], list[Node]]] = []
     for act in g.find("glu", "glu_packed"):
@@ -38,7 +38,7 @@ def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A gate of a product that nothing else reads."""
+    """Whether a node is a gate of a product that nothing else reads."""
     x = {"glu": "gate", "glu_packed": "x"}.get(n.op)
     product = maker(g, n, x, "linear") if x else None
     return (

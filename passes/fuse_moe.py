@@ -16,7 +16,7 @@ AFTER = "fuse_glu"  # it takes the fused MLP
 
 
 def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
-    """The two feed-forward blocks of a layer with experts in one op."""
+    """Fuse the two feed-forward blocks of a layer with experts into one op."""
     beside: dict[Value, list[Node]] = {}
     for n in g.find("experts"):
         beside.setdefault(normed(g, n["x"]), []).append(n)
@@ -88,7 +88,7 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """Routed experts that have a packed MLP on the same residual beside them."""
+    """Whether a node is routed experts with a packed MLP on the same residual beside them."""
     router = maker(g, n, "weights", "router") if n.op == "experts" else None
     if router is None or any(g.users().get(v.name) != [n] for v in router.outputs):
         return False

@@ -17,7 +17,7 @@ AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
-    """Post-norm, residual add, layer scalar and the following pre-norms in one op."""
+    """Fuse post-norm, residual add, layer scalar and the following pre-norms into one op."""
     producers, users = g.producers(), g.users()
     edits: list[tuple[list[Node], list[Node]]] = []
     for add in g.find("add"):
@@ -98,7 +98,7 @@ def _is_post(n: Node) -> bool:
 
 
 def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
-    """Such a norm is the post-norm of its own residual add."""
+    """Whether a norm is the post-norm of its own residual add."""
     return [u.op for u in users.get(norm.out.name, [])] == ["add"]
 
 
@@ -106,7 +106,7 @@ def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A residual add of a weighted norm."""
+    """Whether a node is a residual add of a weighted norm."""
     branch = n.op == "add" and n["a"] != n["b"]
     norm = maker(g, n, "b", "rms_norm") if branch else None
     return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

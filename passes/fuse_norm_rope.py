@@ -10,7 +10,7 @@ AFTER = "fuse_gate_up"  # heads are cut from packed products by now
 
 
 def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
-    """The per-head norm of Q or K and its rotation in one op."""
+    """Fuse the per-head norm of Q or K and its rotation into one op."""
     producers, users = g.producers(), g.users()
     edits: list[tuple[list[Node], list[Node]]] = []
     for n in g.find("rope"):
@@ -32,6 +32,6 @@ def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A rotation of a weighted norm."""
+    """Whether a node is a rotation of a weighted norm."""
     norm = maker(g, n, "x", "rms_norm") if n.op == "rope" else None
     return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

@@ -13,7 +13,7 @@ AFTER = "share_rope_tables"  # the last of what layers repeat is gone
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
-    """One matrix product for the attention projections of one input."""
+    """Make one matrix product of the attention projections of one input."""
     users, params = g.users(), {v.name for v in g.params}
     groups: dict[str, list[Node]] = {}
     for n in g.find("linear"):
@@ -54,7 +54,7 @@ def join(names: list[str]) -> str:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A projection beside another of the same input."""
+    """Whether a node is a projection beside another of the same input."""
     source = maker(g, n, "x", "linear") if n.op == "heads" else None
     if source is None or not is_free_projection(g, source, "heads"):
         return False

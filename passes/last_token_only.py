@@ -33,7 +33,7 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
 
 
 def _region(g: Graph, sink: Node) -> set[str]:
-    """Names of values of which only the last row is read."""
+    """Return names of values of which only the last row is read."""
     users, region = g.users(), set[str]()
     for n in reversed(g.nodes):
         reads = {v: users.get(v.name, []) for v in n.outputs}
@@ -45,7 +45,7 @@ def _region(g: Graph, sink: Node) -> set[str]:
 
 
 def _tell_left(g: Graph, region: set[str], note: Note) -> None:
-    """Why the layers before the tail keep every row."""
+    """Note why the layers before the tail keep every row."""
     users = g.users()
     for n in g.find("attention"):
         if n.out.name not in region:
@@ -55,7 +55,7 @@ def _tell_left(g: Graph, region: set[str], note: Note) -> None:
 
 
 def _first_write(n: Node, users: Mapping[str, list[Node]]) -> Node | None:
-    """The nearest cache write that a node's result goes into."""
+    """Return the nearest cache write that a node's result goes into."""
     queue, seen = [n], {id(n)}
     for node in queue:
         if node.op == "cache_write":
@@ -109,7 +109,7 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
 
 
 def _end(g: Graph, b: Builder) -> Value | None:
-    """Tokens in the cache after the chunk: start + lengths."""
+    """Return the tokens in the cache after the chunk: start + lengths."""
     write = next(g.find("cache_write"), None)
     if write is None:
         return None
@@ -120,7 +120,7 @@ def _end(g: Graph, b: Builder) -> Value | None:
 
 
 def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
-    """The same attention, over the caches that the chunk was written to."""
+    """Return the same attention, over the caches that the chunk was written to."""
     if not n.chunk or end is None:
         return n
     q, positions = n.inputs[:2]
@@ -136,7 +136,7 @@ def _renamed(n: Node, name: str, value: Value) -> Node:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """The last row of a result that is worked out row by row, for nothing else."""
+    """Whether a node is the last row of a result that is made row by row, and for it alone."""
     if n.op != "last_row" or n.out not in g.outputs:
         return False
     made = g.producers().get(n["x"].name)

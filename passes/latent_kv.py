@@ -29,7 +29,7 @@ FORMS = ("off", *PARTS)
 
 
 def latent_kv(g: Graph, note: Note = ignore, form: str = "off") -> Graph:
-    """One cache for each layer where K = V. Raises InputError where the form is not in FORMS."""
+    """Make one cache for each layer where K = V. InputError where the form is not in FORMS."""
     if form not in FORMS:
         raise InputError(f"latent_kv: form {form!r}: expected one of {', '.join(FORMS)}")
     edits: list[tuple[list[Node], list[Node]]] = []
@@ -61,7 +61,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Key:
-    """What K is made of."""
+    """The parts that K is made of."""
 
     raw: Value
     weight: Value
@@ -93,7 +93,7 @@ class _Match:
         return rotated_pairs(kind, self.dim, fraction)
 
     def writes(self, form: str) -> list[Node]:
-        """The nodes that make the chunk's rows and write them."""
+        """Return the nodes that make the chunk's rows and write them."""
         b, scope = Builder(), self.pair.k[: self.pair.k.rfind(".") + 1]
         if form == "value":
             v, k = self.write_v["new"], self.write_k["new"]
@@ -109,7 +109,7 @@ class _Match:
         return b.nodes
 
     def read(self, n: Node, form: str, writes: list[Node]) -> Node:
-        """A reader over the new caches, before or after their write as before."""
+        """Return a reader over the new caches, before or after their write as before."""
         b, rotation = Builder(), {k: v for k, v in self.table.attrs.items() if k != "dim"}
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
@@ -130,7 +130,7 @@ class _Match:
 
 
 def _pairs(g: Graph) -> list[_Pair]:
-    """The states that attentions read together, in order of their first reader."""
+    """Return the states that attentions read together, in order of their first reader."""
     origin = {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
     found: dict[tuple[str, str], list[Node]] = {}
     for n in g.find("attention"):
@@ -168,7 +168,7 @@ def _write(g: Graph, state: str, made: Mapping[str, Node]) -> Node:
 
 
 def _key(k: Value, made: Mapping[str, Node]) -> _Key | None:
-    """The parts of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
+    """Return the parts of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
     n = made.get(k.name)
     if n is not None and n.op == "norm_rope":
         return _Key(n["x"], n["w"], n.attrs["eps"], n.inputs[2:])
@@ -179,7 +179,7 @@ def _key(k: Value, made: Mapping[str, Node]) -> _Key | None:
 
 
 def _check_readers(g: Graph, m: _Match) -> None:
-    """The two caches are read together, and by these attentions alone."""
+    """Check that the two caches are read together, and by these attentions alone."""
     users, writes = g.users(), (m.write_k, m.write_v)
     known = [*writes, *m.pair.readers, RESULT]
     for w in writes:
@@ -204,7 +204,7 @@ def _check_form(m: _Match, form: str) -> None:
 
 
 def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
-    """The new states in the place of the old ones."""
+    """Put the new states in the place of the old ones."""
     state: list[Value] = []
     after: dict[str, Value] = {}
     for v in g.state:
@@ -218,7 +218,7 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
 
 
 def left(g: Graph, n: Node, form: str = "off") -> bool:
-    """K and V of one projection, both in a cache, where one of this form could hold them."""
+    """Whether a node caches V of a K = V projection that one cache of this form could hold."""
     v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != "off" else None
     if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
         return False
@@ -234,14 +234,14 @@ def left(g: Graph, n: Node, form: str = "off") -> bool:
 
 
 def _read_by_attention(g: Graph, write: Node) -> bool:
-    """And by nothing else."""
+    """Whether attention reads a cache and its write, and nothing else does."""
     users = g.users()
     readers = {n.op for v in (write["cache"], write.out) for n in users[v.name]}
     return "attention" in readers and readers <= {"attention", "cache_write", RESULT.op}
 
 
 def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
-    """By a table of the positions that it is written at; for `value` in part only."""
+    """Whether a table of the positions of the write rotates K; for `value` in part only."""
     table, start = maker(g, k, "cos", "rope_table"), maker(g, write, "start", "row_start")
     if table is None or start is None or table.inputs != start.inputs:
         return False

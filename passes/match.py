@@ -1,4 +1,4 @@
-"""Words to walk a graph with, for what a pass takes and for what it may not leave."""
+"""Functions that walk a graph, for what a pass takes and for what it may not leave."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Note = Callable[[str, str], None]
 
 
 class Left(Exception):
-    """Why a pass leaves nodes as they are."""
+    """The reason why a pass leaves nodes as they are."""
 
 
 def ignore(value: str, reason: str) -> None:
-    """The note taker of somebody who does not ask."""
+    """Take no note: for callers that do not ask."""
 
 
 def maker(g: Graph, n: Node, operand: str, op: str) -> Node | None:
-    """The node of this op that makes an operand, or None where another does."""
+    """Return the node of this op that makes an operand, or None where another does."""
     found = g.producers().get(n[operand].name)
     return found if found and found.op == op else None
 
 
 def made_by(g: Graph, v: Value, op: str) -> Node:
-    """The node that makes a value; Left where it is of another op."""
+    """Return the node that makes a value; Left where it is of another op."""
     n = g.producers().get(v.name)
     if n is None or n.op != op:
         raise Left(f"{v} is not made by {op}")
@@ -33,7 +33,7 @@ def made_by(g: Graph, v: Value, op: str) -> Node:
 
 
 def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> Node:
-    """The one node that reads a value; Left where there are others, or it is of another op."""
+    """Return the one node that reads a value; Left where there are others, or another op."""
     users = g.users().get(v.name, [])
     if [n.op for n in users] != [op]:
         raise Left(f"{v} {reason}")
@@ -41,7 +41,7 @@ def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> 
 
 
 def after(g: Graph, values: Iterable[Value]) -> list[Node]:
-    """The nodes that follow from values, up to cache writes."""
+    """Return the nodes that follow from values, up to cache writes."""
     found: dict[int, Node] = {}
     queue = [u for v in values for u in g.users().get(v.name, [])]
     while queue:
@@ -59,7 +59,7 @@ def is_free_projection(g: Graph, n: Node, user: str) -> bool:
 
 
 def normed(g: Graph, v: Value) -> Value:
-    """The value that a pre-norm norms; a value that is none stands for itself."""
+    """Return the value that a pre-norm norms; a value that is none stands for itself."""
     made = g.producers().get(v.name)
     if made is not None and made.op == "rms_norm":
         return made["x"]

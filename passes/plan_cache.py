@@ -19,7 +19,7 @@ CHANGES_STATE = True
 
 
 def plan_cache(g: Graph, note: Note = ignore) -> Graph:
-    """Caches that hold what attention can see, each once."""
+    """Make caches hold what attention can see, each once."""
     g = _alias(g, note)
     windows = _windows(g)
     state = tuple(_resized(v, windows[v.name], note) for v in g.state)
@@ -52,7 +52,7 @@ def _alias(g: Graph, note: Note) -> Graph:
 
 
 def _windows(g: Graph) -> dict[str, set[int]]:
-    """State name -> the windows of the attentions that read it, before or after its write."""
+    """Return state name -> windows of the attentions that read it, before or after its write."""
     origin = {v.name: name for name, v in g.next.items()} | {v.name: v.name for v in g.state}
     table: dict[str, set[int]] = defaultdict(set)
     for n in g.find("attention"):
@@ -82,7 +82,7 @@ def _resized(v: Value, windows: set[int], note: Note) -> Value:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A full-length cache behind a window, or a second cache of the same keys or values."""
+    """Whether a node sees a window of a full-length cache, or repeats another's cache write."""
     if n.op == "cache_write":
         return any(m.inputs[1:] == n.inputs[1:] and m is not n for m in g.find("cache_write"))
     caches = (*g.state, *g.next.values())

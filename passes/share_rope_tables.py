@@ -17,7 +17,7 @@ _SHARED = "rope"
 
 
 def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
-    """One table per rope kind and position input for the whole graph."""
+    """Make one table per rope kind and position input for the whole graph."""
     if all(n.outputs[0].name.startswith(_SHARED) for n in g.find("rope_table")):
         return g
     shared: dict[tuple[object, ...], Node] = {}
@@ -43,7 +43,7 @@ def _named(n: Node, index: int) -> Node:
 
 
 def left(g: Graph, n: Node) -> bool:
-    """A table that another repeats."""
+    """Whether a node is a table that another repeats."""
     return n.op == "rope_table" and any(
         m is not n and m.op == n.op and m.inputs == n.inputs and m.attrs == n.attrs for m in g.nodes
     )

@@ -1,4 +1,4 @@
-"""An engine against a peer: the interpreter on the same weights, or transformers.
+"""Compares an engine with a peer: the interpreter on the same weights, or transformers.
 
 Both are given the same tokens in several turns and single steps; logits are compared at every
 position that yields them, then 16 greedy tokens. Where fp32 logits are out of budget, the
@@ -9,9 +9,9 @@ fault that is smaller than all rounding before it. Where something is out of bud
 inside are compared in the order in which they are made, and the first that differs is named.
 
 The outputs of the layers at the end of each chunk are compared too: the curve shows where two
-models part. Logits near the softcap are alike whatever made them, so their number is watched.
-Of an engine that takes media, towers and a prompt with a picture are compared with the
-interpreter's, whomever the rest is compared with (see media.py).
+models part. Logits near the softcap are alike whatever made them, so their number is watched. Where
+an engine takes media, its towers and a prompt with a picture are compared with the interpreter's,
+whomever the rest is compared with (see media.py).
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ def find_anchor(
     every: bool,
     refusal: str | None,
 ) -> Anchor | None:
-    """Where distances of a batch of tokens i64[T] are measured from: the peer in float64, rows of
-    logits one request after the other; where that is refused no rows, and the other mode alone.
-    None where the other mode says nothing: the interpreter's makes nearly the same roundings."""
+    """Return what distances of a batch of tokens i64[T] are measured from: the peer in float64,
+    rows of logits one request after the other; where that is refused no rows, and the other mode
+    alone. None where the other mode says nothing: the interpreter's makes nearly the same
+    roundings."""
     import torch
 
     if refusal and isinstance(peer, EnginePeer):
@@ -187,7 +188,7 @@ def _only(rows: Rows, at: Sequence[int]) -> Rows:
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
-    """By layer, at the tokens that both sides show."""
+    """Return the errors of each layer, at the tokens that both sides show."""
     import torch
 
     out = []
@@ -210,9 +211,9 @@ def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Sat
 
 
 def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
-    """How far rounding alone moves this model's logits (relative to the row's rms): the
-    interpreter in fp32 against the interpreter in float64. Random weights can make a model in
-    which it grows from layer to layer."""
+    """Return how far rounding alone moves this model's logits (relative to the row's rms): the
+    interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
+    it grows from layer to layer."""
     reference = EnginePeer(reference_engine(engine))
     narrow, wide = reference.logits(ids, turns, every), reference.wide(ids, turns, every)
     return float(row_errors(narrow, wide).relative.max())
@@ -243,7 +244,7 @@ def _compare_greedy(
 
 
 def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
-    """The two best logits lie within the budget, so that either may win."""
+    """Whether the two best logits lie within the budget, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
 
@@ -254,7 +255,7 @@ def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
 def _first(
     engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Budget
 ) -> str:
-    """The first value inside that is out of budget, in the order in which the peer makes it."""
+    """Describe the first value inside that is out of budget, in the peer's order."""
     if isinstance(peer, EnginePeer):
         return first_difference(engine, peer.engine, ids, turns, budget) or (
             "none inside; the logits differ"

@@ -1,9 +1,9 @@
-"""What an engine makes of media against what the interpreter makes of them.
+"""Compares what an engine makes of media with what the interpreter makes of them.
 
 The smallest tower of each part runs once: on a picture that leaves some of its budget to padding,
-and on a sound that is shorter than its graph. What the interpreter makes of them then stands in a
-prompt that goes through the engine's text graphs and through the interpreter's, in chunks that
-would cut the picture, and single steps after it. So a tower that is wrong fails alone, and so does
+and on a sound that is shorter than its graph. Soft tokens of the interpreter then stand in a prompt
+that goes through the engine's text graphs and through the interpreter's, in chunks that would cut
+the picture, and single steps after it. So a tower that is wrong fails alone, and so does
 `prefill_media`. Pixels and samples are drawn from a fixed seed.
 """
 
@@ -90,7 +90,7 @@ def _sound(engine: Engine) -> Sound:
 
 
 def _with_noise(sound: Item) -> Item:
-    """Padding that is not silent: what does not mask it hears it at the end of the sound."""
+    """Fill the sound's padding with noise: a tower that does not mask it hears it at the end."""
     mask = sound.feeds.get("mask")
     if mask is None:
         return sound
@@ -119,7 +119,7 @@ class _Seen:
 
 
 def _shape(tower: Graph) -> list[int]:
-    """Of what a tower makes: [1, N, hidden]."""
+    """Return the shape of a tower's result: [1, N, hidden]."""
     return [int(d) for d in tower.outputs[0].type.shape]
 
 
@@ -203,7 +203,7 @@ class MediaReport:
         return {**asdict(self), "ok": self.ok, "failed": self.failed}
 
     def lines(self) -> list[str]:
-        """A line or a few for each."""
+        """Return a line or a few for each part of the report."""
         out = [t.text() for t in self.towers]
         none = f"  {'prompt':12} not checked: --max-seq has no room for one with media"
         out.append(self.prompt.text() if self.prompt else none)
@@ -243,8 +243,8 @@ def _worst(errors: Errors) -> tuple[float, float]:
 def _judged(
     dtype: str, got: Tensor, want: Tensor, exact: Callable[[], Tensor]
 ) -> tuple[Budget, Errors]:
-    """The fixed budget; where it is missed, what the interpreter's own rounding allows, which is
-    measured against `exact`, the same rows in float64."""
+    """Return the fixed budget; where it is missed, the budget that the interpreter's own rounding
+    allows, measured against `exact`, the same rows in float64."""
     budget, errors = BUDGETS[dtype, "reference"], row_errors(got, want)
     if budget.all_hold(errors):
         return budget, errors
@@ -258,7 +258,7 @@ def _judged(
 
 
 def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
-    """The comparison, and the interpreter's soft tokens."""
+    """Return the comparison, and the interpreter's soft tokens."""
     graph = engine.program.graphs[item.tower]
     params = _params(engine, graph)
     outputs, _ = interpret(graph, item.feeds, params, {})
@@ -287,7 +287,8 @@ def _params(engine: Engine, graph: Graph) -> dict[str, Tensor]:
 
 
 def _in_float64(graph: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Tensor:
-    """What a tower makes without rounding; ops that say which dtype they make are overruled."""
+    """Return a tower's result without rounding; ops that say which dtype they make are
+    overruled."""
     known = {k: _double(t) for k, t in {**feeds, **params}.items()}
     for n in graph.nodes:
         made = run_node(n, [known[v.name] for v in n.inputs])
@@ -313,7 +314,7 @@ class Prompt:
     chunk: int
 
     def steps(self, all_logits: bool = False) -> list[Step]:
-        """What a session of one row is asked for."""
+        """Return the steps that a session of one row is asked for."""
 
         def first(session: Session) -> Tensor:
             logits = session.prefill(self.tokens, all_logits=all_logits, soft=self.soft)
@@ -323,7 +324,7 @@ class Prompt:
 
 
 def _prompt(engine: Engine, softs: Sequence[Soft]) -> Prompt | None:
-    """Text with the media that there is room for."""
+    """Return a text with the media that there is room for, or None without media."""
     limits, kept = engine.limits, list[Soft]()
     room = limits.max_seq - HEAD - STEPS
     for soft in softs:
@@ -380,7 +381,7 @@ def _in_chunks(engine: Engine, chunk: int) -> Engine:
 
 
 def _logits(engine: Engine, p: Prompt, every: bool) -> Tensor:
-    """f32[N, vocab]: of each token of the prompt or of its last, then of each step."""
+    """Return logits f32[N, vocab] of each token of the prompt or of its last, then of each step."""
     session = engine.session()
     return torch.cat([step(session) for step in p.steps(every)])  # type: ignore[misc]
 
@@ -393,7 +394,7 @@ def _first(
 
 
 def _media_phase(phases: Sequence[str]) -> str:
-    """The graph that is there for media, where one ran."""
+    """Return the name of the graph for media where it ran, else that of plain prefill."""
     return BLOCKS if BLOCKS in phases else "prefill"
 
 

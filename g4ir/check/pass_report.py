@@ -1,4 +1,4 @@
-"""What `verify --each-pass` finds: errors of single values, held against their ops' budgets."""
+"""Reports of `verify --each-pass`: errors of single values, held against their ops' budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE_EXPERTS = {"f32": 1e-3, "f16": 2.0**-5, "bf16": 2.0**-2}
 
 
 def joint_budget(ops: Iterable[str], dtype: str) -> float:
-    """What a value may be off by that several ops in a row make: their errors are independent."""
+    """Return the error allowed to a value that several ops make: their errors are independent."""
     return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
 
 
@@ -58,7 +58,7 @@ class Difference:
     after: tuple[str, ...]
 
     def text(self) -> str:
-        """What moved, how far, and the nodes that make it in either stage."""
+        """Describe what moved, how far, and the nodes that make it in either stage."""
         lines = [
             f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
             f"{self.error:.1e}, budget {self.budget:.1e}",
@@ -122,7 +122,7 @@ class StagesReport:
         return out
 
     def text(self) -> str:
-        """A few lines per stage."""
+        """Return a few lines per stage."""
         sizes = ", ".join(map(str, self.chunks))
         lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
         lines += [f"  also {', '.join(self.media)}"] if self.media else []
@@ -140,8 +140,8 @@ class StagesReport:
 
 def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
-    value and its row's rms. Rows of next to no size count relative to the whole. What is not a
-    number stays so."""
+    value and its row's rms. Rows of next to no size count relative to the whole. A value that is
+    not a number stays so."""
     import torch
 
     size = want.shape[-1]
@@ -172,7 +172,7 @@ class Made:
     after: tuple[Node, ...]
 
     def ops(self, dtype: str) -> str:
-        """The ops that round, in order."""
+        """Return the ops that round, in order."""
         names = dict.fromkeys(n.op for n in self.cone if joint_budget([n.op], dtype))
         if len(names) > 3:
             return f"{len(self.cone)} ops up to {self.cone[-1].op}"
@@ -198,9 +198,9 @@ class Comparison:
         wide: Callable[[], torch.Tensor],
         close: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
-        """A value; `wide` without its rounding and `close`, bool[B, S], rows that a router could
-        have sent elsewhere, are asked for where it is out of budget. CheckError where what is
-        wanted is NaN or infinite, which is no fault of the stage."""
+        """Compare a value; `wide` without its rounding and `close`, bool[B, S], rows that a router
+        could have sent elsewhere, are asked for where it is out of budget. Raises CheckError where
+        what is wanted is NaN or infinite, which is no fault of the stage."""
         what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
         require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)
@@ -216,7 +216,7 @@ class Comparison:
     def decide_experts(
         self, made: Made, got: torch.Tensor, want: torch.Tensor, chances: torch.Tensor
     ) -> None:
-        """Experts chosen: others are as good where they are as probable."""
+        """Compare chosen experts: others are as good where they are as probable."""
         one, two = chances.gather(-1, got), chances.gather(-1, want)
         error = float(((one - two).abs() / two).max())
         self.decide(made, error, CLOSE_EXPERTS[self.dtype])
@@ -243,13 +243,13 @@ class Comparison:
             )
 
     def report(self) -> StageReport:
-        """What was found."""
+        """Return what was found."""
         worst = tuple(self.worst.values())
         return StageReport(self.name, self.values, worst, self.first, self.excused)
 
 
 def _rows_like(close: torch.Tensor | None, errors: torch.Tensor) -> torch.Tensor:
-    """bool[B, S] in the shape of errors [B, S, ...]; none where they are of other rows."""
+    """Return bool[B, S] in the shape of errors [B, S, ...]; all False where the rows are others."""
     import torch
 
     if close is None or close.shape != errors.shape[:2]:
@@ -258,7 +258,7 @@ def _rows_like(close: torch.Tensor | None, errors: torch.Tensor) -> torch.Tensor
 
 
 def _share(error: float, budget: float) -> float:
-    """Of the budget; all of it, and more, where it is not a number."""
+    """Return the error as a share of the budget; infinity where it is not a number."""
     if math.isnan(error) or (error and not budget):
         return math.inf
     return error / budget if budget else 0.0

@@ -1,17 +1,17 @@
-"""The pipeline pass by pass: each stage against the one before, and the last with the backend.
+"""Checks the pipeline pass by pass: each stage against the one before, the last with the backend.
 
 All stages are run by the interpreter, on the engine's own weights and the same tokens. Comparing
 whole runs would say little: rounding grows from layer to layer. So a stage is forced by the one
-before it: a value's name is its identity under passes, and a node takes its inputs from the
-values that the earlier stage gave those names. What a node then gets wrong is its own doing, and
-is held to its op's budget. Values that only the new stage has (a packed projection, a shared
-table) are its own, and so are its caches, which go on from chunk to chunk; the first value after
-them that both stages have shows what they are worth.
+before it: a value's name is its identity under passes, and a node takes its inputs from the values
+that the earlier stage gave those names. An error of a node is then its own doing, and is held to
+its op's budget. Values that only the new stage has (a packed projection, a shared table) are its
+own, and so are its caches, which go on from chunk to chunk; the first value after them that both
+stages have shows what they are worth.
 
 The same with a backend: after each compiled program its results are compared and replaced by the
 interpreter's, and so are the caches after each chunk.
 
-Of an engine that takes media the chunks go through `prefill_media` too, with a block in each, and
+Where an engine takes media, the chunks go through `prefill_media` too, with a block in each, and
 the smallest tower of each part runs once. A backend shows nothing inside a tower: its soft tokens
 are held to the joint budget of all that it does.
 """
@@ -132,7 +132,7 @@ def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
 
 
 def _window(engine: Engine) -> int:
-    """The longest window of an attention; 1 where all see all the past."""
+    """Return the longest window of an attention; 1 where all see all the past."""
     return max(
         (
             w
@@ -169,8 +169,8 @@ class Chunk:
         return self.at + self.valid
 
     def feeds(self, device: str) -> dict[str, torch.Tensor]:
-        """What the embedding and the text graphs take, but for the rows of the embedding. Rows are
-        gathered where the tables are, from ids on the host."""
+        """Return what the embedding and the text graphs take, but for rows of the embedding: those
+        are gathered where the tables are, from ids on the host."""
         import torch
 
         positions = self.at + torch.arange(self.tokens.shape[1], device=device)[None]
@@ -181,7 +181,7 @@ class Chunk:
         return feeds
 
     def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
-        """Without the rows of padding."""
+        """Return the rows of `t` without those of padding."""
         if "S" not in of.shape:
             return t
         return t.narrow(of.shape.index("S"), 0, self.valid)
@@ -189,7 +189,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class TowerRun:
-    """What a tower takes, in the place of a chunk."""
+    """The inputs of a tower, in the place of a chunk."""
 
     item: Item
     at = 0
@@ -205,11 +205,11 @@ class TowerRun:
         return self.item.rows
 
     def feeds(self, device: str) -> dict[str, torch.Tensor]:
-        """The tower's inputs."""
+        """Return the tower's inputs."""
         return {name: t.to(device) for name, t in self.item.feeds.items()}
 
     def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
-        """Without what is padding beyond doubt: soft tokens behind the item's own."""
+        """Return the rows of `t` without certain padding: soft tokens behind the item's own."""
         size = self.item.size
         return t[:, : self.valid] if of.rank > 1 and of.shape[1] == size else t
 
@@ -219,7 +219,7 @@ Series = Sequence[Chunk | TowerRun]
 
 
 def _series(engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]) -> Iterator[Series]:
-    """Text; the same with blocks where the engine has them; each tower alone."""
+    """Yield the text, the same with blocks where the engine has them, and each tower alone."""
     yield chunks
     if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
         yield blocked
@@ -228,7 +228,7 @@ def _series(engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]) -> I
 
 
 def _blocked(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """The longer chunks, one after the other, each with a block of all but its first token."""
+    """Yield the longer chunks one by one, each with a block of all but its first token."""
     import torch
 
     at = 0
@@ -241,8 +241,8 @@ def _blocked(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
 
 
 def _chunks(ids: torch.Tensor, window: int, limit: int) -> Iterator[Chunk]:
-    """A chunk, one a little longer than the window, a short one, single steps; each cut where an
-    engine would."""
+    """Yield a chunk, one a little longer than the window, a short one, single steps; each cut where
+    an engine would cut it."""
     import torch
 
     padding = PADDING if limit > 2 * PADDING else 0
@@ -270,8 +270,8 @@ def _turns(count: int, window: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one chunk of a phase goes through: the graph of the embedding, then that of the text; or
-    nothing, then a tower.
+    """The graphs that one chunk of a phase goes through: that of the embedding, then that of the
+    text; or nothing, then a tower.
 
     `nodes` has every value that a node makes, in order; `types` those and the inputs; `kept` the
     values that become caches.
@@ -299,7 +299,7 @@ class Recording:
         return {v.name for v in self.graphs[1].next.values()}
 
     def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
-        """The nodes between a value and values that are given, in order."""
+        """Return the nodes between a value and values that are given, in order."""
         found: dict[int, Node] = {}
         queue = [name]
         while queue:
@@ -310,7 +310,7 @@ class Recording:
         return tuple(sorted(found.values(), key=lambda n: self.place[id(n)]))
 
     def makers(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """The nodes, after those that make their params."""
+        """Return the nodes, after those that make their params."""
         made = self.prologue.producers()
         early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
         return (*early.values(), *nodes)
@@ -345,7 +345,7 @@ class Stage:
 def _stages(
     engine: Engine, weights: StageWeights, graphs: Sequence[str] = PHASES
 ) -> Iterator[Stage]:
-    """The model as it is written, then after each pass; then the engine's own graphs, should
+    """Yield the model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version). Only `graphs` can be run."""
     plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
@@ -385,7 +385,7 @@ class Trace:
     state: Mapping[str, torch.Tensor]
 
     def in_float64(self, recording: Recording, cone: Iterable[Node], name: str) -> torch.Tensor:
-        """What `name` would be without rounding in the nodes of the cone."""
+        """Return what `name` would be without rounding in the nodes of the cone."""
         known = {**recording.params[0], **recording.params[1], **self.state, **self.values}
         own: dict[str, Any] = {}
         for n in cone:
@@ -428,7 +428,7 @@ class Run:
 
 
 def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
-    """`new`, forced by `old`."""
+    """Compare the stage `new` with `old`, whose values it is given."""
     comparison = Comparison(new.name, engine.dtype)
     for chunks in series:
         slots = chunks[-1].end
@@ -476,7 +476,7 @@ class ForcedChoices:
             self.state = self.state | {k: self._look(v) for k, v in graph.next.items()}
 
     def _guide(self, name: str, t: Type) -> torch.Tensor | None:
-        """The old stage's value in the new one's shape; None where it has none."""
+        """Return the old stage's value in the new one's shape; None where it has none."""
         if name not in self.was.types:
             return None
         old, value = self.was.types[name], self.trace.values[name]
@@ -496,7 +496,7 @@ class ForcedChoices:
         return out
 
     def _is_unchanged(self, n: Node, same: set[str]) -> bool:
-        """The same node on the same values: nothing to compare."""
+        """Whether this is the same node on the same values: nothing to compare."""
         return self.was.nodes.get(n.outputs[0].name) == n and all(v.name in same for v in n.inputs)
 
     def _evaluate(self, n: Node) -> None:
@@ -527,7 +527,7 @@ class ForcedChoices:
         _compare_whole(self.comparison, made, got, want, chances)
 
     def _wide(self, made: Made) -> torch.Tensor:
-        """The old stage's value without rounding, from what the new one was given."""
+        """Return the old stage's value without rounding, from what the new one was given."""
         name, given = made.value.name, {v.name for n in made.cone for v in n.inputs}
         out = self.trace.in_float64(self.was, self.was.cone(name, given & self.given), name)
         axis = _narrowed(self.was.types[name], made.value.type)
@@ -537,7 +537,7 @@ class ForcedChoices:
 
 
 def _narrowed(old: Type, new: Type) -> int | None:
-    """The axis along which only the last row is left."""
+    """Return the axis along which only the last row is left, or None."""
     if old.dtype != new.dtype or old.rank != new.rank:
         return None
     axes = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
@@ -549,7 +549,7 @@ def _narrowed(old: Type, new: Type) -> int | None:
 
 
 def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageReport:
-    """The engine's own runtime: after each of its programs the interpreter's values go on."""
+    """Compare the engine's runtime: after each of its programs the interpreter's values go on."""
     comparison = Comparison(BACKEND, engine.dtype)
     for chunks in series:
         run = Run(stage, chunks[-1].end, engine.device)
@@ -564,7 +564,7 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
 def _show(
     engine: Engine, run: Run, state: Any, chunk: Chunk | TowerRun, comparison: Comparison
 ) -> None:
-    """One chunk, and the caches after it; or a tower's soft tokens."""
+    """Compare one chunk, and the caches after it; or a tower's soft tokens."""
     trace, recording = run.trace(chunk), run.stage.recordings[chunk.phase]
     feeds = {v.name: trace.values[v.name].clone() for v in recording.graphs[1].inputs}
     shown = Shown(recording, chunk, trace, comparison, set(feeds))
@@ -592,7 +592,7 @@ class Shown:
     names: set[str]
 
     def watch(self, name: str, got: torch.Tensor) -> None:
-        """One value of the runtime, in order. Caches have their own turn, after the chunk."""
+        """Compare one value of the runtime, in order. Caches come after the chunk."""
         if name in self.recording.kept:
             return
         want = self.trace.values[name]
@@ -615,13 +615,13 @@ class Shown:
         self.comparison.compare(made, got, want, wide, lambda: self._close(cone))
 
     def _close(self, cone: Iterable[Node]) -> torch.Tensor | None:
-        """bool[B, S]: rows in which a router of the cone, alone or in a fused op, chose by next to
-        nothing."""
+        """Return bool[B, S]: rows in which a router of the cone, alone or in a fused op, chose by
+        next to nothing."""
         rows = [self._near(m) for n in cone for m in inner_nodes(n) if m.op == "router"]
         return functools.reduce(operator.or_, rows) if rows else None
 
     def _near(self, router: Node) -> torch.Tensor:
-        """bool[B, S]: the last expert chosen is next to no better than the first that is not."""
+        """Return bool[B, S]: the last expert chosen hardly beats the first that is not."""
         k = router.outputs[1].type.shape[-1]
         assert isinstance(k, int)
         best = self._chances(router).sort(-1, descending=True).values
@@ -642,7 +642,7 @@ def _compare_whole(
     want: torch.Tensor,
     chances: Callable[[], torch.Tensor],
 ) -> None:
-    """Whole numbers are equal, but for experts that are as probable."""
+    """Compare whole numbers: they are equal, but for experts that are as probable."""
     if made.cone[-1].op == "router" and not got.equal(want):
         comparison.decide_experts(made, got, want, chances())
     else:

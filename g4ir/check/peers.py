@@ -1,4 +1,4 @@
-"""Whom an engine is compared with: the interpreter on the same weights, or transformers."""
+"""Peers that an engine is compared with: the interpreter on the same weights, or transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEMPORARY_BYTES = 1 << 30
 
 
 class Peer(Protocol):
-    """What an engine is compared with, one row at a time."""
+    """A model that an engine is compared with, one row at a time."""
 
     def logits(
         self,
@@ -57,21 +57,21 @@ class Peer(Protocol):
         the layers at the tokens `ends`, the ends of the chunks, go into `layers`."""
 
     def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        """`logits` in float64 on the same weights."""
+        """Return `logits` in float64 on the same weights."""
 
     def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        """`logits` in another mode of the peer: the same sums in another order."""
+        """Return `logits` in another mode of the peer: the same sums in another order."""
 
     def greedy(
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
-        """(tokens, the logits f32[count, readable] that chose them), of the ids below `readable`
-        alone."""
+        """Return (tokens, the logits f32[count, readable] that chose them), of the ids below
+        `readable` alone."""
 
 
 @dataclass(frozen=True)
 class EnginePeer:
-    """Any engine."""
+    """A peer that is any engine."""
 
     engine: Engine
 
@@ -102,7 +102,7 @@ class EnginePeer:
         return EnginePeer(wide_engine(self.engine)).logits(tokens, turns, every)
 
     def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        """Token by token."""
+        """Return the logits that are made token by token."""
         return self.logits(tokens, [1] * len(tokens), False)[positions_of(turns, every)]
 
     def greedy(
@@ -147,7 +147,7 @@ class HfPeer:
             return self.logits(tokens, turns, every)
 
     def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        """The other attention: one product where eager has two, or the reverse."""
+        """Return logits of the other attention: one product where eager has two, or the reverse."""
         with other_attention(self.model):
             return self.logits(tokens, turns, every)
 
@@ -160,8 +160,8 @@ class HfPeer:
         theirs: Shown,
         dtype: str,
     ) -> tuple[LocalError, ...]:
-        """Each layer, and the head, in float64 on what the engine gave it, beside the same of the
-        peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
+        """Compare each layer, and the head, in float64 on what the engine gave it, beside the same
+        of the peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
         count = len(self.model.get_decoder().layers)
         names = [n for i in range(count) if (n := f"L{i}.out") in own[1] and n in theirs[1]]
         both = {n: own[1][n].keys() & theirs[1][n].keys() for n in names}
@@ -236,7 +236,7 @@ def find_peer(
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """One that vanishes at the end."""
+    """A context that gives a folder, which vanishes at the end."""
     with _room_in("none that can be written to"):
         made = tempfile.TemporaryDirectory(prefix="g4ir-verify-", ignore_cleanup_errors=True)
     with made as folder:
@@ -245,7 +245,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def _room_in(folder: str | Path) -> Iterator[None]:
-    """MissingError where a temporary folder cannot take what is written."""
+    """A context that raises MissingError where a temporary folder cannot take what is written."""
     try:
         yield
     except OSError as e:

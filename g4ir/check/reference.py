@@ -1,4 +1,4 @@
-"""The interpreter on an engine's own params."""
+"""Engines that run the interpreter on an engine's own params."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from g4ir.model.towers import is_tower
 
 
 def reference_engine(engine: Engine) -> Engine:
-    """The same text graphs and params through the interpreter; it holds no towers."""
+    """Return an engine that interprets the same text graphs and params; it holds no towers."""
     runtime = ReferenceRuntime(
         text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
     )
@@ -19,7 +19,7 @@ def reference_engine(engine: Engine) -> Engine:
 
 
 def wide_engine(engine: Engine) -> Engine:
-    """The text graphs through the interpreter in float64, on the params that the engine holds."""
+    """Return an engine that interprets the text graphs in float64, on params of the engine."""
     runtime = WideRuntime(
         text_graphs(engine.program), engine.limits, engine.device, Resident(engine.runtime)
     )
@@ -27,5 +27,5 @@ def wide_engine(engine: Engine) -> Engine:
 
 
 def text_graphs(program: Program) -> Program:
-    """Without towers."""
+    """Return the program without towers."""
     return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})

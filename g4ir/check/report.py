@@ -1,4 +1,4 @@
-"""What was compared, and how far apart it was."""
+"""The report of a comparison: what was compared, and how far apart it was."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Greedy:
-    """`differs` is the first token that differs without a close call of the peer, or None."""
+    """Greedy tokens; `differs`: the first that differs without a close call of the peer, or
+    None."""
 
     count: int
     equal: int
@@ -67,7 +68,7 @@ class Saturation:
 
     @property
     def alarm(self) -> bool:
-        """Too many: agreement says little, and the model or its weights are probably damaged."""
+        """Whether there are too many: then the model or its weights are probably damaged."""
         return max(self.engine, self.peer) > SATURATED_ROWS
 
     def text(self) -> str:
@@ -80,7 +81,7 @@ class Saturation:
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared, and how far apart it was."""
+    """A report of what was compared, and how far apart it was."""
 
     engine: str
     against: str
@@ -99,8 +100,8 @@ class Report:
 
     @property
     def text_ok(self) -> bool:
-        """Every position within the budget, their median and each layer too, and the greedy
-        tokens the same."""
+        """Whether every position is within the budget, their median and each layer too, and the
+        greedy tokens are the same."""
         whole = self.typical and all(e.ok for e in self.local)
         return whole and all(p.ok for p in self.positions) and self.greedy.differs is None
 
@@ -118,12 +119,12 @@ class Report:
 
     @property
     def median_distance(self) -> float:
-        """Of the positions to what rounding is measured from; not a number where one is not."""
+        """Median distance of the positions to the anchor; not a number where one is not."""
         return median_of([p.distance for p in self.positions if p.distance is not None])
 
     @property
     def ok(self) -> bool:
-        """The text, and what was checked of media."""
+        """Whether the text and what was checked of media are within their budgets."""
         return self.text_ok and (self.media is None or self.media.ok)
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class Report:
         return out
 
     def text(self) -> str:
-        """A short table."""
+        """Return a short table."""
         fine, count = sum(p.ok for p in self.positions), sum(self.turns)
         lines = [
             f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
@@ -159,7 +160,7 @@ class Report:
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
     def _rounding_lines(self) -> Iterator[str]:
-        """The engine's distances beside the peer's, and each layer alone."""
+        """Yield the engine's distances beside the peer's, and each layer alone."""
         rounding = self.budget.rounding
         if rounding is None:
             return
@@ -189,8 +190,9 @@ def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
 
 
 def curve(errors: Sequence[float]) -> str:
-    """`_.:-=+@`: one column per layer (the worst of several where they do not fit), its height by
-    the logarithm; `_` is no error, `!` not a number. Then the first and the last error."""
+    """Return `_.:-=+@`: one column per layer (the worst of several where they do not fit), its
+    height by the logarithm; `_` is no error, `!` not a number. Then the first and the last
+    error."""
     step = -(-len(errors) // CURVE_WIDTH)
     columns = [_worst(errors[i : i + step]) for i in range(0, len(errors), step)]
     sizes = sorted(e for e in columns if 0 < e < math.inf)
@@ -225,5 +227,5 @@ def _greedy_text(g: Greedy) -> str:
 
 
 def engine_name(engine: Engine) -> str:
-    """The head of a report."""
+    """Return the head of a report."""
     return f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str | None:
-    """Why a pass in float64 over so many tokens, with so many rows of logits, has no room on a
-    device beside the weights of engine and peer, or None. By sizes that are known before a peer
-    is loaded."""
+    """Return why a pass in float64 over so many tokens, with so many rows of logits, has no room on
+    a device beside the weights of engine and peer, or None. It counts sizes that are known before a
+    peer is loaded."""
     params = sum(v.type.nbytes() for v in engine.program.params().values())
     free = device_memory(device) - 2 * params
     caches = cache_bytes(engine.program, 1, engine.limits.max_seq)
@@ -32,7 +32,7 @@ def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str 
 
 
 def wide_bytes(spec: Spec, tokens: int, rows: int) -> int:
-    """Of a pass in float64 without a cache: one block of a weight, scores of one layer (raw,
+    """Bytes of a pass in float64 without a cache: one block of a weight, scores of one layer (raw,
     masked, weights, and those rounded), a layer's activations, and every layer's output."""
     text = spec.text
     heads = text.num_attention_heads

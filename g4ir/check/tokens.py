@@ -1,4 +1,4 @@
-"""What two engines are compared on: tokens, and the turns in which they are given."""
+"""The tokens that two engines are compared on, and the turns in which they are given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY_LOGITS = 1 << 28
 
 
 def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | None:
-    """i64[T], checked; None stays None."""
+    """Return the tokens as i64[T], checked; None stays None."""
     import torch
 
     if given is None:
@@ -36,7 +36,7 @@ def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | 
 
 
 def check_no_media(engine: Engine, ids: Sequence[int], what: str) -> None:
-    """InputError on the first id that stands for a soft token: these are tokens of text."""
+    """Raise InputError on the first id that stands for a soft token: these are tokens of text."""
     kinds = {i: kind for kind, i in placeholders(engine.spec.tokens, engine.media.kinds).items()}
     for at, i in enumerate(ids):
         if i in kinds:
@@ -47,13 +47,13 @@ def check_no_media(engine: Engine, ids: Sequence[int], what: str) -> None:
 
 
 def random_tokens(engine: Engine, count: int) -> torch.Tensor:
-    """i64[count] from a fixed seed."""
+    """Return i64[count] from a fixed seed."""
     return random_ids(engine, (count,), SEED)
 
 
 def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """i64 of this shape. Every table has a row for each id, and none is a placeholder of media,
-    whichever of them an engine of this spec takes."""
+    """Return i64 of this shape. Every table has a row for each id, and none is a placeholder of
+    media, whichever of them an engine of this spec takes."""
     import torch
 
     top = engine.spec.text.readable_ids
@@ -75,14 +75,14 @@ def _window(engine: Engine) -> int:
 
 
 def plan_turns(engine: Engine, count: int) -> list[int]:
-    """Tokens per turn: a long one, one a little longer than the window, single steps."""
+    """Return tokens per turn: a long one, one a little longer than the window, single steps."""
     steps = min(STEPS, count // 3)
     turn = min(_window(engine) + 1, (count - steps) // 2)
     return [n for n in (count - steps - turn, turn, *[1] * steps) if n]
 
 
 def positions_of(turns: Sequence[int], every: bool) -> list[int]:
-    """Index of the token after which each row of logits stands."""
+    """Return the index of the token after which each row of logits stands."""
     ends = [sum(turns[: i + 1]) - 1 for i in range(len(turns))]
     return list(range(sum(turns))) if every else ends
 

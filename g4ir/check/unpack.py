@@ -1,4 +1,4 @@
-"""A model's own params from what an engine holds: the weight prologue, undone.
+"""Makes a model's own params again from what an engine holds: undoes the weight prologue.
 
 The graphs before all passes take the checkpoint's tensors. An engine that refers to a checkpoint
 or to a seed still has them; a packed one has slices of what its prologue joined.
@@ -30,7 +30,7 @@ Plain = Callable[[Value], "torch.Tensor"]
 
 
 def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
-    """Params by value, in the engine's dtype: from `checkpoint`, else from the engine.
+    """Return params by value, in the engine's dtype: from `checkpoint`, else from the engine.
 
     Raises WeightsError where the checkpoint does not fit the engine's spec; the function that is
     returned raises EngineError for what a packed engine no longer holds.
@@ -66,7 +66,7 @@ class Unpacked:
         return v.name in self.names or any(self.holds(n.out) for n in joins)
 
     def __call__(self, v: Value) -> torch.Tensor:
-        """The tensor of a param; EngineError where what is held does not say what it was."""
+        """Return the tensor of a param; EngineError where what is held does not say what it was."""
         if v.name in self.names:
             return self.held.tensor(v.name)
         for n in self.prologue.find("concat"):
@@ -87,8 +87,8 @@ def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StageWeights:
-    """Params of any stage of the pipeline on one device. What two stages make in the same way is
-    one tensor."""
+    """Params of any stage of the pipeline on one device. One tensor serves all stages that make it
+    in the same way."""
 
     plain: Plain
     device: str
@@ -96,7 +96,7 @@ class StageWeights:
     _plain: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def params(self, packing: Packing, graph: Graph) -> dict[str, torch.Tensor]:
-        """The params of one of the packing's main graphs."""
+        """Return the params of one of the packing's main graphs."""
         made = packing.prologue.producers()
         return {
             v.name: self._param(packing.prologue, v) if v.name in made else self._held(v)

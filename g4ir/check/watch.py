@@ -1,4 +1,4 @@
-"""The values inside, in the order in which they are made, and the first that differs."""
+"""Finds the first value inside that differs, in the order in which values are made."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def first_difference(
 def first_value(
     engine: Engine, peer: Engine, steps: Iterable[Step], budget: Budget
 ) -> tuple[Place, str] | None:
-    """Take both through the steps, one row without padding; where the first value lies that both
-    make and that is out of budget, and what is to be said of it."""
+    """Take both through the steps, one row without padding; return where the first value lies that
+    both make and that is out of budget, and what is to be said of it."""
     made: dict[tuple[Place, str], torch.Tensor] = {}
     found: list[tuple[Place, str]] = []
 
@@ -106,7 +106,8 @@ def first_value(
 
 
 def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) -> str | None:
-    """The first value that is NaN or infinite where the interpreter runs the engine's graphs."""
+    """Return the first value that is NaN or infinite as the interpreter runs the engine's
+    graphs."""
     found: list[str] = []
 
     def look(place: Place, name: str, value: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ def wide_model(
     given: Mapping[int, Mapping[int, Tensor]] | None = None,
     margins: dict[int, Tensor] | None = None,
 ) -> Iterator[None]:
-    """A transformers text model that computes in float64 on its own weights. Rows of its tables
-    are made as ever, then widened: their scale and its rounding belong to the model.
+    """Make a transformers text model compute in float64 on its own weights. Rows of its tables are
+    made as ever, then widened: their scale and its rounding belong to the model.
 
     given: by layer (the final norm after the last), by index of a token, what it takes instead of
     what it would be given.
@@ -53,7 +53,7 @@ def _widened(module: Any, given: Any, made: Tensor) -> Tensor:
 
 
 def _taker(rows: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """A hook that puts rows in the place of a layer's input."""
+    """Return a hook that puts rows in the place of a layer's input."""
     at = torch.tensor(sorted(rows))
     values = torch.stack([rows[i] for i in at.tolist()])
 
@@ -78,7 +78,7 @@ def _measurer(margins: dict[int, Tensor], layer: int) -> Callable[..., None]:
 
 @contextmanager
 def _experts(model: Any, form: str) -> Iterator[None]:
-    """The form that a model computes its experts in; grouped products have no float64."""
+    """Set the form in which a model computes its experts; grouped products have no float64."""
     before = model.config._experts_implementation
     if before is None:
         yield
@@ -92,7 +92,7 @@ def _experts(model: Any, form: str) -> Iterator[None]:
 
 @contextmanager
 def other_attention(model: Any) -> Iterator[None]:
-    """The same model in its other mode of attention."""
+    """Put a model into its other mode of attention."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager" if before == "sdpa" else "sdpa")
     try:

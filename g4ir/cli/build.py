@@ -79,7 +79,7 @@ def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
 
 
 def _dump_to(folder: Path) -> Dump:
-    """One file per phase and pass, in the order of the pipeline."""
+    """Write one file per phase and pass, in the order of the pipeline."""
     from g4ir.passes import PASSES
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +92,8 @@ def _dump_to(folder: Path) -> Dump:
 
 
 def _tell_notes(p: Prepared) -> None:
-    """Tensors of the checkpoint that the engine does not use, and those it makes up; what a dtype
-    may be too narrow for."""
+    """Tell which tensors of the checkpoint the engine does not use, which it makes up, and what a
+    dtype may be too narrow for."""
     whys = list(p.source.ignored.values())
     for why in dict.fromkeys(whys):
         console.say(f"note: {whys.count(why)} tensors not used: {why}")
@@ -134,7 +134,7 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
-    """What a build would make; sizes in bytes."""
+    """Return what a build would make; sizes in bytes."""
     from dataclasses import asdict
 
     from g4ir.engine.build import disk_bytes, free_bytes
@@ -168,7 +168,7 @@ def _planned(key: str, value: Any) -> str:
 
 
 def _plain(value: Any, between: str = ", ") -> str:
-    """A value in words; of a table, the keys that have one."""
+    """Return a value in words; of a table, the keys that have one."""
     if isinstance(value, dict):
         value = [f"{k} {_plain(v, ' ')}" for k, v in value.items() if v not in (None, (), [])]
     if isinstance(value, list | tuple):

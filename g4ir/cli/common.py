@@ -1,4 +1,4 @@
-"""What the verbs share: the parser, JSON on stdout, arguments that several of them take."""
+"""The parts that verbs share: the parser, JSON on stdout, arguments that several of them take."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
-    """JSON on stdout; what is not a finite number becomes null, which every reader knows."""
+    """Print JSON on stdout; what is not a finite number becomes null, which every reader knows."""
     print(json.dumps(strict(value), indent=indent), flush=True)
 
 
 def strict(value: Any) -> Any:
-    """JSON values only: null for what is not a finite number."""
+    """Return JSON values only: null for what is not a finite number."""
     if isinstance(value, dict):
         return {k: strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -45,7 +45,7 @@ def strict(value: Any) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong usage like any other error; options are never abbreviated."""
+    """A parser that reports wrong usage like any other error; options are never abbreviated."""
 
     def __init__(self, **kwargs: Any) -> None:
         form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
@@ -58,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, but nothing unknown is left to the parser above, which does not know
-        the options of this one."""
+        """Parse as the base class does, but leave nothing unknown to the parser above, which does
+        not know the options of this one."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
-        """A verb or an option that is like the unknown one."""
+        """Return a verb or an option that is like the unknown one."""
         if verb := _NO_CHOICE.search(message):
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
@@ -88,7 +88,7 @@ def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = Tr
 
 
 def add_source(parser: Parser) -> None:
-    """Which variant, through which passes."""
+    """Add the flags that say which variant, and through which passes."""
     parser.add_argument("--variant", metavar="N", help="a shipped variant: see `g4ir specs`")
     parser.add_argument("--spec", metavar="F", help="a spec file")
     add_options(parser, SOURCE_OPTIONS)
@@ -118,7 +118,7 @@ def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = 
 
 
 def given_options(args: argparse.Namespace) -> BuildOptions:
-    """The options of a command line."""
+    """Return the options of a command line."""
     names = {f.name for f in fields(BuildOptions)}
     given = {name: value for name, value in vars(args).items() if name in names}
     return BuildOptions(**given | {k: read(given[k]) for k, read in _READ.items() if k in given})
@@ -130,7 +130,7 @@ def _count(given: int | str | None, flag: str) -> int | None:
 
 
 def _settings(given: list[str]) -> dict[str, str]:
-    """["name=value", ...] as a table."""
+    """`["name=value", ...]` -> {name: value}"""
     table: dict[str, str] = {}
     for text in given:
         name, sign, value = text.partition("=")
@@ -165,7 +165,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 def add_load(parser: Parser) -> None:
-    """How an engine is loaded."""
+    """Add the flags that say how an engine is loaded."""
     parser.add_argument(
         "--no-cuda-graph",
         dest="cuda_graph",
@@ -176,7 +176,7 @@ def add_load(parser: Parser) -> None:
 
 
 def add_trust_once(parser: Parser) -> None:
-    """For verbs that run an engine's compiled programs."""
+    """Add the flag of verbs that run an engine's compiled programs."""
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -188,7 +188,7 @@ def add_trust_once(parser: Parser) -> None:
 def load(
     path: str, progress: Callable[[str], None], cuda_graph: bool = True, trust: bool = False
 ) -> Engine:
-    """An engine of a command line."""
+    """Load the engine of a command line."""
     from g4ir.engine.load import load_engine
 
     progress(f"loading {path}")
@@ -196,7 +196,7 @@ def load(
 
 
 def given_spec(args: argparse.Namespace) -> Spec | None:
-    """The spec of --variant or --spec."""
+    """Return the spec of --variant or --spec."""
     if args.variant is not None and args.spec is not None:
         raise InputError("give either --variant or --spec, not both")
     if args.spec is not None:

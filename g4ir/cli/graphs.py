@@ -1,4 +1,4 @@
-"""The graph that a command line asks for: of a variant, a spec file, or an engine."""
+"""Finds the graph that a command line asks for: of a variant, a spec file, or an engine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def plain_graph(
     dtype: str | None = None,
     media: Media | None = None,
 ) -> Graph:
-    """A graph before all passes; a tower in the largest size of `media`, or in the variant's own.
-    InputError where the variant has none."""
+    """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
+    own. Raises InputError where the variant has none."""
     from g4ir.model.text import build_graph
     from g4ir.model.towers import PARTS, build_towers, default_tower
 
@@ -55,14 +55,14 @@ def _check_part(spec: Spec, part: str) -> None:
 
 
 def _of_part(media: Media, part: str) -> Media:
-    """The sizes of one part's towers."""
+    """Return the sizes of one part's towers."""
     if part == "vision":
         return replace(media, lengths=())
     return replace(media, budgets=(), frame=None)
 
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
-    """The graph before all passes, and the passes to leave out."""
+    """Return the graph before all passes, and the passes to leave out."""
     spec = spec_of(args)
     if args.engine is None:
         return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
@@ -74,7 +74,7 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
-    """A graph of an engine; of several sizes of a tower the largest."""
+    """Return a graph of an engine; of several sizes of a tower the largest."""
     from g4ir.model.towers import PARTS
 
     if phase in program.graphs:
@@ -86,7 +86,7 @@ def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
 
 
 def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
-    """An engine has no such graph; what to build, where its variant could have one."""
+    """Return the error for an absent graph: what to build, where the variant could have it."""
     found = f"--phase {phase}: this engine has {', '.join(known)}"
     try:
         plain_graph(spec, phase)
@@ -96,7 +96,7 @@ def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
 
 
 def engine_media(args: argparse.Namespace) -> Media | None:
-    """What an engine takes; None for a spec."""
+    """Return the media that an engine takes; None for a spec."""
     return None if args.engine is None else stored(args).manifest.media
 
 
@@ -110,7 +110,7 @@ def spec_of(args: argparse.Namespace) -> Spec:
 
 
 def pass_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The passes' own arguments: the engine's, or those given."""
+    """Return the passes' own arguments: the engine's, or those given."""
     if args.latent_kv is not None and args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
     if args.engine is None:
@@ -121,7 +121,7 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stored(args: argparse.Namespace) -> Artefact:
-    """The engine; read once, since every file of it is."""
+    """Return the engine; it is read once, since every file of it is."""
     if args.stored is None:
         if args.engine in spec_names() and not Path(args.engine).exists():
             raise InputError(f"{args.engine} is a variant: give --variant {args.engine}")

@@ -1,4 +1,4 @@
-"""`g4ir plan`: what a variant needs and what fits, before anything is downloaded."""
+"""`g4ir plan`: says what a variant needs and what fits, before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _gpus(text: str | None) -> list[Gpu]:
 
 
 def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
-    """Of several variants, each takes the contexts and options that it has a use for."""
+    """Make the plan of a variant; of several, each takes only what it has a use for."""
     from g4ir.model.media import offered
     from g4ir.plan.plan import make_plan
 

@@ -1,4 +1,4 @@
-"""`g4ir run` and `g4ir verify`: what is done with a built engine."""
+"""`g4ir run` and `g4ir verify`: use a built engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_run(verbs: Any) -> None:
 
 
 def _add_media(p: Parser) -> None:
-    """Flags of media; their order is kept across kinds."""
+    """Add the flags of media; their order is kept across kinds."""
     for kind in KINDS:
         p.add_argument(
             f"--{kind}",
@@ -137,7 +137,7 @@ def _answer_one(
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    """InputError for flags of media that would do nothing, and files that are not there."""
+    """Raise InputError for flags of media that would do nothing, and files that are not there."""
     from g4ir.engine.jsonl import named
 
     kinds = {kind for kind, _ in args.media}
@@ -162,7 +162,7 @@ def _opened(source: str | None) -> Any:
 
 
 def _one_request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """What errors call the prompt, and its fields."""
+    """Return what errors call the prompt, and its fields."""
     tokens = token_ids(args.tokens, "--tokens")
     if tokens is None:
         return "--prompt", {"prompt": args.prompt}
@@ -201,7 +201,7 @@ def _stream(responder: Responder, request: Request, progress: console.Progress) 
 
 
 def _tell_summary(r: Result, seed: int | None) -> None:
-    """One line; with the seed where it was drawn and not asked for."""
+    """Print one line; with the seed where it was drawn and not asked for."""
     speed = f", then {r.tokens_per_second:.1f} tokens/s" if r.tokens_per_second else ""
     drawn = f"; drawn with --seed {r.seed}" if r.seed not in (None, seed) else ""
     console.say(
@@ -231,7 +231,7 @@ def verified(
     tokens: list[int] | None = None,
     trust: bool = False,
 ) -> int:
-    """`verify` of an engine directory; also what `build --verify` does."""
+    """Run `verify` on an engine directory; `build --verify` does this too."""
     from g4ir.check.logits import verify_engine
 
     return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens), trust)

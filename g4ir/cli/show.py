@@ -115,7 +115,7 @@ def _add_cost(p: Parser) -> None:
 
 
 def _check_cost(args: argparse.Namespace) -> None:
-    """Raises InputError where an option means nothing here."""
+    """Raise InputError where an option means nothing here."""
     given = [name for name in COST_OPTIONS if getattr(args, name) is not None]
     useless = [n for n in given if not (args.cost or (args.kernels and n in KERNEL_OPTIONS))]
     if useless:
@@ -157,7 +157,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _shown_graph(args: argparse.Namespace) -> Graph:
-    """The graph of an engine as it runs; with `--after`, and for a spec, a stage of the
+    """Return the graph of an engine as it runs; with `--after`, and for a spec, a stage of the
     pipeline."""
     from g4ir.passes import find_pass, run_passes
 
@@ -175,7 +175,7 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    """What a pass says about each candidate."""
+    """Print what a pass says about each candidate."""
     from g4ir.passes import find_pass, run_passes
 
     if args.after is not None:
@@ -224,7 +224,7 @@ def _show_provenance(args: argparse.Namespace) -> int:
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    """The lines of one layer: its nodes and the sources that they read."""
+    """Return the lines of one layer: its nodes and the sources that they read."""
     from g4ir.ir.graph import print_node
 
     nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]

@@ -80,7 +80,7 @@ def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
 
 
 def _step(args: argparse.Namespace, spec: Spec) -> Step:
-    """The step that the options describe, within the limits of the model."""
+    """Return the step that the options describe, within the limits of the model."""
     batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
     longest = spec.text.max_position_embeddings
     new = 1 if args.phase == "decode" else chunk or min(TOKENS, context or longest)
@@ -99,7 +99,7 @@ def _count(args: argparse.Namespace, name: str) -> int | None:
 
 
 def _roof(args: argparse.Namespace) -> Roof | None:
-    """That of a card, with what was given instead; None where nothing was given."""
+    """Return the roof of a card, with what was given instead; None where nothing was given."""
     for name in RATES:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -127,7 +127,7 @@ def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeC
 
 
 def _dtype(graph: Graph) -> str:
-    """That of most weights."""
+    """Return the dtype of most weights."""
     return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 
@@ -148,7 +148,7 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> Iterable[str]:
-    """The report as tables."""
+    """Yield the report as tables."""
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
     new = f"{report['new_tokens']} new of {report['context']} tokens a row"
@@ -183,7 +183,7 @@ COLUMNS = (
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
-    """One row per entry; with a roof also its time, what bounds it and its share of the times."""
+    """Return one row per entry; with a roof also its time, its bound and its share of the times."""
     times = sum(r["floor_s"] for name, r in rows.items() if name != "total") if roof else 0
     head = [title, *(c for c, _, _ in COLUMNS), *(["time", "bound", "share"] if roof else [])]
     body = [head]

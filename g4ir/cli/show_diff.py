@@ -22,8 +22,8 @@ Start = tuple["Graph", set[str], dict[str, Any]]
 
 
 def show_diff(args: argparse.Namespace, start: Start) -> int:
-    """A pass is there to change something: exit 0. Two variants: exit 1 where they differ, as
-    `specs diff` and diff(1)."""
+    """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
+    differ, as `specs diff` and diff(1)."""
     if args.why or args.cost:
         raise InputError("give --diff or --against, or --why, or --cost")
     a, b = _stages(args, start) if args.against is None else _variants(args, start)
@@ -37,7 +37,7 @@ def show_diff(args: argparse.Namespace, start: Start) -> int:
 
 
 def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
-    """Before and after a pass."""
+    """Return the graphs before and after a pass."""
     from g4ir.passes import find_pass, run_passes
 
     if args.after in (None, "none"):
@@ -56,7 +56,7 @@ def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
 
 
 def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
-    """The same stage of two variants, in the first one's dtype."""
+    """Return the same stage of two variants, in the first one's dtype."""
     from g4ir.passes import run_passes
 
     graph, skip, options = start

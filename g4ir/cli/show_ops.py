@@ -29,7 +29,7 @@ def show_ops(args: argparse.Namespace) -> int:
 
 
 def _facts(o: Op) -> dict[str, Any]:
-    """What the record says; `kind` is null where it follows from the name of the first result."""
+    """Return what the record says; `kind` is null where it follows from the first result's name."""
     return {
         "op": o.name,
         "meaning": _meaning(o),
@@ -45,7 +45,7 @@ def _facts(o: Op) -> dict[str, Any]:
 
 
 def _operands(o: Op) -> list[str]:
-    """`x`, `w`, `*rest`, in order; `?` after those that may be left out."""
+    """Return `x`, `w`, `*rest`, in order; `?` after those that may be left out."""
     found = []
     for p in inspect.signature(o.infer).parameters.values():
         if p.kind is p.VAR_POSITIONAL:
@@ -56,7 +56,7 @@ def _operands(o: Op) -> list[str]:
 
 
 def _meaning(o: Op) -> str:
-    """The first paragraph of its docstring."""
+    """Return the first paragraph of its docstring."""
     return " ".join(o.doc.split("\n\n")[0].split())
 
 

@@ -100,7 +100,7 @@ def _specs_to_hf(args: argparse.Namespace) -> int:
 
 
 def _specs_diff(args: argparse.Namespace) -> int:
-    """Exit 1 where they differ, like diff(1)."""
+    """Print the fields that differ; exit 1 where there are any, like diff(1)."""
     rows = diff_specs(any_spec(args.a), any_spec(args.b))
     if args.json:
         emit([{"key": key, "a": a, "b": b} for key, a, b in rows])
@@ -115,6 +115,6 @@ def _specs_schema(args: argparse.Namespace) -> int:
 
 
 def any_spec(source: str) -> Spec:
-    """A shipped name, a YAML file, a config.json or a checkpoint directory."""
+    """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint directory."""
     hf = source.endswith(".json") or ("/" in source and Path(source).is_dir())
     return Spec.from_hf(source) if hf else load_spec(source)

@@ -1,1 +1,1 @@
-"""The built artefact, and the tokens that come out of it."""
+"""Makes the built artefact, and the tokens that come out of it."""

@@ -1,4 +1,4 @@
-"""What an engine directory says of itself, and whether what lies in it agrees.
+"""Reads an engine directory and checks that its files agree.
 
     manifest.json            what it is, limits, versions, digest of every file and of itself
     manifest.sig             optional: an Ed25519 signature of manifest.json (see trust.py)
@@ -75,14 +75,14 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The params lie in the directory."""
+    """Params that lie in the directory."""
 
     kind: Annotated[str, OneOf(("packed",))]
 
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """The params are made from a seed when the engine is loaded."""
+    """Params that are made from a seed when the engine is loaded."""
 
     kind: Annotated[str, OneOf(("random",))]
     seed: Annotated[int, Range(0, (1 << 63) - 1)]
@@ -90,7 +90,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class LinkedWeights:
-    """The params are made of a checkpoint's files, which have these digests."""
+    """Params that are made of a checkpoint's files, which have these digests."""
 
     kind: Annotated[str, OneOf(("linked",))]
     directory: Line
@@ -124,7 +124,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; those it lacks, and their value."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
@@ -156,21 +156,21 @@ class Manifest:
     files: dict[FileName, StoredFile]
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of the file, its digest left out."""
+        """Return the values of the file, its digest left out."""
         return {"format": FORMAT, **asdict(self)}
 
     def text(self) -> str:
-        """The file: JSON with a digest of its own content as the last key."""
+        """Return the file: JSON with a digest of its own content as the last key."""
         return manifest_text(self.to_dict())
 
     @property
     def digest(self) -> str:
-        """Of all values: it stands for every byte of the engine."""
+        """Digest of all values: it stands for every byte of the engine."""
         return _digest(self.to_dict())
 
     @property
     def pass_options(self) -> Options:
-        """As `run_passes` takes them."""
+        """Options as `run_passes` takes them."""
         return asdict(self.options)
 
 
@@ -189,7 +189,7 @@ class Artefact:
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
-    """JSON with a digest of its own content as the last key."""
+    """Return JSON with a digest of its own content as the last key."""
     return json.dumps({**values, "digest": _digest(values)}, indent=1) + "\n"
 
 
@@ -237,7 +237,7 @@ def _open(path: Path, check_weights: bool) -> Artefact:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of an engine directory, every field checked."""
+    """Return the manifest of an engine directory, every field checked."""
     file = path / MANIFEST
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
@@ -261,7 +261,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def require_readable(m: Manifest) -> None:
-    """EngineError where the manifest could not be read again, as where a path has a line break."""
+    """Raise EngineError where the manifest could not be read again, as a path with a line break."""
     try:
         same = _manifest_of(json.loads(m.text()), Where(MANIFEST, 0)).text() == m.text()
     except SpecError as e:
@@ -272,7 +272,7 @@ def require_readable(m: Manifest) -> None:
 
 
 def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
-    """The manifest as JSON, without its digest, which is right; and its bytes."""
+    """Return the manifest as JSON, without its digest, which is right; and its bytes."""
     try:
         with tensorfile.open_regular(file) as stream:
             raw = stream.read(LARGEST + 1)
@@ -289,7 +289,7 @@ def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
-    """Typed; SpecError names the key."""
+    """Return the manifest, typed; SpecError names the key."""
     given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
@@ -310,8 +310,8 @@ class _Untouched:
 
 
 def read_compiled(found: Artefact, record: Any) -> Any:
-    """What the manifest keeps of compiled files, plain values as its backend wrote them: of the
-    type `record`, nothing more and nothing less."""
+    """Return the manifest's values of compiled files as the backend wrote them: plain, of the type
+    `record`, nothing more and nothing less."""
     kept = found.manifest.compiled
     where = Where(str(found.path / MANIFEST), 0)
     try:
@@ -341,7 +341,7 @@ def _read_spec(file: Path) -> Spec:
 
 
 def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> None:
-    """Every file of the manifest is there, ordinary and unchanged, and there are no others."""
+    """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
     _check_inside(path, files)
     for name, kept in files.items():
         file = path / name
@@ -358,7 +358,7 @@ def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> 
 
 
 def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
-    """No links, no devices, nothing that the manifest does not name."""
+    """Check that there are no links, no devices, and nothing that the manifest does not name."""
     for place, folders, names in os.walk(path, onerror=_raised):
         for name in (*folders, *names):
             file = Path(place, name)
@@ -379,12 +379,12 @@ def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
 
 
 def _raised(error: OSError) -> None:
-    """A folder that cannot be listed is none that was checked."""
+    """Raise the error: a folder that cannot be listed was not checked."""
     raise error
 
 
 def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
-    """SpecError or EngineError where manifest and spec do not agree."""
+    """Raise SpecError or EngineError where manifest and spec do not agree."""
     where = Where(str(path / MANIFEST), 0)
     if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
         raise fail(where, "spec_digest", "is not that of spec.yaml")
@@ -402,7 +402,7 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
 
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
-    """The graphs, made of spec and options; EngineError where the stored text is another."""
+    """Make the graphs of spec and options; EngineError where the stored text is another."""
     packing = packings.make_packing(
         spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options
     )
@@ -428,8 +428,7 @@ def _first_difference(one: bytes, two: bytes) -> int:
 def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
 ) -> packings.StoredParams | None:
-    """The packed params, if there are any; EngineError where they are not those that the graphs
-    take."""
+    """Return the packed params, if there are any; EngineError where the graphs take others."""
     files = [path / n for n in sorted(m.files) if n.endswith(".safetensors")]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
@@ -445,7 +444,7 @@ def _stored_params(
 
 
 def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
-    """How to build an engine again, with its own settings."""
+    """Return the command that builds an engine again, with its own settings."""
     words = [
         "g4ir",
         "build",

@@ -1,4 +1,4 @@
-"""Building an engine directory (artefact.py says what lies in one).
+"""Builds an engine directory (artefact.py says what lies in one).
 
 It is written under a temporary name and renamed at the end; the manifest is the last file, so
 that a build killed at any moment leaves nothing that loads.
@@ -128,7 +128,7 @@ def prepare(
 def _resolved(
     spec: Spec, o: BuildOptions, backend: Backend, device: str, directory: Path | None
 ) -> Resolved:
-    """Every option that follows from spec, backend and checkpoint."""
+    """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
     kinds = o.media if isinstance(o.media, str) else tuple(o.media)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, read_extractor(directory))
@@ -156,8 +156,8 @@ def _fitted(
     program: Program,
     dry: bool,
 ) -> tuple[Resolved, str]:
-    """With the table of per-layer embeddings where it fits, and why the engine does not fit its
-    device, which only a dry run may go on with. PlanError otherwise."""
+    """Place the table of per-layer embeddings where it fits; return that, and why the engine does
+    not fit its device. Only a dry run may go on then: PlanError otherwise."""
     memory = o.memory if o.memory is not None else _memory(r.device, dry)
     if memory is None:
         return r, ""
@@ -177,7 +177,7 @@ def _fitted(
 
 
 def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> tuple[WeightSource, Any]:
-    """Where the weights come from, and what the manifest says of them."""
+    """Return where the weights come from, and what the manifest says of them."""
     if directory is None:
         seed = o.random_weights
         source = RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
@@ -188,8 +188,8 @@ def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> tuple[
 
 
 def _shows_options(function: F) -> F:
-    """A function that makes BuildOptions of its `**options` has their names, types and defaults in
-    its signature, and their help in its docstring, for help() and editors."""
+    """Show in a function's signature and docstring the names, types, defaults and help of the
+    BuildOptions that it makes of its `**options`, for help() and editors."""
     own = inspect.signature(function)
     kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     given = inspect.signature(BuildOptions).parameters.values()
@@ -228,15 +228,15 @@ def build(
 
 
 def check_absent(out: Path) -> None:
-    """EngineError where something is at the output path."""
+    """Raise EngineError where something is at the output path."""
     if out.exists() or out.is_symlink():
         raise EngineError(f"{out} exists; remove it or choose another --out")
 
 
 @dataclass(frozen=True)
 class Written:
-    """Of a build: the seconds that compiling took, which are not in the manifest, since that is the
-    same for equal builds; and whether it could be kept that this user built the engine."""
+    """Facts of a build that its manifest does not keep, as that is the same for equal builds:
+    seconds that compiling took; whether it could be kept that this user built the engine."""
 
     compile_s: float
     known: bool
@@ -281,7 +281,7 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
 
 
 def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
-    """The params as they will be found at load."""
+    """Return the params as they will be found at load."""
     files = sorted(folder.glob("*.safetensors"))
     return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
 
@@ -326,7 +326,7 @@ def _linked(source: Checkpoint) -> LinkedWeights:
 
 
 def _checkpoint_dir(spec: Spec | None, o: BuildOptions, dry: bool) -> Path | None:
-    """The checkpoint directory, or None for random weights, or where a dry run has none."""
+    """Return the checkpoint directory, or None for random weights, or where a dry run has none."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
@@ -346,7 +346,7 @@ def _checkpoint_dir(spec: Spec | None, o: BuildOptions, dry: bool) -> Path | Non
 
 
 def _check_link(link: bool, directory: Path | None, backend: Backend) -> None:
-    """InputError where there is nothing to link to, or it could not be used."""
+    """Raise InputError where there is nothing to link to, or it could not be used."""
     if link and directory is None:
         raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
     if link and backend.packs_weights:
@@ -357,7 +357,7 @@ def _check_link(link: bool, directory: Path | None, backend: Backend) -> None:
 
 
 def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
-    """As asked, else the spec's, else the backend's own where it cannot compute in the spec's."""
+    """Return the dtype asked for, else the spec's, else the backend's where it lacks the spec's."""
     kind = find_dtype(given or spec.dtype)
     if kind in backend.dtypes:
         return kind
@@ -368,7 +368,7 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
 
 
 def _memory(device: str, dry: bool) -> int | None:
-    """Bytes that the device has; None in a dry run without one."""
+    """Return the bytes that the device has; None in a dry run without one."""
     import torch
 
     absent = dry and device == "cuda" and not torch.cuda.is_available()
@@ -398,7 +398,7 @@ OF_MEDIA = {
 
 
 def _check_towers(spec: Spec, directory: Path | None, media: Media) -> None:
-    """SpecError where a checkpoint's config.json says otherwise of the media that are taken."""
+    """Raise SpecError where a checkpoint's config.json disagrees on the media that are taken."""
     if directory is None or not media.kinds:
         return
     keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
@@ -408,7 +408,7 @@ def _check_towers(spec: Spec, directory: Path | None, media: Media) -> None:
 
 
 def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
-    """The spec, after comparing its text part with the checkpoint's config.json."""
+    """Return the spec, after comparing its text part with the checkpoint's config.json."""
     if directory is None:
         if spec is None:
             raise InputError("--random-weights needs --variant or --spec")
@@ -447,9 +447,9 @@ def _limits(spec: Spec, o: BuildOptions) -> Limits:
 
 
 def _widened(limits: Limits, spec: Spec, media: Media) -> Limits:
-    """With a prefill chunk that the largest image fits whose tokens see each other: they are never
-    cut (see media/merge.py). Warns where it is another than asked for, and of images that no row
-    has room for."""
+    """Widen the prefill chunk to the largest image whose tokens see each other: it is never cut
+    (see media/merge.py). Warns where that was not asked for, and of images that no row has room
+    for."""
     largest = max(media.grids, default=0)
     if largest > limits.max_seq:
         log.warning(
@@ -469,20 +469,20 @@ def _widened(limits: Limits, spec: Spec, media: Media) -> Limits:
 
 
 def disk_bytes(p: Prepared) -> int:
-    """Bytes of weights that the engine directory will hold."""
+    """Return the bytes of weights that the engine directory will hold."""
     if isinstance(p.weights, RandomWeights | LinkedWeights):
         return 0
     return p.param_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
 
 
 def free_bytes(out: Path) -> int:
-    """Free space where `out` will lie, bytes."""
+    """Return the free space where `out` will lie, bytes."""
     above = (p for p in out.absolute().parents if p.is_dir())
     return shutil.disk_usage(next(above)).free
 
 
 def check_space(p: Prepared, out: Path) -> None:
-    """EngineError where the weights do not fit the disk."""
+    """Raise EngineError where the weights do not fit the disk."""
     weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
@@ -494,7 +494,7 @@ def check_space(p: Prepared, out: Path) -> None:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A temporary sibling of `out` that becomes `out` at the end, or vanishes."""
+    """A context with a temporary sibling of `out` that becomes `out` at the end, or vanishes."""
     folder = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

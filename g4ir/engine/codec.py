@@ -27,8 +27,8 @@ class Codec:
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
     def encode(self, text: str, what: str) -> list[int]:
-        """Token ids, special ones as tokenizer.json and its config add them; one that begins the
-        text is not added again."""
+        """Return token ids, special ones as tokenizer.json and its config add them; one that begins
+        the text is not added again."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -46,7 +46,7 @@ class Codec:
         return not special.isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
-        """Token ids of a part of a text, nothing added."""
+        """Return token ids of a part of a text, nothing added."""
         return self._ids(text, "a part of the prompt", False)
 
     def _ids(self, text: str, what: str, special: bool) -> list[int]:
@@ -60,7 +60,7 @@ class Codec:
         return ids
 
     def spell(self, token: int) -> str:
-        """The string of a special token, which encodes to it alone."""
+        """Return the string of a special token, which encodes to it alone."""
         text: str | None = self.tokenizer.id_to_token(token)
         if not text or self.plain(text) != [token]:
             raise InputError(
@@ -70,7 +70,7 @@ class Codec:
         return text
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+        """Return the text without special tokens."""
         text: str = self.tokenizer.decode(ids)
         return text
 
@@ -80,7 +80,7 @@ class Codec:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, nothing where there is none."""
+    """Read tokenizer_config.json; empty where there is none."""
     path = folder / "tokenizer_config.json"
     return parse_json(path, path.read_bytes()) if path.is_file() else {}
 
@@ -100,7 +100,7 @@ class TextStream:
         self._known = 0  # how many of them are the last piece's
 
     def push(self, token: int) -> str:
-        """The text that this token completes, or nothing yet."""
+        """Return the text that this token completes, or nothing yet."""
         self._ids.append(token)
         if self.codec.is_byte(token) or not self.codec.decode([token]):  # a special one
             return ""
@@ -112,7 +112,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         return self._piece() if len(self._ids) > self._known else ""
 
     def _piece(self) -> str:

@@ -1,4 +1,4 @@
-"""From a file or an array to soft tokens, through an engine's towers.
+"""Makes soft tokens of a file or an array, through an engine's towers.
 
     soft = engine.encode("image", "photo.png", budget=280)
     soft = engine.encode("video", "clip.mp4", frames=8)
@@ -42,7 +42,7 @@ def encode(
     frames: int | None = None,
     too_long: str = CUT,
 ) -> Soft:
-    """The soft tokens of one item.
+    """Return the soft tokens of one item.
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
     video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
@@ -91,7 +91,7 @@ def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
 
 
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
-    """The soft tokens [soft, hidden] of one picture, by the tower of its size."""
+    """Return the soft tokens [soft, hidden] of one picture, by the tower of its size."""
     grids = {_rows(engine, n): n for n in engine.media.grids}
     if len(patches) not in grids:
         raise InputError(
@@ -119,8 +119,8 @@ def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
 
 
 def sound_settings(engine: EngineParts) -> AudioSettings:
-    """How the engine's checkpoint frames sounds, or the reference's defaults; no longer than the
-    engine was built for."""
+    """Return how the engine's checkpoint frames sounds, or the reference's defaults; no longer than
+    the engine was built for."""
     settings = audio_settings(engine.spec, read_extractor(engine.path))
     if isinstance(settings, MelSettings):
         return settings.at_most(max(engine.media.lengths))
@@ -128,7 +128,7 @@ def sound_settings(engine: EngineParts) -> AudioSettings:
 
 
 def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """By the tower of the next longer length; what is beyond the longest is refused."""
+    """Run the tower of the next longer length; a sound beyond the longest is refused."""
     fits = [n for n in engine.media.lengths if n >= clip.soft_tokens]
     if not fits:
         raise InputError(
@@ -144,7 +144,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 
 def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Each frame stands alone, so a sound of any length goes through in parts."""
+    """Run frames in parts of any length, since each frame stands alone."""
     step = max(engine.media.lengths)
     parts = []
     for at in range(0, len(clip.features), step):
@@ -167,7 +167,7 @@ def _checked(item: Any, kind: type, name: str) -> Any:
 
 
 def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Tensor:
-    """[N, hidden] of arrays without the leading dim of one."""
+    """Return the tower's rows [N, hidden] for arrays without the leading dim of one."""
     given = {
         name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
         for name, x in feeds.items()

@@ -1,4 +1,4 @@
-"""An engine: sessions over it, and tokens from prompts."""
+"""An engine: opens sessions, and makes tokens from prompts."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ class Engine(EngineParts):
         self.close()
 
     def session(self, batch: int = 1) -> Session:
-        """Empty caches for `batch` rows, at most max_batch."""
+        """Return empty caches for `batch` rows, at most max_batch."""
         self.check_process()
         return Session(self, batch)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
-        """The soft tokens of one image, video or sound (see encode.py)."""
+        """Return the soft tokens of one image, video or sound (see encode.py)."""
         return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:
-        """What the checkpoint's generation_config.json says."""
+        """Read the checkpoint's generation_config.json."""
         return read_defaults(self.path / GENERATION, self.spec.text.vocab_size)
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a row: generation_config's, else the spec's."""
+        """Return token ids that end a row: generation_config's, else the spec's."""
         stop = self.defaults().stop
         return self.spec.tokens.eos if stop is None else stop
 
     def suppressed(self) -> tuple[int, ...]:
-        """Token ids that are never generated (matters for greedy decoding too): the checkpoint's,
-        and those that a smaller per-layer table has no row for, which no step could read."""
+        """Return ids never generated (matters for greedy decoding too): the checkpoint's, and those
+        that a smaller per-layer table has no row for, which no step could read."""
         text = self.spec.text
         return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
 
     def tokenizer(self) -> Any:
-        """The checkpoint's own tokenizer (library `tokenizers`)."""
+        """Return the checkpoint's own tokenizer (library `tokenizers`)."""
         path = self.path / TOKENIZER
         if not path.is_file():
             raise EngineError(
@@ -93,9 +93,9 @@ class Engine(EngineParts):
         videos: Sequence[Any] = (),
         audio: Sequence[Any] = (),
     ) -> Any:
-        """New token ids for one prompt (list of ints -> list of ints) or for several
-        (list of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays
-        of integers and tuples do too.
+        """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
+        of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
+        integers and tuples do too.
 
         A row ends with its stop id, which is part of the result, or after max_new_tokens.
         `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
@@ -115,7 +115,7 @@ class Engine(EngineParts):
 
     @contextmanager
     def lent_session(self, batch: int) -> Iterator[Session]:
-        """An empty session that the engine keeps afterwards, in place of the one it kept."""
+        """A context with an empty session, which the engine then keeps in place of its old one."""
         with self._lending:  # no two threads get the same one
             session, self._idle = self._idle, None
         if session is None or session.batch != batch:
@@ -135,7 +135,7 @@ class Engine(EngineParts):
 
 
 class _Closed:
-    """In the place of a runtime that was closed."""
+    """A runtime that was closed, and refuses everything."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,11 +144,11 @@ class _Closed:
         raise InputError(f"{self.path}: this engine was closed; load it again")
 
     def close(self) -> None:
-        """Nothing is left to free."""
+        """Do nothing: nothing is left to free."""
 
 
 def read_tokenizer(path: Path, raw: bytes) -> Any:
-    """The tokenizer of a tokenizer.json; EngineError where it is none."""
+    """Return the tokenizer of a tokenizer.json; EngineError where it is none."""
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
@@ -164,7 +164,7 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
 
 
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
-    """(prompts, whether it was a single one)."""
+    """Return (prompts, whether it was a single one)."""
     import torch
 
     def plain(x: Any) -> Any:
@@ -189,7 +189,7 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
 def _with_media(
     engine: Engine, prompts: list[list[int]], media: Sequence[tuple[str, Any]]
 ) -> tuple[list[list[int]], list[Soft]]:
-    """The prompts with a placeholder for each soft token, and the soft tokens of (kind, item)."""
+    """Return prompts with a placeholder for each soft token, and soft tokens of (kind, item)."""
     tokens, kinds = engine.spec.tokens, engine.media.kinds
     for i, p in enumerate(prompts):
         checked_ids(p, engine.spec.text.vocab_size, f"prompt {i}")
@@ -203,7 +203,7 @@ def _with_media(
 
 
 def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
-    """Text -> ids with nothing added, where there is a tokenizer; it is read when first needed."""
+    """Return text -> ids with nothing added, where a tokenizer is; it is read when first needed."""
     if not (engine.path / "tokenizer.json").is_file():
         return None
     tokenizer = cache(engine.tokenizer)

@@ -1,4 +1,4 @@
-"""JSON lines: read one by one, each a request or its own error."""
+"""Reads JSON lines one by one, each a request or its own error."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every line that is not blank, as soon as it is there. One of more than
-    LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line` refuses it."""
+    """Yield (number, bytes) of every line that is not blank, as soon as it is there. One of more
+    than LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line` refuses it."""
     total = 0
     for number in count(1):
         line = stream.readline(LINE_BYTES + 1)
@@ -75,7 +75,7 @@ def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The object of one line, whose fields are yet to be checked."""
+    """Return the object of one line, whose fields are yet to be checked."""
     if len(line) > LINE_BYTES:
         raise InputError(
             f"{where}: a line of more than {size_text(LINE_BYTES)}, or input of more "
@@ -88,7 +88,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a request; those that are null are left out."""
+    """Return the fields of a request; those that are null are left out."""
     for key, item in value.items():
         _check_field(key, item, where)
     fields = {k: v for k, v in value.items() if v is not None}
@@ -108,7 +108,7 @@ def _check_field(key: str, value: Any, where: str) -> None:
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """An InputError begins with `where`."""
+    """A context in which an InputError begins with `where`."""
     try:
         yield
     except InputError as e:

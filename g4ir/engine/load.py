@@ -1,4 +1,4 @@
-"""Loading an engine directory; nothing is compiled."""
+"""Loads an engine directory; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_artefact(
 
 
 def _backend_of(found: Artefact) -> Backend:
-    """The backend, where it makes engines such as this one."""
+    """Return the backend, where it makes engines such as this one."""
     m = found.manifest
     try:
         backend = find_backend(m.backend)
@@ -127,8 +127,8 @@ def _backend_of(found: Artefact) -> Backend:
 def _table(
     runtime: Runtime, params: packings.ParamSource, v: Value, ple: str | None, device: str
 ) -> Any:
-    """The runtime's own copy of a table that it holds anyway (a tied head), or one placed as the
-    engine says."""
+    """Return the runtime's own copy of a table that it holds anyway (a tied head), or one placed as
+    the engine says."""
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
@@ -164,7 +164,7 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
 
 
 def _runs_on(built: str, here: str) -> bool:
-    """Same kind of machine, with at least the extensions that the engine may use."""
+    """Whether this is the same kind of machine, with at least the extensions that are used."""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
     return kind == kind_here and set(flags.split(",")) <= set(flags_here.split(","))
@@ -196,5 +196,5 @@ def _open_params(found: Artefact) -> packings.ParamSource:
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:
-    """Weight files by their paths inside the checkpoint's directory."""
+    """Return weight files by their paths inside the checkpoint's directory."""
     return {p.relative_to(source.directory).as_posix(): p for p, _ in source.files}

@@ -1,4 +1,4 @@
-"""What a loaded engine consists of: all that sessions and towers need."""
+"""The parts of a loaded engine: all that sessions and towers need."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class EngineParts:
         )
 
     def check_process(self) -> None:
-        """InputError in a forked child, where the runtime would wait for threads that only the
-        parent has."""
+        """Raise InputError in a forked child: the runtime would wait for threads of the parent."""
         if os.getpid() != self._process:
             raise InputError(
                 f"{self.path}: loaded by process {self._process}, of which this is a fork; load "

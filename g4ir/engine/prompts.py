@@ -1,4 +1,4 @@
-"""Token ids of a prompt, checked, and what a checkpoint says of generation."""
+"""Checks token ids of a prompt; reads a checkpoint's defaults of generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4ir.weights.tensorfile import parse_json, quoted
 
 
 def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
-    """Token ids as ints; InputError names the first one outside the vocabulary."""
+    """Return token ids as ints; InputError names the first one outside the vocabulary."""
     for i, t in enumerate(ids):
         if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
             raise InputError(
@@ -23,7 +23,7 @@ def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
 
 
 def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: str) -> list[int]:
-    """A prompt's ids; InputError where one is no token, or where the prompt and `count` new
+    """Return a prompt's ids; InputError where one is no token, or where the prompt and `count` new
     tokens do not fit into `room`. The last new token is never written to a cache."""
     out = checked_ids(ids, vocab, what)
     if not out:
@@ -40,7 +40,7 @@ def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a checkpoint's generation_config.json says. `stop` None: it names no stop ids.
+    """The values of a checkpoint's generation_config.json. `stop` None: it names no stop ids.
 
     temperature, top_k and top_p count only with its `do_sample`; without it decoding is greedy.
     """

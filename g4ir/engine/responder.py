@@ -1,8 +1,8 @@
-"""Requests: what to generate, from flags or from JSON lines, answered one after another.
+"""Answers requests one after another: what to generate comes from flags or JSON lines.
 
-One row of the engine is in use at a time. What a prompt shares with the tokens that the row still
-holds is not computed again (`cached_tokens`): a conversation sent whole each turn costs its new
-part only, as far as the rings of sliding layers allow, and up to its first soft token: equal
+One row of the engine is in use at a time. Tokens of a prompt that the row still holds from before
+are not computed again (`cached_tokens`): a conversation sent whole each turn costs its new part
+only, as far as the rings of sliding layers allow, and up to its first soft token: equal
 placeholders do not mean equal media, so those are always computed.
 
 JSON lines are read one by one and answered as they come, and so are files of images, videos and
@@ -98,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is said of a request in the place of an answer; `line` is its number in the input."""
+    """A message in the place of an answer; `line` is the request's number in the input."""
 
     id: int | str | None
     error: str
@@ -106,12 +106,12 @@ class Failure:
     failed: ClassVar[bool] = True
 
     def output(self) -> dict[str, Any]:
-        """What stdout gets."""
+        """Return what stdout gets."""
         line = {"line": self.line} if self.line is not None else {}
         return {"id": self.id, **line, "error": self.error}
 
     def log(self) -> dict[str, Any]:
-        """What the log gets."""
+        """Return what the log gets."""
         return {"event": "error", **self.output()}
 
 
@@ -134,13 +134,13 @@ class Result:
     seed: int | None = None  # of the draws, where there were any
 
     def output(self) -> dict[str, Any]:
-        """What stdout gets: id where there is one, tokens, text where there is a tokenizer."""
+        """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there."""
         named = {"id": self.id} if self.id is not None else {}
         text = {"text": self.text} if self.text is not None else {}
         return {**named, "tokens": list(self.tokens), **text, "finish_reason": self.finish_reason}
 
     def log(self) -> dict[str, Any]:
-        """What the log gets; no text of the prompt or the answer.
+        """Return what the log gets; no text of the prompt or the answer.
 
         tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
         and encode_s come with media, seed where tokens were drawn, notes where there are any.
@@ -163,7 +163,7 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where there was one token only."""
+        """Rate of the tokens after the first; None where there was one token only."""
         rest, seconds = len(self.tokens) - 1, self.total_s - self.first_token_s
         return round(rest / seconds, 3) if rest and seconds > 0 else None
 
@@ -172,7 +172,7 @@ class Result:
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """InputError for settings that no engine takes."""
+    """Raise InputError for settings that no engine takes."""
     _sampling_of(Sampling(), flags)
     count = flags.get("max_new_tokens")
     if count is not None and count < 1:
@@ -180,7 +180,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def _sampling_of(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """`base` with what is given of temperature, top_k, top_p and seed."""
+    """Return `base` with what is given of temperature, top_k, top_p and seed."""
     names = ("temperature", "top_k", "top_p", "seed")
     found = {k: given[k] for k in names if given.get(k) is not None}
     if found.get("top_k") == 0:  # no limit, as in generation_config.json
@@ -198,7 +198,7 @@ class Responder:
     """Checks requests against an engine, and answers them in one row of it."""
 
     def __init__(self, engine: Engine, flags: Mapping[str, Any] | None = None) -> None:
-        """`flags` are settings, named as in FIELDS, for requests that do not give their own."""
+        """Take settings `flags`, named as in FIELDS, for requests that do not give their own."""
         self.engine = engine
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
@@ -211,7 +211,7 @@ class Responder:
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
     ) -> Request:
-        """A checked request out of fields as in FIELDS, with (kind, path) of more media;
+        """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
         InputError begins with `where`. The media are read by `answer`."""
         flagged = [(k, p, f"--{k}") for k, p in media]
         named = [
@@ -257,8 +257,9 @@ class Responder:
         given: Sequence[str],
         soft: Sequence[Soft] = (),
     ) -> tuple[list[int], tuple[str, ...]]:
-        """The ids of the prompt and notes; in text, media of the kinds `given` have a placeholder
-        each, or the expansion of those that are read. InputError where the numbers cannot fit."""
+        """Return the ids of the prompt and notes; in text, media of the kinds `given` have a
+        placeholder each, or the expansion of those that are read. InputError where the numbers
+        cannot fit."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         tokens, notes = fields.get("tokens"), list[str | None]()
         if tokens is None:
@@ -277,7 +278,7 @@ class Responder:
     def _text(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str]
     ) -> tuple[str, str | None]:
-        """The text of the prompt with a placeholder for each medium, and a note."""
+        """Return the text of the prompt with a placeholder for each medium, and a note."""
         codec, special = self._codec(), self.engine.spec.tokens
         bos = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
         with named(where):
@@ -286,7 +287,7 @@ class Responder:
             )
 
     def _read(self, unread: Unread) -> Request:
-        """The request with its media encoded, and a placeholder for each soft token."""
+        """Return the request with its media encoded, and a placeholder for each soft token."""
         fields, where, soft = unread.fields, unread.where, list[Soft]()
         for m in unread.media:
             with named(m.where):
@@ -349,8 +350,8 @@ class Responder:
         )
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
-        """An answer to every JSON line, or what is wrong with it alone. A request without an id
-        has the number of its line, and None where that cannot be read."""
+        """Yield an answer to every JSON line, or what is wrong with it alone. A request without an
+        id has the number of its line, and None where that cannot be read."""
         for number, line in read_lines(stream):
             where, name = f"{source}:{number}", None
             try:
@@ -361,7 +362,7 @@ class Responder:
                 yield Failure(name, str(e), number)
 
     def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
-        """(tokens that the row held already, logits after the prompt)."""
+        """Return (tokens that the row held already, logits after the prompt)."""
         import torch
 
         tokens = request.tokens
@@ -372,7 +373,7 @@ class Responder:
         return kept, logits
 
     def _remembered(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens that a later prompt may share: placeholders are none."""
+        """Return tokens that a later prompt may share: placeholders are none."""
         holders = {*placeholders(self.engine.spec.tokens, self.engine.media.kinds).values()}
         return [_SOFT if t in holders else t for t in tokens]
 
@@ -395,7 +396,7 @@ class Responder:
 
 
 def _seeded(s: Sampling) -> Sampling:
-    """With a seed where tokens are drawn, so that it can be told."""
+    """Return the settings with a seed where tokens are drawn, so that it can be told."""
     if s.temperature == 0:
         return replace(s, seed=None)
     return s if s.seed is not None else replace(s, seed=secrets.randbits(32))

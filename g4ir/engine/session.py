@@ -1,4 +1,4 @@
-"""An engine at work: tokens in, logits out, caches in between."""
+"""A session: takes tokens, returns logits, and keeps caches in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a session held: lengths, and the part of each cache that was in use."""
+    """A copy of a session: lengths, and the part of each cache that was in use."""
 
     length: torch.Tensor
     written: torch.Tensor
@@ -85,12 +85,12 @@ class Session:
         return self._append_all(prompt) if all_logits else _on_host(self._append(prompt))
 
     def append(self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = ()) -> torch.Tensor:
-        """`prefill` whose logits [B, vocab] stay on the engine's device, in the dtype that they are
-        made in. They are the session's own: the next step may write over them."""
+        """Prefill, and leave the logits [B, vocab] on the engine's device, in the dtype that they
+        are made in. They are the session's own: the next step may write over them."""
         return self._append(self._prompt(tokens, lengths, soft))
 
     def advance(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
-        """`decode` whose logits stay on the device, as those of `append` do."""
+        """Decode, and leave the logits on the device, as `append` does."""
         tokens = _tensor(next_tokens, "decode: tokens")
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
@@ -100,13 +100,13 @@ class Session:
     def _prompt(
         self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
     ) -> Prompt:
-        """What is given, checked and put together."""
+        """Check what is given and put it together."""
         tokens, lengths = self._checked(tokens, lengths)
         softs = self._softs(soft, **lists)
         return merged(tokens, lengths, softs, self._media, self._has_blocks)
 
     def _softs(self, soft: Sequence[Soft], **lists: Sequence[Any]) -> list[Soft]:
-        """What is given and what is encoded here, checked."""
+        """Return the soft tokens that are given and those that are encoded here, checked."""
         engine = self.engine
         check_list("soft", soft)
         items = listed(engine.media, engine.spec, **lists)
@@ -117,13 +117,13 @@ class Session:
         return softs
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
-        """Append one token a row, int64 [batch]; float32 [batch, vocab]. Rows where `active`
+        """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
         (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
         the padding token."""
         return _on_host(self.advance(next_tokens, active))
 
     def _append(self, prompt: Prompt) -> torch.Tensor:
-        """Logits as `append` returns them."""
+        """Return logits as `append` does."""
         found: torch.Tensor | None = None
         for piece, ends, logits in self._chunks(prompt, every=False):
             if logits is not None:
@@ -135,7 +135,7 @@ class Session:
         return self._zeros() if found is None else found
 
     def _append_all(self, prompt: Prompt) -> torch.Tensor:
-        """float32 [B, S, vocab] on the host, zeros behind a row's last."""
+        """Return float32 [B, S, vocab] on the host, zeros behind a row's last."""
         out = self._zeros(prompt.tokens.shape[1])
         for piece, _, logits in self._chunks(prompt, every=True):
             assert logits is not None
@@ -151,8 +151,8 @@ class Session:
     def _chunks(
         self, prompt: Prompt, every: bool
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Each chunk as it is run, the rows that end in it, and its logits where they are needed
-        ([B, 1 or S, vocab] on the device)."""
+        """Yield each chunk as it is run, the rows that end in it, and its logits where they are
+        needed ([B, 1 or S, vocab] on the device)."""
         for piece in prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             yield piece, ends, self._step(prompt, piece, wanted=every or bool(ends.any()))
@@ -186,8 +186,8 @@ class Session:
                 return
 
     def _chosen(self, sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of each row, int64 [B] on the host; from a device they come with the
-        word that the logits are finite, so that it is waited for once."""
+        """Return the next token of each row, int64 [B] on the host; from a device they come with
+        the word that the logits are finite, so that it is waited for once."""
         if not logits.is_cuda:
             return sampler.next(self._finite(logits))
         tokens = sampler.next(logits)
@@ -203,7 +203,7 @@ class Session:
         return f"{self.engine.path}: logits after {self.length.tolist()} tokens"
 
     def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
-        """Steps on the device, where the runtime has them and every table lies there too."""
+        """Return decoding on the device, if the runtime has it and every table lies there too."""
         text = self.engine.spec.text
         if not self.engine.embeds_on_device or text.readable_ids < text.vocab_size:
             return None
@@ -267,8 +267,8 @@ class Session:
         self._written[index] = 0
 
     def snapshot(self) -> Snapshot:
-        """A copy of what every row holds, for `restore` on this session. Unlike `truncate`, which
-        copies nothing, it also brings back what rings have overwritten since."""
+        """Return a copy of what every row holds, for `restore` on this session. Unlike `truncate`,
+        which copies nothing, it also brings back what rings have overwritten since."""
         held = int(self.length.max())
         views = self.state.views(held) if held else {}
         caches = {name: t.clone() for name, t in views.items()}
@@ -287,7 +287,7 @@ class Session:
         self.length, self._written = kept.length.clone(), kept.written.clone()
 
     def nbytes(self) -> int:
-        """Bytes of the caches."""
+        """Return the bytes of the caches."""
         size: int = self.state.nbytes()
         return size
 
@@ -348,7 +348,7 @@ class Session:
             )
 
     def _step(self, prompt: Prompt, piece: Piece, wanted: bool) -> torch.Tensor | None:
-        """One chunk through the runtime. A chunk of one token is a decode step."""
+        """Run one chunk through the runtime. A chunk of one token is a decode step."""
         device = self.engine.device
         positions = self.length[:, None] + torch.arange(piece.width)
         feeds = self.engine.embed(piece.take(prompt.tokens, 0))
@@ -376,7 +376,7 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def _whole(value: Any, what: str) -> torch.Tensor:
-    """Whole numbers as int64."""
+    """Return whole numbers as int64."""
     t = _tensor(value, what)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
         raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
@@ -384,7 +384,7 @@ def _whole(value: Any, what: str) -> torch.Tensor:
 
 
 def _on_host(logits: torch.Tensor) -> torch.Tensor:
-    """A float32 copy for the caller to keep."""
+    """Return a float32 copy for the caller to keep."""
     return logits.to("cpu", torch.float32, copy=True)
 
 

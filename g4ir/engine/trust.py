@@ -1,5 +1,5 @@
-"""Whose native code is run: engines that this user built here or decided for, or that a known key
-signed.
+"""Decides whose native code is run: engines that this user built here or decided for, or that a
+known key signed.
 
 Compiled programs of an engine are native code. They can do all that the user can, and no check of a
 file can tell what they will do. So they are run
@@ -63,7 +63,7 @@ class Decision:
 
 
 def require_trust(found: Artefact) -> None:
-    """TrustError unless this user decided to run the engine's native code, or built it."""
+    """Raise TrustError unless this user decided to run the engine's native code, or built it."""
     if find_decision(found.manifest.digest) or find_signer(found):
         return
     signed = (found.path / SIGNATURE).is_file()
@@ -78,7 +78,7 @@ def require_trust(found: Artefact) -> None:
 
 
 def provenance(found: Artefact) -> dict[str, str]:
-    """What an engine is, who built it as far as that is known, and whether its native code is run
+    """Return the engine's name, its builder as far as known, and whether its native code is run
     here; plain text by name. Nothing of the engine is run."""
     m = found.manifest
     native = find_backend(m.backend).native
@@ -149,7 +149,7 @@ def record_built(manifest: Manifest, path: Path) -> bool:
 
 
 def find_decision(digest: str) -> Decision | None:
-    """The decision for an engine; TrustError where others could have written it."""
+    """Return the decision for an engine; TrustError where others could have written it."""
     file = _engines() / digest
     if not file.is_file():
         return None
@@ -167,7 +167,7 @@ def revoke(digest: str) -> bool:
 
 
 def decisions() -> Iterator[tuple[str, Decision]]:
-    """(digest, decision) of every engine that is trusted here, in order of digest."""
+    """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
     if _engines().is_dir():
         for file in sorted(f for f in _engines().iterdir() if DIGEST.fullmatch(f.name)):
             if found := find_decision(file.name):
@@ -210,19 +210,19 @@ def trust_key(key_file: Path) -> str:
 
 
 def revoke_key(name: str) -> bool:
-    """Trust a key, by its fingerprint, no more; returns whether it was trusted."""
+    """Stop trusting a key, by its fingerprint; returns whether it was trusted."""
     return _forget(_keys(), name)
 
 
 def trusted_keys() -> list[str]:
-    """Fingerprints of the keys that are trusted here. Other files in their folder are no keys."""
+    """Return fingerprints of keys trusted here. Other files in their folder are no keys."""
     found = _keys().iterdir() if _keys().is_dir() else ()
     return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
 
 
 def find_signer(found: Artefact) -> str | None:
-    """Fingerprint of the trusted key that signed an engine; None where there is no signature or
-    none of a trusted key. TrustError where others could have put a key there."""
+    """Return the fingerprint of the trusted key that signed an engine; None where there is no
+    signature or none of a trusted key. TrustError where others could have put a key there."""
     file, names = found.path / SIGNATURE, trusted_keys()
     if not names or not file.is_file():
         return None
@@ -235,7 +235,7 @@ def find_signer(found: Artefact) -> str | None:
 
 
 def _trusted_key(name: str) -> Ed25519PublicKey | None:
-    """None where the file is no longer what was trusted."""
+    """Return a trusted key; None where the file is no longer what was trusted."""
     with suppress(InputError):
         key = _read_public(_keys() / name)
         return key if fingerprint(key) == name else None
@@ -243,7 +243,7 @@ def _trusted_key(name: str) -> Ed25519PublicKey | None:
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
-    """SHA-256 of a public key's 32 bytes, in hexadecimal."""
+    """Return SHA-256 of a public key's 32 bytes, in hexadecimal."""
     return sha256(key.public_bytes_raw()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What differs between two graphs: between the stages of a pipeline, or between two variants.
+"""Differences of two graphs: of the stages of a pipeline, or of two variants.
 
 Names are stable, so lines are matched by what a node makes from what; where only types and
 attributes differ, one line shows both. Lines are grouped by layer, and layers that differ in the
@@ -30,21 +30,21 @@ class Change:
     after: str | None
 
     def text(self) -> str:
-        """`-` and `+` for one graph's lines, `~` for both's, with `old->new` inside."""
+        """Return lines: `-` and `+` for one graph's, `~` for both's, with `old->new` inside."""
         if self.before is None or self.after is None:
             return f"- {self.before}" if self.after is None else f"+ {self.after}"
         return f"~ {_merged(self.before, self.after)}"
 
 
 def diff_graphs(a: Graph, b: Graph) -> list[Change]:
-    """What changes from `a` to `b`: first outside the layers, then layer by layer."""
+    """Return what changes from `a` to `b`: first outside the layers, then layer by layer."""
     one, two = _by_layer(a), _by_layer(b)
     layers = sorted(one.keys() | two.keys(), key=lambda n: -1 if n is None else n)
     return [c for n in layers for c in _changes(n, one.get(n, []), two.get(n, []))]
 
 
 def diff_text(changes: Iterable[Change]) -> str:
-    """Changes under a heading per layer; a heading names all layers with the same changes."""
+    """Return changes under a heading per layer, which names all layers with the same changes."""
     groups: dict[int | None, list[str]] = {}
     for c in changes:
         groups.setdefault(c.layer, []).append(c.text())
@@ -65,13 +65,13 @@ def _by_layer(g: Graph) -> dict[int | None, list[str]]:
 
 
 def _layer(line: str) -> int | None:
-    """The layer of the first value that a line is about; none where it makes values of many."""
+    """Return the layer of the first value of a line; none where it makes values of many."""
     found = {int(n) for n in _LAYER.findall(line.split(" = ")[0])}
     return min(found) if 0 < len(found) < 3 else None
 
 
 def _key(line: str) -> str:
-    """A line without its types and attributes."""
+    """Return a line without its types and attributes."""
     return re.split(r"(?: \{.*\})?: ", line)[0]
 
 
@@ -102,7 +102,7 @@ def _merged(before: str, after: str) -> str:
 
 
 def _relative(line: str, layer: int | None) -> str:
-    """With this layer and its neighbours by distance; others, such as donors, stay."""
+    """Name this layer and its neighbours by distance; others, such as donors, stay."""
 
     def name(m: re.Match[str]) -> str:
         distance = int(m[1]) - (layer or 0)
@@ -112,7 +112,7 @@ def _relative(line: str, layer: int | None) -> str:
 
 
 def _heading(layers: Sequence[int | None]) -> str:
-    """`L0, L2 to L4`"""
+    """`[0, 2, 3, 4]` -> `L0, L2 to L4`"""
     runs: list[list[int]] = []
     for n in layers:
         if n is None:

@@ -1,4 +1,4 @@
-"""How far rows of logits lie apart, and how far they may.
+"""Measures how far rows of logits lie apart, and says how far they may.
 
 In fp32 a fixed budget does, relative to the row's rms. In 16 bits rounding depends on the model
 and its weights, so the peer says how much is normal: its own distance to the same model in
@@ -56,17 +56,17 @@ class Rounding:
 
     @property
     def median_limit(self) -> float:
-        """What the engine's median row may be away."""
+        """The most that the engine's median row may be away."""
         return TYPICAL * max(self.median, self.unit)
 
     @property
     def row_limit(self) -> float:
-        """What each of the engine's rows may be away."""
+        """The most that each of the engine's rows may be away."""
         return min(WORST * max(self.worst, self.unit), max(MOST, BEYOND * self.worst))
 
     def fits(self, distances: Sequence[float]) -> bool:
         """Whether rows of the engine as a whole are as near as the peer's: their median, and how
-        many are far. Not where one is not a number."""
+        many are far. False where one is not a number."""
         far = sum(not d <= FAR * self.median_limit for d in distances)
         room = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
         return median_of(distances) <= self.median_limit and far <= room
@@ -77,15 +77,15 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a row of logits may differ by: its largest difference relative to the peer row's
-    rms, the cosine of the two rows, or the distance that the peer's own rounding allows."""
+    """The difference that a row of logits may have: its largest difference relative to the peer
+    row's rms, the cosine of the two rows, or the distance that the peer's own rounding allows."""
 
     relative: float | None = None
     cosine: float | None = None
     rounding: Rounding | None = None
 
     def holds(self, errors: Errors) -> Tensor:
-        """bool [rows]; a value that is not a number never holds."""
+        """Return bool [rows]; a value that is not a number never holds."""
         if self.rounding is not None:
             return errors.distance <= self.rounding.row_limit
         if self.relative is not None:
@@ -98,12 +98,12 @@ class Budget:
         return self.rounding is None or self.rounding.fits(errors.distance.tolist())
 
     def all_hold(self, errors: Errors) -> bool:
-        """Each row, and the rows as a whole."""
+        """Whether each row holds, and the rows as a whole."""
         return bool(self.holds(errors).all()) and self.typical(errors)
 
     @property
     def inside(self) -> Budget:
-        """Of values inside, beside those of a peer of the same dtype."""
+        """The budget of values inside, beside those of a peer of the same dtype."""
         if self.rounding is None:
             return self
         away = TYPICAL * max(self.rounding.median, self.rounding.unit)
@@ -111,7 +111,7 @@ class Budget:
 
     @property
     def gap(self) -> float:
-        """Two logits closer than this (relative to the row's rms) may change places."""
+        """The gap of two logits (relative to the row's rms) below which they may change places."""
         if self.rounding is not None:
             return 2 * self.rounding.row_limit
         if self.relative is not None:
@@ -141,8 +141,8 @@ BUDGETS = {
 
 @dataclass(frozen=True)
 class Errors:
-    """By row: largest difference, the same relative to the wanted row's rms, the cosine, and the
-    rms of the difference relative to that of the wanted row."""
+    """Errors of each row: largest difference, the same relative to the wanted row's rms, the
+    cosine, and the rms of the difference relative to that of the wanted row."""
 
     absolute: Tensor
     relative: Tensor
@@ -151,8 +151,8 @@ class Errors:
 
 
 def row_errors(got: Tensor, want: Tensor) -> Errors:
-    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. What is
-    not a number stays so."""
+    """[..., n] -> errors of each row. Rows of next to no size count relative to the whole. A value
+    that is not a number stays so."""
     got, want = (t.detach().cpu().double().reshape(-1, t.shape[-1]) for t in (got, want))
     absolute = (got - want).abs().amax(-1)
     rms = want.pow(2).mean(-1).sqrt()
@@ -166,8 +166,8 @@ def row_errors(got: Tensor, want: Tensor) -> Errors:
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """What distances are measured from, in 16 bits: rows [N, n] of `name`, and rows of the peer
-    in its other modes. With a `reason` the rows are the peer's own."""
+    """The origin of distances, in 16 bits: rows [N, n] of `name`, and rows of the peer in its other
+    modes. With a `reason` the rows are the peer's own."""
 
     name: str
     rows: Tensor
@@ -176,7 +176,7 @@ class Anchor:
     reason: str | None = None
 
     def rounding(self, want: Tensor, dtype: str) -> Rounding:
-        """Of a peer whose rows are `want`."""
+        """Return the rounding of a peer whose rows are `want`."""
         modes = self.others if self.reason else [want, *self.others]
         found = [row_errors(t, self.rows).distance for t in modes]
         made = Rounding(
@@ -190,7 +190,7 @@ class Anchor:
         return replace(made, far=max(far))
 
     def errors(self, got: Tensor, want: Tensor) -> Errors:
-        """Of the engine against the peer; the distance is that to the anchor."""
+        """Return errors of the engine against the peer; the distance is that to the anchor."""
         beside = row_errors(got, want)
         return Errors(
             beside.absolute, beside.relative, beside.cosine, row_errors(got, self.rows).distance
@@ -198,7 +198,7 @@ class Anchor:
 
 
 def widened(budget: Budget, rounding: float) -> Budget:
-    """Room for four times the rounding error."""
+    """Return a budget with room for four times the rounding error."""
     assert budget.relative is not None
     return Budget(relative=max(budget.relative, 4 * rounding))
 
@@ -216,8 +216,8 @@ CLOSE_UNITS = 8
 
 @dataclass(frozen=True)
 class LocalError:
-    """What a layer (the head after the last) adds to the distance to float64: in the median and at
-    its worst row without a near tie of its router, of the engine and of the peer."""
+    """The error that a layer (the head after the last) adds to the distance to float64: in the
+    median and at its worst row without a near tie of its router, of the engine and of the peer."""
 
     layer: str
     median: float
@@ -228,12 +228,12 @@ class LocalError:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Of the medians and of the worst rows."""
+        """Ratios to the peer, of the medians and of the worst rows."""
         return self.median / self.peer_median, self.worst / self.peer_worst
 
 
 def local_text(errors: Sequence[LocalError]) -> str:
-    """The layers that lie farthest from float64, in the median and at a row."""
+    """Name the layers that lie farthest from float64, in the median and at a row."""
     far = []
     for i in range(2):
         e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
@@ -253,9 +253,9 @@ Side = tuple[Tensor, Rows, Tensor, Rows, Mapping[int, Tensor]]
 def local_errors(
     count: int, where: Sequence[int], own: Side, peer: Side, *, dtype: str
 ) -> tuple[LocalError, ...]:
-    """By layer, then the head; `where` are the tokens of the rows of logits. Both sides show the
-    same rows. A layer of which there are none counts as part of the next; the head counts where
-    what goes into it is shown, or it would stand for all layers."""
+    """Return the error of each layer, then of the head; `where` are the tokens of the rows of
+    logits. Both sides show the same rows. A layer of which there are none counts as part of the
+    next; the head counts where what goes into it is shown, or it would stand for all layers."""
     out, skipped = [], [0]
     for i in range(count + 1):
         shown = f"L{i}.out" in own[1] if i < count else bool(_ends(own[1], count, where))
@@ -272,7 +272,7 @@ def local_errors(
 def _local(
     side: Side, layer: int, count: int, where: Sequence[int], parts: Sequence[int], dtype: str
 ) -> tuple[Tensor, Tensor]:
-    """Distance of each row, and whether a router among `parts` was near a tie there."""
+    """Return the distance of each row, and whether a router of `parts` was near a tie there."""
     logits, rows, wide_logits, wide_rows, margins = side
     if layer == count:
         ends = _ends(rows, count, where)
@@ -291,7 +291,7 @@ def _local(
 
 
 def _ends(rows: Rows, count: int, where: Sequence[int]) -> list[int]:
-    """Which of the rows of logits are at tokens whose last layer is shown."""
+    """Return which of the rows of logits are at tokens whose last layer is shown."""
     last = rows.get(f"L{count - 1}.out", {})
     return [i for i, at in enumerate(where) if at in last]
 
@@ -299,7 +299,7 @@ def _ends(rows: Rows, count: int, where: Sequence[int]) -> list[int]:
 def _local_error(
     layer: str, own: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor], unit: float
 ) -> LocalError:
-    """A quarter of a unit is the least that is allowed: half a unit is the most of one rounding."""
+    """Compare; a quarter of a unit is the least allowed: rounding once moves by up to half."""
     median, peer_median = (max_or(d.median(), unit / 4 * i) for i, (d, _) in enumerate((own, peer)))
     worst, peer_worst = (
         max_or(d[~tied].max() if bool((~tied).any()) else d.median(), unit / 4 * i)
@@ -310,16 +310,16 @@ def _local_error(
 
 
 def max_or(value: Tensor, least: float) -> float:
-    """The larger; what is not a number stays so."""
+    """Return the larger; a value that is not a number stays so."""
     found = float(value)
     return found if math.isnan(found) else max(found, least)
 
 
 def median_of(values: Sequence[float]) -> float:
-    """As torch has it: the lower of two; not a number where one is not."""
+    """Return the median as torch has it: the lower of two; not a number where one is not."""
     return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
 
 
 def worst_of(values: Sequence[float]) -> float:
-    """The largest; not a number where one is not."""
+    """Return the largest; not a number where one is not."""
     return float(torch.tensor(values, dtype=torch.float64).max()) if values else 0.0

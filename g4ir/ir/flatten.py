@@ -1,8 +1,8 @@
-"""Fused ops opened: the nodes that a node stands for.
+"""Opens fused ops: finds the nodes that a node stands for.
 
-What a fused op costs, keeps in memory and decides (which experts) is said by the simpler ops of its
-expansion, so that no table has to know each fusion. An op that counts its own FLOPs or bytes
-stays whole.
+The simpler ops of its expansion say what a fused op costs, keeps in memory and decides (which
+experts), so that no table has to know each fusion. An op that counts its own FLOPs or bytes stays
+whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .interpret import expansion
 
 
 def inner_nodes(n: Node) -> list[Node]:
-    """The nodes of the expansion, in order, with the names of the node's own results; the node
-    itself where it stays whole."""
+    """Return the nodes of the expansion, in order, with the names of the node's own results; the
+    node itself where it stays whole."""
     if n.definition.flops is not None:
         return [n]
     nodes, results = expansion(n)
@@ -30,5 +30,5 @@ def inner_nodes(n: Node) -> list[Node]:
 
 
 def flatten(g: Graph) -> Graph:
-    """The graph with every node opened; the same values under the same names, and more."""
+    """Return the graph with every node opened; the same values under the same names, and more."""
     return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))

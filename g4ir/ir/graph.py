@@ -40,7 +40,7 @@ class Node:
     attrs: Mapping[str, Attr] = field(default_factory=dict)
 
     def __getitem__(self, operand: str) -> Value:
-        """The input that the op's `infer` calls so."""
+        """Return the input that the op's `infer` calls so."""
         return self.inputs[self.definition.operands.index(operand)]
 
     @property
@@ -55,13 +55,13 @@ class Node:
 
     @property
     def caches(self) -> tuple[Value, ...]:
-        """Of an attention, the caches that it reads: K and V, or what stands for both."""
+        """Caches that an attention reads: K and V, or what stands for both."""
         first, end = self._held()
         return self.inputs[first:end]
 
     @property
     def chunk(self) -> tuple[Value, ...]:
-        """Of an attention, what follows the caches: rows that are not in them yet, block ids."""
+        """Inputs of an attention behind its caches: rows that are not in them yet, block ids."""
         return self.inputs[self._held()[1] :]
 
     def _held(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class Graph:
     next: Mapping[str, Value] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line per value and node, ending in a newline."""
+        """Return one line per value and node, ending in a newline."""
         lines = [f"graph {self.name} {{"]
         for kind, values in (("input", self.inputs), ("param", self.params), ("state", self.state)):
             lines += [f"  {kind} {v}: {v.type}" for v in values]
@@ -122,7 +122,7 @@ class Graph:
         return "\n".join([*lines, "}"]) + "\n"
 
     def find(self, *ops: str) -> Iterator[Node]:
-        """The nodes of these ops, in order."""
+        """Yield the nodes of these ops, in order."""
         return (n for n in self.nodes if n.op in ops)
 
     def producers(self) -> Mapping[str, Node]:
@@ -149,11 +149,11 @@ class Graph:
         return table
 
     def results(self) -> tuple[Value, ...]:
-        """Outputs and next states."""
+        """Return outputs and next states."""
         return (*self.outputs, *self.next.values())
 
     def sources(self) -> tuple[Value, ...]:
-        """Values that no node makes."""
+        """Return values that no node makes."""
         return (*self.inputs, *self.params, *self.state)
 
 
@@ -168,7 +168,7 @@ class Program:
     graphs: Mapping[str, Graph]
 
     def state(self) -> dict[str, Value]:
-        """Each cache once; VerifyError where two graphs disagree on its type."""
+        """Return each cache once; VerifyError where two graphs disagree on its type."""
         return _unify(self.graphs.values(), "state")
 
     def params(self) -> dict[str, Value]:
@@ -253,7 +253,7 @@ _MOST_INFERRED = 1 << 16
 def infer(
     op: str, inputs: Sequence[Value], attrs: Mapping[str, Attr], where: str
 ) -> tuple[Type, ...]:
-    """Result types of an op; VerifyError names the node and the types of its inputs."""
+    """Return result types of an op; VerifyError names the node and the types of its inputs."""
     if op not in OPS:
         raise VerifyError(f"{where}: unknown op {op!r}")
     types = tuple(v.type for v in inputs)
@@ -334,7 +334,7 @@ def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
 
 
 def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> Graph:
-    """`splice` for every (old, new); no node is in two of them. One ordering serves them all."""
+    """`splice` every (old, new); no node is in two of them. One ordering serves them all."""
     place = {id(n): i for i, n in enumerate(g.nodes)}
     gone = {id(n) for old, _ in edits for n in old}
     made: dict[int, list[Node]] = {}
@@ -348,7 +348,7 @@ def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]])
 
 
 def order(g: Graph) -> Graph:
-    """Stable topological order: nodes keep their place unless an input comes later.
+    """Order topologically and stably: nodes keep their place unless an input comes later.
 
     Raises VerifyError where a node needs its own result.
     """
@@ -406,7 +406,7 @@ def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
 
 
 def drop_dead(g: Graph) -> Graph:
-    """Without nodes, params and states that no result needs."""
+    """Remove nodes, params and states that no result needs."""
     live = {v.name for v in g.results()}
     nodes: list[Node] = []
     for n in reversed(g.nodes):

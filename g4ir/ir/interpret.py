@@ -1,4 +1,4 @@
-"""The meaning of a graph: run each op's reference in order. Needs CPU torch only."""
+"""Defines the meaning of a graph: run each op's reference in order. Needs CPU torch only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def interpret(
 
 
 def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-    """One op's reference, or its expansion's."""
+    """Run one op's reference, or its expansion's."""
     definition = n.definition
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
@@ -68,7 +68,7 @@ def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
 
 
 def expansion(n: Node) -> tuple[list[Node], tuple[Value, ...]]:
-    """A fused node in simpler ops, and the values that stand for its results."""
+    """Return a fused node in simpler ops, and the values that stand for its results."""
     b = Builder(scope=f"{n.outputs[0].name}/")
     assert n.definition.expand
     results = as_tuple(n.definition.expand(b, *n.inputs, **n.attrs))
@@ -76,7 +76,7 @@ def expansion(n: Node) -> tuple[list[Node], tuple[Value, ...]]:
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
-    """Zeroed caches; `dims` binds their named dims."""
+    """Return zeroed caches; `dims` binds their named dims."""
     import torch
 
     out = {}

@@ -15,5 +15,5 @@ def split_name(name: str) -> tuple[str, int | None, str]:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a value belongs to, of the text model or of a tower."""
+    """Return the layer that a value belongs to, of the text model or of a tower."""
     return split_name(name)[1]

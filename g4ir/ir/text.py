@@ -1,4 +1,4 @@
-"""The printed graph, and reading it back. `parse_graph(print_graph(g)) == g`, exactly.
+"""Prints a graph, and reads it back. `parse_graph(print_graph(g)) == g`, exactly.
 
 graph decode {
   input %embeds: f32[B,1,64]
@@ -29,7 +29,7 @@ _OUTPUT = re.compile(rf"output {_NAME}")
 
 
 def print_graph(g: Graph) -> str:
-    """The text of a graph; `parse_graph` reads it back."""
+    """Return the text of a graph; `parse_graph` reads it back."""
     return str(g)
 
 
@@ -43,7 +43,7 @@ class _Reader:
         return ParseError(f"line {self.at}: {message}")
 
     def line(self) -> str:
-        """The next line that is not empty, without its comment."""
+        """Return the next line that is not empty, without its comment."""
         while self.at < len(self.lines):
             text = self.lines[self.at].split("#")[0].strip()
             self.at += 1

@@ -1,5 +1,5 @@
-"""Products in float64 on weights of 16 bits, without a copy of them: a weight is converted block by
-block, everything else is promoted by the float64 that goes in."""
+"""Makes products in float64 on weights of 16 bits, without a copy of them: a weight is converted
+block by block, everything else is promoted by the float64 that goes in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _linear = torch.nn.functional.linear
 
 
 class WideProducts(TorchFunctionMode):
-    """Products with a weight are made in float64."""
+    """A mode of torch in which products with a weight are made in float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

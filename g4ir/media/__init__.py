@@ -1,1 +1,1 @@
-"""Images, videos and sound: decoded with limits, then made into what the towers take."""
+"""Decodes images, videos and sound with limits, and makes of them what the towers take."""

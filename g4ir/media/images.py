@@ -63,7 +63,7 @@ class ImageLimits:
 
 
 def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "image") -> Picture:
-    """The patches of uint8 pixels [H, W, 3].
+    """Return the patches of uint8 pixels [H, W, 3].
 
     InputError, naming the image, for another type or shape, and for sizes as in `fit_image`.
     """
@@ -82,7 +82,7 @@ def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "im
 
 
 def pixels_of(image: Any) -> Any:
-    """The pixels of a Pillow image, as of one in a file; all else as it is."""
+    """Return the pixels of a Pillow image, as of one in a file; all else as it is."""
     pillow = sys.modules.get("PIL.Image")  # whoever has such an image has imported it
     if pillow is None or not isinstance(image, pillow.Image):
         return image
@@ -91,7 +91,7 @@ def pixels_of(image: Any) -> Any:
 
 
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
-    """InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
+    """Raise InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
         raise InputError(
@@ -127,7 +127,7 @@ def patchify(frames: U8, cell: int) -> F32:
 
 
 def positions_of(grid: Grid, settings: ImageSettings) -> I64:
-    """(x, y) of every row of the input, in reading order."""
+    """Return (x, y) of every row of the input, in reading order."""
     x, y = np.meshgrid(
         np.arange(grid.width // settings.cell), np.arange(grid.height // settings.cell)
     )
@@ -135,7 +135,7 @@ def positions_of(grid: Grid, settings: ImageSettings) -> I64:
 
 
 def stack_pictures(pictures: Sequence[Picture]) -> tuple[F32, I64]:
-    """f32 [B, P, D] and i64 [B, P, 2]."""
+    """Stack pictures into f32 [B, P, D] and i64 [B, P, 2]."""
     if not pictures or len({p.patches.shape for p in pictures}) > 1:
         raise InputError("a batch of images needs images, all with the same budget")
     patches = np.stack([p.patches for p in pictures])
@@ -146,7 +146,7 @@ def stack_pictures(pictures: Sequence[Picture]) -> tuple[F32, I64]:
 
 
 def read_image(path: str | Path, limits: ImageLimits | None = None) -> U8:
-    """The pixels of an image file, uint8 [H, W, 3].
+    """Return the pixels of an image file, uint8 [H, W, 3].
 
     InputError, naming the file, for one that is missing, empty, no image of FORMATS, corrupt,
     truncated or above the limits; MissingError where Pillow is not installed.
@@ -161,7 +161,7 @@ def read_image(path: str | Path, limits: ImageLimits | None = None) -> U8:
 
 
 def check_file(path: Path, kind: str, max_bytes: int) -> None:
-    """InputError unless there is a file that is neither empty nor too large."""
+    """Raise InputError unless there is a file that is neither empty nor too large."""
     if not path.is_file():
         raise InputError(f"{path}: no such {kind} file")
     size = path.stat().st_size
@@ -191,7 +191,7 @@ def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
-    """InputError for what a header announces that cannot be, or is more than allowed."""
+    """Raise InputError for a size in a header that cannot be, or is more than allowed."""
     if min(width, height) < 1:
         raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
     if width * height > max_pixels:

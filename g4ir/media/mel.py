@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 
 
 def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
-    """f32 [T, F], frames of padding zero, and the mask [T] of frames that hold sound."""
+    """Return f32 [T, F], frames of padding zero, and the mask [T] of frames that hold sound."""
     if isinstance(settings, RawSettings):
         return _raw(samples, settings)
     length = round_up(len(samples), settings.pad_multiple)
@@ -27,7 +27,7 @@ def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
 
 
 def _raw(samples: F32, settings: RawSettings) -> tuple[F32, Mask]:
-    """The last frame is filled with zeros."""
+    """Cut samples into frames; the last frame is filled with zeros."""
     length = round_up(len(samples), settings.frame)
     frames = np.pad(samples, (0, length - len(samples))).reshape(-1, settings.frame)
     return frames, np.ones(len(frames), np.bool_)
@@ -57,7 +57,7 @@ def log_mel(samples: F32, settings: MelSettings) -> F32:
 
 
 def _emphasised(windows: F32, settings: MelSettings) -> F32:
-    """The analysed samples [T, frame] of windows [T, frame + 1]."""
+    """Return the analysed samples [T, frame] of windows [T, frame + 1]."""
     share = np.float32(settings.preemphasis)
     if share <= 0:
         return windows[:, :-1]
@@ -69,13 +69,13 @@ def _emphasised(windows: F32, settings: MelSettings) -> F32:
 
 @lru_cache(maxsize=8)
 def _hann(length: int) -> F32:
-    """The periodic window."""
+    """Return the periodic window."""
     return frozen(np.hanning(length + 1)[:-1].astype(np.float32))
 
 
 @lru_cache(maxsize=8)
 def mel_filters(settings: MelSettings) -> F64:
-    """Triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins].
+    """Return triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins].
 
     The uppermost may fall between two points and be zero, as in the reference.
     """
@@ -92,6 +92,6 @@ def mel_filters(settings: MelSettings) -> F64:
 
 
 def frozen(array: Any) -> Any:
-    """The array, which can no longer be written: every caller shares it."""
+    """Return the array made read-only, since every caller shares it."""
     array.setflags(write=False)
     return array

@@ -1,4 +1,4 @@
-"""Soft tokens in the place of their placeholders, and chunks that cut no picture.
+"""Puts soft tokens in the place of their placeholders, and cuts chunks, but no picture.
 
     check_softs(softs, hidden)
     prompt = merged(tokens, lengths, softs, ids, blocks=True)
@@ -30,8 +30,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step takes of each row: tokens start[b] to start[b] + count[b], i64[B] both; `at` is
-    the start of every row, where that is one."""
+    """The part of each row that a step takes: tokens start[b] to start[b] + count[b], i64[B] both;
+    `at` is the start of every row, where that is one."""
 
     start: Tensor
     count: Tensor
@@ -42,7 +42,7 @@ class Piece:
         return int(self.count.max())
 
     def take(self, t: Tensor, fill: int) -> Tensor:
-        """[B, width] of t [B, S], which has `fill` behind a row's last token, as the result has."""
+        """Return [B, width] of t [B, S]; behind a row's last token both have `fill`."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]
         column = torch.arange(self.width)
@@ -62,11 +62,11 @@ class Prompt:
     block_ids: Tensor | None = None
 
     def pieces(self, chunk: int) -> list[Piece]:
-        """The steps, each of at most `chunk` tokens a row."""
+        """Return the steps, each of at most `chunk` tokens a row."""
         return cut(self.lengths, chunk, self.block_ids)
 
     def blocks(self, piece: Piece) -> Tensor | None:
-        """i64[B, width], or None where the piece has no block."""
+        """Return i64[B, width], or None where the piece has no block."""
         if self.block_ids is None:
             return None
         ids = piece.take(self.block_ids, -1)
@@ -88,8 +88,8 @@ class Prompt:
 def merged(
     tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int], blocks: bool
 ) -> Prompt:
-    """The prompt of tokens and what stands for its placeholders, whose ids are given by kind;
-    `softs` are of these kinds and as `check_softs` lets them through.
+    """Return the prompt of tokens and what stands for its placeholders, whose ids are given by
+    kind; `softs` are of these kinds and as `check_softs` lets them through.
 
     InputError where they are not as many as placeholders.
     """
@@ -110,7 +110,7 @@ def find_places(tokens: Tensor, lengths: Tensor, ids: Mapping[str, int]) -> dict
 
 
 def union(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor:
-    """bool[B,S]"""
+    """Return bool[B,S], true where any mask is."""
     out = torch.zeros_like(tokens, dtype=torch.bool)
     for mask in masks:
         out = out | mask
@@ -118,7 +118,7 @@ def union(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor:
 
 
 def check_softs(softs: Sequence[Any], hidden: int) -> None:
-    """InputError for what is no Soft with finite floats [n, hidden]."""
+    """Raise InputError for what is no Soft with finite floats [n, hidden]."""
     for i, soft in enumerate(softs):
         if not isinstance(soft, Soft):
             raise InputError(f"soft {i}: expected what Engine.encode returns, found {_shown(soft)}")
@@ -148,7 +148,7 @@ def _shown(x: Any) -> str:
 def check_counts(
     places: Mapping[str, Tensor], softs: Sequence[Soft], ids: Mapping[str, int]
 ) -> None:
-    """As many placeholders of a kind as soft tokens."""
+    """Raise InputError unless a kind has as many placeholders as soft tokens."""
     given = counts(softs)
     for kind, mask in places.items():
         found, soft = int(mask.sum()), given.get(kind, 0)
@@ -162,7 +162,7 @@ def check_counts(
 def soft_rows(
     tokens: Tensor, places: Mapping[str, Tensor], softs: Sequence[Soft]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(i64[B,S] row of the table for each placeholder, -1 elsewhere; the table [N, hidden]).
+    """Return (i64[B,S] row of the table for each placeholder, -1 elsewhere; table [N, hidden]).
 
     Placeholders of a kind take that kind's soft tokens in row-major order.
     """
@@ -178,7 +178,7 @@ def soft_rows(
 
 
 def block_ids(pictures: Tensor) -> Tensor:
-    """i64[B,S] of bool[B,S]: the index of the first token of a run, -1 outside of runs."""
+    """bool[B,S] -> i64[B,S], the index of the first token of a run, -1 outside of runs."""
     before = torch.nn.functional.pad(pictures, (1, 0))[:, :-1]
     index = torch.arange(pictures.shape[1]).expand(pictures.shape)
     first = index.where(pictures & ~before, 0)
@@ -189,8 +189,8 @@ def block_ids(pictures: Tensor) -> Tensor:
 
 
 def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
-    """Pieces of at most `chunk` tokens a row, as long as they can be. A row that would be cut in
-    a block is cut before it; from there on it is apart from the others.
+    """Return pieces of at most `chunk` tokens a row, as long as they can be. A row that would be
+    cut in a block is cut before it; from there on it is apart from the others.
 
     InputError where a block is longer than a chunk.
     """
@@ -209,7 +209,7 @@ def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Pi
 
 
 def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
-    """The end, or the start of the block that it would cut."""
+    """Return the end, or the start of the block that it would cut."""
     last = (end - 1).clamp(min=0)[:, None]
     after = end.clamp(max=block_ids.shape[1] - 1)[:, None]
     here, there = (block_ids.gather(1, i)[:, 0] for i in (last, after))
@@ -217,7 +217,7 @@ def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def _check_blocks(block_ids: Tensor, chunk: int) -> None:
-    """InputError on the longest block, where it is longer than a chunk."""
+    """Raise InputError on the longest block, where it is longer than a chunk."""
     rows, _ = (block_ids >= 0).nonzero(as_tuple=True)
     if not rows.numel():
         return

@@ -1,4 +1,4 @@
-"""Prompts with media: where the soft tokens go.
+"""Puts media into prompts: where the soft tokens go.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
     text = expand_text(text, softs, tokens, spell)      # once they are: the reference's text
@@ -11,8 +11,8 @@ The former becomes the latter between marks of begin and end; each frame of a vi
 marks, with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
 
 Text is expanded before it is tokenised, as in the reference: a frame's time may share a token with
-the text before it. Prompts of ids are expanded as ids. Of kinds that an engine does not take, ids
-and markers are what they are without media: tokens and text.
+the text before it. Prompts of ids are expanded as ids. Ids and markers of kinds that an engine does
+not take are what they are without media: tokens and text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
 
 
 def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
-    """The ids before and after the placeholders of an image, a frame or a sound."""
+    """Return the ids before and after the placeholders of an image, a frame or a sound."""
     return (tokens.boa, tokens.eoa) if kind == AUDIO else (tokens.boi, tokens.eoi)
 
 
 def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
-    """What a medium's single placeholder stands for: ids, and the text before each frame."""
+    """Yield what a medium's single placeholder stands for: ids, and the text before each frame."""
     begin, end = marks(soft.kind, tokens)
     holder = placeholders(tokens)[soft.kind]
     for i, piece in enumerate(soft.pieces):
@@ -54,8 +54,8 @@ def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
 def check_given(
     ids: Sequence[int], given: Sequence[str], tokens: Tokens, kinds: Collection[str] = KINDS
 ) -> None:
-    """InputError for what is wrong however many soft tokens the media will be: fewer placeholders
-    of a kind than media of it, or some without any. `given` are the kinds of the media."""
+    """Raise InputError for what is wrong whatever the number of soft tokens: fewer placeholders of
+    a kind than media of it, or some without any. `given` are the kinds of the media."""
     for kind, holder in placeholders(tokens, kinds).items():
         found, media = ids.count(holder), given.count(kind)
         if found < media or (found and not media):
@@ -69,12 +69,12 @@ def place(
     encode: Encode | None = None,
     kinds: Collection[str] = KINDS,
 ) -> list[int]:
-    """The ids of a prompt with every placeholder of `softs`.
+    """Return the ids of a prompt with every placeholder of `softs`.
 
-    Of each kind, as many placeholders as soft tokens are taken as they are, and as many as media
-    are expanded in order; marks around a placeholder are not doubled. `encode` None leaves out the
-    times of frames. `kinds` are those that the engine takes: the ids of others are tokens like any
-    other. InputError names the kind and the numbers where they are neither.
+    Placeholders of a kind are taken as they are where there are as many as soft tokens, and
+    expanded in order where as many as media; marks around a placeholder are not doubled. `encode`
+    None leaves out the times of frames. `kinds` are those that the engine takes: the ids of others
+    are tokens like any other. InputError names the kind and the numbers where they are neither.
     """
     return place_rows([ids], softs, tokens, encode, kinds)[0]
 
@@ -158,8 +158,8 @@ def mark(
     spell: Spell,
     bos: str | None = None,
 ) -> tuple[str, str | None]:
-    """The text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`, and a
-    note where there is something to tell.
+    """Return the text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`,
+    and a note where there is something to tell.
 
     `given` are the kinds of the media in order, `taken` those that the engine takes. A marker
     counts as far as there are media of its kind, the first ones first; all others are mere text,
@@ -198,7 +198,7 @@ def mark(
 
 
 def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int:
-    """How many markers of a kind stand for media, those that the text spells out counted off."""
+    """Count the markers of a kind that stand for media, less those that the text spells out."""
     found = sum(m[2] == kind and not m[1] for m in _MARKER.finditer(text))
     room = media - text.count(holder()) if found and media else media
     if found and found < room:
@@ -210,8 +210,8 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
-    """The text with the expansion of every placeholder that stands for a whole medium, for the
-    kinds of which there are as many as media; `place` judges the others."""
+    """Return the text with the expansion of every placeholder that stands for a whole medium, for
+    the kinds of which there are as many as media; `place` judges the others."""
     patterns, left, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):
         media = [s for s in softs if s.kind == kind]
@@ -228,6 +228,6 @@ def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) 
 
 
 def _with_marks(holder: str, kind: str, tokens: Tokens, spell: Spell) -> str:
-    """A pattern of a placeholder and the marks around it."""
+    """Return a pattern of a placeholder and the marks around it."""
     begin, end = ("" if m is None else f"(?:{re.escape(spell(m))})?" for m in marks(kind, tokens))
     return f"{begin}{re.escape(holder)}{end}"

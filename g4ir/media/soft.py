@@ -25,12 +25,12 @@ class Soft:
 
     @property
     def count(self) -> int:
-        """Placeholders that it takes."""
+        """Number of placeholders that it takes."""
         return sum(len(p) for p in self.pieces)
 
 
 def counts(softs: Sequence[Soft]) -> dict[str, int]:
-    """Soft tokens per kind."""
+    """Return soft tokens per kind."""
     out: dict[str, int] = {}
     for s in softs:
         out[s.kind] = out.get(s.kind, 0) + s.count
@@ -45,8 +45,8 @@ def count_error(
     soft: int | None = None,
     fix: str = "put one for each medium, or one for each soft token",
 ) -> InputError:
-    """A prompt has `found` placeholders of a kind, whose id is `holder`, for so many media; `soft`
-    None: how many soft tokens they are is not known yet."""
+    """Return the error where a prompt has `found` placeholders of a kind, whose id is `holder`, for
+    so many media; `soft` None: how many soft tokens they are is not known yet."""
     size = "" if soft is None else f" with {soft} soft tokens"
     return InputError(
         f"{kind}: the prompt has {found} placeholders (id {holder}) for {media} media{size}; {fix}"

@@ -66,7 +66,7 @@ class Clip:
 
 
 def prepare_sound(sound: Sound, settings: AudioSettings, too_long: str = CUT) -> Clip:
-    """The features of one sound.
+    """Return the features of one sound.
 
     `too_long`: `cut` keeps the beginning, as the reference does, and warns; `refuse` raises.
     InputError, naming the sound, for samples that are none, not finite or of an unknown type, for
@@ -110,7 +110,7 @@ def _check_length(
 
 
 def stack_clips(clips: Sequence[Clip]) -> tuple[F32, Mask]:
-    """f32 [B, T, F] and bool [B, T], shorter clips filled with zeros and False.
+    """Stack clips into f32 [B, T, F] and bool [B, T], shorter ones filled with zeros and False.
 
     Equal to what the reference makes of a batch: it pads the samples, but then zeroes the frames
     that reach into the padding.
@@ -131,7 +131,7 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """The mean of the channels: [N] or [N, channels] of any type in SCALES or FLOATS -> f32 [N].
+    """Average the channels: [N] or [N, channels] of any type in SCALES or FLOATS -> f32 [N].
 
     InputError for other types and shapes, no samples, too many channels, and NaN or infinity.
     """
@@ -179,7 +179,7 @@ _BLOCK = 1 << 18  # outputs at a time, so that memory does not grow with the cli
 
 
 def resampled_length(length: int, old: int, new: int) -> int:
-    """Samples of a clip of `length` after a change of rate from `old` to `new`."""
+    """Return the samples of a clip of `length` after a change of rate from `old` to `new`."""
     return -(-length * int(new) // int(old))
 
 
@@ -203,7 +203,7 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
 
 
 def _interpolated(padded: F32, taps: F64, start: NDArray[Any], phase: NDArray[Any]) -> F32:
-    """Each output's taps times the samples from `start` on."""
+    """Return each output's taps times the samples from `start` on."""
     out = np.zeros(len(start))
     for tap in range(taps.shape[1]):
         out += padded[start + tap] * taps[phase, tap]
@@ -212,7 +212,7 @@ def _interpolated(padded: F32, taps: F64, start: NDArray[Any], phase: NDArray[An
 
 @lru_cache(maxsize=8)
 def _taps(old: int, new: int) -> F64:
-    """The filter around each of the `new` phases of an output between two samples: [new, taps]."""
+    """Return the filter around each of the `new` phases of an output: [new, taps]."""
     cutoff = min(old, new) * ROLLOFF / old  # in cycles per two samples
     reach = math.ceil(ZERO_CROSSINGS / cutoff) + 1
     phase = (np.arange(new) * old % new) / new
@@ -234,7 +234,7 @@ class DecodeLimits:
 
 
 def read_sound(path: str | Path, limits: DecodeLimits | None = None) -> Sound:
-    """The samples of a sound file: plain WAV by ourselves, other formats through soundfile.
+    """Read the samples of a sound file: plain WAV by ourselves, other formats through soundfile.
 
     InputError, naming the file, for one that is missing, empty, no sound, corrupt, truncated,
     without samples or above the limits; MissingError where soundfile is needed and not installed.
@@ -291,7 +291,7 @@ WAV_DECODERS: dict[tuple[int, int], Callable[[bytes], NDArray[Any]]] = {
 
 @dataclass(frozen=True)
 class _Wav:
-    """What a WAV file's chunks say; `start` and `size` are the bytes of its samples."""
+    """The chunks of a WAV file; `start` and `size` are the bytes of its samples."""
 
     tag: int
     channels: int
@@ -307,7 +307,7 @@ class _Wav:
 
 
 def _wav(file: BinaryIO, path: Path, total: int) -> _Wav:
-    """The chunks up to the samples, which are checked against the file's size."""
+    """Read the chunks up to the samples, which are checked against the file's size."""
     found: _Wav | None = None
     at = 12
     while at + 8 <= total:
@@ -395,9 +395,9 @@ MAGIC = (
 
 
 def _read_other(file: BinaryIO, path: Path, head: bytes, limits: DecodeLimits) -> Sound:
-    """Through soundfile; its header is checked against the limits before it decodes.
+    """Read through soundfile; its header is checked against the limits before it decodes.
 
-    Of some truncated files (AIFF) the library corrects the header and gives what is there.
+    The library corrects the header of some truncated files (AIFF) and gives what is there.
     """
     if not head.startswith(MAGIC):
         raise InputError(

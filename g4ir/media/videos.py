@@ -74,12 +74,12 @@ class VideoLimits:
 
 
 def video_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
-    """How a variant cuts frames; `budget` is soft tokens of a frame. InputError as there."""
+    """Return how a variant cuts frames; `budget` is soft tokens of a frame. InputError as there."""
     return image_settings(spec, FRAME_BUDGET if budget is None else budget)
 
 
 def sample_frames(total: int, frames: int | None = None, name: str = "video") -> tuple[int, ...]:
-    """Indices of `frames` evenly spread frames out of `total`, from the first on.
+    """Return indices of `frames` evenly spread frames out of `total`, from the first on.
 
     None means FRAMES, or all of a shorter video, which the reference refuses. InputError for a
     number below 1 or above the total.
@@ -99,14 +99,14 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
 
 
 def frame_times(indices: tuple[int, ...], rate: float | None) -> tuple[str, ...]:
-    """The times of frames in minutes and seconds, both rounded down: 01:05."""
+    """Return the times of frames in minutes and seconds, both rounded down: 01:05."""
     # In float32 as in the reference: one bit can make a second.
     seconds = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
     return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds)
 
 
 def prepare_video(video: Video, settings: ImageSettings, frames: int | None = None) -> Footage:
-    """The patches of the sampled frames; a video with `indices` was sampled before.
+    """Return the patches of the sampled frames; a video with `indices` was sampled before.
 
     InputError, naming the video, for another type or shape, a rate that is no positive number,
     and numbers of frames as in `sample_frames`.
@@ -140,7 +140,7 @@ def _footage(
     name: str,
     most: int | None = None,
 ) -> Footage:
-    """One frame after the other, so that a single one is held in full resolution. InputError for
+    """Prepare one frame after the other, so that one is held in full resolution. InputError for
     more than `most` soft tokens in all."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
@@ -184,7 +184,7 @@ CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 def read_video(
     path: str | Path, frames: int | None = None, limits: VideoLimits | None = None
 ) -> Video:
-    """The sampled frames of a video file in full resolution; the others are decoded, not kept.
+    """Read the sampled frames of a video file in full resolution; others are decoded, not kept.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without a
     picture, corrupt, truncated or above the limits; MissingError where av is not installed.
@@ -200,15 +200,15 @@ def read_footage(
     most: int | None = None,
     limits: VideoLimits | None = None,
 ) -> Footage:
-    """`prepare_video` of `read_video`, with one frame at a time in full resolution. Errors as
-    there, and InputError for more than `most` soft tokens."""
+    """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
+    as there, and InputError for more than `most` soft tokens."""
     with _sampled(Path(path), frames, limits or VideoLimits()) as (head, pictures):
         return _footage(pictures, head.indices, head.rate, settings, str(path), most)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What is known before frames are decoded."""
+    """The facts of a video that are known before frames are decoded."""
 
     rate: float | None
     indices: tuple[int, ...]
@@ -218,7 +218,7 @@ class _Head:
 def _sampled(
     path: Path, frames: int | None, limits: VideoLimits
 ) -> Iterator[tuple[_Head, Iterator[U8]]]:
-    """The head of a video file and its sampled frames, one by one."""
+    """A context with the head of a video file and its sampled frames, one by one."""
     try:
         check_file(path, "video", limits.max_bytes)
     except OSError as e:
@@ -235,7 +235,7 @@ def _sampled(
 
 
 def _open(av: Any, file: BinaryIO) -> Any:
-    """The container of an open file. Not by its name: FFmpeg takes `10:30.mp4` for a protocol."""
+    """Open the container of a file. Not by its name: FFmpeg takes `10:30.mp4` for a protocol."""
     file.seek(0)
     allowed = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
     return av.open(file, container_options=allowed)
@@ -269,7 +269,7 @@ def _kept(av: Any, file: BinaryIO, path: Path, head: _Head, limits: VideoLimits)
 def _frames(
     av: Any, file: BinaryIO, path: Path, limits: VideoLimits, last: int | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Decoded frames with their number, up to the last one."""
+    """Yield decoded frames with their number, up to the last one."""
     with _open(av, file) as container:
         for i, frame in enumerate(container.decode(video=0)):
             check_size(path, frame.width, frame.height, limits.max_pixels)
@@ -280,7 +280,7 @@ def _frames(
 
 
 def _check_count(path: Path, count: int, size: int, limits: VideoLimits) -> None:
-    """InputError for too many frames, or too many pixels in all."""
+    """Raise InputError for too many frames, or too many pixels in all."""
     most = min(limits.max_frames, limits.max_decoded // size)
     if count > most:
         raise InputError(f"{path}: {count} frames, at most {most} of this size; cut it")

@@ -1,1 +1,1 @@
-"""Graphs of a spec, and the names and shapes of its tensors."""
+"""Makes graphs of a spec, and the names and shapes of its tensors."""

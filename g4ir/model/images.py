@@ -1,4 +1,4 @@
-"""How large an image is to a model: its size after resizing, its patches, its soft tokens.
+"""Finds how large an image is to a model: size after resizing, patches, soft tokens.
 
     settings = image_settings(spec, budget=280)
     grid = fit_image(settings, 1920, 1080)     # 1056x576 pixels, 66x36 patches, 264 soft tokens
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"([0-9]{1,7})[xX×]([0-9]{1,7})")
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What an image is cut into."""
+    """The settings by which an image is cut."""
 
     patch_size: int  # pixels
     pooling: int  # patches per side of a soft token
@@ -74,7 +74,7 @@ class Grid:
 
 
 def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
-    """How a variant cuts images; `budget` defaults to the variant's own.
+    """Return how a variant cuts images; `budget` defaults to the variant's own.
 
     InputError for a variant without vision and for an unknown budget.
     """
@@ -96,8 +96,8 @@ def image_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
 
 
 def fit_image(settings: ImageSettings, width: int, height: int, name: str = "image") -> Grid:
-    """The largest size of about the same aspect ratio that is whole soft tokens within the budget
-    (rule 31); small images grow. A side that would vanish gets one soft token.
+    """Return the largest size of about the same aspect ratio that is whole soft tokens within the
+    budget (rule 31); small images grow. A side that would vanish gets one soft token.
 
     InputError, naming the image, for sizes below 1 and where a position table is too short.
     """
@@ -135,7 +135,7 @@ def _check_positions(settings: ImageSettings, longest: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What one image costs one variant."""
+    """The cost of one image for one variant."""
 
     variant: str
     width: int
@@ -145,7 +145,7 @@ class ImagePlan:
     prefill_tokens: int  # soft tokens with their begin and end
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; sizes are [width, height]."""
+        """Return JSON values; sizes are [width, height]."""
         s, g = self.settings, self.grid
         return {
             "variant": self.variant,
@@ -162,7 +162,7 @@ class ImagePlan:
 
 
 def plan_image(spec: Spec, width: int, height: int, budget: int | None = None) -> ImagePlan:
-    """The plan of an image of width x height pixels. InputError as in `image_settings` and
+    """Return the plan of an image of width x height pixels. InputError as in `image_settings` and
     `fit_image`."""
     settings = image_settings(spec, budget)
     grid = fit_image(settings, width, height)
@@ -171,7 +171,7 @@ def plan_image(spec: Spec, width: int, height: int, budget: int | None = None) -
 
 
 def image_plan_text(plans: Sequence[ImagePlan]) -> str:
-    """A line per image."""
+    """Return a line per image."""
     head = (
         "variant",
         "image",

@@ -37,7 +37,7 @@ PART_SECONDS = (10.0,)
 
 @dataclass(frozen=True)
 class Media:
-    """What the towers of an engine are compiled for; empty where it takes text alone."""
+    """The media that an engine's towers are compiled for; empty where it takes text alone."""
 
     kinds: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
@@ -56,19 +56,19 @@ class Media:
 
 
 def placeholders(tokens: Tokens, kinds: Collection[str] = KINDS) -> dict[str, int]:
-    """Kind -> the id in whose places its soft tokens stand, of those kinds that have one."""
+    """Return kind -> the id in whose places its soft tokens stand, for kinds that have one."""
     ids = {IMAGE: tokens.image, VIDEO: tokens.video, AUDIO: tokens.audio}
     return {kind: i for kind, i in ids.items() if kind in kinds and i is not None}
 
 
 def offered(spec: Spec) -> tuple[str, ...]:
-    """The kinds of media that a variant takes."""
+    """Return the kinds of media that a variant takes."""
     towers = {kind: spec.vision if kind in PICTURES else spec.audio for kind in KINDS}
     return tuple(kind for kind in placeholders(spec.tokens) if towers[kind] is not None)
 
 
 def check_media(media: Media, spec: Spec, most: int) -> None:
-    """InputError for a choice that `find_media` never makes; `most` sizes of sound at the most."""
+    """Raise InputError for a choice that `find_media` never makes; `most`: sizes of sound."""
     pictures = IMAGE in media.kinds
     known = {*BUDGETS, *([image_settings(spec).budget] if pictures else [])}
     rules = {
@@ -93,8 +93,8 @@ def _rising(numbers: tuple[int, ...]) -> bool:
 
 
 def check_taken(kind: str, media: Media, spec: Spec) -> None:
-    """InputError where an engine does not take a kind of media; says how to build one that does,
-    or that its variant takes none."""
+    """Raise InputError where an engine does not take a kind of media; say how to build one that
+    does, or that its variant takes none."""
     if kind not in KINDS:
         raise InputError(f"media {kind!r}: one of {', '.join(KINDS)}")
     if kind in media.kinds:
@@ -108,7 +108,7 @@ def check_taken(kind: str, media: Media, spec: Spec) -> None:
 
 
 def check_there(kind: str, path: str | Path) -> None:
-    """InputError unless the path is that of an ordinary file: a device or a pipe may be endless."""
+    """Raise InputError unless the path is an ordinary file: a device or a pipe may be endless."""
     try:
         found = Path(path).is_file()
     except (OSError, ValueError):  # a name that no file can have, or a folder that is closed
@@ -118,7 +118,7 @@ def check_there(kind: str, path: str | Path) -> None:
 
 
 def check_budget(budget: int | None, media: Media) -> None:
-    """InputError unless an engine's images can have this budget."""
+    """Raise InputError unless an engine's images can have this budget."""
     if budget in media.budgets:
         return
     has = ", ".join(map(str, media.budgets))
@@ -130,7 +130,7 @@ def check_budget(budget: int | None, media: Media) -> None:
 
 
 def listed(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
-    """(kind, item) of every item, from lists named as in LISTS.
+    """Return (kind, item) of every item, from lists named as in LISTS.
 
     InputError for what is no list, because a path would be taken apart into letters and an array
     into rows, and for a kind that the engine does not take."""
@@ -144,7 +144,7 @@ def listed(media: Media, spec: Spec, **lists: Any) -> list[tuple[str, Any]]:
 
 
 def check_list(name: str, items: Any) -> None:
-    """InputError for what is no list."""
+    """Raise InputError for what is no list."""
     if not isinstance(items, list | tuple):
         raise InputError(f"{name}: expected a list, found {type(items).__name__}")
 
@@ -156,9 +156,9 @@ def find_media(
     seconds: Sequence[float] | None = None,
     extractor: Mapping[str, Any] | None = None,
 ) -> Media:
-    """The choice for a build. `kinds`: `all` that the variant takes, `none`, or some of KINDS;
-    `budgets`: soft tokens of images (default: the variant's own), the first is what images get
-    unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used;
+    """Return the choice for a build. `kinds`: `all` that the variant takes, `none`, or some of
+    KINDS; `budgets`: soft tokens of images (default: the variant's own), the first is what images
+    get unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used;
     `extractor`: what a checkpoint says of its feature extractor.
 
     InputError names what the variant does not take.
@@ -179,7 +179,7 @@ def find_media(
 
 
 def build_words(media: Media, spec: Spec) -> list[str]:
-    """The options of `g4ir build` that ask for this choice."""
+    """Return the options of `g4ir build` that ask for this choice."""
     words = ["--media", ",".join(media.kinds) or "none"]
     if media.default:
         others = [b for b in media.budgets if b != media.default]
@@ -213,8 +213,8 @@ def _budgets(spec: Spec, budgets: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _lengths(settings: AudioSettings, seconds: Sequence[float] | None) -> tuple[int, ...]:
-    """Soft tokens of the lengths asked for, none longer than the longest clip; one length where
-    there is no longest one, since frames stand alone then."""
+    """Return soft tokens of the lengths asked for, none longer than the longest clip; one length
+    where there is no longest one, since frames stand alone then."""
     longest = settings.max_samples
     out = set()
     for s in seconds if seconds is not None else SECONDS if longest else PART_SECONDS:

@@ -1,4 +1,4 @@
-"""Parameter names: the graph's on one side, the checkpoint's on the other.
+"""Translates parameter names: the graph's on one side, the checkpoint's on the other.
 
 This is the only place that knows both. Checkpoint names of the text model are given without its
 prefix; those of other parts begin with the part's name (a field of Prefixes) in place of theirs.
@@ -134,7 +134,7 @@ def checkpoint_name(param: str) -> str:
 
 
 def _of_tower(name: str) -> str | None:
-    """A param of a tower's layer, without the layer's number."""
+    """Return the checkpoint's name of a param of a tower's layer, without the layer's number."""
     if name in _CLIPPABLE:
         return f"{_CLIPPABLE[name]}.linear.weight"
     linear, _, bound = name.rpartition(".")
@@ -154,6 +154,6 @@ _KINDS = (
 
 
 def kind_of_name(name: str) -> str | None:
-    """The kind of cost of a matrix product, an activation or a view, by the name of its first
-    result, which passes keep; None outside the parts that are told apart."""
+    """Return the kind of cost of a matrix product, an activation or a view, by the name of its
+    first result, which passes keep; None outside the parts that are told apart."""
     return next((kind for kind, pattern in _KINDS if pattern.match(name)), None)

@@ -1,4 +1,4 @@
-"""How a variant frames sound: lengths, rates and soft tokens, without a sample."""
+"""Finds how a variant frames sound: lengths, rates and soft tokens, without a sample."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MelSettings:
     halvings: int = 2  # strided convolutions between frames and soft tokens (rule 33)
 
     def __post_init__(self) -> None:
-        """InputError for numbers that no sound could be framed with."""
+        """Raise InputError for numbers that no sound could be framed with."""
         for name, right, rule in _MEL_RULES:
             if not right(self):
                 raise InputError(f"audio settings: {name} {getattr(self, name)!r}: {rule}")
@@ -68,19 +68,19 @@ class MelSettings:
         return self.frame + 1 - self.frame // 2
 
     def frames(self, samples: int) -> int:
-        """Windows that lie wholly inside `samples`. A window spans one sample more than it
+        """Count windows that lie wholly inside `samples`. A window spans one sample more than it
         analyses, and half of one lies in the zeros that are put in front."""
         return max(0, (samples + self.frame // 2 - self.frame - 1) // self.hop + 1)
 
     def at_most(self, soft: int) -> MelSettings:
-        """These settings for clips of no more than this many soft tokens."""
+        """Return these settings for clips of no more than this many soft tokens."""
         room = (soft << self.halvings) * self.hop + self.frame - self.frame // 2
         # Down to the padding's multiple, since the limit itself is rounded up to it.
         most = max(self.fewest_samples, room - room % self.pad_multiple)
         return replace(self, max_length=min(self.max_length, most))
 
     def soft_tokens(self, samples: int) -> int:
-        """Soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
+        """Count soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
         count = self.frames(samples)
         for _ in range(self.halvings):
             count = (count + 1) // 2
@@ -115,7 +115,7 @@ class RawSettings:
     max_tokens: int | None = None  # the reference has no limit of its own here
 
     def __post_init__(self) -> None:
-        """InputError for numbers that no sound could be framed with."""
+        """Raise InputError for numbers that no sound could be framed with."""
         if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
             raise InputError(
                 f"audio settings: {self}: a frame needs a sample and the rate "
@@ -135,7 +135,7 @@ class RawSettings:
         return 1
 
     def soft_tokens(self, samples: int) -> int:
-        """Soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
+        """Count soft tokens of a clip of `samples` at `sampling_rate` that is not too long."""
         return -(-samples // self.frame)
 
 
@@ -143,11 +143,11 @@ AudioSettings = MelSettings | RawSettings
 
 
 def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> AudioSettings:
-    """The features that a variant's audio path takes.
+    """Return the features that a variant's audio path takes.
 
     `extractor` is what a checkpoint says of its feature extractor: `feature_extractor` of
-    processor_config.json, or preprocessor_config.json. What it leaves out is as in the reference.
-    InputError for a variant without sound and for numbers that do not fit the spec.
+    processor_config.json, or preprocessor_config.json. Settings that it leaves out are as in the
+    reference. InputError for a variant without sound and for numbers that do not fit the spec.
     """
     config = dict(extractor or {})
     if isinstance(spec.audio, Audio):
@@ -195,7 +195,7 @@ def _check_plain(config: dict[str, Any]) -> None:
 
 
 def _known(config: dict[str, Any], cls: type, own: tuple[str, ...]) -> dict[str, Any]:
-    """The entries that are settings, of the right type; null counts as left out."""
+    """Return the entries that are settings, of the right type; null counts as left out."""
     kinds = {f.name: str(f.type) for f in fields(cls) if f.name not in own}
     given = {k: v for k, v in config.items() if k in kinds and v is not None}
     return {k: _checked(k, v, _KINDS[kinds[k].split(" | ")[0]]) for k, v in given.items()}
@@ -217,5 +217,5 @@ def _checked(key: str, value: Any, kind: type) -> Any:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round a number up to the next multiple."""
     return -(-number // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, by the graphs that take them: names as the checkpoint has them, shapes.
+"""Lists tensors of a checkpoint by the graphs that take them: the checkpoint's names, and shapes.
 
 The graphs are the one table of tensors; the checkpoint reader, the random weights and the counts
 all ask here.
@@ -92,7 +92,7 @@ def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
 
 
 def numel(tensors: Tensors) -> int:
-    """Elements in all tensors; a 0-d tensor has one."""
+    """Count elements in all tensors; a 0-d tensor has one."""
     return sum(math.prod(shape) for shape in tensors.values())
 
 

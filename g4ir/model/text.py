@@ -26,8 +26,8 @@ PLE_TABLE = "ple.table"
 def build_program(
     spec: Spec, all_logits: bool = False, dtype: str | None = None, media: Media | None = None
 ) -> Program:
-    """The graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`; for one that
-    takes media also `prefill_media`, where pictures are seen both ways, and its towers."""
+    """Return the graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`; for one
+    that takes media also `prefill_media`, where pictures are seen both ways, and its towers."""
     kind = dtype or spec.dtype
     graphs = {p: build_graph(spec, p, all_logits, kind, media) for p in PHASES}
     if media is None or not media.kinds:
@@ -51,7 +51,7 @@ def build_graph(
     dtype: str | None = None,
     media: Media | None = None,
 ) -> Graph:
-    """The graph of one phase.
+    """Return the graph of one phase.
 
     Dims: B rows, S tokens of the chunk (1 in decode), C slots of a full-length cache.
     prefill and decode take `embeds` [B,S,hidden] (scaled), `ple_rows` [B,S,layers*dim] where
@@ -133,7 +133,7 @@ class _Text:
         return self.b.emit("linear", x, self.weight(weight, out, size), name=name)
 
     def per_layer_inputs(self, embeds: Value, s: int | str) -> tuple[Value, ...]:
-        """One [B,S,dim] per layer from the token's row and its context (rules 2 to 4)."""
+        """Return one [B,S,dim] per layer from the token's row and its context (rules 2 to 4)."""
         b, text, ple = self.b, self.text, self.text.ple
         assert ple
         layers, width = text.num_hidden_layers, text.num_hidden_layers * ple.dim
@@ -149,7 +149,7 @@ class _Text:
         return b.emit_all("unstack_layers", x, name=names)
 
     def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
-        """Attention, then MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
+        """Apply attention, MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
         b, p = self.b, f"L{layer.index}"
         # The first input norm has no residual add before it that it could fuse with; outside
         # the layer it leaves all layers alike.
@@ -164,7 +164,7 @@ class _Text:
         return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
 
     def attention(self, layer: Layer, x: Value) -> Value:
-        """Rules 12 to 17. K and V come from this layer, or fresh from the donor."""
+        """Apply rules 12 to 17. K and V come from this layer, or fresh from the donor."""
         b, p, a, text = self.b, f"L{layer.index}.attn", layer.attention, self.text
         self.tables = self.rope_tables(p, a.rope, a.head_dim)
         q = self.project(x, f"{p}.q", f"{p}.wq", text.num_attention_heads * a.head_dim)
@@ -178,7 +178,7 @@ class _Text:
         return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
-        """K normed and rotated, V normed without weight; V is the raw K where they are tied."""
+        """Return K normed and rotated, V normed without weight; V is raw K where they are tied."""
         b, p, a = self.b, f"L{layer.index}.attn", layer.attention
         n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
         k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
@@ -190,8 +190,8 @@ class _Text:
         return k, b.emit("rms_norm", v, eps=self.eps, name=f"{p}.v.norm")
 
     def attend(self, layer: Layer, q: Value, k: Value, v: Value) -> Value:
-        """A chunk sees the cache as it was, then itself; a single token is written first and
-        sees the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
+        """Attend. A chunk sees the cache as it was, then itself; a single token is written first
+        and sees the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
         b, p, a = self.b, f"L{layer.index}", layer.attention
         cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
         old = [b.cache(f"{p}.k", cache), b.cache(f"{p}.v", cache)]
@@ -215,7 +215,7 @@ class _Text:
         )
 
     def rope_tables(self, p: str, rope: Rope, dim: int) -> tuple[Value, ...]:
-        """(cos, sin)"""
+        """Return (cos, sin)."""
         return self.b.emit_all(
             "rope_table",
             self.positions,
@@ -232,7 +232,7 @@ class _Text:
         return self.b.emit("rope", x, *self.tables, name=name)
 
     def feed_forward(self, layer: Layer, h: Value) -> Value:
-        """The dense MLP; beside it, on the same residual, the routed experts (rule 7)."""
+        """Apply the dense MLP; beside it, on the same residual, the routed experts (rule 7)."""
         b, p = self.b, f"L{layer.index}"
         dense = self.mlp(layer, self.norm(h, f"{p}.mlp.in", f"{p}.norm_mlp"))
         if not layer.has_moe:
@@ -242,7 +242,7 @@ class _Text:
         return b.emit("add", dense, routed, name=f"{p}.ffn")
 
     def mlp(self, layer: Layer, x: Value) -> Value:
-        """down(act(gate) * up) (rule 11)."""
+        """Return down(act(gate) * up) (rule 11)."""
         b, p, wide, act = self.b, f"L{layer.index}.mlp", layer.intermediate_size, self.act()
         gate = self.project(x, f"{p}.gate", f"{p}.w_gate", wide)
         up = self.project(x, f"{p}.up", f"{p}.w_up", wide)
@@ -250,7 +250,7 @@ class _Text:
         return self.project(x, f"{p}.down", f"{p}.w_down", self.text.hidden_size)
 
     def experts(self, layer: Layer, h: Value) -> Value:
-        """The router sees the residual through a norm without weight (rules 23 to 25)."""
+        """Apply experts; the router sees the residual normed without weight (rules 23 to 25)."""
         b, p, moe, size = self.b, f"L{layer.index}.moe", self.text.moe, self.text.hidden_size
         assert moe
         x = self.norm(h, f"{p}.in", f"L{layer.index}.norm_moe")
@@ -269,14 +269,14 @@ class _Text:
         return b.emit("experts", x, weights, index, gate_up, down, act=self.act(), name=f"{p}.out")
 
     def ple_gate(self, p: str, h: Value, ple: Value) -> Value:
-        """The gate sees the residual without a norm (rule 8)."""
+        """Gate by the per-layer row; the gate sees the residual without a norm (rule 8)."""
         assert self.text.ple
         gate = self.project(h, f"{p}.ple.gate", f"{p}.ple.w_gate", self.text.ple.dim)
         x = self.b.emit("glu", gate, ple, act=self.act(), name=f"{p}.ple.act")
         return self.project(x, f"{p}.ple.proj", f"{p}.ple.w_proj", self.text.hidden_size)
 
     def head(self, h: Value) -> Value:
-        """Final norm, (tied) head, softcap (rule 22); the last valid row unless all are asked."""
+        """Apply final norm, (tied) head, softcap (rule 22); last valid row unless all are asked."""
         b, text = self.b, self.text
         x = self.norm(h, "final.norm", "final.w")
         w = "embed.table" if text.tie_word_embeddings else "head.w"

@@ -34,7 +34,7 @@ PARTS = ("vision", "audio")
 
 
 def build_towers(spec: Spec, media: Media, dtype: str | None = None) -> dict[str, Graph]:
-    """The graphs of an engine that takes these media, by name."""
+    """Return the graphs of an engine that takes these media, by name."""
     kind = dtype or spec.dtype
     towers = [build_vision(spec, n, kind) for n in media.grids]
     towers += [build_audio(spec, n, kind) for n in media.lengths]
@@ -42,12 +42,12 @@ def build_towers(spec: Spec, media: Media, dtype: str | None = None) -> dict[str
 
 
 def vision_name(soft: int) -> str:
-    """The graph of images of at most `soft` soft tokens."""
+    """Return the name of the graph of images of at most `soft` soft tokens."""
     return f"vision_{soft}"
 
 
 def audio_name(soft: int) -> str:
-    """The graph of sounds of at most `soft` soft tokens."""
+    """Return the name of the graph of sounds of at most `soft` soft tokens."""
     return f"audio_{soft}"
 
 
@@ -57,7 +57,7 @@ def is_tower(name: str) -> bool:
 
 
 def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
-    """The tower of the variant's own image budget, or of the longest sound."""
+    """Return the tower of the variant's own image budget, or of the longest sound."""
     from .media import AUDIO, IMAGE, find_media
 
     media = find_media(spec, (IMAGE,) if part == "vision" else (AUDIO,))
@@ -65,13 +65,13 @@ def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
 
 
 def build_vision(spec: Spec, soft: int, dtype: str) -> Graph:
-    """Images of at most `soft` soft tokens. InputError for a spec without vision."""
+    """Build a tower of images of at most `soft` soft tokens. InputError without vision."""
     made: dict[type, Callable[..., _Tower]] = {Vision: _Vision, UnifiedVision: _UnifiedVision}
     return _built(spec, spec.vision, made, vision_name(soft), soft, dtype)
 
 
 def build_audio(spec: Spec, soft: int, dtype: str) -> Graph:
-    """Sounds of at most `soft` soft tokens. InputError for a spec without sound."""
+    """Build a tower of sounds of at most `soft` soft tokens. InputError without sound."""
     made: dict[type, Callable[..., _Tower]] = {Audio: _Audio, UnifiedAudio: _UnifiedAudio}
     return _built(spec, spec.audio, made, audio_name(soft), soft, dtype)
 
@@ -85,7 +85,7 @@ def _built(
 
 
 class _Tower:
-    """What all towers share: names under the part's own prefix, and the way into the text model."""
+    """The base of all towers: names under the part's prefix, and the way into the text model."""
 
     part = ""
 
@@ -111,7 +111,7 @@ class _Tower:
         return self.emit("linear", x, self.weight(weight, out, _last(x)), name=name)
 
     def clippable(self, x: Value, name: str, weight: str, out: int) -> Value:
-        """A linear that clamps its input and its result where the spec says so."""
+        """Return a linear that clamps its input and its result where the spec says so."""
         if not self.config.use_clipped_linears:
             return self.project(x, name, weight, out)
         bounds = [self.weight(f"{weight}.{bound}") for bound in CLIP]
@@ -120,7 +120,7 @@ class _Tower:
         )
 
     def into_text(self, x: Value) -> Graph:
-        """Norm without weight, projection to the text model's width (rules 30, 37)."""
+        """Apply a norm without weight, and project to the text model's width (rules 30, 37)."""
         x = self.norm(x, "out.norm", None)
         if x.type.dtype != self.dtype:
             x = self.emit("cast", x, dtype=self.dtype, name="out.rounded")
@@ -268,7 +268,7 @@ class _Audio(_Tower):
         return self.into_text(self.emit("linear_bias", x, w, bias, name="last"))
 
     def subsampled(self, x: Value, mask: Value) -> tuple[Value, Value]:
-        """A quarter of the frames, [1,T,hidden], and their mask."""
+        """Return a quarter of the frames, [1,T,hidden], and their mask."""
         x = self.emit("heads", x, n=_last(x), name="bins")  # one channel
         x = self.emit("cast", x, dtype=self.dtype, name="features")
         for i, channels in enumerate(self.config.subsampling_conv_channels):
@@ -284,7 +284,7 @@ class _Audio(_Tower):
         return self.project(x, "in", "w_in", self.config.hidden_size), mask
 
     def block(self, p: str, x: Value) -> Value:
-        """Half a step of MLP, attention, convolution, half a step of MLP (rule 34)."""
+        """Apply half a step of MLP, attention, convolution, half a step of MLP (rule 34)."""
         x = self.feed_forward(f"{p}.ff1", x)
         y = self.normed(self.limited(x, f"{p}.attn.limit"), f"{p}.attn.in", f"{p}.norm_attn_in")
         y = self.limited(self.attention(f"{p}.attn", y), f"{p}.attn.limited")

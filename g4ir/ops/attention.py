@@ -1,4 +1,4 @@
-"""Attention over a cache and the cache's update.
+"""Ops for attention over a cache and for the cache's update.
 
 A cache is `[C, B, n, d]`, slot-major, so that its first slots are contiguous and a short
 context reads only a prefix. Position p lives in slot p mod C: a ring where C is the window, a
@@ -17,7 +17,7 @@ from .types import ITEMSIZE, Type
 
 
 def slot_positions(written: Any, slots: int) -> Any:
-    """[slots, B]: the newest position p = slot (mod slots) with p < written; < 0 where empty."""
+    """Return [slots, B]: the newest p = slot (mod slots) with p < written; < 0 where empty."""
     import torch
 
     j = torch.arange(slots, device=written.device)[:, None]
@@ -25,8 +25,8 @@ def slot_positions(written: Any, slots: int) -> Any:
 
 
 def last_seen(positions: Any, block_ids: Any) -> Any:
-    """i64[B, S]: the last position that each query sees: that of the last token of its block, or
-    its own where it is in none (rule 19). block_ids i64[B, S] are equal within a block, -1 outside.
+    """Return i64[B, S]: the last position that each query sees, which is that of the last token of
+    its block, or its own in none (rule 19). block_ids i64[B, S]: equal in a block, else -1.
     """
     import torch
 
@@ -36,9 +36,9 @@ def last_seen(positions: Any, block_ids: Any) -> Any:
 
 
 def visible(key_pos: Any, query_pos: Any, window: int, last: Any = None) -> Any:
-    """[B, S, T] bool: keys that exist, are not in the future and lie within the window of
-    `window` keys that ends at the query (rule 16); window 0 sees all the past. `last` i64[B, S]
-    are the last positions that queries see instead of their own."""
+    """Return bool [B, S, T]: keys that exist, are not in the future and lie within the window of
+    `window` keys that ends at the query (rule 16); window 0 sees all the past. `last` i64[B, S] are
+    the last positions that queries see instead of their own."""
     key = key_pos.t()[:, None, :]
     query = query_pos[:, :, None]
     mask = (key >= 0) & (key <= (query if last is None else last[:, :, None]))
@@ -46,13 +46,14 @@ def visible(key_pos: Any, query_pos: Any, window: int, last: Any = None) -> Any:
 
 
 def split_chunk(given: Sequence[Any], parts: int) -> tuple[tuple[Any, ...], Any]:
-    """What an attention is given behind its `parts` caches: as many tensors of the chunk, or none,
-    and its block ids, or None."""
+    """Return an attention's inputs behind its `parts` caches: as many tensors of the chunk, or
+    none, and its block ids, or None."""
     return tuple(given[:parts]), given[parts] if len(given) > parts else None
 
 
 def visible_pairs(queries: int, keys: int, window: int) -> int:
-    """Pairs of a query and a key that it sees: the queries are the newest of `keys` tokens.
+    """Count the pairs of a query and a key that it sees: the queries are the newest of `keys`
+    tokens.
 
     Query i of 1..queries sees itself and what came before, keys - queries + i tokens, at most
     `window` of them where that is not 0. Exact for a ring too: it has lost only what no query of
@@ -67,10 +68,10 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
 def attention_workspace(
     q: Type, kept: Sequence[Type], parts: int, softcap: float, raw: bool = False
 ) -> int:
-    """Bytes beside the result, as the torch backend computes an attention over `parts` caches, of
-    which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K and V of raw
-    rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap the scores
-    [B,nq,S,T]."""
+    """Count the bytes beside the result, as the torch backend computes an attention over `parts`
+    caches, of which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K
+    and V of raw rows, a mask [B,S,T] and its bias for each query head of a group, and with a
+    softcap the scores [B,nq,S,T]."""
     caches, chunk = kept[:parts], len(kept) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
@@ -181,8 +182,8 @@ class attention:
 
     @staticmethod
     def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, window: int, **_: Any) -> int:
-        """Two products over the keys that each query sees, without those ahead of it in a block:
-        how long blocks are is not known here."""
+        """Count two products over the keys that each query sees, without those ahead of it in a
+        block: how long blocks are is not known here."""
         b, s, heads, d = (int(n) for n in ins[0].shape)
         keys = int(ins[3].shape[0]) + (s if len(ins) > 5 else 0)
         return 4 * b * heads * d * visible_pairs(s, keys, window)
@@ -269,7 +270,7 @@ class cache_write:
 
     @staticmethod
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> Traffic:
-        """The new tokens once read and once written; of more than there are slots, the last."""
+        """Count the new tokens, read and written once; of more than there are slots, the last."""
         new = ins[1]
         rows = min(int(new.shape[1]), int(outs[0].shape[0]))
         moved = new.nbytes() // int(new.shape[1]) * rows

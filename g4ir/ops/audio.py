@@ -295,7 +295,7 @@ class chunked_attention:
         right: int,
         **_: Any,
     ) -> int:
-        """Keys of the context twice, and of the distances once."""
+        """Count keys of the context twice, and of the distances once."""
         seen = left - 1 + chunk + right
         return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
 
@@ -312,7 +312,7 @@ class chunked_attention:
 
 
 def _near(chunk: int, past: int, future: int, device: Any) -> Any:
-    """[chunk, past + chunk + future] bool: keys within the window of each query of a block."""
+    """Return bool [chunk, past + chunk + future]: keys in the window of each query of a block."""
     import torch
 
     query = torch.arange(chunk, device=device)[:, None] + past

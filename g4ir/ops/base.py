@@ -1,4 +1,4 @@
-"""What an op is: one class that holds everything the program knows about it.
+"""Defines an op: one class that holds everything the program knows about it.
 
 An op class gives
   infer(*types, **attrs)      types in -> types out, or ValueError that names both
@@ -79,7 +79,7 @@ class Op:
     attrs: Mapping[str, str]
 
     def infer_types(self, types: tuple[Type, ...], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
-        """`infer`, always as a tuple; ValueError where an attribute is not of its kind."""
+        """Run `infer`, always for a tuple; ValueError where an attribute is not of its kind."""
         for name, value in attrs.items():
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
@@ -89,7 +89,7 @@ class Op:
     def updated(
         self, inputs: Sequence[Operand], outputs: Sequence[Operand]
     ) -> tuple[tuple[Operand, Operand], ...]:
-        """(old, new) contents of each cache that a node with these operands writes."""
+        """Return (old, new) contents of each cache that a node with these operands writes."""
         return tuple((inputs[i], outputs[o]) for o, i in self.updates if o < len(outputs))
 
     def _expected(self) -> str:
@@ -112,7 +112,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _attributes(infer: Callable[..., Any]) -> dict[str, str]:
-    """Keyword of `infer` -> its annotation, a key of `_KINDS`."""
+    """Return keyword of `infer` -> its annotation, a key of `_KINDS`."""
     parameters = inspect.signature(infer).parameters.values()
     kinds = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     unknown = {k for k in kinds.values() if k not in _KINDS}
@@ -122,7 +122,7 @@ def _attributes(infer: Callable[..., Any]) -> dict[str, str]:
 
 
 def _operands(infer: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the inputs in order, those that are given one by one."""
+    """Return names of the inputs in order, those that are given one by one."""
     parameters = inspect.signature(infer).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
@@ -136,12 +136,12 @@ def _default_flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) 
 
 
 def every_operand(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
-    """The traffic of an op that reads and writes each operand once."""
+    """Return the traffic of an op that reads and writes each operand once."""
     return tuple(t.nbytes() for t in ins), tuple(t.nbytes() for t in outs)
 
 
 def nothing(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
-    """The traffic of a view."""
+    """Return the traffic of a view."""
     return (0,) * len(ins), (0,) * len(outs)
 
 
@@ -191,5 +191,5 @@ def require(condition: bool, message: str) -> None:
 
 
 def wide(x: Any) -> Any:
-    """fp32, or wider where the input is wider: the fp32 islands of the reference model."""
+    """Return fp32, or wider where the input is wider: the fp32 islands of the reference model."""
     return x if x.element_size() >= 4 else x.float()

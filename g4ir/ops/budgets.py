@@ -1,4 +1,4 @@
-"""How far two computations of the same op on the same inputs may lie apart.
+"""Says how far two computations of the same op on the same inputs may lie apart.
 
 The error of a value is measured against the larger of the value itself and its row's rms. Two
 right ways to compute an op differ in two respects. A result that is rounded to the model's dtype
@@ -24,7 +24,7 @@ class Budget:
     reason: str
 
     def at(self, dtype: str) -> float:
-        """The allowed error in a model of this dtype."""
+        """Return the allowed error in a model of this dtype."""
         return self.rounded * UNIT[dtype] + self.summed * UNIT["f32"]
 
 

@@ -177,7 +177,7 @@ class last_row:
 
     @staticmethod
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Of x, the rows that are chosen."""
+        """Count the rows of x that are chosen."""
         return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
 
     samples = [Sample(("f32[2,5,8]", "i64[2]"), ints={1: (0, 6)})]

@@ -31,7 +31,7 @@ class embedding:
 
     @staticmethod
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Of the table, the rows that are asked for."""
+        """Count the rows of the table that are asked for."""
         rows = outs[0].nbytes()
         return (rows, ins[1].nbytes()), (rows,)
 

@@ -1,5 +1,5 @@
-"""What is said of a NaN or an infinity, which no value of a model should be: usually a float16 that
-was too large."""
+"""Reports a NaN or an infinity, which no value of a model should be: usually a float16 that was too
+large."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ TOO_LARGE = "float16 holds numbers up to 65504"
 
 
 def advice(dtype: str) -> str:
-    """Why a dtype's values are not finite, and what to do."""
+    """Say why a dtype's values are not finite, and what to do."""
     if dtype == "f16":
         return f"{TOO_LARGE}; build with --dtype bfloat16"
     return f"{TORCH_NAMES[dtype]} has the range of float32: look for damaged weights"
 
 
 def require_finite(value: torch.Tensor, what: str, dtype: str) -> torch.Tensor:
-    """The same; CheckError where a number in it is NaN or infinite."""
+    """Return the value; CheckError where a number in it is NaN or infinite."""
     if bool(value.isfinite().all()):
         return value
     raise not_finite(what, dtype)
 
 
 def not_finite(what: str, dtype: str) -> CheckError:
-    """The error that names a value."""
+    """Return the error that names a value."""
     return CheckError(f"{what}: NaN or infinite; {advice(dtype)}")
 
 
 def cast(value: torch.Tensor, dtype: str, tensor: str) -> torch.Tensor:
-    """A weight in a dtype; WeightsError where that makes it infinite."""
+    """Return a weight in a dtype; WeightsError where that makes it infinite."""
     made = value.to(torch_dtype(dtype))
     if dtype == "f16" and value.dtype != made.dtype and bool(made.isinf().any()):
         raise WeightsError(f"{tensor}: {float(value.abs().max()):g} does not fit; {advice(dtype)}")

@@ -88,8 +88,8 @@ class latent_row:
 
 
 def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
-    """K and V [..., d] of rows in the `value` form, [..., d + 2p]; K's unrotated dims are V * w,
-    rounded once."""
+    """Return K and V [..., d] of rows [..., d + 2p] in the `value` form; K's unrotated dims are V *
+    w, rounded once."""
     import torch
 
     d = w.shape[0]
@@ -111,7 +111,7 @@ def keys_values_of_raw(
     factor: float,
     dtype: str,
 ) -> tuple[Any, Any]:
-    """K and V [X,Y,n,d] of a projection [X,Y,n,d] and its reciprocal rms [X,Y,n,1] at `positions`
+    """Make K and V [X,Y,n,d] of a projection [X,Y,n,d] and its rms^-1 [X,Y,n,1] at `positions`
     i64[X,Y], with the roundings of `rms_norm`, `rope_table` (of this dtype) and `rope`."""
     h = wide(raw) * rms
     cos, sin = rope_table.reference(
@@ -130,7 +130,7 @@ def keys_values_of_raw(
 def keys_values(
     form: str, row: tuple[Any, ...], w: Any, positions: Any, **rotation: Any
 ) -> tuple[Any, Any]:
-    """K and V of rows in either form."""
+    """Return K and V of rows in either form."""
     if form == "value":
         (latent,) = row
         return keys_values_of_value(latent, w)
@@ -139,7 +139,7 @@ def keys_values(
 
 
 def _as_keys(form: str, held: Sequence[Type], d: int, kind: str, fraction: float) -> list[Type]:
-    """The types of the keys in the cache and, where given, in the chunk."""
+    """Return the types of the keys in the cache and, where given, in the chunk."""
     pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
     widths = {"value": (d + 2 * pairs,), "raw": (d, 1)}[form]
     fits = len(held) in (parts, 2 * parts)
@@ -153,7 +153,7 @@ def _as_keys(form: str, held: Sequence[Type], d: int, kind: str, fraction: float
 
 
 def _split(form: str, held: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The caches with the chunk's rows, and the block ids where there are any."""
+    """Return the caches with the chunk's rows, and the block ids where there are any."""
     parts = len(PARTS[form])
     rows, block_ids = split_chunk(held[parts:], parts)
     return (*held[:parts], *rows), () if block_ids is None else (block_ids,)
@@ -244,8 +244,8 @@ class attention_latent:
         softcap: float,
         **_: Any,
     ) -> int:
-        """Of `attention`; a key of the `value` form is d + 2p long. `raw`: also 5 for each element
-        of K and V that is made again."""
+        """Count FLOPs as `attention` does; a key of the `value` form is d + 2p long. `raw`: also 5
+        for each element of K and V that is made again."""
         q, parts = ins[0], len(PARTS[form])
         held = _split(form, ins[4:])[0]
         d = int(q.shape[-1])

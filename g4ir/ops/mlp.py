@@ -14,7 +14,7 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
 
 
 def activate(x: Any, act: str) -> Any:
-    """The activation by its Hugging Face name."""
+    """Apply the activation by its Hugging Face name."""
     from torch.nn import functional as f
 
     if act == "gelu_pytorch_tanh":

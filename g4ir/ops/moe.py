@@ -67,9 +67,9 @@ class router:
 
 
 def distinct_experts(count: int, top_k: int, tokens: int) -> float:
-    """Expected number of different experts that `tokens` tokens choose, top_k of `count` each,
-    all choices equally likely: count * (1 - (1 - top_k / count)^tokens), since each token passes
-    an expert over with probability 1 - top_k / count."""
+    """Return the expected number of different experts that `tokens` tokens choose, top_k of `count`
+    each, all choices equally likely: count * (1 - (1 - top_k / count)^tokens), since each token
+    passes an expert over with probability 1 - top_k / count."""
     return count * (1 - (1 - top_k / count) ** tokens)
 
 
@@ -125,8 +125,8 @@ class experts:
     def traffic(
         ins: tuple[Type, ...], outs: tuple[Type, ...], *, distinct: float | None = None, **_: Any
     ) -> Traffic:
-        """Weights of the experts that some token chose: `distinct` of them where they were
-        counted, else `distinct_experts`, an upper bound for routers that have favourites."""
+        """Count the weights of the experts that some token chose: `distinct` of them where they
+        were counted, else `distinct_experts`, an upper bound for routers that have favourites."""
         reads, writes = every_operand(ins, outs)
         count, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
         if distinct is None:
@@ -136,8 +136,8 @@ class experts:
 
     @staticmethod
     def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        """Rows gathered, gate and up, their product, the result; it and its weighted form in
-        fp32."""
+        """Count the rows gathered, gate and up, their product, the result; it and its weighted form
+        in fp32."""
         x, _weights, index, gate_up, _down = ins
         double, hidden = map(int, gate_up.shape[1:])
         width = ITEMSIZE[x.dtype]

@@ -10,7 +10,7 @@ from .types import Type
 
 
 def reciprocal_rms(h: Any, eps: float) -> Any:
-    """(mean(h^2) + eps)^-0.5 over the last dim, which stays as a dim of one (rule 10)."""
+    """Return (mean(h^2) + eps)^-0.5 over the last dim, which stays as a dim of one (rule 10)."""
     return (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
 
 

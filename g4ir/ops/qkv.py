@@ -1,4 +1,4 @@
-"""What follows decode's packed projection: norms, rotation, and the update of the caches."""
+"""The op behind decode's packed projection: norms, rotation, and the update of the caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMS = ("plain", *PARTS)
 
 
 def _row_types(b: Any, n: int, d: int, dtype: str, form: str, pairs: int) -> tuple[Type, ...]:
-    """What a token writes to each cache."""
+    """Return the types of what a token writes to each cache."""
     wide = "f64" if dtype == "f64" else "f32"
     rows = {
         "plain": ((dtype, d), (dtype, d)),

@@ -10,13 +10,13 @@ from .types import Type, torch_dtype
 
 
 def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
-    """Pairs (j, j + dim / 2) that are rotated, the first ones: all of them, or, where the kind is
-    `proportional`, int(fraction * dim // 2) (rule 14)."""
+    """Count the pairs (j, j + dim / 2) that are rotated, the first ones: all of them, or, where the
+    kind is `proportional`, int(fraction * dim // 2) (rule 14)."""
     return int(fraction * dim // 2) if kind == "proportional" else dim // 2
 
 
 def inverse_frequencies(kind: str, theta: float, dim: int, fraction: float, factor: float) -> Any:
-    """fp32 [dim / 2]: theta^(-2j/dim) / factor; zero for the pairs that are not rotated
+    """Return fp32 [dim / 2]: theta^(-2j/dim) / factor; zero for the pairs that are not rotated
     (rule 14)."""
     import torch
 

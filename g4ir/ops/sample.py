@@ -1,4 +1,4 @@
-"""From logits to the next token, as far as it needs no random number."""
+"""Ops that choose the next token from logits, as far as that needs no random number."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Type:
         )
 
     def numel(self) -> int:
-        """Element count; ValueError while a dim is still a name."""
+        """Return the element count; ValueError while a dim is still a name."""
         count = 1
         for d in self.shape:
             if isinstance(d, str):
@@ -92,14 +92,14 @@ def parse_type(text: str) -> Type:
 
 
 def torch_dtype(name: str):  # type: ignore[no-untyped-def]
-    """The torch dtype of an IR dtype name."""
+    """Return the torch dtype of an IR dtype name."""
     import torch
 
     return getattr(torch, TORCH_NAMES[name])
 
 
 def dtype_name(dtype: object) -> str:
-    """The IR name of a torch dtype, or of any spelling (`bfloat16`, `bf16`)."""
+    """Return the IR name of a torch dtype, or of any spelling (`bfloat16`, `bf16`)."""
     text = str(dtype).removeprefix("torch.")
     for short, long in TORCH_NAMES.items():
         if text in (short, long):

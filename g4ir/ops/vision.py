@@ -84,7 +84,7 @@ class axial_embedding:
 
     @staticmethod
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Any:
-        """Of the tables, the rows that are asked for."""
+        """Count the rows of the tables that are asked for."""
         rows = outs[0].nbytes()
         return (2 * rows, ins[1].nbytes()), (rows,)
 
@@ -193,7 +193,7 @@ class encoder_attention:
 
     @staticmethod
     def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        """Two products over all keys."""
+        """Count two products over all keys."""
         return 4 * outs[0].numel() * int(ins[1].shape[1])
 
     samples = [
@@ -237,12 +237,12 @@ class pool_patches:
 
     @staticmethod
     def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        """A sum over the patches."""
+        """Count the sum over the patches."""
         return ins[0].numel()
 
     @staticmethod
     def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], *, k: int, **_: Any) -> int:
-        """The share of every patch in every square, and the patches in fp32."""
+        """Count the share of every patch in every square, and the patches in fp32."""
         _batch, patches, width = map(int, ins[0].shape)
         return ITEMSIZE["f32"] * patches * (patches // k**2 + width)
 

@@ -1,1 +1,1 @@
-"""Bytes and microseconds, known before anything is built."""
+"""Plans bytes and microseconds before anything is built."""

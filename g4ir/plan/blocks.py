@@ -1,4 +1,4 @@
-"""Parameters per decoder layer and per kind of layer, as the model runs and as published.
+"""Counts parameters per decoder layer and per kind of layer, as the model runs and as published.
 
 Matrices are counted by part; what has one dim (norm weights, scalars, per-expert scales) is
 `vectors`. The matrices of per-layer embeddings are apart (`ple`): `total` is the block without
@@ -62,13 +62,13 @@ class Block:
         return self.total + self.dead
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the sums."""
+        """Return the fields and the sums."""
         sums = ("ffn", "ffn_active", "total", "active", "published")
         return {**vars(self), "layers": list(self.layers)} | {s: getattr(self, s) for s in sums}
 
 
 def layer_blocks(spec: Spec) -> tuple[Block, ...]:
-    """One block for every layer, in order."""
+    """Return one block for every layer, in order."""
     dead = dead_tensors(spec)
     return tuple(_block(spec, layer, dead) for layer in spec.layers())
 
@@ -99,7 +99,7 @@ def _matrices(tensors: Tensors) -> int:
 
 
 def blocks(spec: Spec) -> tuple[Block, ...]:
-    """The distinct blocks; layers that share K and V of different layers count as alike."""
+    """Return the distinct blocks; layers sharing K and V of different layers count as alike."""
     groups: dict[Block, list[Block]] = {}
     for b in layer_blocks(spec):
         groups.setdefault(replace(b, layers=()), []).append(b)

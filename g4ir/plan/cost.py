@@ -1,4 +1,4 @@
-"""What a graph costs: FLOPs and bytes of every node, and the least time they take.
+"""The cost of a graph: FLOPs and bytes of every node, and the least time they take.
 
 A node's FLOPs and the bytes that it reads and writes come from its op (`flops`, `traffic`). This
 module says how large the operands are at one step and what the bytes belong to: a param is weight
@@ -73,7 +73,7 @@ class NodeCost:
     parts: Mapping[str, Cost] = field(default_factory=dict)
 
     def kinds(self) -> Mapping[str, Cost]:
-        """The cost by kind."""
+        """Return the cost by kind."""
         return self.parts or {self.kind: self.cost}
 
 
@@ -82,7 +82,7 @@ def total(costs: Iterable[NodeCost]) -> Cost:
 
 
 def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
-    """Cost of each kind that occurs, in the order of KINDS."""
+    """Return the cost of each kind that occurs, in the order of KINDS."""
     table = dict.fromkeys(KINDS, Cost())
     for c in costs:
         for kind, cost in c.kinds().items():
@@ -94,8 +94,8 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
 
 
 def kind_of(n: Node) -> str:
-    """One of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so a
-    product keeps its kind."""
+    """Return one of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so
+    a product keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
 
 
@@ -103,7 +103,7 @@ def kind_of(n: Node) -> str:
 
 
 def stored_size(t: Type, kind: str, form: Format | None) -> float:
-    """Bytes per element of a param that a node of this kind reads; its dtype's without a format."""
+    """Return bytes per element of a param for a node of this kind; its dtype's without a format."""
     if form is None:
         return ITEMSIZE[t.dtype]
     if t.rank < 2:
@@ -138,7 +138,7 @@ def graph_costs(
     experts: float | None = None,
     weights: str | None = None,
 ) -> list[NodeCost]:
-    """Cost of each node at one step (see Step); S is 1 in a graph without that dim.
+    """Return the cost of each node at one step (see Step); S is 1 in a graph without that dim.
 
     `experts` is the number of distinct experts per layer where it was counted, else it is the
     expected number for uniform choices (ops/moe.py). `weights` is one of FORMATS; without
@@ -152,7 +152,7 @@ def graph_costs(
 def decode_costs(
     g: Graph, context: int, *, B: int = 1, experts: float | None = None, weights: str | None = None
 ) -> list[NodeCost]:
-    """One decode step at which each row attends to `context` tokens, its own among them."""
+    """Cost one decode step at which each row attends to `context` tokens, its own among them."""
     _positive("context", context)
     return _Meter(g, experts, weights).nodes([Step(B, 1, context - 1)])
 
@@ -166,8 +166,8 @@ def prefill_costs(
     experts: float | None = None,
     weights: str | None = None,
 ) -> list[NodeCost]:
-    """A prompt of `tokens` tokens per row from empty caches, in chunks (default: in one), summed
-    over the chunks node by node."""
+    """Cost a prompt of `tokens` tokens per row from empty caches, in chunks (default: in one),
+    summed over the chunks node by node."""
     return _Meter(g, experts, weights).nodes(_chunks(tokens, chunk, B))
 
 
@@ -180,8 +180,8 @@ def prefill_chunks(
     experts: float | None = None,
     weights: str | None = None,
 ) -> list[Cost]:
-    """As `prefill_costs`, chunk by chunk. Chunks run one after the other, so the floor of a prompt
-    is the sum of their floors."""
+    """Cost a prompt as `prefill_costs` does, chunk by chunk. Chunks run one after the other, so the
+    floor of a prompt is the sum of their floors."""
     meter = _Meter(g, experts, weights)
     return [meter.total(step) for step in _chunks(tokens, chunk, B)]
 
@@ -199,7 +199,7 @@ def _positive(name: str, value: int) -> None:
 
 
 class _Meter:
-    """Costs of the nodes of a graph at any step.
+    """The costs of the nodes of a graph at any step.
 
     Layers repeat each other: nodes that cost the same whatever the step form a group, of which one
     is looked at.
@@ -222,7 +222,7 @@ class _Meter:
         return n.op, kind_of(n), self.roles.signature(n), tuple(n.attrs.items())
 
     def nodes(self, steps: Sequence[Step]) -> list[NodeCost]:
-        """Each node's cost, summed over the steps."""
+        """Return each node's cost, summed over the steps."""
         parts = {
             key: _summed(self._parts(group[0], step) for step in steps)
             for key, group in self.groups.items()
@@ -247,7 +247,7 @@ class _Meter:
         return sum(parts, Cost())
 
     def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
-        """Of one node at one step, by kind."""
+        """Return the cost of one node at one step, by kind."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
         bill = _Bill(step, self.roles, _owners(n, nodes))
@@ -257,7 +257,7 @@ class _Meter:
         return {kind: cost for kind, cost in parts.items() if cost != Cost()}
 
     def _cost(self, n: Node, bill: _Bill) -> Cost:
-        """Of one part of a node. What lies between two parts moves nothing."""
+        """Return the cost of one part of a node. Values between two parts move nothing."""
         values = (*n.inputs, *n.outputs)
         types = tuple(self.roles.bound(v, bill.step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
@@ -271,7 +271,7 @@ class _Meter:
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 
     def _stored(self, n: Node, t: Type, size: int) -> int:
-        """Bytes of a param in the weight format, for `size` in its own dtype."""
+        """Return the bytes of a param in the weight format, for `size` in its own dtype."""
         return round(size * stored_size(t, kind_of(n), self.format) / ITEMSIZE[t.dtype])
 
 
@@ -284,7 +284,7 @@ def _summed(many: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
-    """Value inside a node -> the operand of the node that it is, or is a view of."""
+    """Return value inside a node -> the operand of the node that it is, or is a view of."""
     owners = {v.name: v for v in (*n.inputs, *n.outputs)}
     for m in nodes:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:
@@ -294,7 +294,7 @@ def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
 
 @dataclass(frozen=True)
 class _Bill:
-    """What the parts of one node have moved of its operands: each at most once."""
+    """The bytes that the parts of one node have moved of its operands: each at most once."""
 
     step: Step
     roles: _Roles
@@ -302,7 +302,7 @@ class _Bill:
     left: Counter[str] = field(default_factory=Counter)  # bytes of each operand yet to be moved
 
     def take(self, v: Value, size: int) -> tuple[str, int]:
-        """(role, bytes) that a part moves of a value, for the `size` that it would alone."""
+        """Return (role, bytes) that a part moves of a value that alone would take `size`."""
         owner = self.owners.get(v.name)
         if owner is None:
             return "other", 0
@@ -313,7 +313,7 @@ class _Bill:
 
 @dataclass(frozen=True)
 class _Roles:
-    """What the values of a graph are: params, caches before their write, caches after it."""
+    """The roles of a graph's values: params, caches before their write, caches after it."""
 
     params: frozenset[str]
     before: frozenset[str]
@@ -333,11 +333,11 @@ class _Roles:
         return "state" if v.name in self.before or v.name in self.after else "other"
 
     def signature(self, n: Node) -> tuple[Any, ...]:
-        """What of its operands bears on a node's cost."""
+        """Return what bears on a node's cost: its operands' types and roles."""
         return tuple((v.type, self.role(v), v.name in self.after) for v in (*n.inputs, *n.outputs))
 
     def bound(self, v: Value, step: Step) -> Type:
-        """The type with its dims as they are at a step; a cache with its slots in use."""
+        """Return the type with its dims as they are at a step; a cache with its slots in use."""
         t = v.type.bind({"B": step.B, "S": step.S})
         if self.role(v) != "state":
             return t
@@ -351,7 +351,7 @@ class _Roles:
 
 @dataclass(frozen=True)
 class Roof:
-    """What a device can do at most, by its data sheet or as measured."""
+    """The most that a device can do, by its data sheet or as measured."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -382,7 +382,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Floors:
-    """Of a graph: the floor of all its nodes together, and of each kind by itself.
+    """The floors of a graph: of all its nodes together, and of each kind by itself.
 
     The kinds may add up to more than the total: one part's bytes can overlap another's FLOPs.
     """
@@ -392,10 +392,10 @@ class Floors:
 
 
 def floor(cost: Cost, roof: Roof) -> Floor:
-    """Activations are left out: fused nodes keep them on the chip."""
+    """Return the least time for a cost; activations are left out, as they stay on the chip."""
     return Floor(cost.needed_bytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)
 
 
 def floors(costs: Sequence[NodeCost], roof: Roof) -> Floors:
-    """Time floors of a step under a roof."""
+    """Return the time floors of a step under a roof."""
     return Floors(floor(total(costs), roof), {k: floor(c, roof) for k, c in by_kind(costs).items()})

@@ -1,4 +1,4 @@
-"""Elements of a variant by part."""
+"""Counts elements of a variant by part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def hub_parameters(self) -> int:
-        """What the hub shows as the parameter count: 0-d tensors count as nothing."""
+        """Elements as the hub shows the parameter count: 0-d tensors count as nothing."""
         return self.hub - self.vision_scalars - self.audio_scalars
 
     @property
@@ -75,7 +75,7 @@ class Counts:
 
 
 def counts(spec: Spec) -> Counts:
-    """Parameter counts of a variant, to the unit, from the tensor tables."""
+    """Count parameters of a variant, to the unit, from the tensor tables."""
     live, dead, towers = text_tensors(spec), dead_tensors(spec), tower_tensors(spec)
     by_part: dict[str, Tensors] = {}
     for name, shape in live.items():

@@ -1,4 +1,4 @@
-"""Whether an engine fits its device: asked before anything is loaded.
+"""Checks whether an engine fits its device: asked before anything is loaded.
 
     require_fit(program, resolved, memory=device_memory("cuda"))
 
@@ -34,8 +34,8 @@ CHUNKS = (512, 256, 128, 64)
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is fitted,
-    or the limit of the control groups that the process is in, if that is less."""
+    """Return the bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is
+    fitted, or the limit of the control groups that the process is in, if that is less."""
     if device == "cuda":
         import torch
 
@@ -45,7 +45,7 @@ def device_memory(device: str) -> int:
 
 
 def _group_limits(root: Path, membership: Path) -> Iterator[int]:
-    """Memory limits of the process's control group and of those above it, in both layouts."""
+    """Yield memory limits of the process's control group and of those above it, in both layouts."""
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -59,7 +59,7 @@ def _group_limits(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file, as on other systems."""
+    """Return the text; empty where there is no such file, as on other systems."""
     try:
         return path.read_text()
     except OSError:
@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Build:
-    """What decides the memory that a build needs."""
+    """The settings that decide the memory that a build needs."""
 
     made: Footprint
     limits: Limits
@@ -105,7 +105,7 @@ def _changed(
     dtype: str | None = None,
     ple_placement: str | None = None,
 ) -> Footprint:
-    """Without what the other one knows already."""
+    """Return a footprint with other settings, which takes over no computed sizes."""
     needs = needs or made.needs
     placement = ple_placement or made.ple_placement
     return Footprint(made.spec, dtype or made.dtype, made.device, placement, needs, needs)
@@ -135,8 +135,8 @@ def require_fit(
 
 
 def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
-    """Where the table of per-layer embeddings lies by default: on the device if all fits there,
-    else in its file. Arguments as those of `require_fit`."""
+    """Return where the table of per-layer embeddings lies by default: on the device if all fits
+    there, else in its file. Arguments as those of `require_fit`."""
     needs = _needs(program)
     build = _build(program, replace(r, ple_placement="device"), lambda _: needs)
     fits = build.need() <= memory - reserve(memory) - more
@@ -189,7 +189,7 @@ def _advice(build: _Build, room: int) -> str:
 
 
 def _smallest(build: _Build) -> _Build:
-    """One row of the same length, by every other setting as small as it gets."""
+    """Return the build with one row of the same length, all other settings at their smallest."""
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
     build = build.with_placement("mmap") if build.made.ple_placement else build
@@ -197,7 +197,7 @@ def _smallest(build: _Build) -> _Build:
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
-    """(option, value): each alone makes the build fit."""
+    """Yield (option, value): each alone makes the build fit."""
     limits = build.limits
 
     def fits(**changes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes of weights in a format and of caches, before anything is allocated.
+"""Counts bytes of weights in a format and of caches, before anything is allocated.
 
 f32, bf16 and f16 hold every element in that type. The narrow formats hold matrices smaller and
 keep everything else (norm weights, scalars, routers) in the engine's dtype:
@@ -48,7 +48,7 @@ PLANNED = (*DTYPES, *INTEGERS)
 
 
 def find_format(name: str) -> Format:
-    """InputError lists the formats."""
+    """Return the format of a name; InputError lists the formats."""
     if name not in FORMATS:
         raise InputError(f"unknown weight format {name!r}: one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -81,8 +81,8 @@ class WeightSizes:
 
 
 def weight_sizes(spec: Spec, form: str, dtype: str | None = None) -> WeightSizes:
-    """Sizes in a format; `dtype` is the engine's (default: the spec's). InputError for a format
-    that no plan shows."""
+    """Return sizes in a format; `dtype` is the engine's (default: the spec's). InputError for a
+    format that no plan shows."""
     if form not in PLANNED:
         raise InputError(f"weights {form!r}: expected one of {', '.join(PLANNED)}")
     sizes = {
@@ -94,7 +94,7 @@ def weight_sizes(spec: Spec, form: str, dtype: str | None = None) -> WeightSizes
 
 
 def tensor_bytes(name: str, shape: Shape, form: str, dtype: str) -> int:
-    """Bytes of one tensor of the checkpoint."""
+    """Return the bytes of one tensor of the checkpoint."""
     if form not in INTEGERS:
         return math.prod(shape) * ITEMSIZE[form]
     if len(shape) < 2 or ".router." in name:
@@ -106,12 +106,12 @@ def tensor_bytes(name: str, shape: Shape, form: str, dtype: str) -> int:
 
 
 def tower_bytes(spec: Spec, dtype: str | None = None) -> int:
-    """Bytes of what lies outside the decoder: towers and the projections from them."""
+    """Return the bytes of what lies outside the decoder: towers and the projections from them."""
     return numel(tower_tensors(spec)) * ITEMSIZE[dtype or spec.dtype]
 
 
 def nominal(parameters: int) -> int:
-    """A parameter count as it is quoted: two digits (31,273,088,876 -> 31,000,000,000)."""
+    """Return a parameter count as it is quoted: two digits (31,273,088,876 -> 31,000,000,000)."""
     return int(float(f"{parameters:.1e}"))
 
 
@@ -122,24 +122,24 @@ _STEPS = ((512, 64), (1 << 62, 256))
 
 
 def context_slots(tokens: int, capacity: int) -> int:
-    """Slots of a full-length cache that a step reads for this many tokens."""
+    """Return the slots of a full-length cache that a step reads for this many tokens."""
     step = next(step for upto, step in _STEPS if tokens <= upto)
     return min(capacity, -(-tokens // step) * step)
 
 
 def capacity(max_seq: int) -> int:
-    """Slots of a full-length cache."""
+    """Return the slots of a full-length cache."""
     return context_slots(max_seq, 1 << 62)
 
 
 def cache_types(program: Program, batch: int, max_seq: int) -> dict[str, Type]:
-    """The caches of a session with their sizes."""
+    """Return the caches of a session with their sizes."""
     dims = {"B": batch, "C": capacity(max_seq)}
     return {name: v.type.bind(dims) for name, v in program.state().items()}
 
 
 def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
-    """Bytes of the caches of a session."""
+    """Return the bytes of the caches of a session."""
     return sum(t.nbytes() for t in cache_types(program, batch, max_seq).values())
 
 
@@ -155,7 +155,7 @@ class KvBytes:
 
 
 def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
-    """Cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone."""
+    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone."""
     size = 2 * batch * ITEMSIZE[dtype or spec.dtype]  # K and V
     full = window = held = per_token = 0
     for layer in spec.layers():

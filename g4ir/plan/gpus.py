@@ -3,7 +3,7 @@
 `memory_bytes` is what the driver reports as the card's total (the MiB that nvidia-smi prints),
 which is what a program can plan with; where that figure is not known for sure it is the size the
 card is sold with, in GB, and `source` says "as sold". The rates are the vendor's peaks: bf16 with
-fp32 accumulation, without sparsity. What a card reaches is measured by `g4ir bench`.
+fp32 accumulation, without sparsity. `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Gpu:
 
     @property
     def roof(self) -> Roof:
-        """InputError where only the size is known."""
+        """The roof of the card; InputError where only the size is known."""
         if self.bytes_per_s is None or self.bf16_flops_per_s is None:
             raise InputError(
                 f"GPU {self.name}: a size says nothing of speed: name a card or give its rates"
@@ -75,8 +75,8 @@ _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt
 
 
 def find_gpu(text: str) -> Gpu:
-    """A card by name (`h100-80gb`; `H100` and `rtx 4090` where that names one), or a device of
-    so many bytes (`24GiB`, `80GB`, `80e9`), of which only the memory is known.
+    """Return a card by name (`h100-80gb`; `H100` and `rtx 4090` where that names one), or a device
+    of so many bytes (`24GiB`, `80GB`, `80e9`), of which only the memory is known.
 
     Raises InputError that lists the cards.
     """
@@ -94,7 +94,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Cards whose name this is, or else begins with: all of it up to a dash."""
+    """Return cards whose name this is, or else begins with: all of it up to a dash."""
     want = re.sub(r"[\s_-]", "", text.lower())
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:

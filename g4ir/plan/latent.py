@@ -1,4 +1,4 @@
-"""Which form of the K=V caches is fastest where: a shipped table of measurements.
+"""Says which form of the K=V caches is fastest where: a shipped table of measurements.
 
 `latent.yaml` is written by `python bench/latent.py --save` from what it measured: for each
 device, dtype, shape of the layer and context, the form whose decode step was fastest. Where
@@ -53,7 +53,7 @@ class Table:
 
 
 def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
-    """The form for an engine whose rows hold up to `max_seq` tokens: `off`, `value` or `raw`.
+    """Return the form for an engine of rows of up to `max_seq` tokens: `off`, `value` or `raw`.
 
     The measurement at the nearest context counts, at most a factor of two away; `off` where there
     is none, or where the layers of the spec would want different forms.
@@ -71,7 +71,7 @@ def _shape(kind: AttentionKind, heads: int) -> tuple[int, int, int]:
 
 
 def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -> str:
-    """The form measured for a key (device, dtype, head_dim, rotated, group) nearest a context."""
+    """Return the form of a key (device, dtype, head_dim, rotated, group) nearest a context."""
 
     def away(row: Measured) -> float:
         return abs(log2(row.context / context))
@@ -83,7 +83,7 @@ def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -
 
 @cache
 def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
-    """The measurements of a file. Raises SpecError where it is not such a table."""
+    """Read the measurements of a file. Raises SpecError where it is not such a table."""
     try:
         table: Table = build(Table, read_tree(path))
     except SpecError as e:

@@ -1,4 +1,4 @@
-"""What an engine is built for."""
+"""The limits that an engine is built for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from g4ir.spec.reader import Count
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine is built for. `max_seq` counts the tokens of a row, generated ones too."""
+    """The limits that an engine is built for. `max_seq` counts tokens of a row, new ones too."""
 
     max_batch: Count = 1
     max_seq: Count = 8192

@@ -1,4 +1,4 @@
-"""What media cost a variant: weights of its towers, soft tokens, and work before the prompt.
+"""The cost of media for a variant: weights of towers, soft tokens, and work before the prompt.
 
     for part in media_plan(spec): print(part.name, part.params, part.sizes)
 
@@ -46,7 +46,7 @@ class MediaPart:
 
 
 def media_plan(spec: Spec) -> tuple[MediaPart, ...]:
-    """Every part of a variant; none for one that takes text alone."""
+    """Return every part of a variant; none for one that takes text alone."""
     can, parts = offered(spec), []
     if IMAGE in can or VIDEO in can:
         parts.append(MediaPart("vision", _params(spec, True), tuple(_pictures(spec))))
@@ -71,7 +71,7 @@ def _picture(spec: Spec, budget: int) -> MediaSize:
 
 
 def _flops(spec: Spec, part: str, build: Callable[[Spec], Graph]) -> int:
-    """Of a tower, whose layers are alike: two are counted, the others follow."""
+    """Return FLOPs of a tower, whose layers are alike: two are counted, the others follow."""
     layers = getattr(getattr(spec, part), "num_hidden_layers", None)
     if layers is None:
         return total(graph_costs(build(spec))).flops

@@ -1,4 +1,4 @@
-"""What an engine needs besides its weights, from its optimised graphs, before anything exists.
+"""The bytes that an engine needs besides its weights, from its optimised graphs, before it exists.
 
 Exact: the caches, which are the graphs' state. Estimated, each as the most over all steps of a
 phase, for B rows, chunks of S tokens and caches of C slots:
@@ -54,7 +54,7 @@ class Size:
         return sum(n * math.prod(dims[name] for name in names) for names, n in self.terms)
 
     def within(self, other: Size) -> bool:
-        """Never more than `other`, term by term."""
+        """Whether this is never more than `other`, term by term."""
         most = dict(other.terms)
         return all(n <= most.get(names, 0) for names, n in self.terms)
 
@@ -71,8 +71,8 @@ def _bytes_per_product(t: Type) -> int:
 
 
 def live_sizes(g: Graph) -> frozenset[Size]:
-    """Sizes of what is alive while a node runs, and at the end; without those that another is
-    never less than."""
+    """Return sizes of what is alive while a node runs, and at the end; without those that another
+    is never less than."""
     root = _storage(g)
     last = {
         root[v.name]: i
@@ -102,7 +102,7 @@ def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
 
 
 def _storage(g: Graph) -> dict[str, str]:
-    """Value -> the value that owns its memory; without caches, params, inputs and their views."""
+    """Return value -> the owner of its memory; without caches, params, inputs and their views."""
     caches = {v.name for v in g.next.values()}
     caches |= {new.name for n in g.nodes for _, new in n.definition.updated(n.inputs, n.outputs)}
     root: dict[str, str] = {}
@@ -128,14 +128,14 @@ def _snapshot(live: Counter[tuple[str, ...]]) -> Size:
 
 
 def _workspace(n: Node, dims: Dims) -> int:
-    """Bytes that a node allocates beside its results."""
+    """Return the bytes that a node allocates beside its results."""
     size = n.definition.workspace
     ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
     return size(ins, outs, **n.attrs) if size else 0
 
 
 def _distinct(g: Graph) -> list[Node]:
-    """One of each kind of node that has workspace."""
+    """Return one of each kind of node that has workspace."""
     found: dict[Any, Node] = {}
     for n in g.nodes:
         if n.definition.workspace:
@@ -157,7 +157,7 @@ class Needs:
     graphs: tuple[Graph, ...]
 
     def cache(self, batch: int, context: int) -> int:
-        """Bytes of the caches of a session; what `Caches` allocates."""
+        """Return the bytes of the caches of a session; what `Caches` allocates."""
         return self._state.at({"B": batch, "C": capacity(context)})
 
     def activations(self, batch: int, context: int, chunk: int) -> int:

@@ -18,7 +18,7 @@ from .limits import Limits
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
-    """A field with its help; `flag` holds what its flag needs beside that (see cli/common.py)."""
+    """Return a field with its help; `flag` holds what its flag needs beside it (cli/common.py)."""
     return field(default=default, metadata={"help": help, "flag": flag})
 
 
@@ -84,7 +84,7 @@ class BuildOptions:
 
 
 def options_text() -> str:
-    """One line for each option: its name and help."""
+    """Return one line for each option: its name and help."""
     helps = ((f.name, " ".join(f.metadata["help"].split())) for f in fields(BuildOptions))
     return "\n".join(f"    {name}: {text}" for name, text in helps)
 

@@ -1,4 +1,4 @@
-"""What a variant needs and what fits, from its spec alone: no weights, no device, no torch.
+"""Plans what a variant needs and what fits, from its spec alone: no weights, no device, no torch.
 
     plan = make_plan(load_spec("31b"), ctx=[32768], memory=[find_gpu("h100-80gb")])
     print(plan_text(plan))          # a table for people (plan/table.py)
@@ -200,7 +200,7 @@ class Plan:
         return next(w for w in self.weights if w.sizes.format == form)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; KEYS describes them."""
+        """Return plain values; KEYS describes them."""
         return {
             "schema": SCHEMA,
             "variant": self.spec.name,
@@ -266,7 +266,7 @@ class Footprint:
 
     @cached_property
     def weights(self) -> dict[str, Weights]:
-        """Format -> bytes, for every format that a plan may ask for."""
+        """Bytes by format, for every format that a plan may ask for."""
         forms = dict.fromkeys(("f32", "bf16", self.dtype, *INTEGERS))
         return {form: self._weights(form) for form in forms}
 
@@ -286,7 +286,7 @@ class Footprint:
         )
 
     def resident(self, form: str) -> int:
-        """Bytes of weights in the device's memory; on the CPU that is the host's."""
+        """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
         return w.device + self.towers + (w.host if self.device == "cpu" else 0)
 
@@ -301,7 +301,7 @@ class Footprint:
         return kv_bytes(self.spec, 1, 1, self.dtype).per_token
 
     def row(self, ctx: int, batch: int, chunk: int) -> Row:
-        """With `chunk` tokens to a prefill call."""
+        """Return the bytes at one context and batch, with `chunk` tokens to a prefill call."""
         key = (ctx, batch, chunk)
         if key not in self._rows:
             self._rows[key] = Row(
@@ -316,14 +316,14 @@ class Footprint:
         return self._rows[key]
 
     def need(self, row: Row, form: str, kind: str) -> int:
-        """Bytes in the device's memory with one of TOTALS, without the reserve."""
+        """Return bytes in the device's memory with one of TOTALS, without the reserve."""
         cache: int = getattr(row, kind)
         return self.resident(form) + cache + row.activations + row.workspace
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """What a decode step moves and computes; its graph is made for the first who asks."""
+    """The cost of a decode step; its graph is made for the first who asks."""
 
     make: Callable[[], Graph]
     _known: dict[Any, Cost] = field(default_factory=dict, compare=False, repr=False)
@@ -333,7 +333,7 @@ class DecodeCosts:
         return self.make()
 
     def at(self, ctx: int, batch: int, form: str, dtype: str) -> Cost:
-        """Caches and FLOPs do not depend on the format, nor the bytes of weights on the context."""
+        """Return a cost: FLOPs and caches depend on the context, weights on the format."""
         step, weights = self._cost(ctx, batch, dtype), self._cost(None, batch, form)
         return Cost(step.flops, weights.weight_bytes, step.state_bytes)
 
@@ -345,12 +345,12 @@ class DecodeCosts:
 
 
 def reserve(memory: int) -> int:
-    """Bytes of a device that a plan leaves alone."""
+    """Return bytes of a device that a plan leaves alone."""
     return int(RESERVE_BYTES + memory * RESERVE_SHARE)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
+    """Return the largest n in 1..most that fits, where all smaller ones do too; 0 for none."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -373,10 +373,10 @@ def make_plan(
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
 ) -> Plan:
-    """The plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as the
-    model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
-    fits. By default the table of per-layer embeddings lies on the device where that leaves room
-    for every row on every device of `memory`.
+    """Make the plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as
+    the model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
+    fits. By default the table of per-layer embeddings lies on the device where that leaves room for
+    every row on every device of `memory`.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
@@ -417,7 +417,7 @@ def make_plan(
 
 
 def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
-    """Every row on every device."""
+    """Whether every row fits on every device."""
     rooms = [gpu.memory_bytes - reserve(gpu.memory_bytes) for gpu in gpus]
     return all(made.need(r, made.dtype, "built") <= room for r in rows for room in rooms)
 
@@ -434,7 +434,7 @@ def _sized(memory: int) -> Gpu:
 
 
 def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
-    """Whole numbers from 1, each once and in order."""
+    """Check whole numbers from 1; return each once and in order."""
     values = _many(given)
     for v in values:
         if type(v) is not int or v < 1 or (most and v > most):
@@ -468,7 +468,7 @@ def _footprint(
     skip: tuple[str, ...],
     media: Media,
 ) -> tuple[Footprint, DecodeCosts]:
-    """Prefill has every param and cache that decode has, and needs more of everything else."""
+    """Measure prefill: it has each param and cache of decode, and needs more of everything else."""
     options = {"latent_kv": {"form": form}}
     plain = build_graph(spec, "prefill", all_logits, dtype)
     built = run_passes(plain, skip=skip, options=options)
@@ -486,7 +486,7 @@ def _footprint(
 
 
 def _rates(made: Footprint) -> CacheRates:
-    """From two contexts beyond every window; a row's cache is linear in between."""
+    """Derive rates from two contexts beyond every window; a row's cache is linear in between."""
     windows = [layer.attention.window or 1 for layer in made.spec.layers()]
     near = -(-max(windows) // 256) * 256
     far = 2 * near
@@ -539,8 +539,8 @@ def _cell(made: Footprint, gpu: Gpu, form: str, row: Row, room: int, costs: Deco
 
 
 def cache_lines(plan: Plan) -> CacheLines:
-    """Cache bytes of one row from 1K tokens to the model's limit, for a plot; `built` where it is
-    not `planned`."""
+    """Return cache bytes of one row from 1K tokens to the model's limit, for a plot; `built` where
+    it is not `planned`."""
     longest, rates = plan.spec.text.max_position_embeddings, plan.cache
     powers = (1 << n for n in range(10, longest.bit_length()))
     contexts = sorted({*(c for c in powers if c <= longest), longest})

@@ -1,4 +1,4 @@
-"""Choices of a user, resolved against a spec without loading torch."""
+"""Resolves choices of a user against a spec without loading torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_dtype(name: str) -> str:
 
 
 def find_latent(given: str, spec: Spec, device: str, dtype: str, max_seq: int) -> str:
-    """The form of the K=V caches as asked, or for `auto` as measured."""
+    """Return the form of the K=V caches as asked, or for `auto` as measured."""
     if device not in DEVICES:
         raise InputError(f"device {device!r}: expected {' or '.join(DEVICES)}")
     if given not in ("auto", *FORMS):
@@ -35,8 +35,8 @@ def find_latent(given: str, spec: Spec, device: str, dtype: str, max_seq: int) -
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
-    """Where the table of per-layer embeddings lies; None where there is none. Nothing given: on
-    CUDA the device, if it has room for it."""
+    """Return where the table of per-layer embeddings lies; None where there is none. Nothing given:
+    on CUDA the device, if it has room for it."""
     if given is not None and given not in PLACEMENTS:
         raise InputError(f"ple-placement {given!r}: expected one of {', '.join(PLACEMENTS)}")
     if spec.text.ple is None:

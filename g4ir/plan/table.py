@@ -1,4 +1,4 @@
-"""Plans as tables for people."""
+"""Prints plans as tables for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_text(plan: Plan, nominal: bool = False) -> str:
-    """One variant: parameters, blocks, weights, caches, and what fits."""
+    """Describe one variant: parameters, blocks, weights, caches, and what fits."""
     parts = [
         _title(plan),
         _parameters(plan),
@@ -34,7 +34,7 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
 
 
 def _media(plan: Plan) -> list[str]:
-    """Towers of pictures and sound: what a size costs before the prompt."""
+    """List towers of pictures and sound: what a size costs before the prompt."""
     if not plan.media:
         return []
     counted = ", ".join(plan.kinds)
@@ -137,7 +137,7 @@ def _rows(batch: int) -> str:
 
 
 def _fit(plan: Plan) -> str:
-    """One device: the largest context and batch for each format of the weights."""
+    """Describe one device: the largest context and batch for each format of the weights."""
     first = plan.fits[0]
     out = [
         f"{first.device}: {size_text(first.memory)}, of which {size_text(first.reserve)} are kept "
@@ -167,7 +167,7 @@ def _rows_most(most: Most) -> str:
 
 
 def _needed(plan: Plan, batch: int) -> str:
-    """What each context takes; where it does not fit, what is short."""
+    """List what each context takes; where it does not fit, what is short."""
     cells = {f.weights: [c for c in f.cells if c.batch == batch] for f in plan.fits}
     first = plan.fits[0]
     room = first.memory - first.reserve
@@ -185,7 +185,7 @@ def _need(size: int, room: int) -> str:
 
 
 def _floors(plan: Plan) -> list[str]:
-    """Time floors where the device's speed is known."""
+    """List time floors where the device's speed is known."""
     if plan.fits[0].cells[0].decode_floor_s is None:
         return []
     batch = plan.rows[0].batch
@@ -202,7 +202,7 @@ def _floors(plan: Plan) -> list[str]:
 
 
 def _devices(plan: Plan) -> str:
-    """Several devices: a line each."""
+    """Describe several devices: a line each."""
     batch = plan.fits[0].max_context[0].at
     forms = list(dict.fromkeys(f.weights for f in plan.fits))
     lines: list[Line] = [
@@ -227,7 +227,7 @@ def _devices(plan: Plan) -> str:
 
 
 def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
-    """A line for each variant, then what fits each device."""
+    """Return a line for each variant, then what fits each device."""
     parts = [
         _totals(plans, nominal),
         *(_cache_table(plans, batch) for batch in sorted({r.batch for r in plans[0].rows})),
@@ -261,7 +261,7 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
 
 
 def _matrix(plans: Sequence[Plan]) -> str:
-    """Devices down, variants across."""
+    """Lay out a matrix: devices down, variants across."""
     first = plans[0].fits
     batch = first[0].max_context[0].at
     forms = "/".join(dict.fromkeys(f.weights for f in first))

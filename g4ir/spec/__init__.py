@@ -1,1 +1,1 @@
-"""What a variant is: a YAML file or a Hugging Face config as one frozen record."""
+"""Reads a variant: a YAML file or a Hugging Face config as one frozen record."""

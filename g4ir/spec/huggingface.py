@@ -1,4 +1,4 @@
-"""Hugging Face config.json <-> the fields of a Spec, from the raw JSON and without transformers.
+"""Translates Hugging Face config.json <-> fields of a Spec, from raw JSON, without transformers.
 
 Never through a config object: transformers 5.15 and later move `global_head_dim` and
 `num_global_key_value_heads` into `per_layer_config` when they load a file. Defaults of missing
@@ -197,12 +197,12 @@ class Keys:
         self.seen: set[str] = set(HOUSEKEEPING)
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """The unconverted value."""
+        """Return the unconverted value."""
         self.seen.add(key)
         return self.values.get(key, default)
 
     def take(self, key: str, hint: Any, default: Any = REQUIRED) -> Any:
-        """The value as the annotation wants it, or the default where the key is missing."""
+        """Return the value as the annotation wants it, or the default where the key is missing."""
         if key not in self.values and default is REQUIRED:
             raise self.fail(key, "is missing; add it")
         value = self.raw(key, default)
@@ -210,7 +210,7 @@ class Keys:
         return convert(node, hint, join(self.path, key)) if key in self.values else value
 
     def same(self, names: tuple[str, ...], hint: Any, default: Any) -> Any:
-        """The value under any of several names; they must agree where more than one is given."""
+        """Return the value under any of several names; they must agree where several are given."""
         given = {name: self.take(name, hint) for name in names if name in self.values}
         given = {name: value for name, value in given.items() if value is not None} or given
         if len(set(given.values())) > 1:
@@ -219,18 +219,18 @@ class Keys:
         return next(iter(given.values()), default)
 
     def section(self, key: str) -> Keys | None:
-        """A nested object, or None where it is missing or null."""
+        """Return a nested object, or None where it is missing or null."""
         value = self.raw(key)
         return None if value is None else Keys(value, join(self.path, key), self.where)
 
     def only(self, key: str, allowed: tuple[Any, ...], why: str) -> None:
-        """SpecError unless the key is missing or has one of the allowed values."""
+        """Raise SpecError unless the key is missing or has one of the allowed values."""
         value = self.raw(key, allowed[0])
         if not any(value == a and type(value) is type(a) for a in allowed):
             raise self.fail(key, f"{shown(str(value))} is not supported: {why}")
 
     def done(self) -> None:
-        """SpecError for the first key that nothing has read."""
+        """Raise SpecError for the first key that nothing has read."""
         for key in NEUTRAL:
             self.only(key, NOTHING, "it changes the forward pass; use a checkpoint without it")
         for key in self.values:
@@ -247,7 +247,7 @@ class Keys:
 
 
 def read_config(source: str | Path | dict[str, Any], name: str | None = None) -> Variant:
-    """See `Spec.from_hf`."""
+    """Read a config: see `Spec.from_hf`."""
     values, where, found = _read(source)
     keys = Keys(values, "", where)
     given = keys.take("model_type", str)
@@ -267,7 +267,7 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
 
 
 def _read(source: str | Path | dict[str, Any]) -> tuple[Any, Where, str]:
-    """The raw config, where it came from, and a name for the spec."""
+    """Return the raw config, where it came from, and a name for the spec."""
     if isinstance(source, dict):
         return source, Where("config", 0), "from-hf"
     path = Path(source)
@@ -297,7 +297,7 @@ def _parse(data: bytes, file: Path) -> Any:
 
 
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Fields of Variant from a config with text_config and towers."""
+    """Return fields of Variant from a config with text_config and towers."""
     text_keys = keys.section("text_config") or Keys({}, "text_config", keys.where)
     text_keys.only("model_type", (f"{model_type}_text", None), f"expected {model_type}_text")
     tied = keys.take("tie_word_embeddings", bool, True)
@@ -324,7 +324,7 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
 
 
 def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Fields of Variant from a config of the text tower alone."""
+    """Return fields of Variant from a config of the text tower alone."""
     tied = keys.take("tie_word_embeddings", bool, True)
     text = replace(_text(keys, model_type), tie_word_embeddings=tied)
     return {"text": text, "tokens": _tokens(keys, keys), "dtype": _dtype(keys) or "f32"}
@@ -370,7 +370,7 @@ def _text(keys: Keys, model_type: str) -> Text:
 
 
 def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """Kinds of all layers; every sixth is full by default."""
+    """Return kinds of all layers; every sixth is full by default."""
     given = keys.take("layer_types", tuple[str, ...] | None, None)
     if given is None:
         return tuple(SLIDING if (i + 1) % 6 else FULL for i in range(layers))
@@ -389,7 +389,7 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
 def _attention(
     keys: Keys, kinds: tuple[str, ...], window: int
 ) -> tuple[AttentionKind, AttentionKind]:
-    """Geometry of sliding and full layers, from the older keys or from per_layer_config."""
+    """Return the geometry of sliding and full layers, from older keys or per_layer_config."""
     hints = hints_of(AttentionKind)
     tied = keys.take("attention_k_eq_v", bool, False)
     base = {name: keys.take(name, hints[name], d) for name, d in BASE_GEOMETRY.items()}
@@ -411,7 +411,7 @@ BASE_GEOMETRY = {"head_dim": 256, "num_key_value_heads": 4}
 
 
 def _global_geometry(keys: Keys, tied: bool) -> dict[str, int]:
-    """What full layers override. KV heads of their own count only with attention_k_eq_v."""
+    """Return overrides of full layers. KV heads of their own count only with attention_k_eq_v."""
     hints = hints_of(AttentionKind)
     dim = keys.take("global_head_dim", hints["head_dim"] | None, 512)
     heads = keys.take("num_global_key_value_heads", hints["num_key_value_heads"] | None, None)
@@ -526,7 +526,7 @@ def _not_unified(keys: Keys, model_type: str, key: str, what: str) -> None:
 
 
 def _tokens(text: Keys, top: Keys) -> Tokens:
-    """bos, eos and pad; the whole model's value counts before that of its text config."""
+    """Return bos, eos and pad; the whole model's values count before those of text_config."""
     defaults = {"bos": 2, "eos": 1, "pad": 0}
     out: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -542,8 +542,8 @@ def _tokens(text: Keys, top: Keys) -> Tokens:
 
 
 def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
-    """Ids of soft tokens. Where there is no tower, an id outside a small vocabulary is dropped:
-    transformers writes its defaults into every composite config."""
+    """Return ids of soft tokens. Where there is no tower, an id outside a small vocabulary is
+    dropped: transformers writes its defaults into every composite config."""
     out: dict[str, Any] = {}
     for name, (names, default) in MEDIA.items():
         value = keys.same(names, hints_of(Tokens)[name], default)
@@ -553,7 +553,7 @@ def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
 
 
 def _part(keys: Keys, name: str, cls: type) -> Any:
-    """The dataclass of `vision_config` or `audio_config`, or None where there is none."""
+    """Return the dataclass of `vision_config` or `audio_config`, or None without one."""
     part = keys.section(f"{name}_config")
     if part is None:
         return None
@@ -609,7 +609,8 @@ PART_READERS = {
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
-    """See `Spec.to_hf`. Without towers and media ids it is the config of the text tower alone."""
+    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is the config
+    of the text tower alone."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in MEDIA.items()}
@@ -666,8 +667,8 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
 
 
 def _geometry_to_hf(text: Text) -> dict[str, Any]:
-    """The older keys where they can say it; per_layer_config where full layers have KV heads of
-    their own without K=V."""
+    """Return the older keys where they can say it; per_layer_config where full layers have KV heads
+    of their own without K=V."""
     sliding, full = text.sliding, text.full
     out: dict[str, Any] = {
         "head_dim": sliding.head_dim,

@@ -1,5 +1,5 @@
-"""What a variant is made of: frozen dataclasses. Field names follow the upstream configuration
-where it has one name for the thing."""
+"""Parts of a variant as frozen dataclasses. Field names follow the upstream configuration where it
+has one name for the thing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rope:
     factor: Positive | None = None  # divides the inverse frequencies
 
     def pairs(self, head_dim: int) -> int:
-        """Rotated pairs; the other head_dim/2 - pairs have frequency zero."""
+        """Return the rotated pairs; the other head_dim/2 - pairs have frequency zero."""
         return int(self.rotary_fraction * head_dim // 2)
 
 
@@ -244,7 +244,7 @@ class Variant:
     prefixes: Prefixes = field(default_factory=Prefixes)
 
     def layers(self) -> tuple[Layer, ...]:
-        """The decoder layers, resolved."""
+        """Return the decoder layers, resolved."""
         text, kinds = self.text, self.text.layer_types
         first = text.first_kv_shared_layer
         owners = {kind: i for i, kind in enumerate(kinds[:first])}  # the last owner wins
@@ -266,7 +266,7 @@ class Variant:
         return tuple(out)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, defaults included, as plain JSON values."""
+        """Return every field, defaults included, as plain JSON values."""
         out: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return out
 
@@ -279,5 +279,5 @@ TOWERS: dict[str, dict[str, type]] = {
 
 
 def slug(text: str) -> str:
-    """A legal spec name made from a file or directory name."""
+    """Make a legal spec name from a file or directory name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:96] or "spec"

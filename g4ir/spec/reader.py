@@ -1,4 +1,4 @@
-"""Strict reading of YAML into frozen dataclasses, directed by their type annotations.
+"""Reads YAML strictly into frozen dataclasses, directed by their type annotations.
 
 The text is turned into a tree of nodes that remember file and line, and every scalar is
 converted by the type of the field that wants it: YAML 1.1 would read `1e-6` as a string and
@@ -51,7 +51,7 @@ class Range:
     open_low: bool = False
 
     def broken(self, value: float) -> str | None:
-        """What is wrong with the value, or None."""
+        """Return what is wrong with the value, or None."""
         if value > self.hi:
             return f"must be at most {self.hi:g}"
         if not value >= self.lo or (self.open_low and value == self.lo):  # `not`: also NaN
@@ -71,7 +71,7 @@ class OneOf:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def broken(self, value: str) -> str | None:
-        """What is wrong with the word, or None."""
+        """Return what is wrong with the word, or None."""
         if value in self.words or value in dict(self.aliases):
             return None
         return f"must be {' or '.join(self.words)}{did_you_mean(value, self.words)}"
@@ -91,7 +91,7 @@ class Length:
     hi: int
 
     def broken(self, value: tuple[Any, ...]) -> str | None:
-        """What is wrong with the list, or None."""
+        """Return what is wrong with the list, or None."""
         if self.lo <= len(value) <= self.hi:
             return None
         want = f"{self.lo}" if self.lo == self.hi else f"{self.lo} to {self.hi}"
@@ -109,7 +109,7 @@ class Shaped:
     like: str
 
     def broken(self, value: str) -> str | None:
-        """What is wrong with the text, or None."""
+        """Return what is wrong with the text, or None."""
         return None if re.fullmatch(self.form, value) else f"must look like {self.like}"
 
     def schema(self) -> dict[str, Any]:
@@ -170,28 +170,28 @@ Node: TypeAlias = Scalar | Seq | Map
 
 
 def fail(where: Where, path: str, message: str) -> SpecError:
-    """The error `file:line: key.path: message`."""
+    """Return the error `file:line: key.path: message`."""
     return SpecError(f"{where}: {path}: {message}" if path else f"{where}: {message}")
 
 
 def shown(text: str) -> str:
-    """A value as it is repeated in a message: quoted, on one line, cut."""
+    """Return a value as it is repeated in a message: quoted, on one line, cut."""
     return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "...")
 
 
 def on_one_line(text: str) -> Line:
-    """Text of anybody's as a line of a file: as it is where it can be, else quoted and cut."""
+    """Return foreign text as a line of a file: as it is where it can be, else quoted and cut."""
     return Line(text if len(text) <= MAX_LINE and text.isprintable() else shown(text))
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest valid word, or nothing."""
+    """Return `; did you mean X?` for the nearest valid word, or nothing."""
     near = difflib.get_close_matches(word[:100], list(valid), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_tree(path: Path) -> Map:
-    """The mapping in a YAML file. SpecError if it cannot be read or is not plain YAML."""
+    """Read the mapping in a YAML file. SpecError if it cannot be read or is not plain YAML."""
     return parse_tree(_read_bytes(path), str(path))
 
 
@@ -206,7 +206,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def parse_tree(data: bytes, file: str) -> Map:
-    """The mapping in YAML bytes; `file` is what errors call it."""
+    """Return the mapping in YAML bytes; `file` is what errors call it."""
     start = Where(file, 0)
     if len(data) > MAX_BYTES:
         raise fail(start, "", f"larger than {MAX_BYTES} bytes; a spec is a short YAML file")
@@ -308,7 +308,7 @@ class _Composer:
 
 
 def merge(base: Map, over: Map) -> Map:
-    """`over` laid on `base`: mappings merge key by key, anything else replaces."""
+    """Return `over` laid on `base`: mappings merge key by key, anything else replaces."""
     entries, keys = dict(base.entries), dict(base.keys)
     for key, node in over.entries.items():
         old = entries.get(key)
@@ -325,12 +325,12 @@ Hints = dict[str, Any]
 
 @cache
 def hints_of(cls: type) -> Hints:
-    """Resolved annotations of a dataclass, constraints kept."""
+    """Return resolved annotations of a dataclass, constraints kept."""
     return get_type_hints(cls, include_extras=True)
 
 
 def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> Any:
-    """The dataclass from a mapping; every key checked, every value converted by field type.
+    """Build the dataclass from a mapping; every key checked, values converted by field type.
 
     `hints` replaces annotations (used where a union is decided by another key).
     Raises SpecError naming file, line and key path.
@@ -356,13 +356,13 @@ def required(f: Field[Any]) -> bool:
 
 
 def join(path: str, key: str) -> str:
-    """Dotted key path; an overlong key is cut."""
+    """Return a dotted key path; an overlong key is cut."""
     key = key if len(key) <= MAX_SHOWN and key.isprintable() else shown(key)
     return f"{path}.{key}" if path else key
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key that does not exist: the nearest valid name, or all of them."""
+    """Return the message for an unknown key: the nearest valid name, or all of them."""
     valid = list(valid)
     near = did_you_mean(key, valid)
     return f"unknown key{near or '; valid keys here: ' + ', '.join(valid)}"
@@ -384,7 +384,7 @@ def is_null(node: Node) -> bool:
 
 
 def convert(node: Node, hint: Any, path: str) -> Any:
-    """The value of a node as the annotation wants it. Raises SpecError."""
+    """Return the value of a node as the annotation wants it. Raises SpecError."""
     origin = get_origin(hint)
     if origin is Annotated:
         base, *rules = get_args(hint)
@@ -482,8 +482,8 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. ValueError says in a few words why there is none; a key that is
-    given twice is one reason."""
+    """Return the JSON object in `raw`. ValueError says in a few words why there is none; a key that
+    is given twice is one reason."""
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
     except UnicodeDecodeError as err:
@@ -504,7 +504,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH) -> Node:
-    """A parsed JSON value as a tree, so that it is converted by the same rules as YAML."""
+    """Return a parsed JSON value as a tree, so that it is converted by the same rules as YAML."""
     if depth == 0:
         raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
@@ -522,7 +522,7 @@ def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH) -> Node:
 
 
 def violations(value: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(key path, message) for each Python value that its annotation does not allow.
+    """Yield (key path, message) for each Python value that its annotation does not allow.
 
     Reading makes such values impossible; this guards dataclasses built in Python.
     """
@@ -551,7 +551,7 @@ def _broken(value: Any, rules: Iterable[Any]) -> Iterator[str]:
 
 
 def _plain_type(hint: Any) -> Any:
-    """What isinstance wants for an annotation; an int is a number too."""
+    """Return what isinstance wants for an annotation; an int is a number too."""
     if get_origin(hint) is Annotated:
         return _plain_type(get_args(hint)[0])
     return (int, float) if hint is float else get_origin(hint) or hint
@@ -568,7 +568,7 @@ JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
-    """Adds the JSON Schema of a dataclass and its parts to `defs`; returns its name there.
+    """Add the JSON Schema of a dataclass and its parts to `defs`; return its name there.
 
     `partial` drops the required keys: a file with `extends` gives only what differs.
     """
@@ -587,7 +587,7 @@ def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
 
 
 def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema of one annotation."""
+    """Return the JSON Schema of one annotation."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         out = schema_of(args[0], partial, defs)

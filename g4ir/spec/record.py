@@ -1,4 +1,4 @@
-"""A variant as data: frozen dataclasses read from YAML or from a Hugging Face config.json.
+"""Reads a variant as data: frozen dataclasses from YAML or from a Hugging Face config.json.
 
 The YAML says what varies; how a block is wired is written once in `g4ir/model/text.py`.
 Field names follow the upstream configuration where it has one name for the thing.
@@ -60,7 +60,7 @@ class Spec(Variant):
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], name: str | None = None) -> Spec:
-        """The spec of a Hugging Face config: a config.json, its directory, or the parsed dict.
+        """Read the spec of a Hugging Face config: a config.json, its directory, or the parsed dict.
 
         Raises SpecError naming the key. `name` defaults to the directory's name.
         """
@@ -68,22 +68,22 @@ class Spec(Variant):
         return cls(**{f.name: getattr(found, f.name) for f in fields(found)})
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this spec; SpecError names a field that it cannot express."""
+        """Return the config.json of this spec; SpecError names a field that it cannot express."""
         return config_of(self)
 
     def to_yaml(self) -> str:
-        """A spec file that loads to this spec; fields that equal their default are left out."""
+        """Return a spec file that loads to this spec; fields at their default are left out."""
         body = {"schema": SCHEMA, **_pruned(self)}
         return yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of every field."""
+        """Return SHA-256 of the canonical JSON of every field."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _pruned(value: Any) -> Any:
-    """A dataclass as a dict without the fields that equal their default."""
+    """Return a dataclass as a dict without the fields that equal their default."""
     if isinstance(value, tuple):
         return [_pruned(v) for v in value]
     if not is_dataclass(value):
@@ -100,7 +100,7 @@ def _default(f: Any) -> Any:
 
 
 def check_spec(spec: Spec) -> Spec:
-    """The spec itself if it breaks no rule; SpecError with the first problem otherwise.
+    """Return the spec itself if it breaks no rule; SpecError with the first problem otherwise.
 
     For specs built in Python; `load_spec` and `Spec.from_hf` have checked theirs.
     """
@@ -115,7 +115,7 @@ NOT_INHERITED = ("name", "hub")  # a relative of a variant is another model with
 
 
 def specs_dir() -> Path:
-    """The folder of the shipped specs: the package `g4ir.specs`, or `specs/` beside the source."""
+    """Return the folder of shipped specs: package `g4ir.specs`, or `specs/` beside the source."""
     found = importlib.util.find_spec("g4ir.specs")
     if found is not None and found.submodule_search_locations:
         return Path(next(iter(found.submodule_search_locations)))
@@ -123,12 +123,12 @@ def specs_dir() -> Path:
 
 
 def spec_names() -> tuple[str, ...]:
-    """Names of the shipped specs, sorted."""
+    """Return names of the shipped specs, sorted."""
     return tuple(sorted(p.stem for p in specs_dir().glob("*.yaml")))
 
 
 def load_spec(name_or_path: str | Path) -> Spec:
-    """The spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`).
+    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`).
 
     Raises SpecError naming file, line, key and the fix.
     """
@@ -137,7 +137,7 @@ def load_spec(name_or_path: str | Path) -> Spec:
 
 
 def spec_path(name_or_path: str | Path) -> Path:
-    """The file behind a spec's name or path. SpecError if the name is not shipped."""
+    """Find the file behind a spec's name or path. SpecError if the name is not shipped."""
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
     if is_path or text.endswith(SUFFIXES):
@@ -153,7 +153,7 @@ def spec_path(name_or_path: str | Path) -> Path:
 
 
 def _with_bases(tree: Map, path: Path, seen: tuple[Path, ...]) -> Map:
-    """The tree laid over what it extends, `schema` and `extends` removed."""
+    """Return the tree laid over what it extends, `schema` and `extends` removed."""
     _check_schema(tree)
     entries = {k: v for k, v in tree.entries.items() if k not in ("schema", "extends")}
     own = Map(entries, tree.keys, tree.where)
@@ -197,7 +197,7 @@ def _spec_from_tree(tree: Map, stem: str) -> Spec:
 
 
 def _spec_hints(tree: Map) -> dict[str, Any]:
-    """Annotations of Spec with the towers that this model_type has."""
+    """Return annotations of Spec with the towers that this model_type has."""
     hints = hints_of(Spec)
     node = tree.entries.get("model_type")
     if node is None or is_null(node):
@@ -210,8 +210,8 @@ def _towers(model_type: str) -> dict[str, Any]:
 
 
 def _place_of(tree: Map, problem: Problem) -> Where:
-    """Where the first of the keys that break a rule together is set by this file itself, for a file
-    that it extends is right on its own; otherwise as near to the key as the files get."""
+    """Find where the first of the keys that break a rule together is set by this file itself, for a
+    file that it extends is right on its own; otherwise as near to the key as the files get."""
     reached = [(path, _reached(tree, path)) for path in (problem.path, *problem.others)]
     for path, places in reached:
         if len(places) > path.count(".") and places[-1].file == tree.where.file:
@@ -220,7 +220,7 @@ def _place_of(tree: Map, problem: Problem) -> Where:
 
 
 def _reached(tree: Map, path: str) -> list[Where]:
-    """The places of the keys along a key path, as far as they are given."""
+    """Return the places of the keys along a key path, as far as they are given."""
     places: list[Where] = []
     node: Any = tree
     for key in path.split("."):
@@ -235,7 +235,7 @@ def _reached(tree: Map, path: str) -> list[Where]:
 
 
 def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
-    """Fields that differ as (key path, value in a, value in b), in field order."""
+    """Return fields that differ as (key path, value in a, value in b), in field order."""
     left, right = _flat(a.to_dict()), _flat(b.to_dict())
     keys = [*left, *(k for k in right if k not in left)]
     return [(k, left.get(k), right.get(k)) for k in keys if left.get(k) != right.get(k)]
@@ -249,7 +249,7 @@ def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a spec file, for editors; generated from the dataclasses."""
+    """Return the JSON Schema (2020-12) of a spec file, for editors, made from dataclasses."""
     defs: dict[str, Any] = {}
     whole, patch = (schema_defs(Spec, partial, defs) for partial in (False, True))
     for name in (whole, patch):

@@ -1,4 +1,4 @@
-"""Rules that join several fields of a variant."""
+"""Checks rules that join several fields of a variant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 def problems(spec: Variant) -> Iterator[Problem]:
-    """Every broken rule of a spec; fields are assumed to be in range."""
+    """Yield every broken rule of a spec; fields are assumed to be in range."""
     yield from _pattern_problems(spec.text)
     for name in (SLIDING, FULL):
         yield from _kind_problems(spec.text, name)
@@ -191,8 +191,8 @@ def _vision_problems(vision: Vision) -> Iterator[Problem]:
 
 
 def canonical(spec: V) -> V:
-    """The spec with `pattern` and `moe.layers` in their shortest form, so that equal variants
-    compare equal.
+    """Return the spec with `pattern` and `moe.layers` in their shortest form, so that equal
+    variants compare equal.
 
     Warns where the last layer was sliding: the reference turns it into a full one.
     """
@@ -212,7 +212,7 @@ def canonical(spec: V) -> V:
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest list that, repeated and cut, gives `kinds`."""
+    """Return the shortest list that, repeated and cut, gives `kinds`."""
     for period in range(1, len(kinds)):
         if kinds[period:] == kinds[:-period]:
             return kinds[:period]

@@ -1,4 +1,4 @@
-"""A spec of the same structure that runs in milliseconds: what checks and tests run a variant as.
+"""Shrinks a spec to one of the same structure that runs in milliseconds, for checks and tests.
 
 It knows no variant: sizes are scaled and layers cut, every structural field is kept.
 """
@@ -29,7 +29,7 @@ BUDGET = 70
 
 
 def shrink(spec: Spec, media: bool = False) -> Spec:
-    """A spec of the same structure that runs in milliseconds; with `media` its towers too.
+    """Return a spec of the same structure that runs in milliseconds; with `media` its towers too.
 
     Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
     each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
@@ -70,8 +70,8 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
 
 
 def with_all_experts(spec: Spec) -> Spec:
-    """The same, where each token takes every expert: there is no near tie of a router, which would
-    turn over where two computations round in different places."""
+    """Let each token take every expert: there is no near tie of a router, which would turn over
+    where two computations round in different places."""
     moe = spec.text.moe
     if moe is None:
         return spec
@@ -80,7 +80,7 @@ def with_all_experts(spec: Spec) -> Spec:
 
 
 def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
-    """Two layers of the same proportions, clipping and standardizing as before."""
+    """Keep two layers of the same proportions, clipping and standardizing as before."""
     if isinstance(v, UnifiedVision):
         return replace(
             v,
@@ -120,7 +120,7 @@ def _audio(a: Audio | UnifiedAudio | None) -> Audio | UnifiedAudio | None:
 
 
 def _moe(moe: Moe, layers: int) -> Moe:
-    """Eight experts, two a token; where only some layers have them, those that are left."""
+    """Keep eight experts, two a token; where only some layers have them, those that are left."""
     some = moe.layers and (tuple(i for i in moe.layers if i < layers) or (0,))
     count = min(moe.num_experts, 8)
     return replace(
@@ -137,13 +137,13 @@ def _size(value: int, by: int) -> int:
 
 
 def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
-    """head_dim 256, 512 -> 32, 64."""
+    """Shrink head_dim 256, 512 -> 32, 64."""
     count = kind.num_key_value_heads // heads
     return replace(kind, head_dim=kind.head_dim // 8, num_key_value_heads=count)
 
 
 def _head_divisor(text: Text) -> int:
-    """The largest divisor of all head counts that leaves two where there were several."""
+    """Return the largest divisor of all head counts that leaves two where there were several."""
     counts = [k.num_key_value_heads for k in (text.sliding, text.full)]
     common = gcd(text.num_attention_heads, *counts)
     fits = (d for d in range(common, 0, -1) if common % d == 0)
@@ -151,7 +151,7 @@ def _head_divisor(text: Text) -> int:
 
 
 def _layers(text: Text) -> tuple[int, int]:
-    """(layers, shared layers) in whole repeats of the pattern: two of each kind own K and V."""
+    """Return (layers, shared layers) in whole repeats of the pattern: two a kind own K and V."""
     period = len(text.pattern)
     for repeats in range(2, 99):
         share = text.num_kv_shared_layers / text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""What the command line says on stderr: progress, warnings and the one line of an error."""
+"""Writes what the command line says on stderr: progress, warnings and the one line of an error."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE
 
 
 def say(line: str) -> None:
-    """One line on stderr. A closed stderr is no reason to stop working."""
+    """Print one line on stderr. A closed stderr is no reason to stop working."""
     with contextlib.suppress(OSError, ValueError):
         print(f"g4ir: {line}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """Shows the newest message about what takes long; a context in which it may speak.
+    """A context that shows the newest message about what takes long.
 
     On a terminal one line is rewritten every second; elsewhere a line is printed when the message
     has changed. The clock is a thread, so that a step without messages of its own shows too.
@@ -103,7 +103,7 @@ class _Warnings(logging.Handler):
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """Warnings of the package as lines on stderr."""
+    """A context that prints warnings of the package as lines on stderr."""
     logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
     try:
@@ -122,8 +122,8 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def endings() -> Iterator[None]:
-    """ENDING raise `Ended` in the main thread, so that temporary files and processes go. One that
-    is ignored (nohup) or handled otherwise stays so."""
+    """A context in which the signals ENDING raise `Ended` in the main thread, so that temporary
+    files and processes go. One that is ignored (nohup) or handled otherwise stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -182,7 +182,7 @@ def output() -> Any:
 
 
 def tolerant_output() -> None:
-    """Text that the terminal's encoding lacks is escaped, and a closed stdout is no output: both
+    """Escape text that the terminal's encoding lacks, and take a closed stdout as no output: both
     are no errors."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -204,7 +204,7 @@ def report(error: BaseException, trace: bool) -> int:
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error."""
+    """Return exit code and message of an error."""
     if isinstance(error, G4Error):
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
@@ -231,6 +231,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
 
 
 def _discard_output() -> None:
-    """What is still buffered must not fail again at exit."""
+    """Drop what is still buffered: it must not fail again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

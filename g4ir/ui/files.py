@@ -20,9 +20,9 @@ def write_file(path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o6
 
 @contextmanager
 def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file of a temporary name beside `path`, open for writing; at the end it is synced and
-    renamed, and after an error it is removed. Like folders of `new_folder`, it is readable to whom
-    the umask says, of those that `mode` names."""
+    """A context with a file of a temporary name beside `path`, open for writing; at the end it is
+    synced and renamed, and after an error it is removed. Like folders of `new_folder`, it is
+    readable to whom the umask says, of those that `mode` names."""
     handle, name = _new_file(path.parent, f".{path.name}.", mode)
     try:
         with open(handle, "wb") as file:
@@ -36,7 +36,7 @@ def new_version(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def _new_file(parent: Path, prefix: str, mode: int) -> tuple[int, Path]:
-    """A file of a name that was free, open for writing; the module tempfile would ignore the
+    """Return a file of a name that was free, open for writing; the module tempfile would ignore the
     umask."""
     while True:
         path = parent / f"{prefix}{secrets.token_hex(4)}"
@@ -45,7 +45,7 @@ def _new_file(parent: Path, prefix: str, mode: int) -> tuple[int, Path]:
 
 
 def new_folder(parent: Path, prefix: str) -> Path:
-    """An empty folder in `parent`, whose name begins with `prefix` and was free."""
+    """Make an empty folder in `parent`, whose name begins with `prefix` and was free."""
     while True:
         path = parent / f"{prefix}{secrets.token_hex(4)}"
         with suppress(FileExistsError):

@@ -1,8 +1,8 @@
-"""Where things of the user lie beside engines: caches, decisions, downloads. The environment is
-read here alone (https://specifications.freedesktop.org/basedir-spec).
+"""Knows where things of the user lie beside engines: caches, decisions, downloads. The environment
+is read here alone (https://specifications.freedesktop.org/basedir-spec).
 
-What lies there is believed, and programs from there are run: a folder that others own or may write
-to is refused.
+Files there are believed, and programs there are run: a folder that others own or may write to is
+refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
-    """Where compiled programs are kept between builds: losing it costs time alone."""
+    """Return where compiled programs are kept between builds: losing it costs time alone."""
     return _base("XDG_CACHE_HOME", ".cache") / "g4ir"
 
 
 def state_root() -> Path:
-    """Where decisions are kept: which engines this user built or trusts, and digests of what lies
-    in the cache."""
+    """Return where decisions are kept: which engines this user built or trusts, and digests of what
+    lies in the cache."""
     return _base("XDG_STATE_HOME", ".local/state") / "g4ir"
 
 
 def hub_cache() -> Path:
-    """Where the Hugging Face tools keep downloads: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
+    """Return where Hugging Face tools keep downloads: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
 
     (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
     """
@@ -100,8 +100,8 @@ class Unpacked:
 
 @contextmanager
 def unpacking() -> Iterator[Unpacked]:
-    """Meanwhile, libraries that ask for a folder for temporary files are given one that is this
-    user's alone; who asked for it closes it. MissingError where there is no room for one."""
+    """A context in which libraries that ask for a temporary folder get one that is this user's
+    alone; who asked for it closes it. Raises MissingError where there is no room for one."""
     folder = Unpacked(cache_root() / "unpacked")
     with _ELSEWHERE:
         before = os.environ.get("TMPDIR")
@@ -130,7 +130,7 @@ def _sweep(root: Path) -> None:
 
 
 def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
-    """A new folder in the user's cache, or among temporary files where there is no cache."""
+    """Make a folder in the user's cache, or among temporary files where there is no cache."""
     reasons = []
     for place in (root, None):
         try:
@@ -148,9 +148,8 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def private(folder: Path) -> Path:
-    """The folder; what is missing of it, and of those above it, is made for this user alone,
-    whatever the umask. TrustError where others could change what lies in it, OSError where it
-    cannot be made."""
+    """Return the folder; make what is missing of it and above it for this user alone, whatever the
+    umask. TrustError where others could change what lies in it, OSError where it cannot be made."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o700, exist_ok=True)
@@ -159,8 +158,8 @@ def private(folder: Path) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """TrustError, with the command that mends it, where others could change what lies in a folder:
-    another user owns it or may write to it, or may exchange one above it."""
+    """Raise TrustError, with the command that mends it, where others could change what lies in a
+    folder: another user owns it or may write to it, or may exchange one above it."""
     folder = folder.resolve()
     root = next((p for p in folder.parents if p.name == "g4ir"), folder)
     for place in (folder, *folder.parents):

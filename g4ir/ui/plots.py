@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def check_plot(path: str | Path) -> None:
-    """What can be wrong with a plot before there is anything to draw."""
+    """Raise an error for what can be wrong with a plot before there is anything to draw."""
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
@@ -49,8 +49,8 @@ def _figure_class() -> type[Figure]:
 def figure(
     path: str | Path, width: float = 8, height: float = 5, columns: int = 1
 ) -> Iterator[Any]:
-    """Axes to draw on (an array of them for several columns); the file appears whole at the end.
-    Sizes in inches."""
+    """A context that gives axes to draw on (an array of them for several columns); the file appears
+    whole at the end. Sizes in inches."""
     check_plot(path)
     # A figure made without pyplot has the file's own canvas and never asks for a display.
     made = _figure_class()(figsize=(width, height), layout="constrained")
@@ -74,7 +74,7 @@ STYLES = {"naive": "--", "planned": "-", "built": ":"}
 
 
 def plot_caches(path: str | Path, lines: Sequence[CacheLines], title: str) -> None:
-    """Bytes of K and V against context; one colour a variant, naive dashed, planned solid, and
+    """Plot bytes of K and V against context; one colour a variant, naive dashed, planned solid, and
     dotted as built where that is less."""
     with figure(path) as axes:
         for i, line in enumerate(lines):
@@ -104,9 +104,9 @@ PANELS = {"prefill": ("ttft_ms", "TTFT p50, ms"), "decode": ("itl_ms", "ITL p50,
 
 
 def plot_bench(path: str | Path, reports: Mapping[str, Mapping[str, Any]]) -> None:
-    """Time to the first token and between tokens of every run, with spreads and the least time
-    at the measured roof, and where an engine's step goes. Keys of `reports` tell runs of the same
-    role apart; void runs are hatched."""
+    """Plot the time to the first token and between tokens of every run, with spreads and the least
+    time at the measured roof, and where an engine's step goes. Keys of `reports` tell runs of the
+    same role apart; void runs are hatched."""
     runs = [
         (f"{label} {run['role']}".strip(), run)
         for label, report in reports.items()
@@ -150,7 +150,7 @@ def _tick(name: str, run: Mapping[str, Any]) -> str:
 
 
 def _parts(axes: Any, runs: Sequence[tuple[str, Any]]) -> None:
-    """One stacked bar an engine, the largest part below."""
+    """Draw one stacked bar an engine, the largest part below."""
     names = list(dict.fromkeys(p for _, run in runs for p in run["breakdown"]["parts_ms"]))
     below = [0.0] * len(runs)
     for name in names:

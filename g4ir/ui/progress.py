@@ -1,4 +1,4 @@
-"""What is told of long work, and to whom."""
+"""Progress: messages about long work, and functions that take them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Progress = Callable[[str], None]
 
 
 def no_progress(message: str) -> None:
-    """Progress that nobody reads."""
+    """Drop the message: progress that nobody reads."""
 
 
 def prefixed(progress: Progress, stage: str) -> Progress:
-    """The same, where each message begins with the stage."""
+    """Return a progress whose messages begin with the stage."""
     return lambda message: progress(f"{stage}: {message}")

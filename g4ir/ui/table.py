@@ -8,7 +8,7 @@ Line = Sequence[str]
 
 
 def aligned(lines: Iterable[Line], indent: int = 2, left: int = 1) -> str:
-    """Lines of text in columns: the first `left` ones to the left, the others to the right."""
+    """Return lines of text in columns: the first `left` to the left, the others to the right."""
     table = [list(line) for line in lines]
     width = max(map(len, table))
     table = [line + [""] * (width - len(line)) for line in table]

@@ -1,1 +1,1 @@
-"""Tensors in files and in memory: checkpoints, random weights, packed params."""
+"""Reads and makes tensors in files and in memory: checkpoints, random weights, packed params."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: names, shapes and dtypes are checked against the spec.
+"""Opens Hugging Face checkpoints: names, shapes and dtypes are checked against the spec.
 
 Everything is checked before any tensor data is read; a tensor is then a view of the mapped
 file, so that peak memory follows what is in use. Only safetensors are read, never pickles.
@@ -51,16 +51,16 @@ class WeightSource(Protocol):
         """Tensors absent -> the value used instead."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor of this name (without the checkpoint's prefix); do not write to it."""
+        """Return the tensor of a name (without the checkpoint's prefix); do not write to it."""
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
+        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
 
     def release(self, name: str) -> None:
-        """The caller is done with this tensor for now: give its memory back."""
+        """Give a tensor's memory back: the caller is done with it for now."""
 
     def close(self) -> None:
-        """No further reads; tensors handed out stay valid."""
+        """End all reads; tensors handed out stay valid."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ class Checkpoint:
         return tuple((header.path, header.size) for header in self.headers)
 
     def location(self, name: str) -> tuple[Path, Entry]:
-        """File of a stored tensor, and its byte range there (for engines that refer to it)."""
+        """Return the file and byte range of a stored tensor (for engines that refer to it)."""
         header, entry = self._entry(name)
         return header.path, entry
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A read-only view of the mapped file; a default is a new tensor of one element."""
+        """Return a read-only view of the mapped file; a default is a new tensor of one element."""
         import torch
 
         if name in self.defaults:
@@ -157,7 +157,7 @@ class Checkpoint:
                 tensorfile.drop_pages(self._maps[header.path], entry)
 
     def sha256(self, file: Path) -> str:
-        """Digest of one weight file, streamed."""
+        """Return the digest of one weight file, streamed."""
         return sha256(file)
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Checkpoint:
         return self._maps[header.path]
 
     def _compare_tied(self, head: tuple[Header, Entry]) -> None:
-        """A stored head must be the embedding it is tied to, bit for bit (in even samples)."""
+        """Compare a stored head with the embedding it is tied to, bit for bit (in even samples)."""
         (h1, e1), (h2, e2) = self.entries[EMBED], head
         one, two = self._map(h1), self._map(h2)
         for at in range(0, e1.nbytes, max(TIED_BYTES, e1.nbytes // TIED_CHUNKS)):
@@ -196,7 +196,7 @@ class Checkpoint:
 
 
 def sha256(file: Path) -> str:
-    """Digest of a file, read in pieces of 1 MiB."""
+    """Return the digest of a file, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
     with open_regular(file) as stream:
         while piece := stream.read(1 << 20):
@@ -266,7 +266,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
-    """File name -> tensors that the index puts there, in the index's order."""
+    """Return file name -> tensors that the index puts there, in the index's order."""
     path = _inside(directory, INDEX, index)
     if path.stat().st_size > INDEX_LIMIT:
         raise WeightsError(f"{index}: larger than {INDEX_LIMIT} bytes; fix: download it again")
@@ -295,7 +295,7 @@ def _shard_path(directory: Path, index: Path, name: str) -> Path:
 
 
 def _read_shard(path: Path, want: set[str]) -> Header:
-    """The header of one shard, which must hold exactly the tensors that the index puts there."""
+    """Read the header of a shard, which must hold exactly the tensors that the index puts there."""
     header = tensorfile.read_header(path)
     extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
     if extra or missing:
@@ -308,7 +308,7 @@ def _read_shard(path: Path, want: set[str]) -> Header:
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
-    """The file called `name` in `directory`; a name or link that leads elsewhere is refused.
+    """Find the file `name` in `directory`; a name or link that leads elsewhere is refused.
 
     Links into the `blobs` folder of the same hub cache entry are how that cache stores files.
     """
@@ -351,10 +351,10 @@ SIDE_FILES = {
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """The side files of a checkpoint that are there, by name, each read once.
+    """Read the side files of a checkpoint that are there, by name, each once.
 
-    WeightsError for one that is no ordinary file inside the directory, is too large, or is not
-    what its name says.
+    Raises WeightsError for one that is no ordinary file inside the directory, is too large, or is
+    not what its name says.
     """
     _check_present(directory, CONFIG)
     return {n: _side_file(directory, n) for n in SIDE_FILES if _check_present(directory, n)}
@@ -393,7 +393,7 @@ Found = dict[str, tuple[Header, Entry]]
 
 
 def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
-    """The accepted prefix under which this checkpoint keeps its text tower: most hits win."""
+    """Return the accepted prefix of this checkpoint's text tower: most hits win."""
     valid = text_tensors(spec).keys() - {HEAD}
     hits = {p: sum(p + name in names for name in valid) for p in spec.prefixes.text}
     best = max(hits, key=lambda p: hits[p])
@@ -408,14 +408,14 @@ def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
 
 
 def _tower(spec: Spec, name: str) -> str | None:
-    """The part of the model, other than text, that a tensor belongs to."""
+    """Return the part of the model, other than text, that a tensor belongs to."""
     parts = asdict(spec.prefixes)
     others = (part for part in parts if part not in ("text", "head"))
     return next((part for part in others if name.startswith(parts[part])), None)
 
 
 def _default(name: str) -> float | None:
-    """What the reference takes for a tensor that a checkpoint lacks."""
+    """Return the reference's value for a tensor that a checkpoint lacks, or None."""
     if name.endswith(".layer_scalar"):
         return 1.0
     if name.endswith(CLIP_BOUNDS):
@@ -424,7 +424,7 @@ def _default(name: str) -> float | None:
 
 
 def _stored(spec: Spec, towers: Tensors, names: Found) -> Iterator[tuple[str, str]]:
-    """(name in the files, `PART.NAME`) of the tensors outside the text model that are there."""
+    """Yield (name in the files, `PART.NAME`) of tensors found outside the text model."""
     for bare in towers:
         part, _, rest = bare.partition(".")
         places = [place + rest for place in getattr(spec.prefixes, part)]
@@ -471,7 +471,7 @@ def _unknown(spec: Spec, prefix: str, found: tuple[Header, Entry], hint: bool) -
 
 
 def _kind_of(spec: Spec, bare: str) -> str | None:
-    """Attention kind of the layer in `bare`, if that layer exists."""
+    """Return the attention kind of the layer in `bare`, if that layer exists."""
     match = re.match(r"layers\.(\d{1,6})\.", bare)
     layers = spec.layers()
     return layers[int(match[1])].kind if match and int(match[1]) < len(layers) else None
@@ -522,7 +522,7 @@ def _shape(entry: Entry) -> str:
 
 
 def _nearest(name: str, candidates: list[str], prefix: str) -> str:
-    """'; nearest: ...' among candidates of the same layer (all of them are too many to rank)."""
+    """Return '; nearest: ...' of candidates of the same layer (all are too many to rank)."""
     if len(name) > 200:
         return ""
     same = [c for c in candidates if re.findall(r"\d+", c)[:1] == re.findall(r"\d+", name)[:1]]
@@ -550,8 +550,7 @@ EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config
 
 
 def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
-    """What the files of a checkpoint or an engine say of the feature extractor of sounds, if they
-    do."""
+    """Read the feature extractor of sounds from files of a checkpoint or engine, or None."""
     for name, key in EXTRACTORS.items() if folder else ():
         if folder and (folder / name).is_file():
             whole = parse_json(folder / name, (folder / name).read_bytes())

@@ -1,4 +1,4 @@
-"""The local cache of the Hugging Face hub."""
+"""Finds snapshots in the local cache of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tensorfile import quoted
 
 
 def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
-    """The downloaded snapshot of `org/name` in the local cache, or None."""
+    """Return the downloaded snapshot of `org/name` in the local cache, or None."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
     repo = hub_cache() / ("models--" + hub_id.replace("/", "--"))

@@ -1,4 +1,4 @@
-"""Params of the optimised graphs from checkpoint tensors: the weight prologue, run per tensor."""
+"""Makes params of the optimised graphs from checkpoint tensors: the weight prologue, per tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Packing:
     prologue: Graph
 
     def recipe(self, param: str) -> Graph:
-        """The part of the prologue that makes one param; without nodes for a plain tensor."""
+        """Return the part of the prologue that makes one param; no nodes for a plain tensor."""
         v = self.program.params()[param]
         if any(v in n.outputs for n in self.prologue.nodes):
             return drop_dead(replace(self.prologue, outputs=(v,)))
@@ -71,20 +71,20 @@ def make_packing(
     options: Options,
     dump: Dump | None = None,
 ) -> Packing:
-    """The graphs of an engine and what makes their params: all that follows from its spec and
-    options."""
+    """Return the graphs of an engine and what makes their params: all that follows from its spec
+    and options."""
     plain = build_program(spec, all_logits, dtype, media)
     return split_program(run_program(plain, skip=skip, dump=dump, options=options))
 
 
 class ParamSource(Protocol):
-    """Where a runtime takes the params of the main graphs from."""
+    """The source from which a runtime takes the params of the main graphs."""
 
     def tensor(self, param: str) -> torch.Tensor:
-        """The whole param, in the engine's dtype; may be a read-only mapping."""
+        """Return the whole param, in the engine's dtype; may be a read-only mapping."""
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table: [*ids.shape, columns]."""
+        """Return rows of a table: [*ids.shape, columns]."""
 
     def release(self, param: str) -> None:
         """Hint that `tensor`'s pages are not needed any more."""
@@ -134,8 +134,8 @@ class StoredParams:
         return cls(tuple(tensorfile.read_header(f) for f in files))
 
     def check(self, program: Program) -> None:
-        """EngineError unless these are the program's params, each once, of its shape and dtype:
-        compiled programs do not look at what they are given."""
+        """Raise EngineError unless these are the program's params, each once, of its shape and
+        dtype: compiled programs do not look at what they are given."""
         found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
         wanted = program.params()
         for header in self.headers:
@@ -189,8 +189,8 @@ DEFAULT_PLACEMENT = "mmap"
 
 
 def open_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
-    """A table param for the embed graph. `host` and `mmap` allocate nothing on the device: their
-    rows are gathered on the host, and only those rows travel."""
+    """Open a table param for the embed graph. `host` and `mmap` allocate nothing on the device:
+    their rows are gathered on the host, and only those rows travel."""
     if placement == "mmap":
         return source.tensor(v.name) if v.type.nbytes() <= TABLE_BYTES else RowTable(source, v)
     table = source.tensor(v.name).to(device if placement == "device" else "cpu", copy=True)
@@ -232,7 +232,7 @@ def _taking_turns(source: ParamSource) -> Any:
 
 
 def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
-    """Dtype code and shape of a param in a file."""
+    """Return dtype code and shape of a param in a file."""
     return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
 
 

@@ -1,4 +1,4 @@
-"""Random weights: each value is a pure function of (seed, tensor name, flat index).
+"""Makes random weights: each value is a pure function of (seed, tensor name, flat index).
 
 So any row of any tensor can be made alone, on any device, with the same bits. The hash uses
 int32 operations that wrap (add, multiply, xor, shift), which are exact everywhere. Its top 24
@@ -36,7 +36,7 @@ M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
 def _fan_in(shape: Shape) -> float:
-    """Half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
+    """Return half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
     return sqrt(3.0 / max(prod(shape[-1:]), 1))
 
 
@@ -76,7 +76,7 @@ DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
 
 
 def distribution(name: str, shape: Shape) -> tuple[float, float]:
-    """Centre and half-width of the values of this tensor."""
+    """Return centre and half-width of the values of this tensor."""
     centre, spread = next((c, s) for p, c, s in DISTRIBUTIONS if re.search(p, name))
     return centre(shape), spread(shape)
 
@@ -88,7 +88,7 @@ def random_tensor(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The whole tensor [*shape], made block by block in one pass over the memory."""
+    """Make the whole tensor [*shape], block by block in one pass over the memory."""
     count = _count(name, shape)
     out = torch.empty(count, dtype=dtype, device=device)
     offsets = torch.arange(min(count, BLOCK), dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ def random_rows(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
+    """Make rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
     _count(name, shape)
     check_rows(name, shape, row_ids)
     columns = shape[1]
@@ -128,7 +128,7 @@ def random_rows(
 
 
 def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """int32 [rows, columns]: the top 24 bits of the hash at each element of these rows."""
+    """Return int32 [rows, columns]: the top 24 bits of the hash at each element of these rows."""
     start = rows[:, None] * columns
     block = start >> BLOCK_BITS
     spans = (columns - 1) // BLOCK + 2  # a row of n elements touches at most this many blocks
@@ -150,31 +150,31 @@ def _count(name: str, shape: Shape) -> int:
 
 
 def _scale(name: str, shape: Shape) -> tuple[float, float]:
-    """Centre and scale per unit of the 24-bit integer, as float32 values."""
+    """Return centre and scale per unit of the 24-bit integer, as float32 values."""
     centre, spread = torch.tensor(distribution(name, shape), dtype=torch.float32).tolist()
     return centre, spread / 2**23
 
 
 def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
-    """In place: values * scale + centre, rounded to float32 after each."""
+    """Compute values * scale + centre in place, rounded to float32 after each."""
     values.mul_(scale)
     return values.add_(centre) if centre else values
 
 
 def _mix(x: torch.Tensor, second: torch.Tensor | int, scratch: torch.Tensor) -> torch.Tensor:
-    """In place: two rounds on offset ^ first key; leaves a signed 24-bit integer."""
+    """Mix in place: two rounds on offset ^ first key; leaves a signed 24-bit integer."""
     _xorshift(x, 16, scratch).mul_(M1).add_(second)
     return _xorshift(x, 15, scratch).mul_(M2).bitwise_right_shift_(8)
 
 
 def _xorshift(x: torch.Tensor, bits: int, scratch: torch.Tensor) -> torch.Tensor:
-    """In place: x ^= x >> bits, as unsigned (torch shifts int32 with its sign, hence the mask)."""
+    """Do x ^= x >> bits in place, as unsigned (torch shifts int32 with its sign: the mask)."""
     torch.bitwise_right_shift(x, bits, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 
 
 def _block_keys(seed: int, name: str, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int32 keys per block (int32, any shape), from SHA-256 of seed and name."""
+    """Return two int32 keys per block (int32, any shape), from SHA-256 of seed and name."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in range(0, 16, 4)]
     one = _finish(_finish(block ^ words[0]).add_(words[1]))
@@ -183,7 +183,7 @@ def _block_keys(seed: int, name: str, block: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _finish(x: torch.Tensor) -> torch.Tensor:
-    """In place: the lowbias32 finaliser."""
+    """Apply the lowbias32 finaliser in place."""
     scratch = torch.empty_like(x)
     _xorshift(x, 16, scratch).mul_(M1)
     _xorshift(x, 15, scratch).mul_(M2)
@@ -209,10 +209,10 @@ class RandomCheckpoint:
         return random_rows(self.seed, name, shape, ids, self.dtype, self.device)
 
     def release(self, name: str) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _shape(self, name: str) -> Shape:
         if name not in self._shapes:

@@ -1,4 +1,4 @@
-"""safetensors files: the header is checked by our own code before anything is mapped.
+"""Reads and writes safetensors files: our own code checks the header before anything is mapped.
 
 Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length N,
 N bytes of JSON (name -> dtype, shape, data_offsets), then the data. Nothing here imports torch
@@ -99,7 +99,7 @@ class Header:
 
 
 def quoted(text: object, limit: int = 120) -> str:
-    """`text` as printable ASCII in quotes, cut to `limit`: names come from untrusted files."""
+    """Return `text` as printable ASCII in quotes, cut to `limit`: files are untrusted."""
     shown = ascii(text)
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
@@ -134,7 +134,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`; duplicate keys, other values and bad UTF-8 are WeightsErrors."""
+    """Return the JSON object in `raw`; WeightsError on double keys, other values and bad UTF-8."""
     try:
         return json_object(raw)
     except ValueError as error:
@@ -205,7 +205,7 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
 
 
 def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> None:
-    """The tensors, in file order, must cover the data exactly: no overlap, gap or leftover."""
+    """Check that the tensors, in file order, cover the data exactly: no overlap, gap or rest."""
     at, before = data, "the header"
     for entry in entries:
         if entry.start != at:
@@ -250,7 +250,7 @@ def map_file(header: Header) -> mmap.mmap:
 
 
 def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
-    """A tensor on the mapped bytes: no copy, nothing read; writing to it is a fault.
+    """Return a tensor on the mapped bytes: no copy, nothing read; writing to it is a fault.
 
     Data that is not aligned to its element size (the format allows it) is copied.
     """
@@ -267,7 +267,7 @@ def view_rows(mapped: mmap.mmap, entry: Entry, ids: torch.Tensor) -> torch.Tenso
 
 
 def torch_dtype(entry: Entry) -> torch.dtype:
-    """The torch dtype of a stored tensor."""
+    """Return the torch dtype of a stored tensor."""
     import torch
 
     return getattr(torch, TORCH[entry.dtype])

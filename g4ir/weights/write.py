@@ -1,4 +1,4 @@
-"""Writing a checkpoint as it is published."""
+"""Writes a checkpoint as it is published."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _write_weights(
 
 
 def _first_place(spec: Spec, bare: str) -> str:
-    """Where the hub's files keep `PART.NAME`."""
+    """Return where the hub's files keep `PART.NAME`."""
     part, _, rest = bare.partition(".")
     place: str = getattr(spec.prefixes, part)[0]
     return place + rest
