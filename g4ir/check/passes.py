@@ -33,7 +33,7 @@ from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.text import parse_graph
-from g4ir.model.text import BLOCKS, build_program
+from g4ir.model.text import BLOCKS, TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 STEPS = 4
 #: invalid tokens at the end of each longer chunk: a pass must not take them for the last
 PADDING = 2
-PHASES = ("prefill", "decode")
 #: what comes before a tower
 NOTHING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL = "backend", "stored graphs", "model"
@@ -87,7 +86,7 @@ def verify_each_pass(
     items = smallest_items(engine)
     known = [i for i in items if _is_known(plain, engine, i.tower)]
     series = [*_series(engine, chunks, known)]
-    graphs = tuple(dict.fromkeys((*PHASES, *(c.phase for part in series for c in part))))
+    graphs = tuple(dict.fromkeys((*TEXT_GRAPHS, *(c.phase for part in series for c in part))))
     reports: list[StageReport] = []
     stages = _stages(engine, StageWeights(plain, engine.device), graphs)
     old = next(stages)
@@ -116,7 +115,7 @@ def verify_each_pass(
         len(ids),
         sizes,
         tuple(reports),
-        media=tuple(g for g in graphs if g not in PHASES),
+        media=tuple(g for g in graphs if g not in TEXT_GRAPHS),
         unknown=unknown,
         left_out=tuple(g for g in engine.program.graphs if g not in ran),
     )
@@ -343,7 +342,7 @@ class Stage:
 
 
 def _stages(
-    engine: Engine, weights: StageWeights, graphs: Sequence[str] = PHASES
+    engine: Engine, weights: StageWeights, graphs: Sequence[str] = TEXT_GRAPHS
 ) -> Iterator[Stage]:
     """Yield the model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version). Only `graphs` can be run."""

@@ -6,6 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.model.text import BLOCKS, TEXT_GRAPHS
+from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
 from .common import Parser, add_source, add_verb, emit
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
 
 #: the text model's graphs, and the towers by their part
-PHASES = ("prefill", "decode", "embed", "prefill_media", "vision", "audio")
+PHASES = (*TEXT_GRAPHS, "embed", BLOCKS, *PARTS)
 #: options that only `--cost` has
 COST_OPTIONS = (
     "batch",

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError, MissingError
+from g4ir.model.text import TEXT_GRAPHS
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
@@ -15,13 +16,11 @@ if TYPE_CHECKING:
     from g4ir.backends.torch_compile.tune import Tuned
     from g4ir.ir.graph import Program
 
-PHASES = ("decode", "prefill")
-
 
 def add_tune(verbs: Any) -> None:
     p = add_verb(verbs, "tune", _tune, "measure the settings of a variant's kernels on this GPU")
     add_source(p)
-    p.add_argument("--phase", choices=PHASES, default="decode")
+    p.add_argument("--phase", choices=TEXT_GRAPHS, default="decode")
     p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
     p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
     p.add_argument(

@@ -16,7 +16,9 @@ from g4ir.spec.record import Spec
 
 from .media import PICTURES, Media, placeholders
 
-PHASES = ("embed", "prefill", "decode")
+#: graphs that a step of the text model runs, and all of them
+TEXT_GRAPHS = ("prefill", "decode")
+PHASES = ("embed", *TEXT_GRAPHS)
 #: prefill of chunks in which the tokens of a picture see each other
 BLOCKS = "prefill_media"
 #: the table of per-layer embeddings, gathered from and never multiplied with
