@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +40,6 @@ from g4ir.errors import (
     CheckError,
     EngineError,
     G4Error,
-    InputError,
     LowerError,
     MissingError,
     PlanError,
@@ -140,35 +138,6 @@ def test_sessions(name: str, trt: Build, tmp_path: Path, reference: Any) -> None
         assert not got[~rows].any()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 3, 4, 5, 6, 7]]
     assert engine.generate(prompts, 6, stop_ids=()) == expected.generate(prompts, 6, stop_ids=())
-
-
-def test_bf16_rounds_as_the_reference(trt: Build, tmp_path: Path) -> None:
-    """Unit in the last place of a row's largest logits, ten layers deep."""
-    got = trt(dtype="bfloat16")
-    want = build(tmp_path / "reference", "tiny-ple", "reference", dtype="bfloat16")
-    t = tokens(2, 30)
-    agrees(got.session(2).prefill(t), want.session(2).prefill(t), 0.05)
-
-
-def test_all_logits(trt: Build, tmp_path: Path) -> None:
-    got = trt(all_logits=True).session(2)
-    want = build(tmp_path / "reference", "tiny-ple", "reference", all_logits=True).session(2)
-    t = tokens(2, 20)
-    both = (s.prefill(t, [20, 7], all_logits=True) for s in (got, want))
-    a, b = both
-    agrees(a[0], b[0])
-    agrees(a[1, :7], b[1, :7])
-
-
-def test_snapshot_and_restore(shared: Engine) -> None:
-    """Back to what was held, although rings have changed buffers since."""
-    s, t = shared.session(2), tokens(2, 40)
-    s.prefill(t[:, :21])
-    kept = s.snapshot()
-    first = [s.decode(t[:, i]) for i in range(21, 24)]
-    s.prefill(t[:, 24:40])
-    s.restore(kept)
-    assert all(torch.equal(a, s.decode(t[:, i])) for a, i in zip(first, range(21, 24), strict=True))
 
 
 def test_recorded_steps(trt: Build) -> None:
@@ -387,17 +356,6 @@ def test_manifest(shared: Engine) -> None:
     assert kept["scratch_bytes"]["estimated"] > 0
     assert {PLAN, TENSORS, LOG} <= engine.manifest["files"].keys()
     assert engine.manifest["weights"]["kind"] == "packed"
-
-
-@pytest.mark.parametrize("file", [PLAN, TENSORS])
-def test_altered_files(file: str, shared: Engine, tmp_path: Path) -> None:
-    """Found before TensorRT sees them."""
-    path = Path(shutil.copytree(shared.path, tmp_path / "copy"))
-    content = bytearray((path / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / file).write_bytes(content)
-    with pytest.raises(EngineError, match=f"{file}: its SHA-256 is not the manifest's"):
-        load_as(path, emulated(tmp_path))
 
 
 def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
@@ -691,25 +649,6 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     probe.require_gpu()
-
-
-def test_unknown_settings(tmp_path: Path) -> None:
-    for words, message in (
-        (["--set", "attention=flash"], "explicit, plain, fused, plugin"),
-        (["--set", "tactics=all"], "attention"),
-    ):
-        outcome = g4ir(
-            "build",
-            "--variant",
-            "tiny-ple",
-            "--backend",
-            "trt",
-            "--dry-run",
-            *words,
-            "--out",
-            tmp_path / "engine",
-        )
-        assert outcome.code == InputError.exit_code and message in outcome.message
 
 
 # --- dry runs ---------------------------------------------------------------------------------
