@@ -20,9 +20,12 @@ from tests.contract.flows import FLOWS, Flow  # noqa: E402
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Whoever can choose tokens does."""
+    """Whoever can choose tokens does, and each variant that the flow has the time for."""
+    flow = FLOWS[metafunc.module.FLOW]
+    if "any_engine" in metafunc.fixturenames:
+        metafunc.parametrize("any_engine", flow.specs, indirect=True)
     if "chooser" in metafunc.fixturenames:
-        choosers = FLOWS[metafunc.module.FLOW].choosers
+        choosers = flow.choosers
         metafunc.parametrize("chooser", choosers.values(), ids=choosers.keys(), indirect=True)
 
 
@@ -43,7 +46,7 @@ def last(flow: Flow, engines: Any) -> Engine:
     return engines(flow.backend, "tiny-moe")
 
 
-@pytest.fixture(params=["tiny-ple", "tiny-moe"])
+@pytest.fixture
 def any_engine(request: pytest.FixtureRequest, flow: Flow, engines: Any) -> Engine:
     """For tests of one row."""
     return engines(flow.backend, request.param)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, InputError, MissingError
 from tests.contract.flows import Flow
 from tests.engines import agrees, some_tokens
+from tests.threads_session import disturbed
 
 
 def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +104,21 @@ def test_a_forked_child_gets_an_error(engine: Engine) -> None:
                 said += "of which this is a fork" in str(e)
         os._exit(said)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_each_thread_gets_its_own_results(flow: Flow, last: Engine) -> None:
+    """What sessions shared ended the process, or gave one thread the tensors of another."""
+    if flow.emulated:
+        assert not disturbed(last)
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.threads_session", str(last.path)],
+        cwd=Path(__file__).parents[2],
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 def test_version_and_backend_are_stamped(flow: Flow, engine: Engine) -> None:

@@ -62,12 +62,16 @@ class Flow:
     choosers: Mapping[str, Chooser] = field(default_factory=lambda: {"host": on_the_host})
     #: surrounds building and loading
     using: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()
+    #: no other process can load its engines
+    emulated: bool = False
     #: which axes of a cache are its rows and its slots
     axes: tuple[int, int] = (1, 0)
     #: slots behind what a row holds may be written to
     writes_padding: bool = False
     #: compiling another engine takes too long for every run
     slow: bool = False
+    #: of tests of one row
+    specs: tuple[str, ...] = ("tiny-ple", "tiny-moe")
     #: of a long text that is compared token by token
     steps: int = 300
 
@@ -134,8 +138,10 @@ FLOWS = {
             "its plan contains packed weights": ({"link_weights": True}, PACKED.format("trt")),
         },
         using=recorded_tensorrt,
+        emulated=True,
         axes=(0, 2),
         writes_padding=True,
+        specs=("tiny-ple",),
         steps=60,
     ),
 }

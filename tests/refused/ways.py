@@ -27,7 +27,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header
 from g4ir.weights.write import write_checkpoint
-from tests.cli_tools import BUILD, built, refused, text_checkpoint
+from tests.cli_tools import BUILD, built, plain_checkpoint, refused, text_checkpoint
 from tests.cli_tools import g4ir as command_line
 from tests.engines import resigned
 from tests.hub_configs import hub_config
@@ -220,35 +220,63 @@ def checkpoint(
     read: str | None = None,
     spec: Any = (),
     shards: int = 1,
-    tensors: Any = (),
-    set: Any = (),
-    files: Any = (),
-    drop: Any = (),
+    **changes: Any,
 ) -> Any:
-    """A directory with other tensors, other entries of its index, or other files; read as a variant
-    with other fields."""
+    """A directory that is changed, read as a variant with other fields."""
     made = load_spec(variant)
     source = RandomCheckpoint(made, 1, torch.bfloat16)
     folder = write_checkpoint(world.here / "c", made, source, shards=shards, config=False)
-    if tensors:
-        kept = edited(load_file(folder / "model.safetensors"), tensors)
-        save_file(kept, folder / "model.safetensors")
-    world.write({f"c/{k}": v for k, v in {"config.json": "{}", **dict(files)}.items()})
-    for name in drop:
-        (folder / name).unlink()
-    if set:
-        index = folder / "model.safetensors.index.json"
-        values = json.loads(index.read_text())
-        values["weight_map"].update(set)
-        kept = {k: v for k, v in values["weight_map"].items() if v is not None}
-        values["weight_map"] = kept
-        index.write_text(json.dumps(values))
+    _change(folder, {"config.json": "{}"}, **changes)
     values = yaml.safe_load(load_spec(read or variant).to_yaml())
     for path, value in dict(spec).items():
         put(values, path, value)
     file = folder.with_name("spec.yaml")
     file.write_text(yaml.safe_dump(values))
     return Checkpoint.open(folder, load_spec(file))
+
+
+def build_of(world: World, variant: str, **changes: Any) -> str:
+    """A directory that is changed, built with copies of its weights and without."""
+    folder = _change(plain_checkpoint(world.here / "c", variant), {}, **changes)
+    words = ["build", "--checkpoint", str(folder)]
+    return command(world, [words, [*words, "--link-weights"]])
+
+
+def _change(
+    folder: Path,
+    new: dict[str, Any],
+    tensors: Any = (),
+    header: Any = (),
+    set: Any = (),
+    files: Any = (),
+    drop: Any = (),
+    cut: int = 0,
+) -> Path:
+    """A checkpoint with other tensors, other entries of its header and its index, other files, or
+    without its last bytes."""
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if tensors:
+        save_file(edited(load_file(weights), tensors), weights)
+    if header:
+        raw = weights.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        values = json.loads(raw[8:end])
+        for path, value in header.items():
+            put(values, path, value)
+        text = json.dumps(values).encode()
+        weights.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+    if set:
+        values = json.loads(index.read_text())
+        named = {**values["weight_map"], **set}
+        values["weight_map"] = {k: v for k, v in named.items() if v is not None}
+        index.write_text(json.dumps(values))
+    if cut:
+        os.truncate(weights, weights.stat().st_size - cut)
+    for name, content in {**new, **dict(files)}.items():
+        (folder / name).write_bytes(blob(content))
+    for name in drop:
+        (folder / name).unlink()
+    return folder
 
 
 # --- engines ----------------------------------------------------------------------------------
@@ -376,6 +404,7 @@ WAYS: dict[str, Callable[..., Any]] = {
         header,
         weight_file,
         checkpoint,
+        build_of,
         manifest,
         engine_files,
         build,
