@@ -48,7 +48,6 @@ from g4ir.plan.limits import Limits
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import StoredParams
-from tests.cli_tools import g4ir
 from tests.configs import SMALL, VARIANTS, few, spec_called
 from tests.engines import agrees
 from tests.trt.emulated import CHUNK, H100, MAX_SEQ, ROWS, build, emulated, emulated_api, use
@@ -592,25 +591,6 @@ def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
 
 
 # --- what the environment lacks ---------------------------------------------------------------
-
-
-def test_no_tensorrt(tmp_path: Path) -> None:
-    """Exit code 3: package, versions, and what can be done instead."""
-    outcome = g4ir(
-        "build",
-        "--variant",
-        "tiny-ple",
-        "--backend",
-        "trt",
-        "--random-weights",
-        "0",
-        "--out",
-        tmp_path / "engine",
-    )
-    assert outcome.code == 3
-    assert "pip install 'tensorrt>=10.15,<12'" in outcome.message
-    assert "--backend onnx" in outcome.message and "--dry-run" in outcome.message
-    assert not [*tmp_path.iterdir()]
 
 
 def test_tensorrt_without_its_libraries() -> None:
