@@ -4,6 +4,8 @@
 draws eighty times as many hypothesis examples; without it those tests are deselected, not skipped,
 so a skip always means that something is missing on this machine. `--rewrite-golden` writes the
 golden files of the passes and transcripts anew; read the difference before you keep it.
+`--rewrite-durations` writes how long each file took, by which the next runs are ordered (see
+durations.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.covering import left_out
+from tests.durations import Durations, longest_first
 
 # Graphs, traces and sessions are many small objects: at the default, looking for dead ones among
 # them takes a twentieth of the run.
@@ -42,11 +45,12 @@ settings.register_profile("full", max_examples=20_000, print_blob=True, **_COMMO
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare `--full` and `--rewrite-golden`."""
+    """Declare the options above."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
     parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/passes and tests/golden anew"
     )
+    parser.addoption("--rewrite-durations", action="store_true", help="write tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,28 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.torchvision_half import find_torchvision
 
     find_torchvision()
-
-
-#: files of few tests that take long: begun last, one of them would run alone at the end
-LONG = (
-    "test_interpreted.py",
-    "test_numerics_torch.py",
-    "test_towers.py",
-    "test_media_networks.py",
-    "test_plugins.py",
-    "test_onnx.py",
-    "test_media_models.py",
-    "test_media_session.py",
-    "test_bench.py",
-    "test_token_loop.py",
-    "test_media_checks.py",
-)
+    if config.getoption("--rewrite-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; deselect the tests marked `full` unless they were asked for."""
-    place = {name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+    longest_first(items)
     if config.getoption("--full"):
         return
     kept = [item for item in items if not item.get_closest_marker("full")]

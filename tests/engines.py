@@ -17,6 +17,7 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
+from tests.contract.flows import FLOWS
 from tests.oracle import relative
 
 #: of the row's rms
@@ -43,25 +44,30 @@ class Engines:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.built: dict[tuple[str, str], Engine] = {}
+        self.built: dict[tuple[str, ...], Engine] = {}
 
     def checkpoint(self, name: str) -> Path:
         path = self.folder / f"{name}-checkpoint"
         return path if path.exists() else random_checkpoint(path, name)
 
-    def __call__(self, backend: str, name: str) -> Engine:
-        key = (backend, name)
+    def __call__(self, backend: str, name: str, **options: str) -> Engine:
+        key = (backend, name, *options.values())
         if key not in self.built:
-            self.built[key] = g4ir.build(
+            self.built[key] = self.build(*key, **options)
+        return self.built[key]
+
+    def build(self, backend: str, name: str, *words: str, **options: Any) -> Engine:
+        """A new engine, in a folder that is called by all the words."""
+        with FLOWS[backend].using(self.folder):
+            return g4ir.build(
                 None,
-                self.folder / "-".join(key),
+                self.folder / "-".join((backend, name, *words)),
                 checkpoint=self.checkpoint(name),
                 backend=backend,
                 max_seq=MAX_SEQ,
                 prefill_chunk=CHUNK,
-                **OPTIONS[name],
+                **{**OPTIONS[name], **options},
             )
-        return self.built[key]
 
 
 def stored_manifest(folder: Path) -> dict[str, Any]:

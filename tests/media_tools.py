@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+import g4ir
 from g4ir.spec.parts import Tokens
+from g4ir.spec.record import load_spec
+from tests.engines import add_file
 
 #: as the checkpoints spell them
 SPECIAL = {
@@ -85,3 +88,41 @@ def media_tokenizer(tokens: Tokens, size: int) -> tuple[Any, Tokens]:
     made.decoder = decoders.Replace("▁", " ")
     made.add_special_tokens(list(special.values()))
     return made, replace(tokens, pad=0, eos=(1,), bos=2, **filled)
+
+
+def made(folder: Path, variant: str, **options: Any) -> Path:
+    """An engine directory by the reference backend."""
+    limits = {"max_seq": 640, "prefill_chunk": 128, "backend": "reference", "random_weights": 0}
+    g4ir.build(variant, folder, **{**limits, **options}).close()
+    return folder
+
+
+def media_engine(folder: Path) -> Path:
+    """Takes every kind; it gets the tokenizer that a checkpoint would have brought."""
+    made(folder, "tiny-media", max_batch=2, image_budgets=[70, 140])
+    spec = load_spec("tiny-media")
+    tokenizer, _ = media_tokenizer(spec.tokens, spec.text.vocab_size)
+    add_file(folder, "tokenizer.json", tokenizer.to_str())
+    return folder
+
+
+def media_files(folder: Path) -> Path:
+    """a.png, b.jpg, c.mp4, d.wav."""
+    folder.mkdir(exist_ok=True)
+    png(folder / "a.png")
+    png(folder / "b.jpg", 48, 96, seed=1)
+    mp4(folder / "c.mp4")
+    wav(folder / "d.wav")
+    return folder
+
+
+def broken_files(folder: Path) -> Path:
+    """These, and more that are not what they should be."""
+    media_files(folder)
+    (folder / "empty").touch()
+    for name in ("a.png", "d.wav", "c.mp4"):
+        data = (folder / name).read_bytes()
+        (folder / f"cut{Path(name).suffix}").write_bytes(data[: len(data) // 2])
+    (folder / "a.wav.mp4").write_bytes((folder / "d.wav").read_bytes())
+    wav(folder / "long.wav", 31 * RATE)
+    return folder

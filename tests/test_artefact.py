@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.cli import main
@@ -28,7 +25,6 @@ from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest
 
-Change = Callable[[dict[str, Any]], Any]
 PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
 
 
@@ -65,185 +61,15 @@ def refused(path: Path, *parts: str) -> None:
     assert all(part in message for part in parts), message
 
 
-def put(key: str, value: Any) -> Change:
-    """Set one key, dots between the steps to it."""
-    *steps, last = key.split(".")
-
-    def change(m: dict[str, Any]) -> None:
-        for step in steps:
-            m = m[step]
-        m[last] = value
-
-    return change
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd"])
+def test_files_elsewhere(altered: Path, name: str) -> None:
+    resigned(altered, lambda m: m["files"].update({name: {"sha256": "0" * 64, "bytes": 1}}))
+    refused(altered, name)
 
 
-def drop(key: str) -> Change:
-    *steps, last = key.split(".")
-
-    def change(m: dict[str, Any]) -> None:
-        for step in steps:
-            m = m[step]
-        del m[last]
-
-    return change
-
-
-SHA = "0" * 64
-MANIFESTS: dict[str, tuple[Change, str]] = {
-    "max_batch -1": (put("limits.max_batch", -1), "limits.max_batch"),
-    "max_batch 0": (put("limits.max_batch", 0), "limits.max_batch"),
-    "max_seq huge": (put("limits.max_seq", 10**18), "limits.max_seq"),
-    "max_seq beyond the model": (put("limits.max_seq", 1 << 20), "limits"),
-    "max_seq text": (put("limits.max_seq", "5"), "limits.max_seq"),
-    "max_seq true": (put("limits.max_seq", True), "limits.max_seq"),
-    "max_seq fraction": (put("limits.max_seq", 64.0), "limits.max_seq"),
-    "limits extra": (put("limits.zzz", 1), "limits.zzz"),
-    "limits less": (drop("limits.max_seq"), "limits"),
-    "chunk 0": (put("limits.prefill_chunk", 0), "limits.prefill_chunk"),
-    "chunk -5": (put("limits.prefill_chunk", -5), "limits.prefill_chunk"),
-    "chunk above max_seq": (put("limits.prefill_chunk", 65), "limits"),
-    "device cuda:99": (put("device", "cuda:99"), "device"),
-    "device list": (put("device", []), "device"),
-    "dtype unknown": (put("dtype", "weird"), "dtype"),
-    "dtype of other graphs": (put("dtype", "bf16"), "graph.embed.g4ir"),
-    "all_logits": (put("all_logits", True), "graph.prefill.g4ir"),
-    "all_logits 1": (put("all_logits", 1), "all_logits"),
-    "media empty": (put("media", {}), MANIFEST),
-    "media unknown": (put("media.kinds", ["smell"]), "media.kinds"),
-    "media of another": (put("media.kinds", ["image"]), "takes no images"),
-    "media lengths": (put("media.lengths", [-5]), "media.lengths"),
-    "weights empty": (put("weights", {}), "weights"),
-    "weights unknown": (put("weights", {"kind": "zz"}), "weights"),
-    "weights list": (put("weights", ["packed"]), "weights"),
-    "weights no seed": (put("weights", {"kind": "random"}), "weights.seed"),
-    "weights seed text": (put("weights", {"kind": "random", "seed": "1"}), "weights.seed"),
-    "weights seed beside files": (put("weights", {"kind": "random", "seed": 1}), "weights are"),
-    "weights absent": (put("weights", {"kind": "absent"}), "weights"),
-    "weights linked": (put("weights", {"kind": "linked", "directory": "/etc"}), "weights.files"),
-    "weights linked beside files": (
-        put("weights", {"kind": "linked", "directory": "/etc", "files": {}}),
-        "weights are",
-    ),
-    "compiled list": (put("compiled", []), "compiled"),
-    "compiled of another": (put("compiled", {"prefill": []}), "compiled.prefill"),
-    "versions empty": (put("versions", {}), "versions.torch"),
-    "versions number": (put("versions.torch", 2), MANIFEST),
-    "machine list": (put("machine", ["any"]), "machine"),
-    "graphs empty": (put("graphs", []), "graphs"),
-    "graphs number": (put("graphs", [1]), "line"),
-    "graphs elsewhere": (put("graphs", ["../../x"]), "graph.../../x.g4ir"),
-    "graphs twice": (put("graphs", ["embed", "prefill", "decode", "decode"]), "graphs"),
-    "graphs less": (put("graphs", ["embed", "prefill"]), "graphs"),
-    "graphs in another order": (put("graphs", ["embed", "decode", "prefill"]), "graphs"),
-    "files number": (lambda m: m["files"].update({"spec.yaml": 5}), "files"),
-    "file without keys": (lambda m: m["files"].update({"spec.yaml": {}}), "files.spec.yaml.sha256"),
-    "file elsewhere": (lambda m: m["files"].update({"../x": {"sha256": SHA, "bytes": 1}}), "../x"),
-    "file absolute": (
-        lambda m: m["files"].update({"/etc/passwd": {"sha256": SHA, "bytes": 1}}),
-        "/etc/passwd",
-    ),
-    "file missing": (lambda m: m["files"].update({"x": {"sha256": SHA, "bytes": 1}}), "x"),
-    "placement unknown": (put("ple_placement", "weird"), "ple-placement"),
-    "placement number": (put("ple_placement", 5), "line"),
-    "placement none": (put("ple_placement", None), "ple_placement"),
-    "options unknown": (put("options", {"zz": 1}), "options.zz"),
-    "options auto": (put("options.latent_kv.form", "auto"), "options.latent_kv.form"),
-    "settings unknown": (put("settings", {"zz": "1"}), "zz"),
-    "settings list": (put("settings", []), "settings"),
-    "skipped unknown": (put("skipped_passes", ["weird"]), "weird"),
-    "skipped another": (put("skipped_passes", ["fuse_qkv"]), "graph.prefill.g4ir"),
-    "skipped text": (put("skipped_passes", "fuse_qkv"), "skipped_passes"),
-    "variant": (put("variant", "tiny-moe"), "spec_digest"),
-    "spec digest": (put("spec_digest", SHA), "spec_digest"),
-    "backend unknown": (put("backend", "zz"), "zz"),
-    "backend with code": (put("backend", "torch"), "another machine"),
-    "unknown key": (put("zzz", 1), "zzz"),
-    "another order": (lambda m: m.update(notes=m.pop("notes")), "not as g4ir writes it"),
-    "notes": (put("notes.ignored", {"a": 5}), MANIFEST),
-    "infinity": (put("limits.max_seq", float("inf")), "limits.max_seq"),
-    "deep": (put("notes.ignored", json.loads("[" * 200 + "]" * 200)), "nested"),
-}
-
-
-@pytest.mark.parametrize("case", MANIFESTS)
-def test_altered_manifests(altered: Path, case: str) -> None:
-    change, part = MANIFESTS[case]
-    resigned(altered, change)
-    with pytest.raises(G4Error) as caught:
-        load_engine(altered, trust=True)
-    assert part in str(caught.value) and "\n" not in str(caught.value), caught.value
-
-
-def _rewrite(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        text = (path / name).read_text()
-        assert old in text
-        (path / name).write_text(text.replace(old, new))
-
-    return change
-
-
-def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        file = path / "weights-00000.safetensors"
-        tensors = {k: t.clone() for k, t in load_file(file).items()}
-        change(tensors)
-        save_file(tensors, file)
-
-    return rewrite
-
-
-def _other_spec(path: Path) -> None:
-    (path / "spec.yaml").write_text(g4ir.load_spec("tiny-moe").to_yaml())
-
-
-NORM, LINEAR, TABLE = "L0.norm_in", "L0.attn.wo", "embed.table"
-FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "an extra file": (lambda p: (p / "evil.so").write_bytes(b"x"), "evil.so"),
-    "an extra folder's file": (
-        lambda p: [(p / "a").mkdir(), (p / "a" / "b").write_text("x")],
-        "a/b",
-    ),
-    "a link": (lambda p: (p / "x").symlink_to("/etc/passwd"), "x"),
-    "a linked folder": (lambda p: (p / "programs").symlink_to("/etc"), "programs"),
-    "a pipe": (lambda p: os.mkfifo(p / "x"), "x"),
-    "a window": (_rewrite("graph.decode.g4ir", "window=8", "window=400"), "graph.decode.g4ir"),
-    "a huge window": (
-        _rewrite("graph.decode.g4ir", "window=8", f"window={10**30}"),
-        "graph.decode.g4ir",
-    ),
-    "a dim": (_rewrite("graph.prefill.g4ir", "[B,S,64]", "[B,S,65]"), "graph.prefill.g4ir"),
-    "a ring": (_rewrite("graph.decode.g4ir", "[8,B", "[7,B"), "graph.decode.g4ir: line"),
-    "the prologue": (_rewrite("prologue.g4ir", "axis=0", "axis=1"), "prologue.g4ir"),
-    "a comment": (
-        _rewrite("graph.embed.g4ir", "graph embed {", "graph embed { # x"),
-        "graph.embed.g4ir",
-    ),
-    "another spec": (_other_spec, "spec_digest"),
-    "a spec that extends": (
-        lambda p: (p / "spec.yaml").write_text("schema: 1\nextends: ../x\n"),
-        "extends",
-    ),
-    "an empty spec": (lambda p: (p / "spec.yaml").write_text(""), "spec.yaml"),
-    "a param renamed": (_tensors(lambda t: t.update(x=t.pop(NORM))), "'x'"),
-    "a param missing": (_tensors(lambda t: t.pop(NORM)), NORM),
-    "a param more": (_tensors(lambda t: t.update(x=t[NORM].clone())), "'x'"),
-    "a norm of size 1": (_tensors(lambda t: t.update({NORM: t[NORM][:1]})), NORM),
-    "a norm of size 0": (_tensors(lambda t: t.update({NORM: t[NORM][:0]})), NORM),
-    "half a product": (_tensors(lambda t: t.update({LINEAR: t[LINEAR][:32]})), LINEAR),
-    "another rank": (_tensors(lambda t: t.update({LINEAR: t[LINEAR].reshape(-1)})), LINEAR),
-    "another dtype": (_tensors(lambda t: t.update({LINEAR: t[LINEAR].half()})), LINEAR),
-    "whole numbers": (_tensors(lambda t: t.update({LINEAR: t[LINEAR].to(torch.int8)})), LINEAR),
-    "a shorter table": (_tensors(lambda t: t.update({TABLE: t[TABLE][:3]})), TABLE),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_altered_files(altered: Path, case: str) -> None:
-    change, part = FILES[case]
-    change(altered)
-    resigned(altered, lambda m: None)
-    refused(altered, part)
+def test_keys_in_another_order(altered: Path) -> None:
+    resigned(altered, lambda m: m.update(notes=m.pop("notes")))
+    refused(altered, "not as g4ir writes it")
 
 
 def test_a_manifest_that_is_no_ordinary_file(altered: Path, tmp_path: Path) -> None:

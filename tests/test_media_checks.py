@@ -485,20 +485,6 @@ def test_show_diff_in_towers(large: Path) -> None:
     assert shown(*words) == ""
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("--variant", "tiny-ple", "--phase", "vision"), "tiny-ple takes text alone"),
-        (("--variant", "tiny-ple", "--phase", "audio"), "tiny-ple takes text alone"),
-        (("--variant", "26b-a4b", "--phase", "audio"), "26b-a4b takes text, image, video"),
-        (("--variant", "tiny-media", "--phase", "vision", "--against", "tiny-ple"), "text alone"),
-    ],
-)
-def test_show_of_a_tower_that_is_not(words: tuple[str, ...], message: str) -> None:
-    said = cli.refused("show", *words)
-    assert f"--phase {words[3]}: " in said and message in said and "--media" not in said
-
-
 def test_show_of_a_graph_that_an_engine_lacks(large: Path, no_media: Engine) -> None:
     for path in (large, no_media.path):
         for words in ((), ("--after", "none"), ("--why", "fuse_qkv")):

@@ -29,10 +29,9 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
 from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
 from g4ir.cli import main
-from g4ir.engine.build import build, prepare
+from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_engine
-from g4ir.errors import EngineError, InputError, LowerError, MissingError
+from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.latent import PARTS
@@ -237,14 +236,6 @@ def greedy(engine: Engine, prompts: torch.Tensor) -> Any:
     return engine.generate(prompts.tolist(), GREEDY, stop_ids=())
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
-def test_greedy_text_of_the_reference_backend(engines: Any, name: str) -> None:
-    """The torch backend's programs take minutes to compile: see the next test."""
-    ours, theirs = engines("onnx", name), engines("reference", name)
-    prompts = some_tokens(ours.limits.max_batch, 9)
-    assert greedy(ours, prompts) == greedy(theirs, prompts)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHORT)
 def test_greedy_text_of_the_torch_backend(tmp_path: Path, name: str) -> None:
@@ -271,23 +262,6 @@ def small(engines: Any) -> Engine:
     """Rows of per-layer embeddings, rings, shared caches; three rows."""
     engine: Engine = engines("onnx", "tiny-ple")
     return engine
-
-
-def test_snapshots_truncation_and_reset(small: Engine) -> None:
-    """As on the reference backend, whose caches are laid out otherwise."""
-    tokens = some_tokens(3, 40)
-    session = small.session(3)
-    session.prefill(tokens[:, :30])
-    kept = session.snapshot()
-    want = session.prefill(tokens[:, 30:])
-    session.restore(kept)
-    assert torch.equal(session.prefill(tokens[:, 30:]), want)
-    session.truncate([40, 39, 40])
-    session.reset([0])
-    again = small.session(3)
-    again.prefill(tokens, [0, 39, 40])
-    step = tokens[:, 5]
-    assert relative(session.decode(step), again.decode(step)).max() < 1e-4
 
 
 def test_caches_of_full_length_are_written_in_place(small: Engine) -> None:
@@ -644,20 +618,6 @@ def test_missing_libraries(library: str, monkeypatch: Any) -> None:
     assert error.value.exit_code == 3
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"dtype": "bfloat16"}, "float32, float16"),
-        ({"settings": {"experts": "some"}}, "auto, gather, all"),
-        ({"settings": {"attention": "all"}}, "experts"),
-        ({"device": "cuda"}, "runs on cpu"),
-    ],
-)
-def test_wrong_options(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        prepare(load_spec("tiny-moe"), BuildOptions(random_weights=0, backend="onnx", **given))
-
-
 def test_a_model_that_onnxruntime_refuses(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model = one_node("Exp", ["x"])
@@ -675,20 +635,3 @@ def test_a_step_that_fails(small: Engine) -> None:
     }
     with pytest.raises(EngineError, match="failed in a prefill chunk of 1 x 2 tokens"):
         small.runtime.run("prefill", feeds, session.state, 2, True)
-
-
-def test_an_altered_model_is_refused(small: Engine, tmp_path: Path) -> None:
-    shutil.copytree(small.path, tmp_path / "engine")
-    path = tmp_path / "engine" / export.MODEL
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(EngineError, match="SHA-256"):
-        load_engine(tmp_path / "engine")
-
-
-def test_builds_are_reproducible(tmp_path: Path) -> None:
-    """The same bytes from the same weights."""
-    digests = []
-    for name in ("a", "b"):
-        engine = build("tiny-moe", tmp_path / name, backend="onnx", random_weights=0, max_seq=64)
-        digests.append(engine.manifest["digest"])
-    assert digests[0] == digests[1]

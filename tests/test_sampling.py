@@ -13,9 +13,8 @@ import g4ir
 from g4ir.backends import sampling
 from g4ir.backends.sampling import Sampler, Sampling, choose, draw, largest
 from g4ir.engine.engine import Engine
-from g4ir.engine.prompts import Defaults, checked_ids, checked_prompt, read_defaults
-from g4ir.errors import InputError, WeightsError
-from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
+from g4ir.engine.prompts import Defaults, read_defaults
+from tests.engines import random_checkpoint
 
 DRAWS = 20_000
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
@@ -189,38 +188,6 @@ def test_what_is_no_number_draws_a_token() -> None:
         assert 0 <= int(chosen) < 9
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"temperature": -1.0}, "temperature -1.0"),
-        ({"temperature": float("nan")}, "temperature nan"),
-        ({"temperature": float("inf")}, "temperature inf"),
-        ({"top_k": 0}, "top_k 0"),
-        ({"top_p": 0.0}, "top_p 0.0"),
-        ({"top_p": 1.1}, "top_p 1.1"),
-        ({"seed": -1}, "seed -1"),
-    ],
-)
-def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Sampling(**settings)
-
-
-@pytest.mark.parametrize("ids", [[1, 9, -1], [True], [1.0], ["a"], [10]])
-def test_checked_ids(ids: list[Any]) -> None:
-    assert checked_ids([0, 9], 10, "x") == [0, 9]
-    with pytest.raises(InputError, match="outside the vocabulary of 10"):
-        checked_ids(ids, 10, "x")
-
-
-def test_checked_prompt_counts_what_is_written() -> None:
-    assert checked_prompt([1, 2, 3], 6, 10, 8, "x") == [1, 2, 3]
-    wrong = (([1, 2, 3], 7, "max-seq 8"), ([], 1, "empty"), ([1], 0, "at least 1"))
-    for ids, count, message in wrong:
-        with pytest.raises(InputError, match=message):
-            checked_prompt(ids, count, 10, 8, "x")
-
-
 # --- generation_config.json -------------------------------------------------------------------
 
 
@@ -247,25 +214,6 @@ def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
     if values is not None:
         file.write_text(json.dumps(values))
     assert read_defaults(file, 512) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"eos_token_id": "1"}',
-        '{"eos_token_id": [1, null]}',
-        '{"suppress_tokens": [true]}',
-        "[]",
-        '{"do_sample": true, "temperature": "hot"}',
-        '{"do_sample": true, "top_p": 2}',
-        "{",
-    ],
-)
-def test_read_wrong_defaults(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "generation_config.json"
-    file.write_text(text)
-    with pytest.raises(WeightsError, match=r"generation_config\.json"):
-        read_defaults(file, 512)
 
 
 @pytest.fixture(scope="module")
@@ -303,87 +251,3 @@ def test_stop_ids_of_the_spec_without_a_config(engine: Engine) -> None:
 
 
 # --- generate ---------------------------------------------------------------------------------
-
-
-def test_generate_is_prefill_and_argmax(engine: Engine) -> None:
-    session, want = engine.session(), list[int]()
-    logits = session.prefill([[2, 5, 7]])
-    for _ in range(12):
-        want.append(int(logits.argmax()))
-        logits = session.decode(torch.tensor(want[-1:]))
-    assert engine.generate([2, 5, 7], 12, stop_ids=()) == want
-    assert engine.generate([2, 5, 7], 1, stop_ids=()) == want[:1]
-
-
-def test_stop_id_is_part_of_the_text_and_ends_it(engine: Engine) -> None:
-    text = engine.generate([2, 5, 7], 12, stop_ids=())
-    end = text.index(text[5])
-    assert engine.generate([2, 5, 7], 12, stop_ids=[text[5]]) == text[: end + 1]
-    assert engine.generate([2, 5, 7], 12, stop_ids=iter([text[0]])) == text[:1]
-
-
-def test_prompts_of_different_lengths_equal_single_runs(engine: Engine) -> None:
-    prompts = [some_tokens(1, n, n)[0].tolist() for n in (1, 37, 12)]
-    alone = [engine.generate(p, 15, stop_ids=()) for p in prompts]
-    assert engine.generate(prompts, 15, stop_ids=()) == alone
-    assert engine.generate(prompts[:1], 15, stop_ids=()) == alone[:1]
-
-
-def test_rows_end_on_their_own(engine: Engine) -> None:
-    prompts = [some_tokens(1, n, n)[0].tolist() for n in (4, 30, 9)]
-    texts = engine.generate(prompts, 15, stop_ids=())
-    stop = texts[1][3]
-    want = [t[: t.index(stop) + 1] if stop in t else t for t in texts]
-    assert len(want[1]) <= 4
-    assert engine.generate(prompts, 15, stop_ids=[stop]) == want
-
-
-def test_on_token_sees_tokens_in_order(engine: Engine) -> None:
-    seen: list[Any] = []
-    text = engine.generate([2, 5, 7], 8, stop_ids=(), on_token=seen.append)
-    assert seen == text
-    prompts, pairs = [[2, 5, 7], [3]], list[tuple[int, int]]()
-    texts = engine.generate(prompts, 6, stop_ids=(), on_token=lambda r, t: pairs.append((r, t)))
-    assert pairs == [(r, texts[r][i]) for i in range(6) for r in range(2)]
-
-
-def test_seed_repeats_the_text(engine: Engine) -> None:
-    def text(**settings: Any) -> list[int]:
-        return engine.generate([2, 5, 7], 20, stop_ids=(), temperature=1.5, **settings)
-
-    assert text(seed=1) == text(seed=1) != text(seed=2)
-    assert text(seed=1, top_k=1) == engine.generate([2, 5, 7], 20, stop_ids=())
-
-
-def test_generate_up_to_max_seq(engine: Engine) -> None:
-    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
-    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
-    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
-    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
-        engine.generate(prompt, 2)
-
-
-@pytest.mark.parametrize(
-    "prompt, settings, message",
-    [
-        ([], {}, "prompt 0.* is empty"),
-        ([[2], []], {}, "prompt 1.* is empty"),
-        ([2, 512], {}, "prompt 0: token 512 at index 1"),
-        ([[2], [3], [4], [5]], {}, "built for 1 to 3 rows"),
-        ([2], {"max_new_tokens": 0}, "max_new_tokens 0"),
-        ([2], {"temperature": -1.0}, "temperature"),
-        ([2], {"top_k": 0, "temperature": 1.0}, "top_k"),
-        ([[2], 3], {}, "prompt"),
-        ("hello", {}, "prompt tokens: found text"),
-    ],
-)
-def test_generate_wrong(
-    engine: Engine, prompt: Any, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        engine.generate(prompt, **settings)
-
-
-def test_generate_takes_tensors(engine: Engine) -> None:
-    want = engine.generate([2, 5, 7], 4)
-    assert engine.generate(torch.tensor([2, 5, 7]), 4) == want

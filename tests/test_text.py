@@ -81,55 +81,6 @@ def test_attributes_keep_their_kinds() -> None:
     assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
 
 
-LINE = SMALL.splitlines().index("  %g = glu(%a, %b) {act='silu'}: f32[B,S,6]") + 1
-WRONG = {
-    "%g = glu(%a, %c) {act='silu'}: f32[B,S,6]": "%c is not defined before its use",
-    "%a = glu(%a, %b) {act='silu'}: f32[B,S,6]": "%a is defined twice",
-    "%g = glu(%a, b) {act='silu'}: f32[B,S,6]": "expected a value such as %x, found 'b'",
-    "%g = glu(%a, %b,) {act='silu'}: f32[B,S,6]": "expected a value such as %x, found ''",
-    "%g = glu(%a, %b) {act=silu}: f32[B,S,6]": "expected attributes such as eps=1e-06",
-    "%g = glu(%a, %b) {'silu'}: f32[B,S,6]": "expected attributes",
-    "%g = glu(%a, %b) {**{'act': 'silu'}, act='silu', act='relu'}: f32[B,S,6]": "expected attrib",
-    "%g = glu(%a, %b) {act='silu', act='silu'}: f32[B,S,6]": "given twice",
-    "%g = glu(%a, %b) {act='silu')(act='silu'}: f32[B,S,6]": "expected attributes",
-    "%g = glu(%a, %b) {act='silu'}: f32[B,S,6], f32[B]": "1 results but 2 types",
-    "%g = glu(%a, %b) {act='silu'}: f32[B,S,]": r"expected a type .* found 'f32\[B,S,\]'",
-    "%g = glu(%a, %b) {act='silu'}: f31[B,S,6]": "unknown dtype 'f31'",
-    "%g = glu(%a, %b) {act='silu'}": "expected input, param, state, a node, output, next or }",
-    "inputs %z: f32[1]": "expected input, param, state",
-    "input %x: f32[1]": "%x is defined twice",
-    "output %z": "%z is not defined",
-    "next %k = %z": "%z is not defined",
-    "next %k = %h\n  next %k = %h": "",
-}
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_a_parse_error_names_the_line(line: str) -> None:
-    text = SMALL.replace("%g = glu(%a, %b) {act='silu'}: f32[B,S,6]", line)
-    at = LINE + line.count("\n")
-    with pytest.raises(ParseError, match=f"^line {at}: .*{WRONG[line]}"):
-        parse_graph(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "line 1: the text ends"),
-        ("graf g {\n}", "line 1: expected `graph NAME {`"),
-        ("graph g {\n  input %x: f32[1]\n", "line 3: the text ends before the closing }"),
-    ],
-)
-def test_a_text_without_a_graph(text: str, message: str) -> None:
-    with pytest.raises(ParseError, match=message):
-        parse_graph(text)
-
-
-def test_what_reads_is_verified() -> None:
-    with pytest.raises(VerifyError, match=r"%g = glu: declared f32\[B,S,7\], inferred f32\[B,S,6"):
-        parse_graph(SMALL.replace("{act='silu'}: f32[B,S,6]", "{act='silu'}: f32[B,S,7]"))
-
-
 # --- mutation ---------------------------------------------------------------------------------
 
 

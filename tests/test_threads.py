@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,21 +12,6 @@ import pytest
 from g4ir.backends.torch_compile import scratch
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-
-ROOT = Path(__file__).parents[1]
-
-
-def test_each_thread_gets_its_own_results(engines: Any) -> None:
-    """What sessions shared ended the process, or gave one thread the tensors of another."""
-    engine = engines("torch", "tiny-moe")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.threads_session", str(engine.path)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 def test_no_session_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,51 +52,6 @@ def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
     return turn_on
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 1.0, "top_k": 5, "seed": 3},
-        {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
-        {"temperature": 1.0, "seed": 5},
-        {"temperature": 1.0, "top_k": 65, "seed": 6},
-        {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-    ],
-)
-def test_same_tokens_as_the_host(engine: Engine, looped: Loops, settings: dict[str, Any]) -> None:
-    """Ragged rows past three windows; the step is prepared once for a session."""
-    want = engine.generate(rows(engine), 40, stop_ids=(), **settings)
-    looped()
-    assert engine.generate(rows(engine), 40, stop_ids=(), **settings) == want
-    assert looped() == 1
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 3, "seed": 1}])
-def test_suppressed_tokens_are_never_chosen(
-    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
-    never = tuple({t for row in engine.generate(rows(engine), 9, **settings) for t in row})
-    monkeypatch.setattr(Engine, "suppressed", lambda self: never)
-    want = engine.generate(rows(engine), 9, **settings)
-    looped()
-    assert engine.generate(rows(engine), 9, **settings) == want
-    assert not set(never) & {t for row in want for t in row}
-
-
-def test_rows_end_at_their_stop_tokens(engine: Engine, looped: Loops) -> None:
-    free = engine.generate(rows(engine), 20, stop_ids=())
-    stops = {row[at] for row, at in zip(free, (9, 4, 7))}
-    want = engine.generate(rows(engine), 20, stop_ids=stops)
-    assert all(len(row) < 20 for row in want)
-    looped()
-    seen: list[tuple[int, int]] = []
-    got = engine.generate(
-        rows(engine), 20, stop_ids=stops, on_token=lambda r, t: seen.append((r, t))
-    )
-    assert got == want
-    assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
-
-
 def test_tables_that_the_device_reads_in_host_memory(
     engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,47 +69,6 @@ def test_tables_that_the_device_reads_in_host_memory(
     monkeypatch.setattr(engine, "_idle", None)
     assert engine.generate(rows(engine), 12, stop_ids=()) == want
     assert looped() == 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_tokens(engine: Engine, looped: Loops, count: int) -> None:
-    want = engine.generate(PROMPTS[0], count)
-    looped()
-    assert engine.generate(PROMPTS[0], count) == want
-
-
-def test_lengths_that_change_and_sessions_in_turn(engine: Engine, looped: Loops) -> None:
-    """Two sessions take turns and go on from where they are; each has its own step."""
-    looped()
-    sampler = Sampler(Sampling())
-    sessions = [engine.session(1), engine.session(1)]
-    prompts = [torch.tensor([p]) for p in PROMPTS[:2]]
-    logits = [s.prefill(p) for s, p in zip(sessions, prompts)]
-    out: list[list[int]] = [[], []]
-    for count in (3, 1, 5):
-        for i, s in enumerate(sessions):
-            made = [t for (t,), _ in s.stream(logits[i], count, sampler, ())]
-            out[i] += made
-            logits[i] = s.decode(torch.tensor(made[-1:]))
-    assert [engine.generate(p, 9, stop_ids=()) for p in PROMPTS[:2]] == out
-    assert [int(s.length) for s in sessions] == [11 + 9, 3 + 9]
-
-
-def test_a_stream_that_is_left_early(engine: Engine, looped: Loops) -> None:
-    """The session holds what was started, and can be cut back to what was read."""
-    looped()
-    session = engine.session(1)
-    logits = session.prefill(torch.tensor([PROMPTS[1]]))
-    stream = session.stream(logits, 30, Sampler(Sampling()), ())
-    tokens = [next(stream)[0][0] for _ in range(3)]
-    stream.close()
-    held = int(session.length)
-    assert 3 + 2 <= held <= 3 + 4
-    session.truncate(3 + 2)
-    assert (
-        session.decode(torch.tensor([tokens[2]])).argmax()
-        == engine.generate(PROMPTS[1], 4, stop_ids=())[3]
-    )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])

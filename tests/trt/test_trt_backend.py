@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +39,6 @@ from g4ir.errors import (
     CheckError,
     EngineError,
     G4Error,
-    InputError,
     LowerError,
     MissingError,
     PlanError,
@@ -50,7 +48,6 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import StoredParams
-from tests.cli_tools import g4ir
 from tests.configs import SMALL, VARIANTS, few, spec_called
 from tests.engines import agrees
 from tests.trt.emulated import CHUNK, H100, MAX_SEQ, ROWS, build, emulated, emulated_api, use
@@ -140,35 +137,6 @@ def test_sessions(name: str, trt: Build, tmp_path: Path, reference: Any) -> None
         assert not got[~rows].any()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 3, 4, 5, 6, 7]]
     assert engine.generate(prompts, 6, stop_ids=()) == expected.generate(prompts, 6, stop_ids=())
-
-
-def test_bf16_rounds_as_the_reference(trt: Build, tmp_path: Path) -> None:
-    """Unit in the last place of a row's largest logits, ten layers deep."""
-    got = trt(dtype="bfloat16")
-    want = build(tmp_path / "reference", "tiny-ple", "reference", dtype="bfloat16")
-    t = tokens(2, 30)
-    agrees(got.session(2).prefill(t), want.session(2).prefill(t), 0.05)
-
-
-def test_all_logits(trt: Build, tmp_path: Path) -> None:
-    got = trt(all_logits=True).session(2)
-    want = build(tmp_path / "reference", "tiny-ple", "reference", all_logits=True).session(2)
-    t = tokens(2, 20)
-    both = (s.prefill(t, [20, 7], all_logits=True) for s in (got, want))
-    a, b = both
-    agrees(a[0], b[0])
-    agrees(a[1, :7], b[1, :7])
-
-
-def test_snapshot_and_restore(shared: Engine) -> None:
-    """Back to what was held, although rings have changed buffers since."""
-    s, t = shared.session(2), tokens(2, 40)
-    s.prefill(t[:, :21])
-    kept = s.snapshot()
-    first = [s.decode(t[:, i]) for i in range(21, 24)]
-    s.prefill(t[:, 24:40])
-    s.restore(kept)
-    assert all(torch.equal(a, s.decode(t[:, i])) for a, i in zip(first, range(21, 24), strict=True))
 
 
 def test_recorded_steps(trt: Build) -> None:
@@ -387,17 +355,6 @@ def test_manifest(shared: Engine) -> None:
     assert kept["scratch_bytes"]["estimated"] > 0
     assert {PLAN, TENSORS, LOG} <= engine.manifest["files"].keys()
     assert engine.manifest["weights"]["kind"] == "packed"
-
-
-@pytest.mark.parametrize("file", [PLAN, TENSORS])
-def test_altered_files(file: str, shared: Engine, tmp_path: Path) -> None:
-    """Found before TensorRT sees them."""
-    path = Path(shutil.copytree(shared.path, tmp_path / "copy"))
-    content = bytearray((path / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / file).write_bytes(content)
-    with pytest.raises(EngineError, match=f"{file}: its SHA-256 is not the manifest's"):
-        load_as(path, emulated(tmp_path))
 
 
 def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
@@ -636,25 +593,6 @@ def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
 # --- what the environment lacks ---------------------------------------------------------------
 
 
-def test_no_tensorrt(tmp_path: Path) -> None:
-    """Exit code 3: package, versions, and what can be done instead."""
-    outcome = g4ir(
-        "build",
-        "--variant",
-        "tiny-ple",
-        "--backend",
-        "trt",
-        "--random-weights",
-        "0",
-        "--out",
-        tmp_path / "engine",
-    )
-    assert outcome.code == 3
-    assert "pip install 'tensorrt>=10.15,<12'" in outcome.message
-    assert "--backend onnx" in outcome.message and "--dry-run" in outcome.message
-    assert not [*tmp_path.iterdir()]
-
-
 def test_tensorrt_without_its_libraries() -> None:
     """Bindings alone cannot be imported."""
 
@@ -691,25 +629,6 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     probe.require_gpu()
-
-
-def test_unknown_settings(tmp_path: Path) -> None:
-    for words, message in (
-        (["--set", "attention=flash"], "explicit, plain, fused, plugin"),
-        (["--set", "tactics=all"], "attention"),
-    ):
-        outcome = g4ir(
-            "build",
-            "--variant",
-            "tiny-ple",
-            "--backend",
-            "trt",
-            "--dry-run",
-            *words,
-            "--out",
-            tmp_path / "engine",
-        )
-        assert outcome.code == InputError.exit_code and message in outcome.message
 
 
 # --- dry runs ---------------------------------------------------------------------------------

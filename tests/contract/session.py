@@ -1,47 +1,30 @@
-"""Sessions: chunks, turns, ragged rows, truncation, resets and errors, on both backends.
+"""Sessions: chunks, turns, ragged rows, truncation, resets and refusals, the same on every flow.
 
 What is expected comes from the reference backend, one row alone, in one call.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.errors import InputError
+from g4ir.media.soft import Soft
+from tests.contract.flows import Flow
 from tests.engines import BUDGET, CHUNK, MAX_SEQ, agrees, some_tokens
 from tests.oracle import close_calls
+from tests.refused.cases import Case, cases, fits
 
 W = 8
-BACKENDS = ("reference", "torch")
-SPECS = ("tiny-ple", "tiny-moe")
+REFUSED = [*cases(Path(__file__).with_name("refused.yaml"))]
 PIECES = {"1": 1, "W-1": W - 1, "W": W, "W+1": W + 1, "2W": 2 * W, "prime": 13, "all": 99}
-
-
-@pytest.fixture(params=[(b, s) for s in SPECS for b in BACKENDS], ids="-".join)
-def any_engine(request: pytest.FixtureRequest, engines: Any) -> Engine:
-    """For tests of one row."""
-    return engines(*request.param)
-
-
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest, engines: Any) -> Engine:
-    """For tests of up to three rows, with the logits of every token."""
-    return engines(request.param, "tiny-ple")
-
-
-@pytest.fixture
-def fresh(engines: Any) -> Any:
-    """Logits after tokens i64[T], by a new session of the reference backend."""
-
-    def run(tokens: torch.Tensor, spec: str = "tiny-ple") -> torch.Tensor:
-        return engines("reference", spec).session().prefill(tokens[None])[0]
-
-    return run
 
 
 def name_of(engine: Engine) -> str:
@@ -56,12 +39,20 @@ def feed(session: Session, tokens: torch.Tensor, size: int) -> torch.Tensor:
     return out
 
 
-def caches(session: Session, row: int) -> dict[str, torch.Tensor]:
-    return {name: t[:, row].clone() for name, t in session.state.tensors.items()}
+def caches(session: Session) -> dict[str, torch.Tensor]:
+    """A copy of all slots."""
+    return {name: t.clone() for name, t in session.state.views(MAX_SEQ).items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+Caches = dict[str, torch.Tensor]
+
+
+def same(a: Caches, b: Caches) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_row(flow: Flow, a: Caches, b: Caches, row: int, count: int) -> bool:
+    return all(torch.equal(flow.held(a[n], row, count), flow.held(b[n], row, count)) for n in a)
 
 
 # --- turns ------------------------------------------------------------------------------------
@@ -99,12 +90,17 @@ def test_logits_of_every_token(engine: Engine, fresh: Any) -> None:
         agrees(got[1, at], fresh(tokens[1, : at + 1]))
 
 
-def test_backends_agree_over_many_greedy_steps(engines: Any, full: bool) -> None:
+def test_agrees_over_many_greedy_steps(
+    engines: Any, engine: Engine, flow: Flow, full: bool
+) -> None:
     """Changing lengths, two conversations interleaved; the reference's tokens are fed to both."""
+    if flow.backend == "reference":
+        return  # is what the others are compared with
     left = {"short": some_tokens(1, 3, 1), "long": some_tokens(1, 40, 2)}
-    pairs = {k: [engines(b, "tiny-ple").session() for b in BACKENDS] for k in left}
+    both = engines("reference", "tiny-ple"), engine
+    pairs = {k: [e.session() for e in both] for k in left}
     steps = 0
-    while steps < (600 if full else 300):
+    while steps < (600 if full else flow.steps):
         for key, tokens in left.items():
             ours = pairs[key]
             want, got = (s.prefill(tokens) for s in ours)
@@ -141,22 +137,24 @@ def test_ragged_rows_equal_single_rows(engine: Engine, fresh: Any) -> None:
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 5, CHUNK + 3])
-def test_row_of_length_0_is_untouched(engine: Engine, fresh: Any, row: int, count: int) -> None:
+def test_row_of_length_0_is_untouched(
+    flow: Flow, engine: Engine, fresh: Any, row: int, count: int
+) -> None:
     tokens, session = some_tokens(3, 50), engine.session(3)
     session.prefill(tokens[:, :20])
-    before = caches(session, row)
+    before = caches(session)
     lengths = torch.full((3,), count)
     lengths[row] = 0
     session.prefill(tokens[:, 20 : 20 + count], lengths)
-    assert same(before, caches(session, row))
+    assert same_row(flow, before, caches(session), row, 20)
     assert session.length.tolist() == [20 if r == row else 20 + count for r in range(3)]
     agrees(session.decode(tokens[:, 20])[row], fresh(tokens[row, :21]))
 
 
-def test_decode_with_inactive_rows(engine: Engine, fresh: Any) -> None:
+def test_decode_with_inactive_rows(flow: Flow, engine: Engine, fresh: Any) -> None:
     tokens, session = some_tokens(3, 40), engine.session(3)
     session.prefill(tokens[:, :11])
-    before, held = caches(session, 1), [11, 11, 11]
+    before, held = caches(session), [11, 11, 11]
     for active in ([True, False, True], [True, False, False], [False, False, True]):
         column = torch.stack([tokens[r, held[r]] for r in range(3)])
         logits = session.decode(column, torch.tensor(active))
@@ -166,7 +164,7 @@ def test_decode_with_inactive_rows(engine: Engine, fresh: Any) -> None:
                 agrees(logits[row], fresh(tokens[row, : held[row]]))
             else:
                 assert not logits[row].any()
-    assert same(before, caches(session, 1)) and session.length.tolist() == held
+    assert same_row(flow, before, caches(session), 1, 11) and session.length.tolist() == held
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -222,10 +220,10 @@ def test_truncate_then_continue_equals_fresh(
 def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any, keep: int) -> None:
     tokens, session = some_tokens(1, 31), any_engine.session()
     session.prefill(tokens[:, :30])
-    before = caches(session, 0)
+    before = caches(session)
     with pytest.raises(InputError, match=rf"row 0 to {keep}: its ring of 8 .* at least 29 tokens"):
         session.truncate(keep)
-    assert session.length.tolist() == [30] and same(before, caches(session, 0))
+    assert session.length.tolist() == [30] and same(before, caches(session))
     agrees(session.decode(tokens[:, 30])[0], fresh(tokens[0], name_of(any_engine)))
 
 
@@ -259,15 +257,6 @@ def test_truncate_rows(engine: Engine, fresh: Any) -> None:
         agrees(logits[row], fresh(torch.cat((tokens[row, :keep], torch.tensor([5 + row])))))
 
 
-@pytest.mark.parametrize("n", [-1, 11, [1, 2], [[3]], 2.5, "all"])
-def test_truncate_wrong(engine: Engine, n: Any) -> None:
-    session = engine.session(3)
-    session.prefill(some_tokens(3, 10))
-    with pytest.raises(InputError, match="truncate"):
-        session.truncate(n)
-    assert session.length.tolist() == [10, 10, 10]
-
-
 def test_reset_rows(engine: Engine, fresh: Any) -> None:
     tokens, session = some_tokens(3, 40), engine.session(3)
     session.prefill(tokens[:, :30])
@@ -282,15 +271,6 @@ def test_reset_rows(engine: Engine, fresh: Any) -> None:
     session.reset()
     assert session.length.tolist() == [0, 0, 0]
     agrees(session.prefill(tokens[:, :9])[1], fresh(tokens[1, :9]))
-
-
-@pytest.mark.parametrize("rows", [3, -1, [0, 3], "all", 0.5])
-def test_reset_wrong(engine: Engine, rows: Any) -> None:
-    session = engine.session(3)
-    session.prefill(some_tokens(3, 4))
-    with pytest.raises(InputError, match="reset"):
-        session.reset(rows)
-    assert session.length.tolist() == [4, 4, 4]
 
 
 # --- limits and errors ------------------------------------------------------------------------
@@ -314,10 +294,10 @@ def test_max_seq_can_be_filled(any_engine: Engine, fresh: Any) -> None:
     session.prefill(tokens[:, : MAX_SEQ - 1])
     got = session.decode(tokens[:, MAX_SEQ - 1])
     agrees(got[0], fresh(tokens[0, :MAX_SEQ], name_of(any_engine)))
-    before = caches(session, 0)
+    before = caches(session)
     with pytest.raises(InputError, match=rf"would hold {MAX_SEQ + 1} tokens .*--max-seq {MAX_SEQ}"):
         session.decode(tokens[:, MAX_SEQ])
-    assert session.length.tolist() == [MAX_SEQ] and same(before, caches(session, 0))
+    assert session.length.tolist() == [MAX_SEQ] and same(before, caches(session))
     with pytest.raises(InputError, match="would hold 129"):
         any_engine.session().prefill(tokens)
 
@@ -330,51 +310,21 @@ def test_empty_turn(engine: Engine) -> None:
     assert session.length.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "tokens, lengths, message",
-    [
-        ([1, 2], None, "expected int64 tokens"),
-        ([[1, 2]], None, "expected int64 tokens"),
-        ([[1.0], [2.0]], None, "expected int64 tokens"),
-        (torch.ones(2, 1, dtype=torch.int32), None, "found int32"),
-        ("ab", None, "expected int64 tokens"),
-        ([[1], [2, 3]], None, "expected int64 tokens"),
-        ([[1], [2]], [1], "expected 2 lengths"),
-        ([[1], [2]], 1, "expected 2 lengths"),
-        ([[1], [2]], [1, 2], "lengths of 0 to 1"),
-        ([[1], [2]], [-1, 1], "lengths of 0 to 1"),
-        ([[1], [2]], [0.5, 1], "lengths: expected whole numbers"),
-        ([[1], [2]], "ab", "lengths: found"),
-        (
-            [[1, 3], [2, 512]],
-            None,
-            r"token 512 \(row 1, index 1\) is outside the vocabulary of 512",
-        ),
-        ([[1, -1], [2, 3]], None, r"token -1 \(row 0, index 1\)"),
-    ],
-)
-def test_prefill_wrong(engine: Engine, tokens: Any, lengths: Any, message: str) -> None:
-    session = engine.session(2)
-    with pytest.raises(InputError, match=message):
-        session.prefill(tokens, lengths)
-    assert session.length.tolist() == [0, 0]
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_session_refuses(engine: Engine, case: Case) -> None:
+    """One message, and nothing is changed."""
+    rows, held = case.given["rows"], case.given["held"]
+    session = engine.session(rows)
+    session.prefill(some_tokens(rows, held))
+    with pytest.raises(InputError) as caught:
+        getattr(session, case.way)(*case.given["args"])
+    assert fits(case.says, str(caught.value)), caught.value
+    assert session.length.tolist() == [held] * rows
 
 
-@pytest.mark.parametrize(
-    "tokens, active, message",
-    [
-        ([1], None, "expected .2. tokens"),
-        ([[1], [2]], None, "expected .2. tokens"),
-        ([1, 512], None, "outside the vocabulary"),
-        ([1, 2], [True], "active"),
-        ([1, 2], [2, 1], "active"),
-    ],
-)
-def test_decode_wrong(engine: Engine, tokens: Any, active: Any, message: str) -> None:
-    session = engine.session(2)
-    with pytest.raises(InputError, match=message):
-        session.decode(tokens, active)
-    assert session.length.tolist() == [0, 0]
+def test_tokens_are_int64(engine: Engine) -> None:
+    with pytest.raises(InputError, match="found int32"):
+        engine.session(2).prefill(torch.ones(2, 1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("batch", [0, 4, -1])
@@ -383,58 +333,18 @@ def test_batch_wrong(engine: Engine, batch: int) -> None:
         engine.session(batch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_logits_not_built(engines: Any, backend: str) -> None:
+def test_all_logits_not_built(last: Engine) -> None:
     with pytest.raises(InputError, match="all-logits"):
-        engines(backend, "tiny-moe").session().prefill(some_tokens(1, 3), all_logits=True)
-
-
-# --- the session that `generate` keeps --------------------------------------------------------
-
-
-def test_generate_uses_its_caches_again(engine: Engine) -> None:
-    """What a longer text left in them changes nothing; another number of rows has its own."""
-    prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()
-    first = engine.generate(prompt, 6, stop_ids=())
-    with engine.lent_session(1) as session:
-        kept = session
-    engine.generate(other, 9, stop_ids=())
-    assert engine.generate(prompt, 6, stop_ids=()) == first
-    with engine.lent_session(1) as session:
-        assert session is kept and not session.length.any()
-    assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
-    with engine.lent_session(2) as session:
-        assert session is not kept
-
-
-def test_generate_within_generate(engine: Engine) -> None:
-    """Or after one that its caller broke off: each has caches of its own."""
-    want = engine.generate([2, 5, 7], 4, stop_ids=())
-    inner: list[Any] = []
-    outer = engine.generate(
-        [2, 5, 7],
-        4,
-        stop_ids=(),
-        on_token=lambda _: inner.append(engine.generate([2, 5, 7], 4, stop_ids=())),
-    )
-    assert outer == want and inner == [want] * 4
-
-    def stop(token: int) -> None:
-        raise KeyError(token)
-
-    with pytest.raises(KeyError):
-        engine.generate([9, 9], 4, stop_ids=(), on_token=stop)
-    assert engine.generate([2, 5, 7], 4, stop_ids=()) == want
+        last.session().prefill(some_tokens(1, 3), all_logits=True)
 
 
 # --- logits that stay where they are ------------------------------------------------------------
 
 
 def test_append_and_advance_hand_out_what_the_runtime_made(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same numbers as those of prefill and decode, which are copies for the caller to keep."""
-    engine = engines("reference", "tiny-ple")
     made, run = list[Any](), engine.runtime.run
 
     def kept(*args: Any) -> Any:
@@ -452,3 +362,50 @@ def test_append_and_advance_hand_out_what_the_runtime_made(
     active = torch.tensor([True, False])
     held, copy = own.advance(tokens[:, 0], active), plain.decode(tokens[:, 0], active)
     assert torch.equal(held, copy) and not copy[1].any() and copy[0].any()
+
+
+# --- what a session remembers -------------------------------------------------------------------
+
+
+def test_snapshot_and_restore(engine: Engine) -> None:
+    """Back to what was held, although rings have been written over since."""
+    tokens, session = some_tokens(2, 40), engine.session(2)
+    session.prefill(tokens[:, :21])
+    kept = session.snapshot()
+    first = [session.decode(tokens[:, i]) for i in range(21, 24)]
+    session.prefill(tokens[:, 24:])
+    session.restore(kept)
+    assert session.length.tolist() == [21, 21]
+    assert all(torch.equal(a, session.decode(tokens[:, 21 + i])) for i, a in enumerate(first))
+    with pytest.raises(InputError, match="a snapshot of 2 rows; the session has 1"):
+        engine.session(1).restore(kept)
+
+
+def test_bytes_of_the_caches(flow: Flow, engine: Engine) -> None:
+    """As planned; zero empties all of them."""
+    session, limits = engine.session(2), replace(engine.limits, max_batch=2)
+    assert session.nbytes() == find_backend(flow.backend).cache_bytes(engine.program, limits)
+    session.prefill(some_tokens(2, 20))
+    assert all(t.any() for t in session.state.views(20).values())
+    session.state.zero()
+    assert not any(t.any() for t in session.state.views(20).values())
+
+
+# --- media --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("image", "images"), ("video", "videos"), ("audio", "audio")]
+)
+def test_media_that_the_engine_does_not_take(engine: Engine, kind: str, name: str) -> None:
+    """One message, however they are given."""
+    session, soft = engine.session(1), Soft(kind, (torch.ones(1, engine.spec.text.hidden_size),))
+    for ask in (
+        lambda: session.prefill([[2, 5]], soft=[soft]),
+        lambda: session.prefill([[2, 5]], **{name: ["x"]}),
+        lambda: engine.encode(kind, "x"),
+        lambda: engine.generate([2, 5], 2, **{name: ["x"]}),
+    ):
+        with pytest.raises(InputError, match=f"^this engine takes text, no {kind}, and "):
+            ask()
+    assert session.length.tolist() == [0]

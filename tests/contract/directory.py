@@ -1,0 +1,128 @@
+"""Engine directories: what a build refuses, that builds repeat, what loading finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.plan.options import BuildOptions
+from tests.contract.flows import Flow
+from tests.engines import agrees, some_tokens
+from tests.threads_session import disturbed
+
+
+def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear error before anything is built, never another engine than the one asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checkpoint = engines.checkpoint("tiny-moe")
+    for why, (options, message) in flow.refuses.items():
+        with pytest.raises((InputError, MissingError)) as caught:
+            prepare(None, BuildOptions(checkpoint=checkpoint, backend=flow.backend, **options))
+        assert str(caught.value) == message, why
+
+
+def test_another_dtype(flow: Flow, engines: Any, full: bool) -> None:
+    """Logits are made in the engine's dtype, and handed out in float32; they are the reference's up
+    to rounding."""
+    if flow.slow and not full:
+        return
+    dtype, budget = flow.half
+    ours = engines(flow.backend, "tiny-ple", dtype=dtype)
+    tokens, want = some_tokens(2, 30), engines("reference", "tiny-ple", dtype=dtype)
+    session = ours.session(2)
+    got = session.prefill(tokens)
+    assert got.dtype == torch.float32
+    assert session.advance(tokens[:, 0]).dtype == getattr(torch, dtype)
+    agrees(got, want.session(2).prefill(tokens), budget)
+
+
+def test_building_twice_gives_the_same_files(flow: Flow, engines: Any, last: Engine) -> None:
+    """Same graphs, weights and programs; nothing in a manifest depends on the day."""
+    again = engines.build(flow.backend, "tiny-moe", "again")
+    a, b = last.manifest, again.manifest
+    assert list(a["files"]) == list(b["files"]) and a["compiled"] == b["compiled"]
+    for name, kept in a["files"].items():
+        assert kept == b["files"][name], name
+    assert a == b
+
+
+def test_any_altered_file_is_found(flow: Flow, engine: Engine, tmp_path: Path) -> None:
+    """By its digest, before anything compiled is opened."""
+    copy = Path(shutil.copytree(engine.path, tmp_path / "copy"))
+    with flow.using(tmp_path):
+        for name in [n for n, kept in engine.manifest["files"].items() if kept["bytes"]]:
+            data = (copy / name).read_bytes()
+            at = len(data) // 2
+            (copy / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(EngineError, match=f"{name}: its SHA-256 is not the manifest's"):
+                load_engine(copy)
+            (copy / name).write_bytes(data)
+
+
+def test_an_engine_that_was_closed_says_so(flow: Flow, last: Engine, tmp_path: Path) -> None:
+    with flow.using(tmp_path), load_engine(last.path) as engine:
+        session = engine.session()
+        logits = session.prefill([[2, 5]])
+        agrees(logits, last.session().prefill([[2, 5]]), 0.0)
+    for use in (
+        lambda: engine.generate([2, 5], 2),
+        lambda: engine.session(),
+        lambda: session.decode(logits.argmax(-1)),
+    ):
+        with pytest.raises(InputError, match=f"^{engine.path}: this engine was closed; load it"):
+            use()
+    engine.close()  # once more does nothing
+
+
+def test_a_forked_child_gets_an_error(engine: Engine) -> None:
+    """It has none of its parent's threads, and would wait for them."""
+    session = engine.session()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        said = 0
+        for use in (
+            lambda: engine.generate([2, 5], 2),
+            lambda: session.prefill([[2, 5]]),
+        ):
+            try:
+                use()
+            except InputError as e:
+                said += "of which this is a fork" in str(e)
+        os._exit(said)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_each_thread_gets_its_own_results(flow: Flow, last: Engine) -> None:
+    """What sessions shared ended the process, or gave one thread the tensors of another."""
+    if flow.emulated:
+        assert not disturbed(last)
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.threads_session", str(last.path)],
+        cwd=Path(__file__).parents[2],
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_version_and_backend_are_stamped(flow: Flow, engine: Engine) -> None:
+    m = engine.manifest
+    assert (m["backend"], m["g4ir"], m["dtype"]) == (flow.backend, g4ir.__version__, "f32")
+    assert m["limits"] == {"max_batch": 3, "max_seq": 128, "prefill_chunk": 24}

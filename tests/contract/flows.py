@@ -1,0 +1,147 @@
+"""The ways to run an engine: how each is built, and what it does not offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.engine.engine import Engine
+
+#: options of a build, and the first line of what is said of them
+Refusal = tuple[dict[str, Any], str]
+#: turns on another way to choose tokens; returns the steps that were prepared for it
+Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any]]
+
+
+def on_the_host(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Logits are copied and the host chooses."""
+    return []
+
+
+def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
+    """The step chooses too: as on a GPU, but without a CUDA graph, on the CPU's programs."""
+    prepared: list[Callable[[], None]] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        work()  # as recording a graph does
+        prepared.append(work)
+        return work
+
+    patch.setattr(engine.runtime, "record", record)
+    patch.setattr(engine.runtime, "any_length", True)
+    patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
+    return prepared
+
+
+@contextmanager
+def recorded_tensorrt(folder: Path) -> Iterator[None]:
+    """The recorder stands for TensorRT while engines are built and loaded."""
+    from g4ir.backends.trt import dry_run
+    from tests.trt.emulated import emulated, use
+
+    with pytest.MonkeyPatch.context() as patch, dry_run.one_thread():
+        use(patch, emulated(folder))
+        yield
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One backend, as the contract needs it."""
+
+    backend: str
+    #: a dtype of 16 bits that it computes in, and how far it may lie from the reference in it
+    half: tuple[str, float]
+    #: why something is not offered -> how it is asked for, and the refusal
+    refuses: Mapping[str, Refusal]
+    choosers: Mapping[str, Chooser] = field(default_factory=lambda: {"host": on_the_host})
+    #: surrounds building and loading
+    using: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()
+    #: no other process can load its engines
+    emulated: bool = False
+    #: which axes of a cache are its rows and its slots
+    axes: tuple[int, int] = (1, 0)
+    #: slots behind what a row holds may be written to
+    writes_padding: bool = False
+    #: compiling another engine takes too long for every run
+    slow: bool = False
+    #: of tests of one row
+    specs: tuple[str, ...] = ("tiny-ple", "tiny-moe")
+    #: of a long text that is compared token by token
+    steps: int = 300
+
+    def held(self, cache: torch.Tensor, row: int, count: int) -> torch.Tensor:
+        """What a row of `count` tokens has in a cache, or all slots where none other is written."""
+        rows, slots = self.axes
+        end = min(count, cache.shape[slots]) if self.writes_padding else cache.shape[slots]
+        return cache.narrow(slots, 0, end).narrow(rows, row, 1)
+
+
+PACKED = "--link-weights: what backend {} writes refers to packed weights; leave the option out"
+SETTING = "--set experts: backend {} has the settings: none"
+
+FLOWS = {
+    "reference": Flow(
+        "reference",
+        ("bfloat16", 0.0),
+        {
+            "one definition of every op": (
+                {"settings": {"experts": "all"}},
+                SETTING.format("reference"),
+            ),
+            "no GPU here": (
+                {"device": "cuda"},
+                "--device cuda: this torch sees no CUDA device; use --device cpu",
+            ),
+        },
+    ),
+    "torch": Flow(
+        "torch",
+        ("bfloat16", 0.05),
+        {
+            "kernels are chosen by measuring": (
+                {"settings": {"experts": "all"}},
+                SETTING.format("torch"),
+            ),
+            "no GPU here": (
+                {"device": "cuda"},
+                "--device cuda: this torch sees no CUDA device; build with --device cpu, or "
+                "install a CUDA build of torch on a machine with a GPU",
+            ),
+        },
+        choosers={"host": on_the_host, "loop": in_a_loop},
+        slow=True,
+    ),
+    "onnx": Flow(
+        "onnx",
+        ("float16", 0.05),
+        {
+            "onnxruntime has few operators in bf16": (
+                {"dtype": "bfloat16"},
+                "--dtype bfloat16: backend onnx computes in float32, float16",
+            ),
+            "CPU only": ({"device": "cuda"}, "backend onnx runs on cpu, not 'cuda'"),
+            "its files refer to packed weights": ({"link_weights": True}, PACKED.format("onnx")),
+        },
+        writes_padding=True,
+    ),
+    "trt": Flow(
+        "trt",
+        ("bfloat16", 0.05),
+        {
+            "a GPU's plans": ({"device": "cpu"}, "backend trt runs on cuda, not 'cpu'"),
+            "its plan contains packed weights": ({"link_weights": True}, PACKED.format("trt")),
+        },
+        using=recorded_tensorrt,
+        emulated=True,
+        axes=(0, 2),
+        writes_padding=True,
+        specs=("tiny-ple",),
+        steps=60,
+    ),
+}

@@ -1,0 +1,213 @@
+"""From logits to tokens: whoever chooses them, prompts of any lengths have the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.engine.engine import Engine
+from g4ir.errors import CheckError, InputError
+from tests.engines import CHUNK, MAX_SEQ, some_tokens
+
+#: by the reference, which is slow
+TEXTS: dict[Any, list[list[int]]] = {}
+PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
+#: greedy, and each way to draw
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "top_k": 5, "seed": 3},
+    {"temperature": 0.7, "top_k": 64, "top_p": 0.8, "seed": 4},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 1.0, "top_k": 65, "seed": 6},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+]
+
+
+@pytest.fixture
+def plain(engines: Any, any_engine: Engine) -> Callable[..., Any]:
+    """What the reference backend's engine of the same weights generates, where the host chooses."""
+    engine = engines("reference", any_engine.spec.name.removesuffix("-checkpoint"))
+
+    def text(count: int, **settings: Any) -> list[list[int]]:
+        key = (engine.path, engine.suppressed(), count, *settings.items())
+        if key not in TEXTS:
+            TEXTS[key] = engine.generate(rows(engine), count, stop_ids=(), **settings)
+        return TEXTS[key]
+
+    return text
+
+
+def rows(engine: Engine) -> list[list[int]]:
+    """As many prompts as the engine has rows."""
+    return PROMPTS[: engine.limits.max_batch]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_same_tokens_as_the_reference(
+    any_engine: Engine, chooser: list[Any], plain: Any, settings: dict[str, Any]
+) -> None:
+    """Ragged rows past three windows; a step that chooses is prepared once for a session."""
+    want = plain(40, **settings)
+    assert any_engine.generate(rows(any_engine), 40, stop_ids=(), **settings) == want
+    assert len(chooser) <= 1
+
+
+@pytest.mark.usefixtures("chooser")
+def test_generate_is_prefill_and_argmax(any_engine: Engine) -> None:
+    session, want = any_engine.session(), list[int]()
+    logits = session.prefill([PROMPTS[0]])
+    for _ in range(12):
+        want.append(int(logits.argmax()))
+        logits = session.decode(torch.tensor(want[-1:]))
+    for count in (1, 2, 3, 12):
+        assert any_engine.generate(PROMPTS[0], count, stop_ids=()) == want[:count]
+    assert any_engine.generate(torch.tensor(PROMPTS[0]), 4, stop_ids=()) == want[:4]
+
+
+@pytest.mark.usefixtures("chooser")
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 3, "seed": 1}])
+def test_suppressed_tokens_are_not_generated(
+    any_engine: Engine, plain: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    never = tuple({t for row in plain(9, **settings) for t in row})
+    monkeypatch.setattr(Engine, "suppressed", lambda self: never)
+    want = plain(9, **settings)
+    assert any_engine.generate(rows(any_engine), 9, stop_ids=(), **settings) == want
+    assert not set(never) & {t for row in want for t in row}
+
+
+@pytest.mark.usefixtures("chooser")
+def test_rows_end_at_their_stop_tokens(any_engine: Engine, plain: Any) -> None:
+    """Each on its own; the token is part of the text."""
+    free = plain(20)
+    stops = {row[at] for row, at in zip(free, (9, 4, 7))}
+    ends = [min(row.index(s) for s in stops if s in row) for row in free]
+    want = [row[: end + 1] for row, end in zip(free, ends)]
+    seen: list[tuple[int, int]] = []
+    got = any_engine.generate(
+        rows(any_engine), 20, stop_ids=iter(stops), on_token=lambda r, t: seen.append((r, t))
+    )
+    assert got == want and all(len(row) < 20 for row in got)
+    assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
+
+
+@pytest.mark.usefixtures("chooser")
+def test_rows_equal_single_runs(engine: Engine) -> None:
+    alone = [engine.generate(p, 15, stop_ids=()) for p in PROMPTS]
+    assert engine.generate(PROMPTS, 15, stop_ids=()) == alone
+    assert engine.generate(PROMPTS[:1], 15, stop_ids=()) == alone[:1]
+
+
+@pytest.mark.usefixtures("chooser")
+def test_on_token_sees_tokens_in_order(engine: Engine) -> None:
+    seen: list[Any] = []
+    text = engine.generate([2, 5, 7], 8, stop_ids=(), on_token=seen.append)
+    assert seen == text
+    prompts, pairs = [[2, 5, 7], [3]], list[tuple[int, int]]()
+    texts = engine.generate(prompts, 6, stop_ids=(), on_token=lambda r, t: pairs.append((r, t)))
+    assert pairs == [(r, texts[r][i]) for i in range(6) for r in range(2)]
+
+
+@pytest.mark.usefixtures("chooser")
+def test_seed_repeats_the_text(engine: Engine) -> None:
+    def text(**settings: Any) -> list[int]:
+        return engine.generate([2, 5, 7], 9, stop_ids=(), temperature=1.5, **settings)
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text(seed=1, top_k=1) == engine.generate([2, 5, 7], 9, stop_ids=())
+
+
+@pytest.mark.usefixtures("chooser")
+def test_generate_up_to_max_seq(engine: Engine) -> None:
+    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
+    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
+    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
+    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
+        engine.generate(prompt, 2)
+
+
+@pytest.mark.usefixtures("chooser")
+def test_sessions_that_stream_in_turn(any_engine: Engine) -> None:
+    """They go on from where they are; each has its own step."""
+    sampler = Sampler(Sampling())
+    sessions = [any_engine.session(1), any_engine.session(1)]
+    logits = [s.prefill(torch.tensor([p])) for s, p in zip(sessions, PROMPTS)]
+    out: list[list[int]] = [[], []]
+    for count in (3, 1, 5):
+        for i, s in enumerate(sessions):
+            made = [t for (t,), _ in s.stream(logits[i], count, sampler, ())]
+            out[i] += made
+            logits[i] = s.decode(torch.tensor(made[-1:]))
+    assert [any_engine.generate(p, 9, stop_ids=()) for p in PROMPTS[:2]] == out
+    assert [int(s.length) for s in sessions] == [11 + 9, 3 + 9]
+
+
+@pytest.mark.usefixtures("chooser")
+def test_a_stream_that_is_left_early(any_engine: Engine) -> None:
+    """The session holds what was started, and can be cut back to what was read."""
+    session = any_engine.session(1)
+    logits = session.prefill(torch.tensor([PROMPTS[1]]))
+    stream = session.stream(logits, 30, Sampler(Sampling()), ())
+    tokens = [next(stream)[0][0] for _ in range(3)]
+    stream.close()
+    assert 3 + 2 <= int(session.length) <= 3 + 4
+    session.truncate(3 + 2)
+    step = session.decode(torch.tensor([tokens[2]]))
+    assert step.argmax() == any_engine.generate(PROMPTS[1], 4, stop_ids=())[3]
+
+
+# --- the session that `generate` keeps ----------------------------------------------------------
+
+
+def test_generate_uses_its_caches_again(engine: Engine) -> None:
+    """What a longer text left in them changes nothing; another number of rows has its own."""
+    prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()
+    first = engine.generate(prompt, 6, stop_ids=())
+    with engine.lent_session(1) as session:
+        kept = session
+    engine.generate(other, 9, stop_ids=())
+    assert engine.generate(prompt, 6, stop_ids=()) == first
+    with engine.lent_session(1) as session:
+        assert session is kept and not session.length.any()
+    assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
+    with engine.lent_session(2) as session:
+        assert session is not kept
+
+
+def test_generate_within_generate(engine: Engine) -> None:
+    """Or after one that its caller broke off: each has caches of its own."""
+    want = engine.generate([2, 5, 7], 4, stop_ids=())
+    inner: list[Any] = []
+    outer = engine.generate(
+        [2, 5, 7],
+        4,
+        stop_ids=(),
+        on_token=lambda _: inner.append(engine.generate([2, 5, 7], 4, stop_ids=())),
+    )
+    assert outer == want and inner == [want] * 4
+
+    def stop(token: int) -> None:
+        raise KeyError(token)
+
+    with pytest.raises(KeyError):
+        engine.generate([9, 9], 4, stop_ids=(), on_token=stop)
+    assert engine.generate([2, 5, 7], 4, stop_ids=()) == want
+
+
+def test_logits_that_are_not_finite(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is chosen from them; how many tokens were held is said."""
+    run: Callable[..., Any] = engine.runtime.run
+
+    def broken(*args: Any) -> Any:
+        logits = run(*args)
+        if logits is not None and args[0] == "decode":
+            logits[..., 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine.runtime, "run", broken)
+    with pytest.raises(CheckError, match=r"logits after \[12\] tokens: NaN or infinite"):
+        engine.generate(PROMPTS[0], 3, stop_ids=())

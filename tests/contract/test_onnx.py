@@ -1,0 +1,7 @@
+"""The contract on onnxruntime."""
+
+from tests.contract.directory import *  # noqa: F403
+from tests.contract.generation import *  # noqa: F403
+from tests.contract.session import *  # noqa: F403
+
+FLOW = "onnx"
