@@ -84,7 +84,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         return json_object(line)
     except ValueError as e:
-        raise InputError(f"{where}: no JSON: {e}") from None
+        raise InputError(f"{where}: no JSON object: {e}") from None
 
 
 def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -491,7 +491,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object, found {type(value).__name__}")
+        raise ValueError(f"found {type(value).__name__}")
     return value
 
 

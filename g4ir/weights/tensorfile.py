@@ -139,7 +139,7 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
         return json_object(raw)
     except ValueError as error:
         reason = str(error)[:120]
-        raise WeightsError(f"{path}: JSON cannot be read ({reason}); {DOWNLOAD}") from None
+        raise WeightsError(f"{path}: is no JSON object ({reason}); {DOWNLOAD}") from None
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
