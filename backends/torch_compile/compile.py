@@ -519,6 +519,7 @@ def exported(text: str, target: Target) -> Any:
     from torch.export import Dim
 
     from .lower import SegmentModule, example
+    from .schedule import schedule
 
     g = parse_graph(text)
     args, dynamic = [], []
@@ -528,7 +529,10 @@ def exported(text: str, target: Target) -> Any:
         dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
     with _any_size():
         return torch.export.export(
-            SegmentModule(g, target), tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
+            SegmentModule(schedule(g, target)),
+            tuple(args),
+            dynamic_shapes=(tuple(dynamic),),
+            strict=False,
         )
 
 
