@@ -24,7 +24,7 @@ MOST = {
     "g4ir/bench": 2540,
     "g4ir/cli": 2190,
     "bench": 1800,
-    "tests": 33230,
+    "tests": 32180,
     "tools": 60,
 }
 

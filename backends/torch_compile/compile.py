@@ -49,12 +49,13 @@ SOURCES = (
     "lower.py",
     "pyops.py",
     "run.py",
+    "schedule.py",
     "scratch.py",
     "target.py",
     "towers.py",
 )
 #: and those that it follows from on a GPU with kernels
-GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
+GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
 #: what is kept of what a worker prints, and how long is waited for the rest of it

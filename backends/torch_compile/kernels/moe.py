@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, Use, is_skinny, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -67,7 +68,14 @@ def _scores(n: Node, choice: Choice, given: tuple[Any, ...]) -> Any:
 
 
 def _sample(
-    rows: int, d: int, inner: int, dense: int, experts: int, top_k: int, act: str, **use: Any
+    use: Mapping[str, Use],
+    rows: int,
+    d: int,
+    inner: int,
+    dense: int,
+    experts: int,
+    top_k: int,
+    act: str,
 ) -> Sample:
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
@@ -90,19 +98,14 @@ SORTED = [
     (3, 18, 8, 16, 128, 8),
 ]
 ACTS = (*ACTIVATIONS, *ACTIVATIONS)
-SCORES = {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}
+SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
 ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
-
-
-def _tile(rows: int) -> dict[str, int]:
-    """As the table of tunings has it."""
-    return {
-        "block_m": 32 if rows > 16 else 16,
-        "block_n": 16,
-        "block_k": 32,
-        "warps": 4,
-        "stages": 2,
-    }
+ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": ROW}
+#: as the table of tunings has it, up to 16 rows and for more
+TILE = {"block_m": 16, "block_n": 16, "block_k": 32, "warps": 4, "stages": 2}
+SORT = SCORES | {"moe_sort": {"warps": 4}}
+TILES = SORT | {"moe_gate_up_sorted": TILE, "moe_down_sorted": TILE}
+LARGE = {name: {**use, "block_m": 32} if use is TILE else use for name, use in TILES.items()}
 
 
 KERNELS = (
@@ -111,10 +114,7 @@ KERNELS = (
         starts={"router_logits": 1, "moe_gate_up": 1, "moe_down": 1},
         rule=_few,
         call=_by_row,
-        samples=tuple(
-            _sample(*sizes, act, router_logits=SCORES, moe_gate_up=ROW, moe_down=ROW)
-            for sizes, act in zip(SIZES, ACTS)
-        ),
+        samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS)),
         error=1e-5,
         differ=0.05,
     ),
@@ -124,14 +124,7 @@ KERNELS = (
         rule=_many,
         call=_sorted,
         samples=tuple(
-            _sample(
-                *sizes,
-                act,
-                router_logits=SCORES,
-                moe_sort={"warps": 4},
-                moe_gate_up_sorted=_tile(sizes[0]),
-                moe_down_sorted=_tile(sizes[0]),
-            )
+            _sample(LARGE if sizes[0] > 16 else TILES, *sizes, act)
             for sizes, act in zip(SORTED, ACTS)
         ),
         error=1e-5,

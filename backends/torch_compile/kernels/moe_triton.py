@@ -262,35 +262,15 @@ def _gate_up(
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        _row_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            out + TOP_K * INNER,
-            n,
-            DENSE,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
+        x, w, y = x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER
+        _row_glu(x, w, y, n, DENSE, HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES)
     else:
         per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         slot = (block - dense_blocks) // per_slot
         n = (block - dense_blocks) % per_slot * BLOCK_N + tl.arange(0, BLOCK_N)
         expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-        _row_glu(
-            x_moe + row * HIDDEN,
-            gate_up + expert * (2 * INNER * HIDDEN),
-            out + slot * INNER,
-            n,
-            INNER,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
+        x, w, y = x_moe + row * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), out + slot * INNER
+        _row_glu(x, w, y, n, INNER, HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES)
 
 
 @triton.jit
@@ -345,17 +325,8 @@ def _down(
     dense_blocks: tl.constexpr = (HIDDEN + S * BLOCK_N - 1) // (S * BLOCK_N)
     if block < dense_blocks:
         wide_n = block * (S * BLOCK_N) + tl.arange(0, S * BLOCK_N)
-        _row_linear(
-            act + TOP_K * INNER,
-            w_dense,
-            dense + row * HIDDEN,
-            wide_n,
-            HIDDEN,
-            DENSE,
-            S * BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
+        x, w, y = act + TOP_K * INNER, w_dense, dense + row * HIDDEN
+        _row_linear(x, w, y, wide_n, HIDDEN, DENSE, S * BLOCK_N, BLOCK_K, STAGES)
     else:
         n = (block - dense_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         slots = tl.arange(0, S)
@@ -482,40 +453,21 @@ def _gate_up_sorted(
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
-        _tile_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            out + TOP_K * INNER,
-            m < rows,
-            block * BLOCK_N,
-            DENSE,
-            HIDDEN,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
+        x, w, y = x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER
+        n0 = block * BLOCK_N
+        _tile_glu(x, w, y, m < rows, n0, DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES)
     else:
         per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         expert = tl.load(listed + (block - dense_blocks) // per_expert).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
             n0 = (block - dense_blocks) % per_expert * BLOCK_N
-            _tile_glu(
+            x, w, y = (
                 x_moe + row * HIDDEN,
                 gate_up + expert * (2 * INNER * HIDDEN),
                 out + slot * INNER,
-                live,
-                n0,
-                INNER,
-                HIDDEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                ACT,
-                STAGES,
             )
+            _tile_glu(x, w, y, live, n0, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES)
 
 
 @triton.jit
@@ -547,36 +499,18 @@ def _down_sorted(
     per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     n0 = block % per_expert * BLOCK_N
     if block < per_expert:
-        _tile_linear(
-            act + TOP_K * INNER,
-            w_dense,
-            dense + row * HIDDEN,
-            m < rows,
-            n0,
-            HIDDEN,
-            DENSE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
+        x, w, y = act + TOP_K * INNER, w_dense, dense + row * HIDDEN
+        _tile_linear(x, w, y, m < rows, n0, HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     else:
         expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
-            _tile_linear(
+            x, w, y = (
                 act + slot * INNER,
                 down + expert * (HIDDEN * INNER),
                 parts + (row * TOP_K + slot) * HIDDEN,
-                live,
-                n0,
-                HIDDEN,
-                INNER,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
             )
+            _tile_linear(x, w, y, live, n0, HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit

@@ -73,34 +73,28 @@ def _heads(b: int, d: int) -> tuple[str, ...]:
     return f"*T[{d}]", f"T[{b},1,{d}]", f"T[{b},1,{d}]"
 
 
-def _sample(
-    heads: int, kv: int, d: int, slots: int, start: tuple[int, ...], lengths: tuple[int, ...],
-    pairs: int, form: str, values: bool,
-) -> Sample:  # fmt: skip
+def _sample(form: str, values: bool, case: tuple[Any, ...]) -> Sample:
+    heads, kv, d, slots, start, lengths, pairs = case
     b, pairs = len(start), pairs if form == "value" else 0
-    width = (heads + kv * (1 + values)) * d
+    sizes = {"heads": heads, "kv_heads": kv, "values": values, "pairs": pairs}
     caches = {"plain": ("T", d, "T", d), "value": ("T", d + 2 * pairs), "raw": ("T", d, "f32", 1)}
-    dtypes, widths = caches[form][::2], caches[form][1::2]
+    rows = zip(caches[form][::2], caches[form][1::2], strict=True)
     return Sample(
         (
-            f"T[{b},1,{width}]",
+            f"T[{b},1,{(heads + kv * (1 + values)) * d}]",
             f"*T[{d}]",
             *_heads(b, d),
-            f"i64[{b}]",
-            f"i64[{b}]",
-            *(f"{t}[{slots},{b},{kv},{w}]" for t, w in zip(dtypes, widths, strict=True)),
+            *[f"i64[{b}]"] * 2,
+            *(f"{t}[{slots},{b},{kv},{w}]" for t, w in rows),
         ),
-        {
-            "heads": heads,
-            "kv_heads": kv,
-            "values": values,
-            "form": form,
-            "pairs": pairs,
-            "eps": 1e-6,
-        },
+        {"form": form, "eps": 1e-6, **sizes},
         {"warps": 1},
         {5: start, 6: lengths},
     )
+
+
+def _queries(heads: int, d: int, b: int, eps: float) -> Sample:
+    return Sample((f"T[{b},1,{heads},{d}]", *_heads(b, d)), {"eps": eps}, {"warps": 1})
 
 
 KERNELS = (
@@ -109,7 +103,7 @@ KERNELS = (
         starts={"qkv_write": 1},
         rule=_write_shape,
         call=_qkv_write,
-        samples=tuple(_sample(*case, *form) for case in CASES for form in FORMS),
+        samples=tuple(_sample(*form, case) for case in CASES for form in FORMS),
         error=1e-6,
         differ=2**-9,
     ),
@@ -119,12 +113,8 @@ KERNELS = (
         rule=_query_shape,
         call=_q_heads,
         samples=tuple(
-            Sample(
-                (f"T[{len(start)},1,{heads},{d}]", *_heads(len(start), d)),
-                {"eps": eps},
-                {"warps": 1},
-            )
-            for (heads, _, d, _, start, _, _), eps in zip(CASES, (1e-6, 0.3) * 5, strict=True)
+            _queries(case[0], case[2], len(case[4]), eps)
+            for case, eps in zip(CASES, (1e-6, 0.3) * 5, strict=True)
         ),
         error=1e-6,
         differ=2**-9,
