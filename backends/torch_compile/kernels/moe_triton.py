@@ -325,8 +325,8 @@ def _down(
     dense_blocks: tl.constexpr = (HIDDEN + S * BLOCK_N - 1) // (S * BLOCK_N)
     if block < dense_blocks:
         wide_n = block * (S * BLOCK_N) + tl.arange(0, S * BLOCK_N)
-        x, w, y = act + TOP_K * INNER, w_dense, dense + row * HIDDEN
-        _row_linear(x, w, y, wide_n, HIDDEN, DENSE, S * BLOCK_N, BLOCK_K, STAGES)
+        x, out = act + TOP_K * INNER, dense + row * HIDDEN
+        _row_linear(x, w_dense, out, wide_n, HIDDEN, DENSE, S * BLOCK_N, BLOCK_K, STAGES)
     else:
         n = (block - dense_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         slots = tl.arange(0, S)
