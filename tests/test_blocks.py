@@ -11,8 +11,9 @@ import torch
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import SLOTS, Network, stored_type
+from g4ir.backends.torch_compile.kernels.base import reads_blocks
 from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.select import choose, reads_blocks
+from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, LowerError
 from g4ir.ir.graph import Builder, Graph, Program
@@ -127,7 +128,7 @@ def test_torch_lowerings(case: tuple[str, int], rows: int, softcap: float) -> No
     n = node(case[0], types, {**s.attrs, "softcap": softcap})
     g = Graph("segment", n.inputs, (), (), (n,), n.outputs, {})
     given = tensors(types, s)
-    (got,) = SegmentModule(g, Target("cpu"))(*given)
+    (got,) = SegmentModule(schedule(g, Target("cpu")))(*given)
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 
@@ -175,11 +176,14 @@ def test_kernels_are_not_chosen() -> None:
     spec, target = load_spec("26b-a4b"), Target("cuda", "h200", 1)
     for phase in ("prefill", BLOCKS):
         g = run_passes(build_graph(spec, phase, dtype="bf16"))
-        nodes = [n for n in g.find("attention") if n.out.type.shape[1] == "S"]
+        s, nodes = (
+            schedule(g, target),
+            [n for n in g.find("attention") if n.out.type.shape[1] == "S"],
+        )
         assert len(nodes) > 20
         for n in nodes:
             assert reads_blocks(n) == (phase == BLOCKS and bool(n.attrs["window"]))
-            assert (choose(g, n, target) is None) == reads_blocks(n)
+            assert (s.find(n) is None) == reads_blocks(n)
 
 
 # --- graphs -----------------------------------------------------------------------------------

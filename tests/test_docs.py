@@ -26,6 +26,7 @@ import torch
 import g4ir
 from g4ir import backends, cli, passes
 from g4ir.backends.torch_compile import lower
+from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret
@@ -384,7 +385,7 @@ def test_the_example_of_an_op(softcap_op: Op) -> None:
 
 def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """A graph as the torch backend traces it for the CPU."""
-    (out,) = lower.SegmentModule(g, Target("cpu"))(*given.values())
+    (out,) = lower.SegmentModule(schedule(g, Target("cpu")))(*given.values())
     return out
 
 
@@ -409,41 +410,63 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
     assert calls == [softcap_op.name]
 
 
-#: argv: the kernel's file
+#: argv: the folder of the kernel's files
 KERNEL_TEST = """
 import importlib.util, sys, torch
-from g4ir.backends.torch_compile.kernels.interpreter import interpreted
-from g4ir.ops import OPS
+from pathlib import Path
+from g4ir.backends.torch_compile import kernels, schedule
+from g4ir.backends.torch_compile.kernel_table import kernel_rows
+from g4ir.backends.torch_compile.target import Target
+from g4ir.ir.graph import Graph
 
-spec = importlib.util.spec_from_file_location("example", sys.argv[1])
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
-for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
-    x = (60 * torch.randn(3, 341, generator=torch.Generator().manual_seed(0))).to(dtype)
-    want = OPS["softcap"].reference(x, cap=30.0)
-    assert torch.equal(example.softcap(x, 30.0, 128, 1), want), "off CUDA the reference"
-    with interpreted():
-        got = example.softcap(x, 30.0, 128, 1)
-    row = want.double().pow(2).mean(-1, keepdim=True).sqrt()
-    error = ((got.double() - want.double()).abs() / want.double().abs().maximum(row)).max()
-    assert got.dtype == dtype and error <= OPS["softcap"].budget.at(name), (name, error)
-    print(name, float(error))
+def load(name):
+    path = Path(sys.argv[1]) / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{kernels.__name__}.{name}", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+kernel = load("softcap").KERNEL
+schedule.KERNELS = (*kernels.KERNELS, kernel)
+
+from tests.interpreted.samples import Try
+from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.kernels.launch import by_default
+from g4ir.backends.torch_compile.lower import SegmentModule
+
+load("softcap_triton")
+for dtype in ("f32", "bf16"):
+    for sample in kernel.samples:
+        one = Try(kernel, sample, dtype, views=dtype == "f32")
+        with interpreted():
+            one.check(one.run())
+        (got,), (want,) = one.call(one.given), one.expect()[0]
+        assert torch.equal(got, want), "off CUDA the reference"
+    print(dtype)
+
+n = one.node
+s = schedule.schedule(Graph("one", n.inputs, (), (), (n,), n.outputs), Target("cpu", "h200"))
+((row,), (choice,)) = kernel_rows(s), s.choices.values()
+assert (row.kernel, row.starts, dict(row.use)) == ("softcap", 1, dict(kernel.use))
+with interpreted():
+    one.check(SegmentModule(s.using("softcap", {"block": 64, "warps": 1}))(*one.given))
+print("chosen")
 """
 
 
 def test_the_example_of_a_kernel(tmp_path: Path) -> None:
-    """Within the op's budget, in a process whose triton interprets."""
-    kernel = tmp_path / "example.py"
-    kernel.write_text(example("kernel softcap"))
+    """Its samples pass, and nodes become it, in a process whose triton interprets."""
+    for name in ("softcap", "softcap_triton"):
+        (tmp_path / f"{name}.py").write_text(example(f"kernel {name}"))
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL_TEST, str(kernel)],
+        [sys.executable, "-c", KERNEL_TEST, str(tmp_path)],
         cwd=ROOT,
         text=True,
         capture_output=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["f32", "bf16"]
+    assert done.stdout.split() == ["f32", "bf16", "chosen"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.kernel_table import OTHER, unmeasured
+from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError
@@ -123,6 +124,6 @@ def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPa
 def test_estimated_settings_are_said_once() -> None:
     program = run_program(build_program(load_spec("e2b"), dtype="bf16"))
     graph = split_prologue(program.graphs["decode"])[1]
-    note = unmeasured(graph, Target("cuda", "h200"))
+    note = unmeasured(schedule(graph, Target("cuda", "h200")))
     assert note and "estimated settings on h200" in note and "g4ir tune" in note
-    assert unmeasured(graph, Target("cpu")) is None
+    assert unmeasured(schedule(graph, Target("cpu"))) is None

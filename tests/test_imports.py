@@ -172,6 +172,18 @@ def test_no_torch_where_a_graph_is_only_read(module: str) -> None:
         assert not {i for i in imports(module, top=True) if inside(i, "torch")}
 
 
+def test_choosing_a_kernel_needs_no_torch() -> None:
+    """The records of the kernels and what reads them, as far as their own files go."""
+    torch_compile = "g4ir.backends.torch_compile"
+    left, known = {f"{torch_compile}.schedule", f"{torch_compile}.kernel_table"}, set[str]()
+    while left:
+        known |= left
+        found = {i for m in left for i in imports(m, top=True)}
+        assert not {i for i in found if inside(i, "torch") or inside(i, "triton")}, left
+        left = (found & MODULES.keys()) - known
+    assert f"{torch_compile}.kernels.linear" in known
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_banned_is_used(module: str) -> None:
     assert not uses(module) - ALLOWED.get(module, set())

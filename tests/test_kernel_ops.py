@@ -27,8 +27,8 @@ from g4ir.backends.torch_compile.kernel_cases import (
     operands,
     run_case,
 )
-from g4ir.backends.torch_compile.kernels.base import recorded
-from g4ir.backends.torch_compile.kernels.gather import gather_host_rows
+from g4ir.backends.torch_compile.kernels.gather_triton import gather_host_rows
+from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment

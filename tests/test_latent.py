@@ -18,6 +18,7 @@ import torch
 
 import g4ir
 from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, SpecError
@@ -341,7 +342,7 @@ def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) ->
         ]
         out = builder.emit("attention_latent", *values, name="y", **attrs)
         graph = replace(builder.graph(out), inputs=tuple(values))
-        (got,) = SegmentModule(graph, Target("cpu"))(*tensors)
+        (got,) = SegmentModule(schedule(graph, Target("cpu")))(*tensors)
         want = reference(*tensors, **attrs)
         error = (got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt()
         assert error <= BUDGETS[name], f"{name}, window {window}: {error:.1e}"

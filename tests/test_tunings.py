@@ -15,7 +15,6 @@ from g4ir.backends.torch_compile.tunings import (
     add_measured,
     find_tuning,
     read_tunings,
-    trying,
 )
 from g4ir.errors import LowerError, SpecError
 
@@ -62,12 +61,6 @@ def test_no_entry(table: Path) -> None:
         find_tuning("strict", "h200", {"n": 9})
     with pytest.raises(LowerError, match="kernel unknown"):
         find_tuning("unknown", "h200", {})
-
-
-def test_trying_settings(table: Path) -> None:
-    with trying("gemv", {"block": 99}):
-        assert find_tuning("gemv", "h200", {"n": 8, "k": 64}) == Tuning({"block": 99}, False)
-    assert find_tuning("gemv", "h200", {"n": 8, "k": 64}).measured
 
 
 def test_measured_entries_come_first_and_replace_older_ones(table: Path) -> None:

@@ -20,14 +20,14 @@ MOST = {
     "backends": 13880,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2840,
-    "backends/trt/experimental": 1270,
+    "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
     "g4ir/engine": 3170,
     "g4ir/check": 2700,
     "g4ir/bench": 2540,
     "g4ir/cli": 2190,
     "bench": 1800,
-    "tests": 32530,
+    "tests": 31400,
     "tools": 250,
 }
 

@@ -19,6 +19,7 @@ from ..base import Setting
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import KERNELS, choice_texts, phase_steps, phases
+from .schedule import schedule
 from .segment import Segment
 from .target import find_target
 
@@ -68,7 +69,7 @@ class TorchBackend:
         if device == "cuda" and not target.gpu:
             progress("this GPU is older than Hopper: the library's kernels only")
         for phase in phases(program) if target.gpu else ():
-            if note := unmeasured(program.graphs[phase], target):
+            if note := unmeasured(schedule(program.graphs[phase], target)):
                 progress(note)
         files = compiler.compile_all(texts, target, out / "programs", JOBS, progress)
         if device == "cpu":

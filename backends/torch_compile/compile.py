@@ -49,12 +49,13 @@ SOURCES = (
     "lower.py",
     "pyops.py",
     "run.py",
+    "schedule.py",
     "scratch.py",
     "target.py",
     "towers.py",
 )
 #: and those that it follows from on a GPU with kernels
-GPU_SOURCES = ("gpu.py", "select.py", "tunings.py", "tunings.yaml", "kernels/*.py")
+GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
 #: what is kept of what a worker prints, and how long is waited for the rest of it
@@ -519,6 +520,7 @@ def exported(text: str, target: Target) -> Any:
     from torch.export import Dim
 
     from .lower import SegmentModule, example
+    from .schedule import schedule
 
     g = parse_graph(text)
     args, dynamic = [], []
@@ -528,7 +530,10 @@ def exported(text: str, target: Target) -> Any:
         dynamic.append({i: Dim.DYNAMIC(min=1) for i in named})
     with _any_size():
         return torch.export.export(
-            SegmentModule(g, target), tuple(args), dynamic_shapes=(tuple(dynamic),), strict=False
+            SegmentModule(schedule(g, target)),
+            tuple(args),
+            dynamic_shapes=(tuple(dynamic),),
+            strict=False,
         )
 
 

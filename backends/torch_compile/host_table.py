@@ -15,7 +15,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, StoredParams, open_table
 
-from .kernels.gather import gather_host_rows
+from .kernels.gather_triton import gather_host_rows
 
 #: flags of cudaHostRegister: for every context, at a device address, and never written
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8

@@ -7,7 +7,7 @@ has to move, to try settings, and to compile it for a GPU that is not there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,10 +17,11 @@ from g4ir.ir.text import print_graph
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 
-from .kernels.base import Launch, recorded
+from .kernels.base import Choice, Schedule, Use
+from .kernels.launch import Launch, recorded
 from .lower import SegmentModule
+from .schedule import schedule
 from .segment import canonical
-from .select import SUMS, Choice, choose, is_summed
 from .target import Target
 
 #: rms error that a kernel may have in any case: a rounding or two of bf16
@@ -36,14 +37,25 @@ class Case:
     """A graph of one node, or of a product and the norm that adds up its parts."""
 
     choice: Choice
-    graph: Graph
-    target: Target
+    schedule: Schedule
     tokens: int  # that a row holds when the step is done
+
+    @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    @property
+    def target(self) -> Target:
+        return self.schedule.target
+
+    def using(self, kernel: str, use: Use) -> Case:
+        """The same with other settings."""
+        return replace(self, schedule=self.schedule.using(kernel, use))
 
     @property
     def name(self) -> str:
         shape = " ".join(f"{k}={v}" for k, v in self.choice.shape.items())
-        return f"{self.choice.kernel} {shape}"
+        return f"{self.choice.name} {shape}"
 
 
 def find_cases(
@@ -51,14 +63,14 @@ def find_cases(
 ) -> list[Case]:
     """One case for each different node that a kernel was chosen for, all dims bound."""
     dims = {"B": target.rows, "C": tokens, "S": 1 if phase == "decode" else chunk}
-    g = bind(p.graphs[phase], **dims)
+    s = schedule(bind(p.graphs[phase], **dims), target)
     found: dict[str, Case] = {}
-    for n in g.nodes:
-        choice = choose(g, n, target)
+    for n in s.graph.nodes:
+        choice = s.find(n)
         if choice:
-            alone = _alone(g, n)
-            key = f"{choice.kernel}\n{print_graph(canonical(alone))}"
-            found.setdefault(key, Case(choice, alone, target, tokens))
+            alone = replace(s, graph=_alone(s.graph, n, choice.kernel.ending(s.graph, n)))
+            key = f"{choice.name}\n{print_graph(canonical(alone.graph))}"
+            found.setdefault(key, Case(choice, alone, tokens))
     return list(found.values())
 
 
@@ -77,10 +89,8 @@ def all_cases(
                         yield case
 
 
-def _alone(g: Graph, n: Node) -> Graph:
-    nodes = [n]
-    if n.op == "linear" and is_summed(g, n):
-        nodes += [u for u in g.users()[n.out.name] if u.op in SUMS]
+def _alone(g: Graph, n: Node, ending: Node | None) -> Graph:
+    nodes = [n, ending] if ending else [n]
     made = {v.name for m in nodes for v in m.outputs}
     read = list(dict.fromkeys(v for m in nodes for v in m.inputs if v.name not in made))
     params, state = ({v.name for v in vs} for vs in (g.params, (*g.state, *g.next.values())))
@@ -134,7 +144,7 @@ def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch
 
 def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Through the kernel; caches are written in place."""
-    module = SegmentModule(case.graph, case.target)
+    module = SegmentModule(case.schedule)
     return module(*(given[v.name] for v in case.graph.sources()))
 
 

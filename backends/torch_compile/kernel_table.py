@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from g4ir.ir.graph import Graph
 from g4ir.ops.base import nothing
 
-from .select import choose
-from .target import Target
+from .kernels.base import Schedule
 
-#: kernels that are started under one name, where it is not one
-STARTS = {"moe_down_sorted": 2, "block_argmax": 2, "top_candidates": 2}
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
 SHOWN = 3
@@ -29,36 +25,34 @@ class Row:
     use: Pairs
     measured: bool
     nodes: int
-
-    @property
-    def starts(self) -> int:
-        """Kernels of ours that a step starts for these nodes."""
-        return 0 if self.kernel == OTHER else self.nodes * STARTS.get(self.kernel, 1)
+    starts: int  # kernels of ours that a step starts for them
 
 
-def kernel_rows(g: Graph, target: Target) -> list[Row]:
+def kernel_rows(s: Schedule) -> list[Row]:
     """Every node that computes, counted, in order of appearance."""
-    counted: Counter[tuple[str, str, Pairs, Pairs, bool]] = Counter()
-    for n in g.nodes:
+    counted: Counter[tuple[str, str, Pairs, Pairs, bool, int]] = Counter()
+    for n in s.graph.nodes:
         if n.definition.traffic is nothing:
             continue  # a view
-        choice = choose(g, n, target)
-        shape: Pairs = tuple(choice.shape.items()) if choice else ()
-        for kernel, tuning in choice.tunings.items() if choice else ():
-            counted[n.op, kernel, shape, tuple(tuning.use.items()), tuning.measured] += 1
+        choice = s.find(n)
         if not choice:
-            counted[n.op, OTHER, (), (), False] += 1
-    return [Row(*key, nodes=count) for key, count in counted.items()]
+            counted[n.op, OTHER, (), (), False, 0] += 1
+            continue
+        shape: Pairs = tuple(choice.shape.items())
+        for name, t in choice.tunings.items():
+            use, starts = tuple(t.use.items()), choice.kernel.starts[name]
+            counted[n.op, name, shape, use, t.measured, starts] += 1
+    return [Row(*k[:-1], nodes=n, starts=n * k[-1]) for k, n in counted.items()]
 
 
-def unmeasured(g: Graph, target: Target) -> str | None:
+def unmeasured(s: Schedule) -> str | None:
     """One sentence on kernels whose settings are estimates, or None."""
-    rows = [r for r in kernel_rows(g, target) if r.kernel != OTHER and not r.measured]
+    rows = [r for r in kernel_rows(s) if r.kernel != OTHER and not r.measured]
     if not rows:
         return None
     names = list(dict.fromkeys(r.kernel for r in rows))
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     return (
-        f"{len(rows)} kernels of {g.name} ({shown}) have estimated settings on {target.gpu}; "
-        f"`g4ir tune` measures them"
+        f"{len(rows)} kernels of {s.graph.name} ({shown}) have estimated settings on "
+        f"{s.target.gpu}; `g4ir tune` measures them"
     )

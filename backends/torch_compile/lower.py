@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Node, Value
 from g4ir.ir.interpret import expansion
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
@@ -14,17 +14,19 @@ from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
+from .kernels.base import Schedule
 from .run import Lowering, Run
-from .target import Target
 from .towers import encoder_attention
 
 
 def run_node(run: Run, n: Node) -> None:
-    """Adds what a node makes to the run: by its lowering, its reference, or its parts."""
-    lowering = _find_lowering(run, n)
+    """Adds what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
+    choice = run.schedule.find(n)
     tensors = [run.env[v.name] for v in n.inputs]
-    if lowering:
-        results = as_tuple(lowering(run, n, *tensors))
+    if choice:
+        results = as_tuple(choice.kernel.call(run, n, choice, *tensors))
+    elif n.op in LOWERINGS:
+        results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
     elif n.definition.reference:
         results = as_tuple(n.definition.reference(*tensors, **n.attrs))
     else:
@@ -39,17 +41,17 @@ class SegmentModule(torch.nn.Module):
     """Inputs, params and caches in the segment's order; caches are written in place; returns the
     outputs, contiguous."""
 
-    def __init__(self, g: Graph, target: Target) -> None:
+    def __init__(self, s: Schedule) -> None:
         super().__init__()
-        self.g, self.target = g, target
+        self.schedule = s
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sources = self.g.sources()
-        run = Run(self.g, self.target, {v.name: t for v, t in zip(sources, tensors, strict=True)})
-        _unify_dims(sources, run.env)
-        for n in self.g.nodes:
+        g = self.schedule.graph
+        run = Run(self.schedule, {v.name: t for v, t in zip(g.sources(), tensors, strict=True)})
+        _unify_dims(g.sources(), run.env)
+        for n in g.nodes:
             run_node(run, n)
-        return tuple(run.env[v.name].contiguous() for v in self.g.outputs)
+        return tuple(run.env[v.name].contiguous() for v in g.outputs)
 
 
 def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
@@ -151,7 +153,8 @@ def _list_write(
     return cache
 
 
-#: op -> (run, node, *tensors) -> result; an op that is not here runs its reference
+#: op -> (run, node, *tensors) -> result, for nodes that become no kernel; an op that is not here
+#: runs its reference
 LOWERINGS: dict[str, Lowering] = {
     "linear": _linear,
     "experts": _experts,
@@ -160,15 +163,6 @@ LOWERINGS: dict[str, Lowering] = {
     "attention_latent": attention_latent,
     "encoder_attention": encoder_attention,
 }
-
-
-def _find_lowering(run: Run, n: Node) -> Lowering | None:
-    """A kernel where the target has one for the node, else the table's."""
-    if run.target.gpu:
-        from .gpu import find_kernel
-
-        return find_kernel(run, n) or LOWERINGS.get(n.op)
-    return LOWERINGS.get(n.op)
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:

@@ -8,13 +8,12 @@ from g4ir.ir.graph import Builder, Program, bind
 from g4ir.ir.text import print_graph
 from g4ir.plan.limits import Limits
 
-from .segment import Step, schedule
+from .kernels.base import CANDIDATES
+from .segment import Step, graph_steps
 
 #: the graphs that a step may run; an engine without pictures has no `prefill_media`
 PHASES = ("prefill", "decode", "prefill_media")
 KERNELS = "kernels.so"
-#: most candidates that a compiled program finds; a wider choice takes torch's own kernels
-CANDIDATES = 64
 
 
 def phases(program: Program) -> list[str]:
@@ -23,10 +22,10 @@ def phases(program: Program) -> list[str]:
 
 
 def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """The schedule of each phase and tower; an engine for one row has its batch dim fixed."""
+    """The steps of each phase and tower; an engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     return {
-        name: schedule(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
+        name: graph_steps(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
     }
 
 

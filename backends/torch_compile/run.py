@@ -8,7 +8,7 @@ from typing import Any
 
 from g4ir.ir.graph import Graph
 
-from .target import Target
+from .kernels.base import Schedule
 
 #: (run, node, *tensors) -> result
 Lowering = Callable[..., Any]
@@ -18,10 +18,13 @@ Lowering = Callable[..., Any]
 class Run:
     """One pass over a segment: lowerings read and add values by name in `env`."""
 
-    g: Graph
-    target: Target
+    schedule: Schedule
     env: dict[str, Any]
 
     @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    @property
     def device(self) -> str:
-        return self.target.device
+        return self.schedule.target.device

@@ -26,8 +26,8 @@ from ..caches import Caches
 from . import pyops
 from .cuda_graph import Captured, OrLaunched, recorded
 from .programs import CANDIDATES, KERNELS, phase_steps
+from .schedule import schedule
 from .segment import Glue, Segment, Step, state_steps
-from .select import ATTENTIONS, choices
 from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
 
@@ -244,10 +244,9 @@ def check_aligned(caches: Tensors) -> None:
 
 def _any_length(program: Program, limits: Limits, device: str) -> bool:
     """Whether a decode step costs what the rows hold, however many slots it is given."""
-    target = find_target(device, limits.max_batch)
-    return all(
-        choice for n, choice in choices(program, "decode", target) if n.op in ATTENTIONS
-    ) and bool(target.gpu)
+    s = schedule(program.graphs["decode"], find_target(device, limits.max_batch))
+    attentions = (n for n in s.graph.nodes if n.definition.held)
+    return bool(s.target.gpu) and all(s.find(n) for n in attentions)
 
 
 def _own(t: torch.Tensor, device: str) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Glue:
 Step = Segment | Glue
 
 
-def schedule(g: Graph) -> list[Step]:
+def graph_steps(g: Graph) -> list[Step]:
     """The steps of a graph, in an order in which in-place cache writes are safe."""
     keys = _group(g)
     groups: dict[Key, list[Node]] = {}

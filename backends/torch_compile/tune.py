@@ -29,7 +29,7 @@ from .kernel_cases import (
     run_case,
 )
 from .target import Target
-from .tunings import add_measured, trying
+from .tunings import add_measured
 
 T = TypeVar("T")
 #: new tokens of a row in prefill
@@ -126,17 +126,16 @@ def _or_fail(
     """What `run` makes of the case with these settings, or `failed` where they do not run."""
     from triton.errors import TritonError
 
-    with trying(kernel, use):
-        try:
-            return run(case)
-        except (TritonError, G4Error, ArithmeticError, RuntimeError, ValueError, AssertionError):
-            torch.cuda.synchronize()
-            return failed
+    try:
+        return run(case.using(kernel, use))
+    except (TritonError, G4Error, ArithmeticError, RuntimeError, ValueError, AssertionError):
+        torch.cuda.synchronize()
+        return failed
 
 
 def time_case(case: Case) -> float:
     """Microseconds of one run, operands not in the cache."""
-    from .kernels.base import directly
+    from .kernels.launch import directly
 
     first = operands(case, "cuda")
     count = copies(bytes_of_case(case), sum(t.nbytes for t in first.values()))

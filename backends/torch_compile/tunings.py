@@ -11,9 +11,7 @@ Keys beside `gpu`, `use` and `us` are conditions on the shape: `n: 8192` is equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,23 +35,8 @@ class Tuning:
     measured: bool
 
 
-_TRIED: ContextVar[Mapping[str, Mapping[str, int]]] = ContextVar("tried", default={})  # noqa: B039
-
-
-@contextmanager
-def trying(kernel: str, use: Mapping[str, int]) -> Iterator[None]:
-    """Within it the kernel has these settings, whatever the table says."""
-    token = _TRIED.set({**_TRIED.get(), kernel: use})
-    try:
-        yield
-    finally:
-        _TRIED.reset(token)
-
-
 def find_tuning(kernel: str, gpu: str, shape: Mapping[str, int]) -> Tuning:
     """The first entry that fits. LowerError where the table has none, not even an estimate."""
-    if kernel in _TRIED.get():
-        return Tuning(_TRIED.get()[kernel], False)
     for entry in read_tunings().get(kernel, ()):
         if _fits(entry, gpu, shape):
             return Tuning(entry["use"], "us" in entry)

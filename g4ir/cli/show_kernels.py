@@ -24,12 +24,13 @@ GPU = "h200"
 def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
     """Print the kernels of a graph for a GPU and a largest batch."""
     from g4ir.backends.torch_compile.kernel_table import kernel_rows
+    from g4ir.backends.torch_compile.schedule import schedule
     from g4ir.backends.torch_compile.target import Target
     from g4ir.ir.graph import split_prologue
 
     rows = parse_count(args.batch, "--batch") if args.batch else 1
     target = Target("cuda", _gpu(args.gpu or GPU), rows)
-    found = kernel_rows(split_prologue(graph)[1], target)
+    found = kernel_rows(schedule(split_prologue(graph)[1], target))
     starts = sum(r.starts for r in found)
     if args.json:
         emit(
@@ -56,7 +57,7 @@ def _gpu(name: str) -> str:
 
 
 def _plain(r: Row) -> dict[str, Any]:
-    return {**asdict(r), "shape": dict(r.shape), "use": dict(r.use), "starts": r.starts}
+    return {**asdict(r), "shape": dict(r.shape), "use": dict(r.use)}
 
 
 def _line(r: Row) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.host_table import HostTable
-from g4ir.backends.torch_compile.kernels.gather import BLOCK
+from g4ir.backends.torch_compile.kernels.gather_triton import BLOCK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.head import (
-    launch_block_argmax,
-    launch_top_candidates,
+from g4ir.backends.torch_compile.kernels.head_triton import (
+    block_argmax,
     top_candidates,
 )
 
@@ -18,26 +14,6 @@ pytestmark = pytest.mark.covering
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def quick_xor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """tl.topk exchanges by sums of XOR, which the interpreter adds one element at a time."""
-    import numpy as np
-    from triton.language import standard
-    from triton.runtime.interpreter import ReduceOps
-
-    slow = ReduceOps.apply_impl
-
-    def apply(self: Any, input: Any) -> Any:
-        if self.combine_fn == standard._xor_combine:
-            data = input[0].handle.data
-            whole = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
-            return self.to_tensor(whole, input[0].dtype)
-        return slow(self, input)
-
-    monkeypatch.setattr(ReduceOps, "apply_impl", apply)
-    yield
 
 
 def rows_of(vocab: int, dtype: torch.dtype, batch: int = 1, seed: int = 0) -> torch.Tensor:
@@ -48,32 +24,18 @@ def rows_of(vocab: int, dtype: torch.dtype, batch: int = 1, seed: int = 0) -> to
 def check(logits: torch.Tensor, k: int, block: int) -> None:
     """Both kernels against a stable sort."""
     values, index = logits.float().sort(dim=-1, descending=True, stable=True)
-    token = launch_block_argmax(logits, block)
+    token = block_argmax(logits, block)
     assert token.dtype == torch.int64
     assert torch.equal(token, index[:, 0])
     assert torch.equal(token, logits.argmax(-1))
-    got = launch_top_candidates(logits, k, block)
+    got = top_candidates(logits, k, block)
     assert (got[0].dtype, got[1].dtype) == (torch.float32, torch.int64)
     assert torch.equal(got[0], values[:, :k])
     assert torch.equal(got[1], index[:, :k])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("vocab", "k", "batch"),
-    [(1, 1, 2), (2, 2, 1), (5, 3, 3), (64, 64, 1), (100, 1, 2), (300, 7, 3), (512, 40, 1)],
-)
-def test_random(vocab: int, k: int, batch: int, dtype: torch.dtype) -> None:
-    check(rows_of(vocab, dtype, batch), k, 128)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("k", [1, 33, 64])
-@pytest.mark.parametrize("vocab", [64, 129, 1000])
-def test_more_sizes(vocab: int, k: int, batch: int, dtype: torch.dtype) -> None:
-    check(rows_of(vocab, dtype, batch, seed=k), k, 128)
+def test_fp16() -> None:
+    check(rows_of(300, torch.float16, 3), 7, 128)
 
 
 @pytest.mark.parametrize("block", [2, 16, 512])
@@ -119,7 +81,7 @@ def test_the_best_at_every_place() -> None:
     for at in range(70):
         logits = torch.zeros(1, 70, dtype=torch.bfloat16)
         logits[0, at] = 1
-        assert launch_block_argmax(logits, 16).item() == at
+        assert block_argmax(logits, 16).item() == at
 
 
 def test_views() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.programs import choice_texts
-from g4ir.backends.torch_compile.segment import Glue, schedule
-from g4ir.backends.torch_compile.select import RULES, choices
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.segment import Glue, graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Graph, Program, bind
 from g4ir.ir.interpret import interpret
@@ -106,7 +107,7 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
     _, after = interpret(g, feeds, params, caches, lambda v, t: known.__setitem__(v.name, t))
     written = {v.name: cache for cache, v in g.next.items()}
     started, seen = 0, set[str]()
-    for step in schedule(g):
+    for step in graph_steps(g):
         if isinstance(step, Glue) or step.text in seen:  # layers of one kind are one program
             continue
         seen.add(step.text)
@@ -115,19 +116,15 @@ def test_every_step(name: str, form: str, phase: str, held: list[int]) -> None:
             own.get(n, after[written[n]] if n in written else known[n])
             for n in (*step.inputs, *step.params, *step.state)
         ]
-        segment = parse_graph(step.text)
-        started += sum(1 for _, c in _choices(segment, target) if c)
-        made = SegmentModule(segment, target)(*operands)
-        spared = SPARED if any(segment.find("router", "moe_mlp")) else 0.0
+        s = schedule(parse_graph(step.text), target)
+        started += sum(s.find(n) is not None for n in s.graph.nodes)
+        made = SegmentModule(s)(*operands)
+        spared = SPARED if any(s.graph.find("router", "moe_mlp")) else 0.0
         for value, got in zip(step.outputs, made, strict=True):
             near(got, known[value], value, spared)
         for cache in step.writes:
             near(own[cache], after[cache], cache)
     assert started > 0
-
-
-def _choices(g: Graph, target: Target) -> Any:
-    return choices(Program({"step": g}), "step", target)
 
 
 def near(got: torch.Tensor, want: torch.Tensor, what: str, spared: float = 0.0) -> None:
@@ -140,16 +137,20 @@ def near(got: torch.Tensor, want: torch.Tensor, what: str, spared: float = 0.0) 
     assert bad.double().mean() <= spared, f"{what}: {rms.tolist()}, largest {worst.tolist()}"
 
 
-def test_every_rule_is_used() -> None:
+def test_every_kernel_is_used() -> None:
     """The models above make each kind of node that a kernel can be chosen for."""
     seen = {
-        n.op
-        for name, form in MODELS
+        name
+        for model, form in MODELS
         for phase in ("decode", "prefill")
-        for n, c in _choices(graph_of(name, form, phase, 1), Target("cpu", "h200", 1))
-        if c
+        for rows in (1, 8)
+        for c in schedule(
+            graph_of(model, form, phase, rows), Target("cpu", "h200", rows)
+        ).choices.values()
+        for name in c.tunings
     }
-    assert seen == set(RULES) - {"greedy", "candidates"}  # programs of their own
+    apart = {"block_argmax", "top_candidates"}  # programs of their own
+    assert seen == {name for k in KERNELS for name in k.starts} - apart
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -159,7 +160,7 @@ def test_choice_of_the_token(rows: int) -> None:
     logits = torch.randn(rows, 1, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
     logits[0, 0, [3, 77]] = 9.0  # a tie
     for op, text in texts.items():
-        got = SegmentModule(parse_graph(text), Target("cpu", "h200", rows))(logits)
+        got = SegmentModule(schedule(parse_graph(text), Target("cpu", "h200", rows)))(logits)
         attrs = {"k": 64} if op == "candidates" else {}
         want = as_tuple(OPS[op].reference(logits, **attrs))
         assert all(map(torch.equal, got, want))

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.backends.torch_compile.kernels import decode_attention as module
-from g4ir.backends.torch_compile.kernels.base import start
-from g4ir.backends.torch_compile.kernels.decode_attention import launch_decode_attention, tree
-from g4ir.backends.torch_compile.kernels.moe import moe_sort
+from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
+from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
+from g4ir.backends.torch_compile.kernels.launch import start
+from g4ir.backends.torch_compile.kernels.moe_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, ORDERS, interleaved, poisoned
@@ -73,7 +73,7 @@ def decode(splits: int) -> float:
     q, (k, v) = torch.randn(2, 1, 4, 16, generator=g), torch.randn(2, 80, 2, 2, 16, generator=g)
     end, arrivals = torch.tensor([70, 9]), torch.zeros(2, 2, dtype=torch.int64)
     attrs = {"window": 0, "scale": 0.25, "softcap": 0.0}
-    got = launch_decode_attention(
+    got = decode_attention(
         q, end, k, v, arrivals, **attrs, splits=splits, block_n=4, warps=4, stages=2
     )
     assert not arrivals.any()
@@ -130,7 +130,7 @@ def test_each_program_runs_once(order: str) -> None:
     """More of them than live at a time, in another order than their numbers'."""
     word, out = torch.zeros(1, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
     with ORDERS[order](0):
-        start(_count, (40,), word, out)
+        start(_count, (40,), (word, out))
     assert int(word) == 40 and out.tolist() != sorted(out.tolist())
     assert sorted(out.tolist()) == list(range(40))
 
@@ -138,6 +138,6 @@ def test_each_program_runs_once(order: str) -> None:
 def test_a_program_that_fails_ends_all() -> None:
     word = torch.zeros(1, dtype=torch.int32)
     with interleaved(0), pytest.raises(AssertionError, match="on purpose"):
-        start(_fail, (20,), word)
+        start(_fail, (20,), (word,))
     assert int(word) <= LIVE + 1
     assert decode(3) < 1e-5

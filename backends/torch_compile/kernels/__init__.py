@@ -1,5 +1,17 @@
-"""Triton kernels of the decode step and of prefill, one family per file.
+"""The kernels of the decode step and of prefill; `base.py` says what a kernel is."""
 
-Each file has the kernels, a `launch_*` function that allocates results and starts them, and a
-`triton_op` in the namespace `g4ir` around it, which off CUDA computes the op's reference.
-"""
+from __future__ import annotations
+
+from . import decode_attention, head, linear, moe, norms, prefill_attention, qkv
+from .base import Kernel
+
+#: in this order: a node becomes the first whose rule takes it
+KERNELS: tuple[Kernel, ...] = (
+    *linear.KERNELS,
+    *norms.KERNELS,
+    *qkv.KERNELS,
+    *decode_attention.KERNELS,
+    *prefill_attention.KERNELS,
+    *moe.KERNELS,
+    *head.KERNELS,
+)

@@ -1,107 +1,223 @@
-"""What the kernels share: starting them, seeing them started, arithmetic, activations."""
+"""A kernel: everything that the program knows about it, in one record.
+
+A kernel is a pair of files. `NAME.py` has its record: which nodes become it, how it is called, how
+often it is started, and the samples that it is tested on. `NAME_triton.py` has what runs on the GPU
+and a `triton_op` in the namespace `g4ir` that starts it, which off CUDA computes the op's
+reference. Records are read where there is no torch and no triton, to choose, count and plan: so
+only `call` imports the second file, when it runs. `kernels/__init__.py` lists the records, and
+tunings.yaml has the settings; no other file knows a kernel by its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import wrap_triton
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.types import Type
 
-#: (kernel, grid, operands, constants and options of the compiler)
-Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]
+from ..target import Target
+from ..tunings import Tuning, find_tuning, read_tunings
 
+#: most rows that products with few rows take; more are the library's
+SKINNY = 32
+#: of decode attention: more shares than this are for contexts in which each has more keys
+SHARES, SHARE_KEYS = 64, 256
+#: most candidates of a row that are found at once
+CANDIDATES = 64
 
-def _traced(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    wrap_triton(kernel)[grid](*args, **meta)
-
-
-def _direct(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    kernel[grid](*args, **meta)
-
-
-_START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
+Shape = Mapping[str, int]
+Use = Mapping[str, int]
 
 
-def start(kernel: Any, grid: tuple[Any, ...], *args: Any, **meta: Any) -> None:
-    """Start a kernel so that tracers see it; `meta` holds constexprs, num_warps and num_stages."""
-    _START.get()(kernel, grid, args, meta)
+@dataclass(frozen=True)
+class Sample:
+    """A node that the kernel is tried on, once in fp32 and once in bf16.
+
+    inputs  types as text: `T` stands for the dtype, and a * in front says that it is a weight
+    attrs   of the node; "T" stands for the dtype
+    use     settings; of several kernels by name
+    given   operand -> its whole numbers
+    parts   operand -> of how many partial sums in fp32 it comes as a stack
+    packed  whether no operand may be a view of something larger
+    """
+
+    inputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    use: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[int, Any] = field(default_factory=dict)
+    parts: Mapping[int, int] = field(default_factory=dict)
+    packed: bool = False
 
 
-def start_untraced(kernel: Any, grid: tuple[Any, ...], *args: Any, **meta: Any) -> None:
-    """`start` for what no tracer sees: a twentieth of the time, and torch keeps nothing of it."""
-    how = _START.get()
-    (_direct if how is _traced else how)(kernel, grid, args, meta)
+@dataclass(frozen=True)
+class Kernel:
+    """What nodes of an op become on a GPU where `rule` says so.
+
+    starts   the kernels' names in the table of tunings, in order -> how often each is started
+    rule     (graph, node, target) -> the shape by which settings are looked up, or None: not ours
+    call     (run, node, choice, *tensors) -> the node's results, caches written in place
+    samples  from which tests are generated, with `error` and `differ`
+    error    of fp32 results against float64: the most, in units of their rms
+    differ   share of bf16 results that may differ from the op's; None: their error against float64
+             is compared with that of the op
+    use      settings where the table of tunings has none
+    ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
+    """
+
+    op: str
+    starts: Mapping[str, int]
+    rule: Callable[[Graph, Node, Target], Shape | None]
+    call: Callable[..., Any]
+    samples: tuple[Sample, ...]
+    error: float
+    differ: float | None = 0.01
+    use: Use | None = None
+    ending: Callable[[Graph, Node], Node | None] = lambda g, n: None
+
+    def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
+        """The settings of each kernel. LowerError where nobody has any for it."""
+        known = read_tunings()
+        return {
+            name: find_tuning(name, gpu, shape)
+            if name in known or self.use is None
+            else Tuning(self.use, False)
+            for name in self.starts
+        }
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Whether a kernel is to be started for x: it lies on a GPU, or kernels are interpreted or
-    recorded."""
-    return x.is_cuda or _START.get() is not _traced
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a node with its settings, and the shape that these were looked up by."""
+
+    kernel: Kernel
+    shape: Shape
+    tunings: Mapping[str, Tuning]
+
+    @property
+    def name(self) -> str:
+        """The only kernel, or the first of several."""
+        return next(iter(self.tunings))
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """The settings by kernel."""
+        return {name: t.use for name, t in self.tunings.items()}
+
+    @property
+    def use(self) -> Use:
+        """The settings of the first."""
+        return self.tunings[self.name].use
+
+    def using(self, kernel: str, use: Use) -> Choice:
+        """The same with other settings of a kernel."""
+        tried = {kernel: Tuning(use, False)} if kernel in self.tunings else {}
+        return replace(self, tunings={**self.tunings, **tried})
 
 
-@contextmanager
-def _starting(how: Callable[..., None]) -> Iterator[None]:
-    token = _START.set(how)
-    try:
-        yield
-    finally:
-        _START.reset(token)
+@dataclass(frozen=True)
+class Schedule:
+    """A graph with the choice of each node that becomes a kernel, by the node's first result; made
+    once, and handed to whoever lowers, counts, times or prints the graph."""
+
+    graph: Graph
+    target: Target
+    choices: Mapping[str, Choice]
+
+    def find(self, n: Node) -> Choice | None:
+        """The kernel of a node of the graph, or of the parts of one; None: it is not ours."""
+        return self.choices.get(n.outputs[0].name)
+
+    def using(self, kernel: str, use: Use) -> Schedule:
+        """The same with other settings of a kernel, whatever the table of tunings says."""
+        return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
 
 
-def directly() -> Any:
-    """Within it kernels start without a tracer: for the interpreter, and for timing."""
-    return _starting(_direct)
+def is_row(t: Type) -> bool:
+    """[B,1,...]: one token for each row of the batch."""
+    return t.rank >= 3 and t.shape[1] == 1
 
 
-def by_default() -> Any:
-    """Within it kernels start as they do outside of `directly` and `recorded`."""
-    return _starting(_traced)
+def is_skinny(n: Node, target: Target) -> bool:
+    """Whether the node has few rows in all."""
+    return is_row(n.inputs[0].type) and target.rows <= SKINNY
 
 
-@contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Within it no kernel runs; the list receives what would have been started."""
-    seen: list[Launch] = []
-    with _starting(lambda *launch: seen.append(launch)):
-        yield seen
+def size(t: Type, axis: int) -> int:
+    """A dim that is a number."""
+    found = t.shape[axis]
+    assert isinstance(found, int)
+    return found
 
 
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+def reads_blocks(n: Node) -> bool:
+    """Whether an attention reads block ids."""
+    return len(n.chunk) > len(n.caches)
 
 
-def blocks(n: Any, size: int) -> Any:
-    """How many blocks of `size` cover n, which may be symbolic."""
-    return (n + size - 1) // size
+def kv_heads(n: Node) -> int:
+    """How many heads an attention's caches have."""
+    return size(n.caches[0].type, 2)
 
 
-@triton.jit
-def tanh(x):
-    """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
-    return 2 * tl.sigmoid(2 * x) - 1
+def attention_shape(n: Node) -> dict[str, int] | None:
+    """None for blocks of media, which are the library's: the kernels see the past alone."""
+    q, heads = n.inputs[0].type, kv_heads(n)
+    if reads_blocks(n):
+        return None
+    return {
+        "d": size(q, -1),
+        "kv_heads": heads,
+        "group": size(q, 2) // heads,
+        "window": n.whole("window"),
+    }
 
 
-@triton.jit
-def activate(x, ACT: tl.constexpr):
-    """The activation of the op `glu`, in fp32."""
-    if ACT == "gelu_pytorch_tanh":
-        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif ACT == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "silu":
-        y = x * tl.sigmoid(x)
-    else:
-        y = tl.maximum(x, 0.0)
-    return y
+def masking(n: Node) -> dict[str, Any]:
+    """The attributes that every attention has."""
+    return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
-@triton.jit
-def rounded(x, like):
-    """fp32 -> the element type of `like` and back: where the reference model rounds."""
-    return x.to(like.dtype.element_ty).to(tl.float32)
+def attention_sample(
+    lengths: tuple[int, ...],
+    slots: int,
+    window: int,
+    use: Use,
+    tokens: int = 0,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 32,
+    scale: float = 0.3,
+    softcap: float = 0.0,
+    form: str = "",
+    pairs: int = 4,
+) -> Sample:
+    """Rows of which `lengths` tokens are in caches of `slots`: the newest of these attends, or a
+    chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a latent
+    cache, and rotated."""
+    b, s, (nq, n) = len(lengths), tokens or 1, heads
+    rows = {"": ["T", d, "T", d], "value": ["T", d + 2 * pairs], "raw": ["T", d, "f32", 1]}[form]
+    kept = list(zip(rows[::2], rows[1::2]))
+    attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    if form:
+        attrs |= {"form": form, "dtype": "T", "kind": "proportional", "theta": 1e4}
+        attrs |= {"fraction": 2 * pairs / d, "factor": 1.0}
+    first = [length - (tokens == 0) for length in lengths]
+    return Sample(
+        (
+            f"T[{b},{s},{nq},{d}]",
+            f"i64[{b},{s}]",
+            f"i64[{b}]",
+            *[f"*T[{d}]"] * bool(form),
+            *(f"{t}[{slots},{b},{n},{w}]" for t, w in kept),
+            *(f"{t}[{b},{tokens},{n},{w}]" for t, w in kept * bool(tokens)),
+        ),
+        attrs,
+        use,
+        {1: [[*range(at, at + s)] for at in first], 2: lengths},
+    )
+
+
+def arrivals(name: str) -> str:
+    """Where a run's `env` has the counters that came with the queries of this name."""
+    return f"{name}/arrivals"

@@ -1,716 +1,116 @@
-"""Attention of one new token per row over its cache, split over the keys.
-
-A program has one row, one key head and one share of the keys that the query sees; the query heads
-of the group are the rows of its products, so that a key is read once. The shares follow from the
-number of tokens in the cache when the kernel runs: one captured graph serves all lengths, short
-contexts use fewer programs, and no slot is read that the query does not see. Programs leave partial
-results in a workspace; whoever arrives last, by a counter, adds them in the order of the shares, so
-the result does not depend on who that was. Many or large partial results are added in two steps, by
-the last of each group and then by the last group.
-
-Counters of a (row, key head) are fields of one int64 of `arrivals`, which is 0 before and after.
-
-Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
-cache's dtype before they multiply V, and the sum that divides is the sum before that rounding. So
-bf16 differs from the op's reference where that rounds scores (to 8 bits: the reference's largest
-error) and normalised probabilities. The rms error against float64 is at most 1.5 of the
-reference's: at the models' head dims 0.2 to 0.5 of it over plain caches, 0.3 to 0.8 over latent
-ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the result's rms, from sums in another
-order. The form `raw` multiplies scores and probabilities by the reciprocal rms, and rounds K's
-rotated dims as the ops do.
-"""
+"""Attention of one new token per row over its cache."""
 
 from __future__ import annotations
 
-from math import e, isqrt, log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import triton_op
+from g4ir.ir.graph import Graph, Node
 
-from g4ir.ops.attention import attention, slot_positions
-from g4ir.ops.latent import keys_values_of_value
+from ..target import Target
+from .base import Choice, Kernel, Shape, arrivals, attention_shape, is_row, kv_heads, masking
+from .base import attention_sample as sample
 
-from ..select import SHARE_KEYS, SHARES
-from .base import blocks, power_of_2, rounded, start, takes, tanh
-
-#: Bytes of partial results that one program adds in about the time of a second step, and the
-#: bytes in whose time it adds one of any size: a round of barriers.
-STEP, ROUND = 96 * 1024, 8 * 1024
-#: Bytes of partial results that are on their way while one is added, and their number at most.
-ON_THE_WAY, AHEAD = 64 * 1024, 8
-#: More shares than `SHORT` are for contexts in which each has more keys than `LONG`: a share less
-#: to add up is worth more in shorter ones.
-SHORT, LONG = tl.constexpr(SHARES), tl.constexpr(SHARE_KEYS)
+if TYPE_CHECKING:
+    from ..run import Run
 
 
-def tree(splits: int, size: int) -> tuple[int, int]:
-    """(partial results of `size` bytes in a group, bits of a group's counter).
-
-    One group where all are added at once. Else groups of about sqrt(splits), whose counters and
-    that of the groups, above them, fit into 63 bits.
-    """
-    root = isqrt(splits - 1) + 1
-    if (splits - 2 * root) * max(size, ROUND) > STEP:
-        for bits in range(2, 9):
-            most = max(g for g in range(1, 32) if g * bits + g.bit_length() <= 63)
-            fan = max(root, -(-splits // most))
-            if fan < 1 << bits:
-                return fan, bits
-    return splits, 31
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    shape = attention_shape(n)
+    if shape is None or n.chunk or not is_row(n.inputs[0].type):
+        return None
+    return shape | {"programs": target.rows * shape["kv_heads"]}
 
 
-@triton.jit
-def _span(end, slots, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
-    """The query sees the keys of positions first .. end - 1: `first`, the keys lo .. hi - 1 of this
-    split, counted from there, and how many splits have keys (one, if there are none)."""
-    seen = tl.minimum(end, slots)
-    if WINDOW > 0:
-        seen = tl.minimum(seen, WINDOW)
-    seen = tl.maximum(seen, 0)
-    first = end - seen
-    seen = seen.to(tl.int32)
-    share = tl.maximum(tl.cdiv(seen, SPLITS), N)
-    if SPLITS > SHORT:
-        share = tl.maximum(share, tl.minimum(tl.cdiv(seen, SHORT), LONG))
-    used = tl.maximum(tl.cdiv(seen, share), 1)
-    return first, split * share, tl.minimum((split + 1) * share, seen), used
+def _counters(run: Run, n: Node, q: Any) -> Any:
+    """Zeros that came with the queries, or fresh ones."""
+    made = run.env.get(arrivals(n.inputs[0].name))
+    return q.new_zeros((q.shape[0], kv_heads(n))).long() if made is None else made
 
 
-@triton.jit
-def _slots(i, origin, slots):
-    """The slots (i64) of keys i < slots, of which key 0 lies in slot `origin`."""
-    slot = origin + i
-    return tl.where(slot >= slots, slot - slots, slot).to(tl.int64)
+def _attention(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+) -> Any:
+    from .decode_attention_triton import decode_attention
+
+    return decode_attention(q, written, *held, _counters(run, n, q), **masking(n), **choice.use)
 
 
-@triton.jit
-def _tile(rows, real, cols, WIDTH: tl.constexpr):
-    """Columns `cols` of the rows at pointers `rows`; 0 where a row is not real or a column is not
-    below WIDTH."""
-    mask = real[:, None]
-    if cols.shape[0] > WIDTH:
-        mask = mask & (cols < WIDTH)[None, :]
-    return tl.load(rows[:, None] + cols[None, :], mask=mask, other=0.0)
+def _latent(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
+) -> Any:
+    from .decode_attention_triton import decode_attention_latent, frequencies
 
-
-@triton.jit
-def _weigh(s, real, top, total, inner, outer, CAPPED: tl.constexpr):
-    """Scores [M, N] -> powers of two relative to the new maximum [M], that maximum, the new sums
-    [M, N], one per column (a sum over columns takes two barriers: once, at the end), and the
-    factor [M] of what was summed before."""
-    if CAPPED:
-        s = outer * tanh(s * inner)
-    else:
-        s = s * inner
-    s = tl.where(real[None, :], s, float("-inf"))
-    highest = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp2(s - highest[:, None])
-    fade = tl.exp2(top - highest)
-    return p, highest, total * fade[:, None] + p, fade
-
-
-@triton.jit
-def _write(out, o, total, GROUP: tl.constexpr, D: tl.constexpr):
-    """The result of a group of heads; 0 where no key was seen."""
-    h, cols = tl.arange(0, o.shape[0])[:, None], tl.arange(0, o.shape[1])[None, :]
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + h * D + cols, o.to(out.dtype.element_ty), mask=(h < GROUP) & (cols < D))
-
-
-@triton.jit
-def _put(parts, stats, i, o, top, total, GROUP: tl.constexpr, D: tl.constexpr):
-    """Partial result i of the workspace."""
-    h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
-    tl.store(stats + 2 * i * GROUP + h, top, mask=h < GROUP)
-    tl.store(stats + (2 * i + 1) * GROUP + h, total, mask=h < GROUP)
-    h = h[:, None]
-    tl.store(parts + (i * GROUP + h) * D + cols, o, mask=(h < GROUP) & (cols < D))
-
-
-@triton.jit
-def _last(word, shift, size, BITS: tl.constexpr):
-    """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
-    what the others stored: the barrier puts all threads' stores before the one atomic."""
-    tl.debug_barrier()
-    one = tl.full([], 1, tl.int64)
-    before = tl.atomic_add(word, one << shift, sem="acq_rel", scope="gpu")
-    return ((before >> shift) & ((1 << BITS) - 1)) == size - 1
-
-
-@triton.jit
-def _merge(
-    parts,
-    stats,
-    first,
-    number,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The sum of the partial results first .. first + number - 1, as one: o, maximum, sum."""
-    H: tl.constexpr = triton.next_power_of_2(GROUP)
-    h, cols = tl.arange(0, H), tl.arange(0, DP)[None, :]
-    real = (h < GROUP)[:, None] & (cols < D)
-    o = tl.zeros([H, DP], tl.float32)
-    top = tl.full([H], float("-inf"), tl.float32)
-    total = tl.zeros([H], tl.float32)
-    for i in tl.range(first, first + number, num_stages=STAGES):
-        at = stats + 2 * i * GROUP + h
-        its = tl.load(at, mask=h < GROUP, other=0.0, cache_modifier=".cg")
-        sums = tl.load(at + GROUP, mask=h < GROUP, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            parts + (i * GROUP + h[:, None]) * D + cols, mask=real, other=0.0, cache_modifier=".cg"
-        )
-        highest = tl.maximum(top, its)
-        fade, gain = tl.exp2(top - highest), tl.exp2(its - highest)
-        o = o * fade[:, None] + part * gain[:, None]
-        top, total = highest, total * fade + sums * gain
-    return o, top, total
-
-
-@triton.jit
-def _finish(
-    o,
-    top,
-    total,
-    out,
-    parts,
-    stats,
-    arrivals,
-    split,
-    used,
-    pair,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """From a share's o [M, DP], maximum and sum [M] to the result of the pair (row, key head)."""
-    DP: tl.constexpr = o.shape[1]
-    GROUPS: tl.constexpr = (SPLITS + FAN - 1) // FAN
-    out += pair * (GROUP * D)
-    if SPLITS == 1 or used == 1:
-        _write(out, o, total, GROUP, D)
-    else:
-        parts += pair * ((SPLITS + GROUPS) * GROUP * D)
-        stats += pair * ((SPLITS + GROUPS) * GROUP * 2)
-        arrivals += pair
-        group = split // FAN
-        size = tl.minimum(used - group * FAN, FAN)
-        _put(parts, stats, split, o, top, total, GROUP, D)
-        if _last(arrivals, group * BITS, size, BITS):
-            o1, top1, total1 = _merge(parts, stats, group * FAN, size, GROUP, D, DP, STAGES)
-            if used <= FAN:
-                _write(out, o1, total1, GROUP, D)
-                tl.store(arrivals, 0)
-            elif GROUPS > 1:
-                _put(parts, stats, SPLITS + group, o1, top1, total1, GROUP, D)
-                groups = tl.cdiv(used, FAN)
-                if _last(arrivals, GROUPS * BITS, groups, 63 - GROUPS * BITS):
-                    o2, _, total2 = _merge(parts, stats, SPLITS, groups, GROUP, D, DP, STAGES)
-                    _write(out, o2, total2, GROUP, D)
-                    tl.store(arrivals, 0)
-
-
-@triton.jit
-def _decode(
-    q,
-    ends,
-    keys,
-    values,
-    arrivals,
-    parts,
-    stats,
-    out,
-    slots,
-    q_row,
-    q_head,
-    k_slot,
-    k_row,
-    k_head,
-    v_slot,
-    v_row,
-    v_head,
-    inner,
-    outer,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One share of one row and key head, grid (SPLITS, n, B)."""
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
-    if split < used:
-        origin = (first % slots).to(tl.int32)
-        h, cols = tl.arange(0, M), tl.arange(0, DP)
-        q += row * q_row + head * GROUP * q_head
-        query = _tile(q + h * q_head, h < GROUP, cols, D)
-        keys += row * k_row + head * k_head
-        values += row * v_row + head * v_head
-        o = tl.zeros([M, DP], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M, N], tl.float32)
-        for at in range(lo, hi, N):
-            i = at + tl.arange(0, N)
-            slot = _slots(i, origin, slots)
-            k = _tile(keys + slot * k_slot, i < hi, cols, D)
-            v = _tile(values + slot * v_slot, i < hi, cols, D)
-            s = tl.dot(query, tl.trans(k), input_precision="ieee")
-            p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
-            o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-        _finish(
-            o,
-            top,
-            tl.sum(total, 1),
-            out,
-            parts,
-            stats,
-            arrivals,
-            split,
-            used,
-            row * tl.num_programs(1) + head,
-            GROUP,
-            D,
-            SPLITS,
-            FAN,
-            BITS,
-            STAGES,
-        )
-
-
-@triton.jit
-def _still_query(q, w, cols, P: tl.constexpr, D: tl.constexpr):
-    """The query for V: q * w, rounded, where K is not rotated, else 0."""
-    weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
-    j = tl.where(cols < D // 2, cols, cols - D // 2)
-    still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]
-    return still.to(q.dtype)
-
-
-@triton.jit
-def _decode_value(
-    q,
-    ends,
-    w,
-    cache,
-    arrivals,
-    parts,
-    stats,
-    out,
-    slots,
-    q_row,
-    q_head,
-    c_slot,
-    c_row,
-    c_head,
-    inner,
-    outer,
-    P: tl.constexpr,
-    P2: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """`_decode` over rows of V and K's 2 P rotated dims (P2: padded): one tile of V is both."""
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
-    if split < used:
-        origin = (first % slots).to(tl.int32)
-        h, cols, both = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, P2)
-        q += row * q_row + head * GROUP * q_head
-        still = _still_query(_tile(q + h * q_head, h < GROUP, cols, D), w, cols, P, D)
-        if P > 0:
-            at = tl.where(both < P, both, both + (D // 2 - P))
-            real = (h < GROUP)[:, None] & (both < 2 * P)[None, :]
-            turned = tl.load(q + h[:, None] * q_head + at[None, :], mask=real, other=0.0)
-        cache += row * c_row + head * c_head
-        o = tl.zeros([M, DP], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M, N], tl.float32)
-        for at in range(lo, hi, N):
-            i = at + tl.arange(0, N)
-            rows = cache + _slots(i, origin, slots) * c_slot
-            v = _tile(rows, i < hi, cols, D)
-            s = tl.dot(still, tl.trans(v), input_precision="ieee")
-            if P > 0:
-                k = _tile(rows + D, i < hi, both, 2 * P)
-                s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
-            p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
-            o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-        _finish(
-            o,
-            top,
-            tl.sum(total, 1),
-            out,
-            parts,
-            stats,
-            arrivals,
-            split,
-            used,
-            row * tl.num_programs(1) + head,
-            GROUP,
-            D,
-            SPLITS,
-            FAN,
-            BITS,
-            STAGES,
-        )
-
-
-@triton.jit
-def _cos_sin(x):
-    """cos and sin of fp32 0 <= x < 2^18, off by less than 2e-7.
-
-    x - k pi / 2 in three steps: the first two parts of pi / 2 have 8 bits each, so that fused, or
-    for k < 2^16, what remains is exact; then Taylor's sums on [-pi / 4, pi / 4]. The library's
-    functions take a slow path through local memory for the angles of late positions.
-    """
-    k = tl.floor(x * 0.6366197723675814 + 0.5)
-    r = tl.fma(k, -1.5703125, x)
-    r = tl.fma(k, -0.0004825592041015625, r)
-    r = tl.fma(k, -1.2675907950567314e-06, r)
-    z = r * r
-    cos = 1 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320))))
-    sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
-    quarter = k.to(tl.int32) & 3
-    odd = (quarter & 1) == 1
-    c, s = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
-    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
-
-
-@triton.jit
-def _turned_keys(rows, real, factor, position, w, freqs, pair, P: tl.constexpr, D: tl.constexpr):
-    """The rotated dims of K at `position`, low and high [N, pairs], from raw rows and their
-    reciprocal rms, with the roundings of the norm, the table and the rotation."""
-    dtype = w.dtype.element_ty
-    angle = position.to(tl.float32)[:, None] * tl.load(freqs + pair, mask=pair < P, other=0.0)
-    cos, sin = _cos_sin(angle)
-    cos, sin = rounded(cos, w), rounded(sin, w)
-    w_low = tl.load(w + pair, mask=pair < P, other=0.0).to(tl.float32)
-    w_high = tl.load(w + D // 2 + pair, mask=pair < P, other=0.0).to(tl.float32)
-    low = _tile(rows, real, pair, P).to(tl.float32) * factor[:, None] * w_low
-    high = _tile(rows + D // 2, real, pair, P).to(tl.float32) * factor[:, None] * w_high
-    low, high = rounded(low, w), rounded(high, w)
-    k_low = rounded(low * cos, w) - rounded(high * sin, w)
-    k_high = rounded(high * cos, w) + rounded(low * sin, w)
-    return k_low.to(dtype), k_high.to(dtype)
-
-
-@triton.jit
-def _decode_raw(
-    q,
-    ends,
-    w,
-    freqs,
-    cache,
-    rms,
-    arrivals,
-    parts,
-    stats,
-    out,
-    slots,
-    q_row,
-    q_head,
-    c_slot,
-    c_row,
-    c_head,
-    r_slot,
-    r_row,
-    r_head,
-    inner,
-    outer,
-    P: tl.constexpr,
-    PP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """`_decode` over raw rows, V = raw * rms: the reciprocal rms multiplies scores and
-    probabilities, and K's P rotated pairs (PP: padded) are made again."""
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
-    if split < used:
-        origin = (first % slots).to(tl.int32)
-        h, cols, pair = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PP)
-        q += row * q_row + head * GROUP * q_head
-        still = _still_query(_tile(q + h * q_head, h < GROUP, cols, D), w, cols, P, D)
-        if P > 0:
-            q_low = _tile(q + h * q_head, h < GROUP, pair, P)
-            q_high = _tile(q + D // 2 + h * q_head, h < GROUP, pair, P)
-        cache += row * c_row + head * c_head
-        rms += row * r_row + head * r_head
-        o = tl.zeros([M, DP], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M, N], tl.float32)
-        for at in range(lo, hi, N):
-            i = at + tl.arange(0, N)
-            slot = _slots(i, origin, slots)
-            rows = cache + slot * c_slot
-            raw = _tile(rows, i < hi, cols, D)
-            factor = tl.load(rms + slot * r_slot, mask=i < hi, other=0.0)
-            s = tl.dot(still, tl.trans(raw), input_precision="ieee") * factor[None, :]
-            if P > 0:
-                low, high = _turned_keys(rows, i < hi, factor, first + i, w, freqs, pair, P, D)
-                s = tl.dot(q_low, tl.trans(low), s, input_precision="ieee")
-                s = tl.dot(q_high, tl.trans(high), s, input_precision="ieee")
-            p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
-            p = (p * factor[None, :]).to(raw.dtype)
-            o = tl.dot(p, raw, o * fade[:, None], input_precision="ieee")
-        _finish(
-            o,
-            top,
-            tl.sum(total, 1),
-            out,
-            parts,
-            stats,
-            arrivals,
-            split,
-            used,
-            row * tl.num_programs(1) + head,
-            GROUP,
-            D,
-            SPLITS,
-            FAN,
-            BITS,
-            STAGES,
-        )
-
-
-def _workspace(
-    q: torch.Tensor, kv_heads: int, splits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, int]]:
-    """Partial results and their maxima and sums, the result, and the constants of the sums."""
-    b, _, heads, d = q.shape
-    group = heads // kv_heads
-    size = 4 * group * d
-    fan, bits = tree(splits, size)
-    ahead = max(2, min(AHEAD, fan, ON_THE_WAY // size))
-    held = splits + blocks(splits, fan) if splits > 1 else 0
-    parts = torch.empty((b, kv_heads, held, group, d), dtype=torch.float32, device=q.device)
-    stats = torch.empty((b, kv_heads, held, 2, group), dtype=torch.float32, device=q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return parts, stats, out, {"SPLITS": splits, "FAN": fan, "BITS": bits, "STAGES": ahead + 1}
-
-
-def _constants(q: torch.Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
-    d, group = q.shape[3], q.shape[2] // kv_heads
-    return {
-        "WINDOW": window,
-        "CAPPED": softcap > 0,
-        "GROUP": group,
-        "M": max(16, power_of_2(group)),
-        "D": d,
-        "DP": max(16, power_of_2(d)),
-    }
-
-
-def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """(inner, outer): the score in base 2 is inner * x, or, capped, outer * tanh(inner * x)."""
-    return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
-
-
-def launch_decode_attention(
-    q: torch.Tensor,
-    end: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    arrivals: torch.Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    splits: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """Starts the kernel of `decode_attention`."""
-    slots, b, n, _ = k.shape
-    parts, stats, out, sums = _workspace(q, n, splits)
-    start(
-        _decode,
-        (splits, n, b),
-        q,
-        end,
-        k,
-        v,
-        arrivals,
-        parts,
-        stats,
-        out,
-        slots,
-        q.stride(0),
-        q.stride(2),
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *_factors(scale, softcap),
-        **_constants(q, n, window, softcap),
-        N=block_n,
-        **sums,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return out
-
-
-def launch_decode_attention_latent(
-    q: torch.Tensor,
-    end: torch.Tensor,
-    w: torch.Tensor,
-    caches: list[torch.Tensor],
-    arrivals: torch.Tensor,
-    freqs: torch.Tensor,
-    form: str,
-    window: int,
-    scale: float,
-    softcap: float,
-    splits: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """Starts the kernel of `decode_attention_latent`."""
-    slots, b, n, width = caches[0].shape
-    parts, stats, out, sums = _workspace(q, n, splits)
-    strides = [s for cache in caches for s in cache.stride()[:3]]
-    results = (arrivals, parts, stats, out, slots, q.stride(0), q.stride(2), *strides)
-    constants = _constants(q, n, window, softcap) | sums
-    constants |= {"N": block_n, "num_warps": warps, "num_stages": stages}
-    factors = _factors(scale, softcap)
-    if form == "value":
-        pairs = (width - q.shape[3]) // 2
-        constants |= {"P": pairs, "P2": max(16, power_of_2(2 * pairs))}
-        start(_decode_value, (splits, n, b), q, end, w, *caches, *results, *factors, **constants)
-    else:
-        pairs = freqs.shape[0]
-        constants |= {"P": pairs, "PP": max(16, power_of_2(pairs))}
-        operands = (q, end, w, freqs, *caches, *results)
-        start(_decode_raw, (splits, n, b), *operands, *factors, **constants)
-    return out
-
-
-def _of_raw(
-    raw: torch.Tensor, rms: torch.Tensor, w: torch.Tensor, freqs: torch.Tensor, end: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of rows in the form `raw`, as the op's reference makes them."""
-    half, pairs = w.shape[0] // 2, freqs.shape[0]
-    h = raw.float() * rms
-    low, rest1, high, rest2 = (
-        (h * w.float()).to(w.dtype).split([pairs, half - pairs, pairs, half - pairs], -1)
-    )
-    angle = slot_positions(end, raw.shape[0]).float()[..., None] * freqs
-    cos, sin = (x.to(w.dtype)[:, :, None] for x in (angle.cos(), angle.sin()))
-    turned = (low * cos - high * sin, rest1, high * cos + low * sin, rest2)
-    return torch.cat(turned, -1), h.to(w.dtype)
-
-
-@triton_op("g4ir::decode_attention", mutates_args={"arrivals"})
-def decode_attention(
-    q: torch.Tensor,
-    end: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    arrivals: torch.Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    splits: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """`attention` of the newest token of each row over its cache, [B,1,nq,d]
-
-    q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    k, v [C,B,n,d], any strides but the last; arrivals i64[B,n], 0 before and after. A row without
-    tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
-    """
-    if not takes(q):
-        arrivals.zero_()
-        out: torch.Tensor = attention.reference(
-            q, end[:, None] - 1, end, k, v, window=window, scale=scale, softcap=softcap
-        )
-        return out
-    return launch_decode_attention(
-        q, end, k, v, arrivals, window, scale, softcap, splits, block_n, warps, stages
+    options = {"form": n.word("form"), **masking(n), **choice.use}
+    counters = _counters(run, n, q)
+    return decode_attention_latent(
+        q, written, w, list(held), counters, frequencies(n, q), **options
     )
 
 
-@triton_op("g4ir::decode_attention_latent", mutates_args={"arrivals"})
-def decode_attention_latent(
-    q: torch.Tensor,
-    end: torch.Tensor,
-    w: torch.Tensor,
-    caches: list[torch.Tensor],
-    arrivals: torch.Tensor,
-    freqs: torch.Tensor,
-    form: str,
-    window: int,
-    scale: float,
-    softcap: float,
-    splits: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """`decode_attention` over caches in the form `value` or `raw` of `attention_latent`
+def _use(splits: int, block_n: int = 4) -> dict[str, int]:
+    return {"splits": splits, "block_n": block_n, "warps": 4, "stages": 2}
 
-    w [d] the weight of K's norm, of q's dtype as the table was; caches [C,B,n,d+2p], or [C,B,n,d]
-    and f32 [C,B,n,1]; freqs f32[p] the inverse frequencies of the rotated pairs, which only the
-    form `raw` reads.
-    """
-    if not takes(q):
-        arrivals.zero_()
-        if form == "value":
-            keys, values = keys_values_of_value(caches[0], w)
-        else:
-            keys, values = _of_raw(caches[0], caches[1], w, freqs, end)
-        out: torch.Tensor = attention.reference(
-            q, end[:, None] - 1, end, keys, values, window=window, scale=scale, softcap=softcap
-        )
-        return out
-    return launch_decode_attention_latent(
-        q,
-        end,
-        w,
-        caches,
-        arrivals,
-        freqs,
-        form,
-        window,
-        scale,
-        softcap,
-        splits,
-        block_n,
-        warps,
-        stages,
-    )
+
+W = 13
+SHORT, LONG = (0, 1, W - 1), (W, W + 1, 3 * W + 2)
+#: slots and window: a ring, one with slack, lists
+LAYOUTS = [(W, W), (W + 5, W), (64, 0), (64, W)]
+#: with few and many splits: also more than blocks of keys, and more than keys
+LENGTHS = [
+    sample(lengths, *layout, _use(splits), heads=(2, 1))
+    for layout in LAYOUTS
+    for lengths, splits in ((SHORT, 1), (LONG, 2), (SHORT, 4), (LONG, 7))
+]
+HEADS = [
+    sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), scale=0.12, softcap=softcap)
+    for n, group, softcap in ((1, 1, 3.0), (2, 2, 0.0), (1, 4, 3.0), (2, 8, 0.0), (2, 1, 3.0))
+]
+SIZES = [
+    sample((41,), 64, 0, _use(3, block_n), 0, (group, 1), d)
+    for block_n, group, d in ((8, 3, 24), (16, 32, 64), (64, 3, 64), (8, 32, 24))
+]
+OTHERS = [
+    sample((41,), 64, 0, _use(3), scale=180.0),  # the running maximum
+    sample((41,), 64, 0, _use(2), softcap=0.5),
+    sample((100_003, 65_536), W, W, _use(2)),  # slots follow from late positions
+    sample((700,), 1024, 0, _use(128), heads=(2, 1)),  # counters of 11 groups exceed an int32
+]
+LATENT = [
+    *(
+        sample((W + 1, 0, 2 * W), 64, 0, _use(3, 8), heads=(2, 1), form=form, pairs=pairs)
+        for form, most in (("value", 15), ("raw", 16))
+        for pairs in (0, 5, 8, most)
+    ),
+    *(
+        sample(lengths, *layout, _use(splits), heads=(2, 1), form=form)
+        for form in ("value", "raw")
+        for layout, lengths, splits in zip(LAYOUTS, (SHORT, LONG) * 2, (2, 4) * 2)
+    ),
+    *(
+        sample((W + 3, 5)[:n], 64, 0, _use(3), 0, (n * group, n), d, 0.2, softcap, form)
+        for form in ("value", "raw")
+        for n, group, d, softcap in ((1, 1, 32, 3.0), (2, 4, 24, 0.0), (1, 8, 24, 3.0))
+    ),
+    sample((60_000, 52_345), W, W, _use(2), form="raw", pairs=8),  # angles far from the start
+]
+
+KERNELS = (
+    Kernel(
+        op="attention",
+        starts={"decode_attention": 1},
+        rule=_shape,
+        call=_attention,
+        samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS),
+        error=5e-6,
+        differ=None,
+    ),
+    Kernel(
+        op="attention_latent",
+        starts={"decode_attention_latent": 1},
+        rule=_shape,
+        call=_latent,
+        samples=tuple(LATENT),
+        error=5e-6,
+        differ=None,
+    ),
+)

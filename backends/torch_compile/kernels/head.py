@@ -1,149 +1,60 @@
-"""From logits to the best tokens, exactly: equal logits are ordered by their index.
-
-A logit and its index become one int64, whose order is theirs: value first, then the lower index.
-So a maximum and a sort need no second operand, and the result does not depend on how the
-vocabulary is cut into blocks. -0 counts as 0; NaN is not expected.
-
-Error budget: none, the results are those of a stable descending sort.
-"""
+"""From logits to the best tokens, exactly."""
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import triton_op
+from typing import TYPE_CHECKING, Any
 
-from .base import blocks, power_of_2, start, takes
+from g4ir.ir.graph import Graph, Node
 
-#: the most candidates of `top_candidates`: every block keeps as many
-MOST = 64
+from ..target import Target
+from .base import CANDIDATES, Choice, Kernel, Sample, Shape, size
 
-
-@triton.jit
-def _keys(logits, i, live):
-    """int64 keys of logits[i]; where not `live`, a key below that of -inf."""
-    bits = tl.load(logits + i, mask=live, other=0).to(tl.float32).to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)
-    # A negative float grows as its bits, read as an integer, shrink.
-    bits = tl.where(live, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
+if TYPE_CHECKING:
+    from ..run import Run
 
 
-@triton.jit
-def _index(keys):
-    return 0x7FFFFFFF - (keys & 0x7FFFFFFF)
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    return {"vocab": size(n.inputs[0].type, -1)}
 
 
-@triton.jit
-def _value(keys):
-    bits = (keys >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _few(g: Graph, n: Node, target: Target) -> Shape | None:
+    return _shape(g, n, target) if n.whole("k") <= CANDIDATES else None
 
 
-@triton.jit
-def _best_of_block(logits, best, vocab, BLOCK: tl.constexpr):
-    """best [B, blocks]: the largest key of each block of the row. Grid: blocks, B."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    keys = _keys(logits + row * vocab, i, i < vocab)
-    tl.store(best + row * tl.num_programs(0) + block, tl.max(keys, 0))
+def _argmax(run: Run, n: Node, choice: Choice, logits: Any) -> Any:
+    from .head_triton import block_argmax
+
+    return block_argmax(logits.flatten(0, 1))
 
 
-@triton.jit
-def _best(best, token, count, BLOCK: tl.constexpr):
-    """token [B]: the index in the largest key of best [B, count]. Grid: B."""
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    keys = tl.load(best + row * count + i, mask=i < count, other=-0x8000000000000000)
-    tl.store(token + row, _index(tl.max(keys, 0)))
+def _candidates(run: Run, n: Node, choice: Choice, logits: Any) -> tuple[Any, ...]:
+    from .head_triton import top_candidates
+
+    return tuple(top_candidates(logits.flatten(0, 1), n.whole("k")))
 
 
-@triton.jit
-def _top_of_block(logits, top, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """top [B, blocks, KEPT]: the largest keys of each block of the row. Grid: blocks, B."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.topk(_keys(logits + row * vocab, i, i < vocab), KEPT)
-    at = (row * tl.num_programs(0) + block) * KEPT
-    tl.store(top + at + tl.arange(0, KEPT), keys)
+#: rows, vocabulary, candidates
+SIZES = [(2, 1, 1), (1, 2, 2), (3, 5, 3), (1, 64, 64), (2, 100, 1), (3, 300, 7), (1, 512, 40)]
 
-
-@triton.jit
-def _top(top, values, index, count, k, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """values, index [B, k]: of the k largest keys of top [B, count], in order. Grid: B."""
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    keys = tl.load(top + row * count + i, mask=i < count, other=-0x8000000000000000)
-    keys = tl.topk(keys, KEPT)
-    at = tl.arange(0, KEPT)
-    tl.store(values + row * k + at, _value(keys), mask=at < k)
-    tl.store(index + row * k + at, _index(keys), mask=at < k)
-
-
-def launch_block_argmax(logits: torch.Tensor, block: int = 4096) -> torch.Tensor:
-    """[B, V] -> int64 [B]; `block`: how many logits one program of the first kernel reads."""
-    rows, vocab = logits.shape
-    block = min(block, power_of_2(vocab))
-    count = blocks(vocab, block)
-    best = logits.new_empty((rows, count), dtype=torch.int64)
-    token = logits.new_empty((rows,), dtype=torch.int64)
-    start(_best_of_block, (count, rows), logits.contiguous(), best, vocab, BLOCK=block, num_warps=4)
-    start(_best, (rows,), best, token, count, BLOCK=power_of_2(count), num_warps=1)
-    return token
-
-
-def launch_top_candidates(
-    logits: torch.Tensor, k: int, block: int = 4096
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, V] -> fp32 [B, k] and int64 [B, k]; `block` as for the argmax."""
-    rows, vocab = logits.shape
-    kept = max(2, power_of_2(k))  # tl.topk wants a power of two, and not 1
-    block = max(kept, min(block, power_of_2(vocab)))
-    count = blocks(vocab, block) * kept
-    top = logits.new_empty((rows, count), dtype=torch.int64)
-    values = logits.new_empty((rows, k), dtype=torch.float32)
-    index = logits.new_empty((rows, k), dtype=torch.int64)
-    start(
-        _top_of_block,
-        (count // kept, rows),
-        logits.contiguous(),
-        top,
-        vocab,
-        KEPT=kept,
-        BLOCK=block,
-        num_warps=8,
-    )
-    start(
-        _top,
-        (rows,),
-        top,
-        values,
-        index,
-        count,
-        k,
-        KEPT=kept,
-        BLOCK=power_of_2(count),
-        num_warps=8,
-    )
-    return values, index
-
-
-@triton_op("g4ir::block_argmax", mutates_args={})
-def block_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest index of the largest logit: [B, V] -> int64 [B]."""
-    if not takes(logits):
-        return logits.argmax(-1)
-    return launch_block_argmax(logits)
-
-
-@triton_op("g4ir::top_candidates", mutates_args={})
-def top_candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest logits, descending, equal ones by index: fp32 [B, k] and int64 [B, k].
-
-    ValueError unless 1 <= k <= V and k <= 64.
-    """
-    if not 1 <= k <= min(MOST, logits.shape[-1]):
-        raise ValueError(f"{k} candidates of {logits.shape[-1]} logits: expected 1 to {MOST}")
-    if not takes(logits):
-        values, index = logits.float().sort(dim=-1, descending=True, stable=True)
-        return values[:, :k].contiguous(), index[:, :k].contiguous()
-    return launch_top_candidates(logits, k)
+KERNELS = (
+    Kernel(
+        op="greedy",
+        starts={"block_argmax": 2},
+        rule=_shape,
+        call=_argmax,
+        samples=tuple(Sample((f"T[{b},1,{v}]",)) for b, v, _ in SIZES),
+        error=0,
+        differ=0,
+        use={},
+    ),
+    Kernel(
+        op="candidates",
+        starts={"top_candidates": 2},
+        rule=_few,
+        call=_candidates,
+        samples=tuple(Sample((f"T[{b},1,{v}]",), {"k": k}) for b, v, k in SIZES),
+        error=0,
+        differ=0,
+        use={},
+    ),
+)

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from g4ir.errors import MissingError
 
-from .base import directly
+from .launch import directly
 
 _convert = interpreter._convert_float
 _patch = interpreter._patch_lang

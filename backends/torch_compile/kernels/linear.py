@@ -1,272 +1,125 @@
-"""Products of a few rows with a weight, bound by reading the weight once.
-
-`block_m` chooses the kernel's inner loop. 1, for one row: multiply and add in fp32, one reduction
-at the end; no tensor cores, since a product of 16 columns would be 15/16 empty. 16 or 32, for as
-many rows: the weight is the left operand of the tensor core product, whose tile may be 64 rows
-and more there, while the right one may be as narrow as the 16 rows of x. More rows than `block_m`
-are right as well, but read the weight again. With `stages` above 1 the loads of that many steps
-are under way at once, by asynchronous copies to shared memory, which ignore the eviction policy.
-
-Error budget. Every sum is kept in fp32 and rounded once, at its end. One row: an accumulator adds
-k / block_k products, then a tree of log2(block_k) steps adds the accumulators; 16 rows: the tensor
-core adds in steps of 16. For k of some thousand either is within 1e-5 of the rms of the sums, far
-below the rounding of bf16 (2^-9 relative), so a bf16 result is the exact sum's nearest neighbour
-except where that sum is within this budget of a tie.
-"""
+"""Products of a few rows with a weight."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import triton_op
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.mlp import ACTIVATIONS
 
-from ....ops.linear import linear
-from ....ops.mlp import glu
-from .base import activate, blocks, rounded, start, takes
+from ..target import Target
+from .base import Choice, Kernel, Sample, Shape, is_skinny, size
 
+if TYPE_CHECKING:
+    from ..run import Run
 
-@triton.jit
-def _one_row(x, w, live, first, K, CHUNK, BLOCK_K, R, STAGES):
-    """fp32 [R, 1]: sum over CHUNK values of j, from `first`, of x[j] * w[r][j]; w: R pointers."""
-    j = tl.arange(0, BLOCK_K)
-    sums = tl.zeros([R, BLOCK_K], tl.float32)
-    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-        here = first + at + j
-        a = tl.load(x + here, mask=here < K, other=0).to(tl.float32)
-        b = tl.load(
-            w[:, None] + here[None, :],
-            mask=live[:, None] & (here < K)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        sums += b.to(tl.float32) * a[None, :]
-    return tl.sum(sums, 1)[:, None]
+#: ops that add up partial sums of the products before them: op -> inputs that may be such
+SUMS = {"norm_residual": (0,), "dual_norm_residual": (0, 2)}
 
 
-@triton.jit
-def _many_rows(x, w, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES):
-    """fp32 [R, BLOCK_M]: the same sum for the rows m of x, by tensor cores."""
-    j = tl.arange(0, BLOCK_K)
-    x += m.to(tl.int64)[None, :] * K
-    sums = tl.zeros([R, BLOCK_M], tl.float32)
-    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-        here = first + at + j
-        a = tl.load(
-            w[:, None] + here[None, :],
-            mask=live[:, None] & (here < K)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        b = tl.load(x + here[:, None], mask=(m < rows)[None, :] & (here < K)[:, None], other=0)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-    return sums
+def _sum(g: Graph, n: Node) -> Node | None:
+    """The op that can add up partial sums, where the node's result goes nowhere else."""
+    users = g.users().get(n.out.name, [])
+    if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
+        return None
+    summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
+    return users[0] if summed else None
 
 
-@triton.jit
-def _skinny(
-    x,
-    w,
-    up,
-    y,
-    rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-    ACT: tl.constexpr,
-):
-    """Columns of y for BLOCK_M rows, over one CHUNK of K.
-
-    x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up [rows, N], read if
-    ACT is given and not PACKED; y [chunks, rows, N]. Grid: columns, chunks, rows.
-    """
-    part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
-    r = tl.arange(0, R)
-    i = tl.program_id(0) * BLOCK_N + r % BLOCK_N
-    live = i < N
-    w += (i + r // BLOCK_N * N).to(tl.int64) * K
-    if BLOCK_M == 1:
-        x += tl.program_id(2).to(tl.int64) * K
-        sums = _one_row(x, w, live, part * CHUNK, K, CHUNK, BLOCK_K, R, STAGES)
-    else:
-        sums = _many_rows(x, w, m, live, part * CHUNK, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES)
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (i < N)[:, None] & (m < rows)[None, :]
-    at = m.to(tl.int64)[None, :] * N + i[:, None]
-    if PACKED:
-        halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
-        sums, by = tl.split(halves)
-        sums = _gated(sums, rounded(by, y), y, ACT)
-    elif ACT != "":
-        by = tl.load(up + at, mask=mask, other=0).to(tl.float32)
-        sums = _gated(sums, by, y, ACT)
-    tl.store(y + part.to(tl.int64) * rows * N + at, sums.to(y.dtype.element_ty), mask=mask)
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    w = n.inputs[1].type
+    found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
+    return found if is_skinny(n, target) else None
 
 
-@triton.jit
-def _gated(gate, up, like, ACT):
-    """act(gate) * up with the roundings of the ops `linear` and `glu`, all but the last."""
-    return rounded(activate(rounded(gate, like), ACT), like) * up
+def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
+    return _shape(g, n, target) if _sum(g, n) else None
 
 
-def _start(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    up: torch.Tensor | None,
-    y: torch.Tensor,
-    split: int,
-    sizes: tuple[int, int, int, int, int],
-    packed: bool = False,
-    act: str = "",
-) -> None:
-    """Fill y; `sizes`: block_m, block_n, block_k, warps, stages."""
-    if not w.is_contiguous():
-        raise ValueError(f"weight of strides {w.stride()}: its rows must follow one another")
-    block_m, block_n, block_k, warps, stages = sizes
-    n, k = y.shape[-1], w.shape[1]
-    rows = x.numel() // k
-    start(
-        _skinny,
-        (blocks(n, block_n), split, blocks(rows, block_m)),
-        x.contiguous(),
-        w,
-        x if up is None else up.contiguous(),
-        y,
-        rows,
-        N=n,
-        K=k,
-        CHUNK=chunk(k, split, block_k),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        PACKED=packed,
-        ACT=act,
-        num_warps=warps,
+def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
+    from .linear_triton import skinny_linear
+
+    return skinny_linear(x, w, **choice.use)
+
+
+def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
+    """A stack of partial sums, which the norm behind it adds up."""
+    from .linear_triton import skinny_linear_parts
+
+    return skinny_linear_parts(x, w, **choice.use)
+
+
+def _glu(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
+    from .linear_triton import skinny_linear_glu
+
+    return skinny_linear_glu(x, w, up, n.word("act"), **choice.use)
+
+
+def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
+    return {"block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": 1, "stages": 2} | (
+        more
     )
 
 
-def chunk(k: int, split: int, block_k: int) -> int:
-    """How many of the k products one of `split` parts adds: whole blocks, the last part fewer."""
-    return int(blocks(blocks(k, block_k), split) * block_k)
+#: both inner loops, with few rows and with more than `block_m`
+ONE, MANY, WIDE = _use(1, 4), _use(16, 16), _use(32, 16)
+#: rows, n, k, settings: tiny, odd, not whole blocks, whole blocks
+PRODUCTS = [
+    (1, 1, 1, ONE),
+    (1, 17, 100, ONE),
+    (3, 5, 33, ONE),
+    (1, 32, 96, MANY),
+    (2, 3, 7, MANY),
+    (3, 17, 100, MANY),
+    (16, 5, 33, MANY),
+    (19, 32, 96, MANY),
+    (27, 17, 100, WIDE),
+    (1, 40, 1536, _use(1, 8, 512, stages=4)),
+    (5, 72, 1536, _use(16, 64, 128, stages=3)),
+]
+SUMMED = [(1, 21, 7, ONE, 3), (1, 21, 100, ONE, 4), (3, 21, 100, MANY, 3), (16, 21, 256, MANY, 1)]
+GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
 
 
-def launch_skinny_linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """[..., k], [n, k] -> [..., n], of x's dtype."""
-    y = x.new_empty((*x.shape[:-1], w.shape[0]))
-    _start(x, w, None, y, 1, (block_m, block_n, block_k, warps, stages))
-    return y
+def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
+    return f"T[{rows},1,{k}]", f"*T[{n},{k}]"
 
 
-def launch_skinny_linear_parts(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    split: int,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """[..., k], [n, k] -> fp32 [split, ..., n]: the sums over consecutive chunks of k."""
-    y = x.new_empty((split, *x.shape[:-1], w.shape[0]), dtype=torch.float32)
-    _start(x, w, None, y, split, (block_m, block_n, block_k, warps, stages))
-    return y
-
-
-def launch_skinny_linear_glu(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    up: torch.Tensor | None,
-    act: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """[..., k], [2n, k] -> [..., n], gate rows first; or with up [..., n] and w [n, k]."""
-    n = w.shape[0] // 2 if up is None else w.shape[0]
-    y = x.new_empty((*x.shape[:-1], n))
-    _start(x, w, up, y, 1, (block_m, block_n, block_k, warps, stages), up is None, act)
-    return y
-
-
-@triton_op("g4ir::skinny_linear", mutates_args={})
-def skinny_linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """The op `linear`: x [..., k], w [n, k] -> [..., n]."""
-    if not takes(x):
-        return _linear(x, w)
-    return launch_skinny_linear(x, w, block_m, block_n, block_k, warps, stages)
-
-
-@triton_op("g4ir::skinny_linear_parts", mutates_args={})
-def skinny_linear_parts(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    split: int,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds them."""
-    if not takes(x):
-        step = chunk(w.shape[1], split, block_k)
-        at = [slice(p * step, (p + 1) * step) for p in range(split)]
-        return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
-    return launch_skinny_linear_parts(x, w, split, block_m, block_n, block_k, warps, stages)
-
-
-@triton_op("g4ir::skinny_linear_glu", mutates_args={})
-def skinny_linear_glu(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    up: torch.Tensor | None,
-    act: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """The ops `linear`, then `glu_packed`, or `glu` with a given up.
-
-    x [..., k], w [2n, k] -> [..., n]; or w [n, k] and up [..., n] -> [..., n].
-    """
-    if not takes(x):
-        gate = _linear(x, w)
-        if up is None:
-            gate, up = gate.chunk(2, -1)
-        out: torch.Tensor = glu.reference(gate, up, act=act)
-        return out
-    return launch_skinny_linear_glu(x, w, up, act, block_m, block_n, block_k, warps, stages)
-
-
-def _linear(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return linear.reference(x, w)
+KERNELS = (
+    Kernel(
+        op="linear",
+        starts={"skinny_linear_parts": 1},
+        rule=_summed,
+        call=_parts,
+        samples=tuple(
+            Sample(_product(b, n, k), use={**use, "split": split}) for b, n, k, use, split in SUMMED
+        ),
+        error=5e-6,
+        ending=_sum,
+    ),
+    Kernel(
+        op="linear",
+        starts={"skinny_linear": 1},
+        rule=_shape,
+        call=_linear,
+        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS),
+        error=5e-6,
+    ),
+    Kernel(
+        op="linear_glu",
+        starts={"skinny_linear_glu": 1},
+        rule=_shape,
+        call=_glu,
+        samples=tuple(
+            Sample(
+                (*_product(b, n * (1 + packed), k), *[f"T[{b},1,{n}]"] * (not packed)),
+                {"act": act},
+                use,
+            )
+            for (b, n, k, use), act in zip(GATED, ACTIVATIONS, strict=True)
+            for packed in (True, False)
+        ),
+        error=1e-5,
+        differ=0.02,
+    ),
+)

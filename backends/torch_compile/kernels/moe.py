@@ -1,1083 +1,133 @@
-"""The MoE block of a decode step: router scores, gate and up, down; experts and dense MLP together.
-
-The op `router` becomes `router_logits` and a top-k that every reader of the scores does again, from
-E scores that lie in L2: cheaper than a kernel in between. The op `experts` becomes `moe_gate_up`
-and `moe_down`. The dense MLP of the same layer rides in the same grids as a part that is always on,
-because alone it would not fill the machine. act holds, per row, top_k slots of I in the order of
-rank, then the Id columns of the dense MLP.
-
-`moe_gate_up` and `moe_down` read the weights of an expert once per row that chose it. From about
-five rows on rows share experts: then `moe_sort` does the top-k of all rows and lists the experts
-that are in use, and the kernels named `*_sorted` read each of these once, for all rows together. A
-row chooses an expert at most once, so an expert never has more rows than there are rows.
-
-Order of the experts: by score, equal scores by lower index. (`torch.topk` promises no order among
-equals: the op is matched up to that.) Weights are exp(s - max s) / sum over the chosen ones: the
-denominator of the softmax over all experts cancels.
-
-Error: each product has fp32 sums in another order than the reference, about 1e-6 of the root mean
-square of the terms, then the roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a
-rounding may fall the other way (1 ulp) at the scores, at gate and up, at the activation and at each
-slot's product; weights are off by at most 1e-5, relative.
-"""
+"""The experts of a layer beside its dense MLP: row by row, or sorted by expert."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import triton_op
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.mlp import ACTIVATIONS
 
-from g4ir.ops.base import wide
-from g4ir.ops.mlp import activate as activation
+from ..target import Target
+from .base import Choice, Kernel, Sample, Shape, Use, is_skinny, size
 
-from .base import activate, blocks, power_of_2, rounded, start, takes
+if TYPE_CHECKING:
+    from ..run import Run
 
-#: rows of scores that a program of the top-k takes at a time
-ROWS = 16
-
-# ---- order of the experts ------------------------------------------------------------------------
-# A key is an integer whose order is (score, then lower index), so that one integer maximum finds
-# both. 10 bits hold the index. Scores of 16 bits leave their place free in 32 bits; fp32 needs 64.
+#: most rows whose experts are read row by row; more are sorted by expert first
+UNSORTED = 3
 
 
-@triton.jit
-def _keys(s, i, WIDE: tl.constexpr):
-    """Scores s (fp32) and their expert indices i -> keys."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if WIDE:
-        key = (order.to(tl.int64) << 10) | (1023 - i)
-    else:
-        key = (order & -1024) | (1023 - i)
-    return key
+def _shape(n: Node, target: Target) -> Shape:
+    x, dense, gate_up = n.inputs[1].type, n.inputs[6].type, n.inputs[8].type
+    return {
+        "rows": target.rows,
+        "d": size(x, -1),
+        "experts": size(gate_up, 0),
+        "inner": size(gate_up, 1) // 2,
+        "dense": size(dense, 0) // 2,
+    }
 
 
-@triton.jit
-def _expert(key):
-    return (1023 - (key & 1023)).to(tl.int64)
+def _few(g: Graph, n: Node, target: Target) -> Shape | None:
+    return _shape(n, target) if is_skinny(n, target) and target.rows <= UNSORTED else None
 
 
-@triton.jit
-def _score(key, WIDE: tl.constexpr):
-    if WIDE:
-        order = (key >> 10).to(tl.int32)
-        bits = order ^ ((order >> 31) & 0x7FFFFFFF)
-    else:
-        bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & -1024
-    return bits.to(tl.float32, bitcast=True)
+def _many(g: Graph, n: Node, target: Target) -> Shape | None:
+    return _shape(n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
 
 
-@triton.jit
-def _below(key, best, WIDE: tl.constexpr):
-    """Keys that are less than `best`; the others as the least of integers."""
-    least: tl.constexpr = -(2**63) if WIDE else -(2**31)
-    return tl.where(key < best, key, least)
+def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+    """(dense, experts): the dense MLP in the grids of the experts."""
+    from .moe_triton import moe_down, moe_gate_up
+
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
+    act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
+    scores = _scores(n, choice, given)
+    inner = moe_gate_up(x_dense, x, scores, w_dense, gate_up, top_k, act, **use["moe_gate_up"])
+    return moe_down(inner, scores, per_expert, w_dense_down, down, top_k, **use["moe_down"])
 
 
-@triton.jit
-def _load_keys(logits, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.constexpr):
-    """Keys of one row of scores; padding comes last."""
-    i = tl.arange(0, E_P)
-    s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"))
-    return _keys(s.to(tl.float32), i, WIDE)
+def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+    """As `_by_row`: each expert in use is read once for all rows."""
+    from .moe_triton import moe_down_sorted, moe_gate_up_sorted, moe_sort
 
-
-@triton.jit
-def _expert_of(logits, slot, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.constexpr):
-    """The expert of rank `slot`."""
-    key = _load_keys(logits, EXPERTS, E_P, WIDE)
-    best = tl.max(key, 0)
-    for _ in range(slot):
-        best = tl.max(_below(key, best, WIDE), 0)
-    return _expert(best)
-
-
-@triton.jit
-def _decoded(chosen, highest, live, WIDE: tl.constexpr):
-    """Keys -> experts int64 and exp(score - highest score); expert 0 and 0 where not live."""
-    ids = tl.where(live, _expert(chosen), 0)
-    s = tl.where(live, _score(chosen, WIDE), highest)
-    return ids, tl.where(live, tl.exp(s - highest), 0.0)
-
-
-@triton.jit
-def _route(
-    logits,
-    per_expert,
-    slots,
-    EXPERTS: tl.constexpr,
-    E_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Experts int64 and weights fp32 of ranks `slots`; 0 from TOP_K on."""
-    key = _load_keys(logits, EXPERTS, E_P, WIDE)
-    best = tl.max(key, 0)
-    highest = _score(best, WIDE)
-    chosen = tl.where(slots == 0, best, 0)
-    for j in tl.static_range(1, TOP_K):
-        best = tl.max(_below(key, best, WIDE), 0)
-        chosen = tl.where(slots == j, best, chosen)
-    ids, e = _decoded(chosen, highest, slots < TOP_K, WIDE)
-    scale = tl.load(per_expert + ids).to(tl.float32)
-    return ids, tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 0)) * scale
-
-
-@triton.jit
-def _topk(
-    logits,
-    per_expert,
-    weights,
-    index,
-    listed,
-    rows,
-    EXPERTS: tl.constexpr,
-    E_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    S: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LIST: tl.constexpr,
-):
-    """Routing of ROWS rows, or of all rows where LIST, and then the list of experts in use."""
-    i = tl.arange(0, E_P)
-    slots = tl.arange(0, S)[None, :]
-    used = tl.zeros([E_P], tl.int32)
-    first = tl.program_id(0) * ROWS
-    for r0 in range(first, rows if LIST else first + ROWS, ROWS):
-        r = r0 + tl.arange(0, ROWS)[:, None]
-        at = tl.minimum(r, rows - 1) * EXPERTS + i[None, :]  # past the end the last row again
-        s = tl.load(logits + at, mask=(i < EXPERTS)[None, :], other=float("-inf"))
-        key = _keys(s.to(tl.float32), i[None, :], WIDE)
-        best = tl.max(key, 1)[:, None]
-        highest = _score(best, WIDE)
-        chosen = tl.where(slots == 0, best, 0)
-        for j in tl.static_range(1, TOP_K):
-            best = tl.max(_below(key, best, WIDE), 1)[:, None]
-            chosen = tl.where(slots == j, best, chosen)
-        ids, e = _decoded(chosen, highest, slots < TOP_K, WIDE)
-        scale = tl.load(per_expert + ids).to(tl.float32)
-        weight = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None]) * scale
-        inside = (r < rows) & (slots < TOP_K)
-        tl.store(weights + r * TOP_K + slots, weight, mask=inside)
-        tl.store(index + r * TOP_K + slots, ids, mask=inside)
-        used = tl.maximum(used, tl.max((key >= best).to(tl.int32), 0))  # best: the last rank's
-    if LIST:
-        before = tl.cumsum(used, 0) - used
-        place = tl.where(used == 1, before, tl.sum(used, 0) + i - before)
-        tl.store(listed + place, tl.where(used == 1, i, -1), mask=i < EXPERTS)
-
-
-# ---- products of one row -------------------------------------------------------------------------
-
-
-@triton.jit
-def _router_logits(
-    x,
-    scale,
-    proj,
-    out,
-    root,
-    HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """BLOCK_N scores of one row."""
-    row = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k0 in range(0, HIDDEN, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        inside = k < HIDDEN
-        a = tl.load(x + row * HIDDEN + k, mask=inside, other=0.0).to(tl.float32)
-        a = rounded(a * tl.load(scale + k, mask=inside, other=0.0).to(tl.float32), x)
-        a = rounded(a * root, x)
-        w = tl.load(
-            proj + n[:, None] * HIDDEN + k[None, :],
-            mask=(n < EXPERTS)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        acc += a[None, :] * w.to(tl.float32)
-    tl.store(out + row * EXPERTS + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < EXPERTS)
-
-
-@triton.jit
-def _row_glu(
-    x,
-    w,
-    out,
-    n,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[n] = act(w[n] @ x) * (w[N + n] @ x); x [K], w [2N, K]."""
-    gates = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    at = w + n[:, None] * K
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        g = tl.load(at + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        u = tl.load(at + N * K + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        gates += a * g.to(tl.float32)
-        ups += a * u.to(tl.float32)
-    gate = rounded(activate(rounded(tl.sum(gates, 1), out), ACT), out)
-    up = rounded(tl.sum(ups, 1), out)
-    tl.store(out + n, (gate * up).to(out.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _gate_up(
-    x_dense,
-    x_moe,
-    logits,
-    w_dense,
-    gate_up,
-    out,
-    HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    DENSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    E_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
-    stream while the others wait for their top-k."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    out += row * (TOP_K * INNER + DENSE)
-    dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
-    if block < dense_blocks:
-        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        _row_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            out + TOP_K * INNER,
-            n,
-            DENSE,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
-    else:
-        per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-        slot = (block - dense_blocks) // per_slot
-        n = (block - dense_blocks) % per_slot * BLOCK_N + tl.arange(0, BLOCK_N)
-        expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-        _row_glu(
-            x_moe + row * HIDDEN,
-            gate_up + expert * (2 * INNER * HIDDEN),
-            out + slot * INNER,
-            n,
-            INNER,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
-
-
-@triton.jit
-def _row_linear(
-    x,
-    w,
-    out,
-    n,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[n] = w[n] @ x; x [K], w [N, K]."""
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        at = w + n[:, None] * K + k[None, :]
-        acc += a * tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _down(
-    act,
-    logits,
-    per_expert,
-    w_dense,
-    down,
-    dense,
-    moe,
-    HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    DENSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    S: tl.constexpr,
-    E_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One row; BLOCK_N columns of all slots at once, or S * BLOCK_N columns of the dense MLP: both
-    tiles have as many rows of weights, so that both keep as many loads in flight."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    act += row * (TOP_K * INNER + DENSE)
-    dense_blocks: tl.constexpr = (HIDDEN + S * BLOCK_N - 1) // (S * BLOCK_N)
-    if block < dense_blocks:
-        wide_n = block * (S * BLOCK_N) + tl.arange(0, S * BLOCK_N)
-        _row_linear(
-            act + TOP_K * INNER,
-            w_dense,
-            dense + row * HIDDEN,
-            wide_n,
-            HIDDEN,
-            DENSE,
-            S * BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
-    else:
-        n = (block - dense_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        slots = tl.arange(0, S)
-        ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
-        live = (slots < TOP_K)[:, None, None]
-        at = down + ids[:, None, None] * (HIDDEN * INNER) + n[None, :, None] * INNER
-        acc = tl.zeros([S, BLOCK_N, BLOCK_K], tl.float32)
-        for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-            k = (k0 + tl.arange(0, BLOCK_K))[None, None, :]
-            inside = live & (k < INNER)
-            a = tl.load(act + slots[:, None, None] * INNER + k, mask=inside, other=0.0)
-            inside = inside & (n < HIDDEN)[None, :, None]
-            w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first")
-            acc += a.to(tl.float32) * w.to(tl.float32)
-        y = rounded(tl.sum(acc, 2), moe) * weights[:, None]
-        total = tl.zeros([BLOCK_N], tl.float32)
-        for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
-            total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)
-        tl.store(moe + row * HIDDEN + n, total.to(moe.dtype.element_ty), mask=n < HIDDEN)
-
-
-# ---- products of several rows --------------------------------------------------------------------
-
-
-@triton.jit
-def _tile_glu(
-    x,
-    w,
-    out,
-    live,
-    n0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[m][n] = act(w[n] @ x[m]) * (w[N + n] @ x[m]) for live m; x and out: pointers per row m.
-
-    Gate and up rows alternate in one tile, so that a pair ends up in one thread.
-    """
-    r = tl.arange(0, 2 * BLOCK_N)
-    wn = n0 + r // 2
-    at = w + (r % 2 * N + wn)[:, None] * K
-    acc = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = tl.load(x[:, None] + k, mask=live[:, None] & (k < K), other=0.0)
-        inside = (wn < N)[:, None] & (k < K)
-        t = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(t, tl.trans(a), acc, input_precision="ieee")
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
-    like = w
-    y = rounded(activate(rounded(gate, like), ACT), like) * rounded(up, like)
-    n = n0 + tl.arange(0, BLOCK_N)
-    inside = live[None, :] & (n < N)[:, None]
-    tl.store(out[None, :] + n[:, None], y.to(w.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tile_linear(
-    x,
-    w,
-    out,
-    live,
-    n0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[m][n] = w[n] @ x[m] for live m; x and out: pointers per row m."""
-    n = n0 + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = tl.load(x[:, None] + k, mask=live[:, None] & (k < K), other=0.0)
-        inside = (n < N)[:, None] & (k < K)
-        at = w + n[:, None] * K + k
-        t = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(t, tl.trans(a), acc, input_precision="ieee")
-    inside = live[None, :] & (n < N)[:, None]
-    tl.store(out[None, :] + n[:, None], acc.to(w.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _slots_of(index, expert, m, rows, TOP_K: tl.constexpr, S: tl.constexpr):
-    """Per row m: whether it chose the expert, and in which slot."""
-    slots = tl.arange(0, S)[None, :]
-    inside = (m < rows)[:, None] & (slots < TOP_K)
-    hit = tl.load(index + m[:, None] * TOP_K + slots, mask=inside, other=-2) == expert
-    return tl.max(hit.to(tl.int32), 1) == 1, tl.sum(tl.where(hit, slots, 0), 1)
-
-
-@triton.jit
-def _gate_up_sorted(
-    x_dense,
-    x_moe,
-    index,
-    listed,
-    w_dense,
-    gate_up,
-    out,
-    rows,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    DENSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert."""
-    block = tl.program_id(0)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = m.to(tl.int64)
-    out += row * (TOP_K * INNER + DENSE)
-    dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
-    if block < dense_blocks:
-        _tile_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            out + TOP_K * INNER,
-            m < rows,
-            block * BLOCK_N,
-            DENSE,
-            HIDDEN,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-        )
-    else:
-        per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-        expert = tl.load(listed + (block - dense_blocks) // per_expert).to(tl.int64)
-        live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
-        if tl.max(live.to(tl.int32), 0) == 1:
-            n0 = (block - dense_blocks) % per_expert * BLOCK_N
-            _tile_glu(
-                x_moe + row * HIDDEN,
-                gate_up + expert * (2 * INNER * HIDDEN),
-                out + slot * INNER,
-                live,
-                n0,
-                INNER,
-                HIDDEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                ACT,
-                STAGES,
-            )
-
-
-@triton.jit
-def _down_sorted(
-    act,
-    index,
-    listed,
-    w_dense,
-    down,
-    dense,
-    parts,
-    rows,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    DENSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
-    HIDDEN], rounded and not yet weighted."""
-    block = tl.program_id(0)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = m.to(tl.int64)
-    act += row * (TOP_K * INNER + DENSE)
-    per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    n0 = block % per_expert * BLOCK_N
-    if block < per_expert:
-        _tile_linear(
-            act + TOP_K * INNER,
-            w_dense,
-            dense + row * HIDDEN,
-            m < rows,
-            n0,
-            HIDDEN,
-            DENSE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-        )
-    else:
-        expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
-        live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
-        if tl.max(live.to(tl.int32), 0) == 1:
-            _tile_linear(
-                act + slot * INNER,
-                down + expert * (HIDDEN * INNER),
-                parts + (row * TOP_K + slot) * HIDDEN,
-                live,
-                n0,
-                HIDDEN,
-                INNER,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-            )
-
-
-@triton.jit
-def _sum_slots(parts, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = sum over the slots of weight * part, in the order of rank."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOP_K):
-        slot = row * TOP_K + j
-        y = tl.load(parts + slot * HIDDEN + n, mask=n < HIDDEN, other=0.0)
-        total += tl.load(weights + slot) * y.to(tl.float32)
-    tl.store(out + row * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
-
-
-# ---- starting them -------------------------------------------------------------------------------
-
-
-def _is_wide(logits: torch.Tensor) -> bool:
-    return logits.dtype == torch.float32
-
-
-def _rows(x: torch.Tensor) -> Any:
-    """The product of the leading dims, which may be symbolic."""
-    return x.numel() // x.shape[-1]
-
-
-def launch_router_logits(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    proj: torch.Tensor,
-    root: float,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    experts, hidden = proj.shape
-    out = x.new_empty((*x.shape[:-1], experts))
-    start(
-        _router_logits,
-        (blocks(experts, block_n), _rows(x)),
-        x,
-        scale,
-        proj,
-        out,
-        root,
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
+    act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
+    weights, *chosen = moe_sort(_scores(n, choice, given), per_expert, top_k, **use["moe_sort"])
+    inner = moe_gate_up_sorted(
+        x_dense, x, *chosen, w_dense, gate_up, act, **use["moe_gate_up_sorted"]
     )
-    return out
+    return moe_down_sorted(inner, weights, *chosen, w_dense_down, down, **use["moe_down_sorted"])
 
 
-def _launch_topk(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int, warps: int, listing: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    experts, rows = logits.shape[-1], _rows(logits)
-    shape = (*logits.shape[:-1], top_k)
-    weights = logits.new_empty(shape, dtype=torch.float32)
-    index = logits.new_empty(shape, dtype=torch.int64)
-    listed = logits.new_empty((experts if listing else 1,), dtype=torch.int32)
-    start(
-        _topk,
-        (1 if listing else blocks(rows, ROWS),),
-        logits,
-        per_expert,
-        weights,
-        index,
-        listed,
-        rows,
-        EXPERTS=experts,
-        E_P=power_of_2(experts),
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        ROWS=ROWS,
-        WIDE=_is_wide(logits),
-        LIST=listing,
-        num_warps=warps,
-        num_stages=1,
-    )
-    return weights, index, listed
+def _scores(n: Node, choice: Choice, given: tuple[Any, ...]) -> Any:
+    from .moe_triton import router_logits
+
+    return router_logits(*given[2:5], n.number("root"), **choice.uses["router_logits"])
 
 
-def launch_router_topk(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int, warps: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_topk(logits, per_expert, top_k, warps, listing=False)[:2]
-
-
-def launch_moe_sort(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int, warps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_topk(logits, per_expert, top_k, warps, listing=True)
-
-
-def launch_moe_gate_up(
-    x_dense: torch.Tensor,
-    x_moe: torch.Tensor,
-    logits: torch.Tensor,
-    w_dense: torch.Tensor,
-    gate_up: torch.Tensor,
+def _sample(
+    use: Mapping[str, Use],
+    rows: int,
+    d: int,
+    inner: int,
+    dense: int,
+    experts: int,
     top_k: int,
     act: str,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    experts, double, hidden = gate_up.shape
-    inner, dense, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
-    out = x_moe.new_empty((rows, top_k * inner + dense))
-    programs = blocks(dense, block_n) + top_k * blocks(inner, block_n)
-    start(
-        _gate_up,
-        (rows, programs),
-        x_dense,
-        x_moe,
-        logits,
-        w_dense,
-        gate_up,
-        out,
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        INNER=inner,
-        DENSE=dense,
-        TOP_K=top_k,
-        E_P=power_of_2(experts),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        ACT=act,
-        WIDE=_is_wide(logits),
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return out
-
-
-def launch_moe_down(
-    act: torch.Tensor,
-    logits: torch.Tensor,
-    per_expert: torch.Tensor,
-    w_dense: torch.Tensor,
-    down: torch.Tensor,
-    top_k: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    experts, hidden, inner = down.shape
-    slots = power_of_2(top_k)
-    dense, moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
-    programs = blocks(hidden, slots * block_n) + blocks(hidden, block_n)
-    start(
-        _down,
-        (_rows(logits), programs),
-        act,
-        logits,
-        per_expert,
-        w_dense,
-        down,
-        dense,
-        moe,
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        INNER=inner,
-        DENSE=w_dense.shape[1],
-        TOP_K=top_k,
-        S=slots,
-        E_P=power_of_2(experts),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        WIDE=_is_wide(logits),
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return dense, moe
-
-
-def _most_in_use(listed: torch.Tensor, index: torch.Tensor) -> Any:
-    """How many experts can be in use: all, or one per slot of every row."""
-    return torch.sym_min(listed.shape[0], index.numel())
-
-
-def launch_moe_gate_up_sorted(
-    x_dense: torch.Tensor,
-    x_moe: torch.Tensor,
-    index: torch.Tensor,
-    listed: torch.Tensor,
-    w_dense: torch.Tensor,
-    gate_up: torch.Tensor,
-    act: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    _, double, hidden = gate_up.shape
-    top_k, rows = index.shape[-1], _rows(x_moe)
-    inner, dense = double // 2, w_dense.shape[0] // 2
-    out = x_moe.new_empty((rows, top_k * inner + dense))
-    programs = blocks(dense, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
-    start(
-        _gate_up_sorted,
-        (programs, blocks(rows, block_m)),
-        x_dense,
-        x_moe,
-        index,
-        listed,
-        w_dense,
-        gate_up,
-        out,
-        rows,
-        HIDDEN=hidden,
-        INNER=inner,
-        DENSE=dense,
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        ACT=act,
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return out
-
-
-def launch_moe_down_sorted(
-    act: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    listed: torch.Tensor,
-    w_dense: torch.Tensor,
-    down: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, hidden, inner = down.shape
-    top_k, rows = index.shape[-1], _rows(index)
-    dense, moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
-    parts = act.new_empty((rows, top_k, hidden))
-    programs = (1 + _most_in_use(listed, index)) * blocks(hidden, block_n)
-    start(
-        _down_sorted,
-        (programs, blocks(rows, block_m)),
-        act,
-        index,
-        listed,
-        w_dense,
-        down,
-        dense,
-        parts,
-        rows,
-        HIDDEN=hidden,
-        INNER=inner,
-        DENSE=w_dense.shape[1],
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    block = 256
-    start(
-        _sum_slots,
-        (rows, blocks(hidden, block)),
-        parts,
-        weights,
-        moe,
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=1,
-        num_stages=1,
-    )
-    return dense, moe
-
-
-# ---- references ----------------------------------------------------------------------------------
-
-
-def _topk_reference(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second half of the op `router`, with an order among equals."""
-    scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
-    index = index[..., :top_k].contiguous()
-    return scores[..., :top_k].softmax(-1) * per_expert[index], index
-
-
-def _sort_reference(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights, index = _topk_reference(logits, per_expert, top_k)
-    experts = torch.arange(logits.shape[-1], device=logits.device)
-    used = (index.flatten()[:, None] == experts).any(0)
-    order = (~used).to(torch.int8).argsort(dim=0, stable=True)
-    return weights, index, torch.where(used[order], order, -1).to(torch.int32)
-
-
-def _per_slot(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [rows, slots or 1, k], w [rows, slots, n, k] -> [rows, slots, n], rounded once."""
-    return (wide(w) @ wide(x)[..., None])[..., 0].to(x.dtype)
-
-
-def _gate_up_reference(
-    x_dense: torch.Tensor,
-    x_moe: torch.Tensor,
-    index: torch.Tensor,
-    w_dense: torch.Tensor,
-    gate_up: torch.Tensor,
-    act: str,
-) -> torch.Tensor:
-    """`experts` up to its second product, and the dense MLP; the weights are gathered per slot."""
-
-    def glu(packed: torch.Tensor) -> torch.Tensor:
-        gate, up = packed.chunk(2, -1)
-        out: torch.Tensor = activation(gate, act) * up
-        return out
-
-    dense = glu(torch.nn.functional.linear(x_dense.flatten(0, -2), w_dense))
-    slots = glu(_per_slot(x_moe.flatten(0, -2)[:, None], gate_up[index.flatten(0, -2)]))
-    return torch.cat((slots.flatten(1), dense), 1)
-
-
-def _down_reference(
-    act: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    w_dense: torch.Tensor,
-    down: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rest of `experts` and of the dense MLP."""
-    lead, top_k = index.shape[:-1], index.shape[-1]
-    _, hidden, inner = down.shape
-    dense = torch.nn.functional.linear(act[:, top_k * inner :], w_dense)
-    y = _per_slot(act[:, : top_k * inner].unflatten(1, (top_k, inner)), down[index.flatten(0, -2)])
-    moe = (wide(y) * weights.flatten(0, -2)[..., None]).sum(1).to(act.dtype)
-    return dense.reshape(*lead, hidden), moe.reshape(*lead, hidden)
-
-
-# ---- ops -----------------------------------------------------------------------------------------
-
-
-@triton_op("g4ir::router_logits", mutates_args={})
-def router_logits(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    proj: torch.Tensor,
-    root: float,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """Scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded, then
-    the product with proj [E, D]."""
-    if not takes(x):
-        return torch.nn.functional.linear(x * scale * root, proj)
-    return launch_router_logits(x, scale, proj, root, block_n, block_k, warps, stages)
-
-
-@triton_op("g4ir::router_topk", mutates_args={})
-def router_topk(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int, warps: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights f32 and index i64 [..., top_k] of the op `router`, from scores [..., E]: the choice
-    that the other kernels of this file make for themselves."""
-    if not takes(logits):
-        return _topk_reference(logits, per_expert, top_k)
-    return launch_router_topk(logits, per_expert, top_k, warps)
-
-
-@triton_op("g4ir::moe_sort", mutates_args={})
-def moe_sort(
-    logits: torch.Tensor, per_expert: torch.Tensor, top_k: int, warps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`router_topk`, and i32[E]: the experts that some row chose, ascending, then -1."""
-    if not takes(logits):
-        return _sort_reference(logits, per_expert, top_k)
-    return launch_moe_sort(logits, per_expert, top_k, warps)
-
-
-@triton_op("g4ir::moe_gate_up", mutates_args={})
-def moe_gate_up(
-    x_dense: torch.Tensor,
-    x_moe: torch.Tensor,
-    logits: torch.Tensor,
-    w_dense: torch.Tensor,
-    gate_up: torch.Tensor,
-    top_k: int,
-    act: str,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
-
-    x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first.
-    """
-    if not takes(x_moe):
-        _, index = _topk_reference(logits, logits.new_ones(logits.shape[-1]), top_k)
-        return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
-    return launch_moe_gate_up(
-        x_dense, x_moe, logits, w_dense, gate_up, top_k, act, block_n, block_k, warps, stages
+) -> Sample:
+    x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
+    mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
+    packed = (f"*T[{experts},{2 * inner},{d}]", f"*T[{experts},{d},{inner}]")
+    return Sample(
+        (x, x, x, w, f"*T[{experts},{d}]", f"*T[{experts}]", *mlp, *packed),
+        {"top_k": top_k, "root": d**-0.5, "act": act},
+        use,
+        packed=True,
     )
 
 
-@triton_op("g4ir::moe_down", mutates_args={})
-def moe_down(
-    act: torch.Tensor,
-    logits: torch.Tensor,
-    per_expert: torch.Tensor,
-    w_dense: torch.Tensor,
-    down: torch.Tensor,
-    top_k: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
-
-    act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
-    """
-    if not takes(act):
-        weights, index = _topk_reference(logits, per_expert, top_k)
-        return _down_reference(act, weights, index, w_dense, down)
-    return launch_moe_down(
-        act, logits, per_expert, w_dense, down, top_k, block_n, block_k, warps, stages
-    )
+#: rows, d, inner, dense, experts, top_k: few are multiples of a block
+SIZES = [(1, 37, 11, 29, 6, 2), (2, 32, 16, 48, 8, 4), (3, 37, 11, 29, 6, 6), (5, 37, 16, 29, 5, 1)]
+SORTED = [
+    *SIZES,
+    (5, 38, 11, 29, 9, 3),
+    (16, 37, 8, 16, 6, 1),
+    (17, 20, 11, 29, 12, 2),
+    (3, 18, 8, 16, 128, 8),
+]
+ACTS = (*ACTIVATIONS, *ACTIVATIONS)
+SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
+ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
+ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": ROW}
+#: as the table of tunings has it, up to 16 rows and for more
+TILE = {"block_m": 16, "block_n": 16, "block_k": 32, "warps": 4, "stages": 2}
+SORT = SCORES | {"moe_sort": {"warps": 4}}
+TILES = SORT | {"moe_gate_up_sorted": TILE, "moe_down_sorted": TILE}
+LARGE = {name: {**use, "block_m": 32} if use is TILE else use for name, use in TILES.items()}
 
 
-@triton_op("g4ir::moe_gate_up_sorted", mutates_args={})
-def moe_gate_up_sorted(
-    x_dense: torch.Tensor,
-    x_moe: torch.Tensor,
-    index: torch.Tensor,
-    listed: torch.Tensor,
-    w_dense: torch.Tensor,
-    gate_up: torch.Tensor,
-    act: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> torch.Tensor:
-    """`moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
-    if not takes(x_moe):
-        return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
-    return launch_moe_gate_up_sorted(
-        x_dense,
-        x_moe,
-        index,
-        listed,
-        w_dense,
-        gate_up,
-        act,
-        block_m,
-        block_n,
-        block_k,
-        warps,
-        stages,
-    )
-
-
-@triton_op("g4ir::moe_down_sorted", mutates_args={})
-def moe_down_sorted(
-    act: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    listed: torch.Tensor,
-    w_dense: torch.Tensor,
-    down: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
-    if not takes(act):
-        return _down_reference(act, weights, index, w_dense, down)
-    return launch_moe_down_sorted(
-        act, weights, index, listed, w_dense, down, block_m, block_n, block_k, warps, stages
-    )
+KERNELS = (
+    Kernel(
+        op="moe_mlp",
+        starts={"router_logits": 1, "moe_gate_up": 1, "moe_down": 1},
+        rule=_few,
+        call=_by_row,
+        samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS)),
+        error=1e-5,
+        differ=0.05,
+    ),
+    Kernel(
+        op="moe_mlp",
+        starts={"router_logits": 1, "moe_sort": 1, "moe_gate_up_sorted": 1, "moe_down_sorted": 2},
+        rule=_many,
+        call=_sorted,
+        samples=tuple(
+            _sample(LARGE if sizes[0] > 16 else TILES, *sizes, act)
+            for sizes, act in zip(SORTED, ACTS)
+        ),
+        error=1e-5,
+        differ=0.05,
+    ),
+)

@@ -1,392 +1,122 @@
-"""From a projection to attention: per-head norms, rotation and the write into the caches.
-
-One program per row and head; a head of the projection is read once and its norm, rotation and
-write are done on it in registers. It lies there as two tiles, elements i and i + d/2, so that the
-rotation needs no exchange between threads. Every load is started before the first sum. Programs
-are in the projection's order: query heads, key heads, value heads where V has a projection of its
-own; where it has none, the program of a key head makes V too. Query programs also set the counters
-of the attention that follows to zero.
-
-Error budget. The roundings are those of the ops `rms_norm` and `rope`: the norm once, each of
-two products, their sum. Two things differ: the order in which squares are added, and the
-reciprocal root, within two fp32 units on a GPU. An fp32 result is within 1e-6 of the head's rms. A
-bf16 result equals the op's, except where the norm lies within about 2^-21 (relative) of the middle
-of two neighbours: one value in some thousand, by one unit, which a rotation passes on to both
-elements of the pair. What the form `raw` stores of the projection is the projection's bits.
-"""
+"""From a projection to attention: per-head norms, rotation and the write into the caches."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import triton
-import triton.language as tl
-from torch.library import triton_op
+from g4ir.ir.graph import Graph, Node
 
-from g4ir.ops.attention import cache_write
-from g4ir.ops.latent import PARTS, inverse_rms, latent_row
-from g4ir.ops.norm import rms_norm
-from g4ir.ops.rope import rope
+from ..target import Target
+from .base import Choice, Kernel, Sample, Shape, arrivals, is_row, kv_heads, size
 
-from .base import power_of_2, rounded, takes
-from .base import start as start_kernel
-
-Tensor = torch.Tensor
+if TYPE_CHECKING:
+    from ..run import Run
 
 
-@triton.jit
-def _halves(x, i, keep, D: tl.constexpr):
-    """fp32 elements i and i + D/2 of the head at x."""
-    low = tl.load(x + i, mask=keep, other=0).to(tl.float32)
-    high = tl.load(x + D // 2 + i, mask=keep, other=0).to(tl.float32)
-    return low, high
+def _write_shape(g: Graph, n: Node, target: Target) -> Shape:
+    return {"d": size(n.outputs[0].type, -1)}
 
 
-@triton.jit
-def _put(y, low, high, i, keep, SPAN: tl.constexpr):
-    """Store two halves at y, SPAN elements apart, rounded."""
-    tl.store(y + i, low.to(y.dtype.element_ty), mask=keep)
-    tl.store(y + SPAN + i, high.to(y.dtype.element_ty), mask=keep)
+def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Of Q in a layer that reads another layer's cache."""
+    x = n.inputs[0].type
+    return {"d": size(x, -1)} if is_row(x) and _reader(g, n) else None
 
 
-@triton.jit
-def _reciprocal_rms(low, high, eps, D: tl.constexpr):
-    """(mean(x^2) + eps)^-0.5 of both halves of a head."""
-    return tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
+def _reader(g: Graph, n: Node) -> Node | None:
+    """The attention over a cache alone that reads a node's result as its queries."""
+    users = g.users().get(n.out.name, [])
+    found = [u for u in users if u.op.startswith("attention") and u.inputs[0] == n.out]
+    return found[0] if len(found) == 1 and not found[0].chunk else None
 
 
-@triton.jit
-def _rotated(low, high, w, cos, sin, like):
-    """Normed halves [BLOCK] times the halves w of the weight, rotated by the halves of the tables.
+def _qkv_write(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
+    """The queries, and the caches, which follow seven other inputs and are written in place."""
+    from .qkv_triton import qkv_write
 
-    Rounded after the weight and after each product; the sums are left to their store.
-    """
-    low, high = rounded(low * w[0], like), rounded(high * w[1], like)
-    x = rounded(low * cos[0], like) - rounded(high * sin[0], like)
-    y = rounded(high * cos[1], like) + rounded(low * sin[1], like)
-    return x, y
+    held = given[7:]
+    q, zeros = qkv_write(*given[:7], list(held), **n.attrs, **choice.use)
+    run.env[arrivals(n.outputs[0].name)] = zeros
+    return q, *held
 
 
-@triton.jit
-def _query(x, w, cos, sin, y, count, head, eps, KV: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
-    """y = rope(rms_norm(x, w)) of the head at x; the counters `count` [KV] of its row are zeroed by
-    the first KV heads."""
-    i = tl.arange(0, H)
-    keep = i < D // 2
-    low, high = _halves(x, i, keep, D)
-    g, c, s = _halves(w, i, keep, D), _halves(cos, i, keep, D), _halves(sin, i, keep, D)
-    if head < KV:
-        tl.store(count + head, 0)
-    r = _reciprocal_rms(low, high, eps, D)
-    low, high = _rotated(low * r, high * r, g, c, s, y)
-    _put(y, low, high, i, keep, D // 2)
+def _q_heads(run: Run, n: Node, choice: Choice, x: Any, w: Any, cos: Any, sin: Any) -> Any:
+    from .qkv_triton import q_heads
+
+    user, heads = _reader(run.graph, n), x.shape[-2]
+    counters = kv_heads(user) if user else heads
+    eps = n.number("eps")
+    q, zeros = q_heads(x.flatten(-2), w, cos, sin, heads, counters, eps, **choice.use)
+    run.env[arrivals(n.out.name)] = zeros
+    return q
 
 
-@triton.jit
-def _slot(cache, slot, row, head, by_slot, by_row, by_head):
-    """The elements of a cache that belong to a head of a row in a slot; strides in elements."""
-    return cache + slot * by_slot + row.to(tl.int64) * by_row + head.to(tl.int64) * by_head
+#: heads, heads of K, d, slots, first position and number of tokens of each row, rotated pairs of
+#: the form `value`: rings that wrap and lists, rows without a token, odd halves, one slot, one pair
+CASES = [
+    (4, 2, 16, 5, (3, 5, 23), (1, 1, 1), 8),
+    (4, 2, 16, 5, (7, 4, 9), (0, 1, 0), 4),
+    (3, 3, 8, 32, (0,), (1,), 1),
+    (4, 1, 32, 9, (8, 0), (1, 0), 4),
+    (2, 2, 8, 1, (0, 6), (1, 1), 4),
+    (2, 1, 8, 4, (3,), (0,), 2),
+    (6, 2, 16, 7, (6, 7), (1, 1), 0),
+    (4, 2, 22, 6, (2, 300_001), (1, 1), 5),
+    (2, 1, 2, 3, (2, 3), (1, 1), 1),
+    (4, 2, 256, 3, (5, 1023), (1, 1), 64),
+]
+#: form of the caches, and whether V has a projection of its own
+FORMS = [("plain", True), ("plain", False), ("value", False), ("raw", False)]
 
 
-@triton.jit
-def _qkv_write(
-    qkv,
-    norm_q,
-    norm_k,
-    cos,
-    sin,
-    start,
-    lengths,
-    first,
-    second,
-    q,
-    arrivals,
-    slots,
-    slot_1,
-    row_1,
-    head_1,
-    slot_2,
-    row_2,
-    head_2,
-    eps,
-    HEADS: tl.constexpr,
-    KV: tl.constexpr,
-    VALUES: tl.constexpr,
-    FORM: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-):
-    """qkv [B, N, D], N = HEADS + KV [+ KV if VALUES]; norm_q, norm_k [D]; cos, sin [B, D]; start,
-    lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
-
-    first, second: the caches, [slots, B, KV, width] of any strides but the last; second is None
-    in the form `value`. H: power of two, at least D/2.
-    """
-    head, row = tl.program_id(0), tl.program_id(1)
-    x = qkv + (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    cos += row * D
-    sin += row * D
-    if head < HEADS:
-        y = q + (row.to(tl.int64) * HEADS + head) * D
-        _query(x, norm_q, cos, sin, y, arrivals + row * KV, head, eps, KV, D, H)
-    else:
-        i = tl.arange(0, H)
-        keep = i < D // 2
-        is_key = head < HEADS + KV
-        turned = is_key & (i < (P if FORM == "value" else D // 2))
-        place, length = tl.load(start + row), tl.load(lengths + row)
-        low, high = _halves(x, i, keep, D)
-        if FORM != "raw":
-            w, c = _halves(norm_k, i, turned, D), _halves(cos, i, turned, D)
-            s = _halves(sin, i, turned, D)
-        r = _reciprocal_rms(low, high, eps, D)
-        # after the loads, which would wait for it; a division of 64 bits is a slow loop
-        slot, j = (place.to(tl.int32) % slots).to(tl.int64), (head - HEADS) % KV
-        keep, turned = keep & (length > 0), turned & (length > 0)
-        to = _slot(first, slot, row, j, slot_1, row_1, head_1)
-        if FORM != "value":
-            also = _slot(second, slot, row, j, slot_2, row_2, head_2)
-        if FORM == "raw":
-            _put(to, low, high, i, keep, D // 2)
-            tl.store(also, r, mask=length > 0)
-        else:
-            low, high = low * r, high * r
-            k_low, k_high = _rotated(low, high, w, c, s, first)
-            if FORM == "value":
-                _put(to, low, high, i, keep, D // 2)
-                _put(to + D, k_low, k_high, i, turned, P)
-            else:
-                _put(to, k_low, k_high, i, turned, D // 2)
-                _put(also, low, high, i, keep & (is_key != VALUES), D // 2)
+def _heads(b: int, d: int) -> tuple[str, ...]:
+    return f"*T[{d}]", f"T[{b},1,{d}]", f"T[{b},1,{d}]"
 
 
-@triton.jit
-def _q_heads(
-    x, norm_q, cos, sin, q, arrivals, eps, KV: tl.constexpr, D: tl.constexpr, H: tl.constexpr
-):
-    """x, q [B, N, D]; norm_q [D]; cos, sin [B, D]; arrivals [B, KV], KV <= N. Grid: N, B."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    at = (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    count = arrivals + row * KV
-    _query(x + at, norm_q, cos + row * D, sin + row * D, q + at, count, head, eps, KV, D, H)
-
-
-def _check(
-    qkv: Tensor,
-    caches: list[Tensor],
-    heads: int,
-    kv_heads: int,
-    d: int,
-    values: bool,
-    form: str,
-    pairs: int,
-) -> None:
-    """ValueError unless the projection and the caches are of this form."""
-    widths = {"plain": (d, d), "value": (d + 2 * pairs,), "raw": (d, 1)}
-    if form not in widths:
-        raise ValueError(f"cache form {form!r}: expected plain or one of {', '.join(PARTS)}")
-    if values and form != "plain":
-        raise ValueError(f"the form {form!r} is of layers whose V has no projection of its own")
-    found = tuple(cache.shape[-1] for cache in caches)
-    if found != widths[form]:
-        raise ValueError(f"caches of widths {found}: the form {form!r} has {widths[form]}")
-    total = heads + kv_heads * (2 if values else 1)
-    if qkv.shape[-1] != total * d:
-        raise ValueError(f"a projection of {qkv.shape[-1]}: expected {total} heads of {d}")
-
-
-def _empty(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Room for the results: q [B,1,nq,d], arrivals i64[B,n]."""
-    rows = x.shape[0]
-    q = x.new_empty((rows, 1, heads, d))
-    return q, x.new_empty((rows, kv_heads), dtype=torch.int64)
-
-
-def launch_qkv_write(
-    qkv: Tensor,
-    norm_q: Tensor,
-    norm_k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    caches: list[Tensor],
-    heads: int,
-    kv_heads: int,
-    values: bool,
-    form: str,
-    pairs: int,
-    eps: float,
-    warps: int,
-) -> tuple[Tensor, Tensor]:
-    """As `qkv_write`, on whatever device Triton runs."""
-    d = norm_q.shape[0]
-    _check(qkv, caches, heads, kv_heads, d, values, form, pairs)
-    q, arrivals = _empty(qkv, heads, kv_heads, d)
-    first, second = caches if len(caches) == 2 else (caches[0], None)
-    strides = [*first.stride()[:3], *(second.stride()[:3] if second is not None else (0, 0, 0))]
-    start_kernel(
-        _qkv_write,
-        (qkv.shape[-1] // d, qkv.shape[0]),
-        qkv.contiguous(),
-        norm_q,
-        norm_k,
-        cos.contiguous(),
-        sin.contiguous(),
-        start.contiguous(),
-        lengths.contiguous(),
-        first,
-        second,
-        q,
-        arrivals,
-        first.shape[0],
-        *strides,
-        eps,
-        HEADS=heads,
-        KV=kv_heads,
-        VALUES=values,
-        FORM=form,
-        P=pairs,
-        D=d,
-        H=power_of_2(d // 2),
-        num_warps=warps,
+def _sample(form: str, values: bool, case: tuple[Any, ...]) -> Sample:
+    heads, kv, d, slots, start, lengths, pairs = case
+    b, pairs = len(start), pairs if form == "value" else 0
+    sizes = {"heads": heads, "kv_heads": kv, "values": values, "pairs": pairs}
+    caches = {"plain": ("T", d, "T", d), "value": ("T", d + 2 * pairs), "raw": ("T", d, "f32", 1)}
+    rows = zip(caches[form][::2], caches[form][1::2], strict=True)
+    return Sample(
+        (
+            f"T[{b},1,{(heads + kv * (1 + values)) * d}]",
+            f"*T[{d}]",
+            *_heads(b, d),
+            *[f"i64[{b}]"] * 2,
+            *(f"{t}[{slots},{b},{kv},{w}]" for t, w in rows),
+        ),
+        {"form": form, "eps": 1e-6, **sizes},
+        {"warps": 1},
+        {5: start, 6: lengths},
     )
-    return q, arrivals
 
 
-def launch_q_heads(
-    q: Tensor,
-    norm_q: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    warps: int,
-) -> tuple[Tensor, Tensor]:
-    """As `q_heads`, on whatever device Triton runs."""
-    d = norm_q.shape[0]
-    y, arrivals = _empty(q, heads, kv_heads, d)
-    start_kernel(
-        _q_heads,
-        (heads, q.shape[0]),
-        q.contiguous(),
-        norm_q,
-        cos.contiguous(),
-        sin.contiguous(),
-        y,
-        arrivals,
-        eps,
-        KV=kv_heads,
-        D=d,
-        H=power_of_2(d // 2),
-        num_warps=warps,
-    )
-    return y, arrivals
+def _queries(heads: int, d: int, b: int, eps: float) -> Sample:
+    return Sample((f"T[{b},1,{heads},{d}]", *_heads(b, d)), {"eps": eps}, {"warps": 1})
 
 
-def _norm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """The expansion of the op `norm_rope`."""
-    y: Tensor = rope.reference(rms_norm.reference(x, w, eps=eps), cos, sin)
-    return y
-
-
-def _q_reference(
-    q: Tensor, norm_q: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    x = q.unflatten(-1, (heads, norm_q.shape[0]))
-    arrivals = torch.zeros(q.shape[0], kv_heads, dtype=torch.int64, device=q.device)
-    return _norm_rope(x, norm_q, cos, sin, eps), arrivals
-
-
-def _rows(
-    k: Tensor,
-    v: Tensor,
-    norm_k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: str,
-    pairs: int,
-    eps: float,
-) -> list[Any]:
-    """What the caches of a form hold of the projections k, v [B,1,n,d]."""
-    if form == "raw":
-        return [k, inverse_rms.reference(k, eps=eps)]
-    key, value = _norm_rope(k, norm_k, cos, sin, eps), rms_norm.reference(v, eps=eps)
-    return [key, value] if form == "plain" else [latent_row.reference(value, key, pairs=pairs)]
-
-
-@triton_op("g4ir::qkv_write", mutates_args={"caches"})
-def qkv_write(
-    qkv: Tensor,
-    norm_q: Tensor,
-    norm_k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    caches: list[Tensor],
-    heads: int,
-    kv_heads: int,
-    values: bool,
-    form: str,
-    pairs: int,
-    eps: float,
-    warps: int,
-) -> tuple[Tensor, Tensor]:
-    """(norm_rope of the query heads [B,1,nq,d], zeros i32[B,n]); K and V go into their caches
-
-    qkv [B,1,(nq + n [+ n]) d]: query heads, key heads, value heads if `values`; otherwise V is of
-    the keys' projection. norm_q, norm_k [d]; cos, sin [B,1,d]; start i64[B] the position of the
-    token, below 2^31, and so its slot, modulo C; lengths i64[B], 0 for a row that leaves its caches
-    as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of three
-    forms: `plain` k, v of width d; `value` one of d + 2 pairs, the `latent_row`; `raw` the
-    projection, d, and its reciprocal rms, f32, 1. The zeros are counters of the attention that
-    reads the caches.
-    ValueError for caches or a projection of another form.
-    """
-    if takes(qkv):
-        return launch_qkv_write(
-            qkv,
-            norm_q,
-            norm_k,
-            cos,
-            sin,
-            start,
-            lengths,
-            caches,
-            heads,
-            kv_heads,
-            values,
-            form,
-            pairs,
-            eps,
-            warps,
-        )
-    d = norm_q.shape[0]
-    _check(qkv, caches, heads, kv_heads, d, values, form, pairs)
-    q, k, *v = qkv.split([n * d for n in (heads, kv_heads, *[kv_heads] * values)], -1)
-    k, value = (x.unflatten(-1, (kv_heads, d)) for x in (k, v[0] if values else k))
-    rows = _rows(k, value, norm_k, cos, sin, form, pairs, eps)
-    for cache, row in zip(caches, rows, strict=True):
-        cache.copy_(cache_write.reference(cache, row, start, lengths))
-    return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
-
-
-@triton_op("g4ir::q_heads", mutates_args={})
-def q_heads(
-    q: Tensor,
-    norm_q: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    warps: int,
-) -> tuple[Tensor, Tensor]:
-    """The results of `qkv_write` on a layer that reads the caches of another; q [B,1,nq d]"""
-    if not takes(q):
-        return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
-    return launch_q_heads(q, norm_q, cos, sin, heads, kv_heads, eps, warps)
+KERNELS = (
+    Kernel(
+        op="qkv_write",
+        starts={"qkv_write": 1},
+        rule=_write_shape,
+        call=_qkv_write,
+        samples=tuple(_sample(*form, case) for case in CASES for form in FORMS),
+        error=1e-6,
+        differ=2**-9,
+    ),
+    Kernel(
+        op="norm_rope",
+        starts={"q_heads": 1},
+        rule=_query_shape,
+        call=_q_heads,
+        samples=tuple(
+            _queries(case[0], case[2], len(case[4]), eps)
+            for case, eps in zip(CASES, (1e-6, 0.3) * 5, strict=True)
+        ),
+        error=1e-6,
+        differ=2**-9,
+    ),
+)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .base import Launch
+from .launch import Launch
 
 #: bytes of shared memory that a block of sm_90 may use
 SHARED_BYTES = 227 * 1024

@@ -18,7 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...torch_compile.kernels.decode_attention import _merge, _put, _span, _tile, _weigh, _write
+from ...torch_compile.kernels.decode_attention_triton import (
+    _merge,
+    _put,
+    _span,
+    _tile,
+    _weigh,
+    _write,
+)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...torch_compile.kernels.moe import _sum_slots, _tile_glu, _tile_linear
+from ...torch_compile.kernels.moe_triton import _sum_slots, _tile_glu, _tile_linear
 
 #: out[row] = sum over the slots of weight * part: its parameters are in a plugin's order already
 moe_combine = _sum_slots

@@ -11,7 +11,7 @@ from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
 from g4ir.ops.types import torch_dtype
 
-from ...torch_compile.select import SHARE_KEYS, SHARES
+from ...torch_compile.kernels.base import SHARE_KEYS, SHARES
 from .table import PLUGINS, Constants, Plan
 
 Tensor = torch.Tensor

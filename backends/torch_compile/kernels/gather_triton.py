@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .base import blocks, start_untraced
+from .launch import blocks, start_untraced
+
+Tensor = torch.Tensor
 
 #: elements of a row that a program copies: 16 bytes a thread of one warp, twice
 BLOCK = 512
@@ -31,14 +33,12 @@ def host_rows(address, ids, out, D, BLOCK: tl.constexpr):
     tl.store(out + row * D + i, x, mask=keep)
 
 
-def gather_host_rows(
-    address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
+def gather_host_rows(address: int, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Rows `ids` (int64, any shape, in range) of a table at an address that the device of `ids`
     may read: [*ids.shape, columns]."""
     out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
     grid = (ids.numel(), blocks(columns, BLOCK))
     start_untraced(
-        host_rows, grid, address, ids.contiguous(), out, columns, BLOCK=BLOCK, num_warps=1
+        host_rows, grid, (address, ids.contiguous(), out, columns), BLOCK=BLOCK, num_warps=1
     )
     return out

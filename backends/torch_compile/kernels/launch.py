@@ -1,0 +1,114 @@
+"""What the kernels share: starting them, seeing them started, arithmetic, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import wrap_triton
+
+#: (kernel, grid, operands, constants and options of the compiler)
+Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]
+
+
+def _traced(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    wrap_triton(kernel)[grid](*args, **meta)
+
+
+def _direct(kernel: Any, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    kernel[grid](*args, **meta)
+
+
+_START: ContextVar[Callable[..., None]] = ContextVar("start", default=_traced)
+
+
+def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
+    """Start a kernel so that tracers see it; `meta` holds constexprs, num_warps and num_stages."""
+    _START.get()(kernel, grid, args, meta)
+
+
+def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
+    """`start` for what no tracer sees: a twentieth of the time, and torch keeps nothing of it."""
+    how = _START.get()
+    (_direct if how is _traced else how)(kernel, grid, args, meta)
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether a kernel is to be started for x: it lies on a GPU, or kernels are interpreted or
+    recorded."""
+    return x.is_cuda or _START.get() is not _traced
+
+
+@contextmanager
+def _starting(how: Callable[..., None]) -> Iterator[None]:
+    token = _START.set(how)
+    try:
+        yield
+    finally:
+        _START.reset(token)
+
+
+def directly() -> Any:
+    """Within it kernels start without a tracer: for the interpreter, and for timing."""
+    return _starting(_direct)
+
+
+def by_default() -> Any:
+    """Within it kernels start as they do outside of `directly` and `recorded`."""
+    return _starting(_traced)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it no kernel runs; the list receives what would have been started."""
+    seen: list[Launch] = []
+    with _starting(lambda *launch: seen.append(launch)):
+        yield seen
+
+
+def tile(block_n: int, block_k: int, warps: int, stages: int, block_m: int = 0) -> dict[str, int]:
+    """The settings of a product as a kernel takes them."""
+    rows = {"BLOCK_M": block_m} if block_m else {}
+    sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
+    return rows | sizes | {"num_warps": warps, "num_stages": stages}
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def blocks(n: Any, size: int) -> Any:
+    """How many blocks of `size` cover n, which may be symbolic."""
+    return (n + size - 1) // size
+
+
+@triton.jit
+def tanh(x):
+    """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """The activation of the op `glu`, in fp32."""
+    if ACT == "gelu_pytorch_tanh":
+        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACT == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "silu":
+        y = x * tl.sigmoid(x)
+    else:
+        y = tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def rounded(x, like):
+    """fp32 -> the element type of `like` and back: where the reference model rounds."""
+    return x.to(like.dtype.element_ty).to(tl.float32)

@@ -1,0 +1,313 @@
+"""RMS norms: alone, and from the end of one block to the input of the next.
+
+One program per row. The whole row stays in registers from its only reading on, and all loads,
+weights first, stand before the first sum over the row: none can move across its barrier. All
+pre-norms norm the same h: they share its reciprocal rms and differ in their weights alone.
+
+Error budget. The roundings are those of the ops `rms_norm`, `add` and `mul`. Two things differ:
+the order in which squares are added, and the reciprocal root, within two fp32 units on a GPU. An
+fp32 result is within 1e-6 of the row's rms. A bf16 result equals the op's, except where the exact
+value lies within about 2^-21 (relative) of the middle of two neighbours: one value in some
+thousand, and then by one unit, which each later rounding may turn into another one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op
+
+from g4ir.ops import norm
+
+from .launch import power_of_2, rounded, start, takes
+
+Tensor = torch.Tensor
+#: most pre-norms that a kernel makes: of the dense MLP, of the router and of the experts
+PRE_NORMS = 3
+
+
+@triton.jit
+def _weight(w, i, keep):
+    """Elements i of a weight in its own type, or 1 where there is none.
+
+    The weights of all norms are a few MB, read once a step: worth keeping in L2.
+    """
+    if w is None:
+        g = tl.full([1], 1.0, tl.float32)
+    else:
+        g = tl.load(w + i, mask=keep, other=0, eviction_policy="evict_last")
+    return g
+
+
+@triton.jit
+def _factor(scalar):
+    """The scalar in fp32, or 1."""
+    if scalar is None:
+        s = tl.full([], 1.0, tl.float32)
+    else:
+        s = tl.load(scalar).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _row(x, like, at, i, keep, D, PARTS):
+    """fp32 row of x [rows, D] from `at` on; of partial sums [PARTS, rows, D] that of their sum.
+
+    The sum is taken in the order of the parts and rounded through the type of `like`.
+    """
+    h = tl.load(x + at + i, mask=keep, other=0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        at += tl.num_programs(0).to(tl.int64) * D
+        h += tl.load(x + at + i, mask=keep, other=0)
+    if PARTS > 0:
+        h = rounded(h, like)
+    return h
+
+
+@triton.jit
+def _reciprocal_rms(square, eps, D):
+    """(square / D + eps)^-0.5 of a sum of squares"""
+    return tl.rsqrt(square / D + eps)
+
+
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _store_product(y, h, g, at, i, keep):
+    """The row of y that starts at `at` = h * g, rounded; nothing where there is no y."""
+    if y is not None:
+        tl.store(y + at + i, (h * g).to(y.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
+    """Store y = h * factor and its pre-norms; h is rounded already, g1 to g3 are weights."""
+    h = rounded(h * factor, y)
+    tl.store(y + at + i, h.to(y.dtype.element_ty), mask=keep)
+    if y1 is not None:
+        h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+        _store_product(y1, h, g1, at, i, keep)
+        _store_product(y2, h, g2, at, i, keep)
+        _store_product(y3, h, g3, at, i, keep)
+
+
+@triton.jit
+def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    """x, y [rows, D]; w [D] or None. Grid: rows."""
+    at = tl.program_id(0).to(tl.int64) * D
+    i = tl.arange(0, BLOCK)
+    keep = i < D
+    g = _weight(w, i, keep)
+    h = _row(x, x, at, i, keep, D, 0)
+    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    _store_product(y, h, g, at, i, keep)
+
+
+@triton.jit
+def _norm_residual(
+    x,
+    residual,
+    w,
+    scalar,
+    w1,
+    w2,
+    w3,
+    y,
+    y1,
+    y2,
+    y3,
+    eps,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x [rows, D], or [PARTS, rows, D] if PARTS > 0; residual, y, y1 to y3 [rows, D]. Grid: rows.
+
+    y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
+    """
+    at = tl.program_id(0).to(tl.int64) * D
+    i = tl.arange(0, BLOCK)
+    keep = i < D
+    g = _weight(w, i, keep)
+    g1, g2, g3 = _weight(w1, i, keep), _weight(w2, i, keep), _weight(w3, i, keep)
+    factor = _factor(scalar)
+    r = tl.load(residual + at + i, mask=keep, other=0)
+    h = _row(x, residual, at, i, keep, D, PARTS)
+    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    h = rounded(r.to(tl.float32) + rounded(h * g, y), y)
+    _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+
+
+@triton.jit
+def _dual_norm_residual(
+    a,
+    w_a,
+    b,
+    w_b,
+    w,
+    residual,
+    scalar,
+    w1,
+    w2,
+    w3,
+    y,
+    y1,
+    y2,
+    y3,
+    eps,
+    D: tl.constexpr,
+    PARTS_A: tl.constexpr,
+    PARTS_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As _norm_residual with x = norm of a + norm of b; PARTS_A and PARTS_B as PARTS there."""
+    at = tl.program_id(0).to(tl.int64) * D
+    i = tl.arange(0, BLOCK)
+    keep = i < D
+    g_a, g_b, g = _weight(w_a, i, keep), _weight(w_b, i, keep), _weight(w, i, keep)
+    g1, g2, g3 = _weight(w1, i, keep), _weight(w2, i, keep), _weight(w3, i, keep)
+    factor = _factor(scalar)
+    r = tl.load(residual + at + i, mask=keep, other=0)
+    h_a = _row(a, residual, at, i, keep, D, PARTS_A)
+    h_b = _row(b, residual, at, i, keep, D, PARTS_B)
+    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
+    h_a *= _reciprocal_rms(squares_a, eps, D)
+    h_b *= _reciprocal_rms(squares_b, eps, D)
+    h = rounded(rounded(h_a * g_a, y) + rounded(h_b * g_b, y), y)
+    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    h = rounded(r.to(tl.float32) + rounded(h * g, y), y)
+    _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+
+
+def _parts(x: Tensor, like: Tensor) -> int:
+    """How many partial sums x [P, *like.shape] is a stack of; 0: x is like `like`."""
+    return x.shape[0] if x.dim() > like.dim() else 0
+
+
+def _three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The values of the pre-norms, then None for those that there are not."""
+    if len(values) > PRE_NORMS:
+        raise ValueError(f"{len(values)} pre-norms after a residual; a kernel makes {PRE_NORMS}")
+    return [*values, *[None] * (PRE_NORMS - len(values))]
+
+
+def _whole(x: Tensor, like: Tensor) -> Tensor:
+    """Partial sums added in their order and rounded; anything else as it is."""
+    return reduce(operator.add, x.unbind()).to(like.dtype) if _parts(x, like) else x
+
+
+def _reference(
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: Sequence[Tensor | None],
+    eps: float,
+) -> list[Tensor]:
+    """The expansion of the op `norm_residual`."""
+    h: Tensor = residual + norm.rms_norm.reference(_whole(x, residual), w_post, eps=eps)
+    if scalar is not None:
+        h = h * scalar
+    return [h, *(norm.rms_norm.reference(h, w, eps=eps) for w in weights)]
+
+
+@triton_op("g4ir::rms_norm", mutates_args={})
+def rms_norm(x: Tensor, w: Tensor | None, eps: float, warps: int) -> Tensor:
+    """y = x * (mean(x^2) + eps)^-0.5 [* w], rounded once; x, y [..., D], w [D]"""
+    if not takes(x):
+        y: Tensor = norm.rms_norm.reference(x, w, eps=eps)
+        return y
+    x, d = x.contiguous(), x.shape[-1]
+    y = torch.empty_like(x)
+    start(_rms_norm, (x.numel() // d,), (x, w, y, eps), D=d, BLOCK=power_of_2(d), num_warps=warps)
+    return y
+
+
+@triton_op("g4ir::norm_residual", mutates_args={})
+def norm_residual(
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
+    """h = (residual + rms_norm(x, w_post)) [* scalar], then rms_norm(h [, w]) per entry of weights
+
+    residual and results [..., D]; x like residual, or fp32 partial sums [P, ..., D], which are
+    added in their order and rounded to the type of residual first; w_post, w [D]; scalar [1].
+    ValueError for more than three pre-norms on a GPU.
+    """
+    if not takes(residual):
+        return _reference(x, residual, w_post, scalar, weights, eps)
+    residual, d = residual.contiguous(), residual.shape[-1]
+    pre = _three(weights)
+    y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
+    start(
+        _norm_residual,
+        (residual.numel() // d,),
+        (x.contiguous(), residual, w_post, scalar, *pre, y, *_three(norms), eps),
+        D=d,
+        PARTS=_parts(x, residual),
+        BLOCK=power_of_2(d),
+        num_warps=warps,
+    )
+    return [y, *norms]
+
+
+@triton_op("g4ir::dual_norm_residual", mutates_args={})
+def dual_norm_residual(
+    a: Tensor,
+    w_a: Tensor,
+    b: Tensor,
+    w_b: Tensor,
+    w_sum: Tensor,
+    residual: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    eps: float,
+    warps: int,
+) -> list[Tensor]:
+    """norm_residual of s = rms_norm(a, w_a) + rms_norm(b, w_b), rounded, with w_post = w_sum
+
+    The end of a block with experts. a and b each like residual, or partial sums as there.
+    """
+    if not takes(residual):
+        first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
+        (total,) = _reference(b, first, w_b, None, [], eps)
+        return _reference(total, residual, w_sum, scalar, weights, eps)
+    residual, d = residual.contiguous(), residual.shape[-1]
+    pre = _three(weights)
+    y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
+    start(
+        _dual_norm_residual,
+        (residual.numel() // d,),
+        (
+            a.contiguous(),
+            w_a,
+            b.contiguous(),
+            w_b,
+            w_sum,
+            residual,
+            scalar,
+            *pre,
+            y,
+            *_three(norms),
+            eps,
+        ),
+        D=d,
+        PARTS_A=_parts(a, residual),
+        PARTS_B=_parts(b, residual),
+        BLOCK=power_of_2(d),
+        num_warps=warps,
+    )
+    return [y, *norms]

@@ -1,0 +1,348 @@
+"""Attention of a chunk of new tokens over a cache and over the chunk itself, tile by tile.
+
+A program holds `block_m` query rows: block_m / group tokens, each with all heads of one group, so
+that a tile of keys and values is read once for the group. It walks over the keys that one of its
+queries sees, and over no others. They lie in at most three runs of adjacent rows: the cache up to
+its last slot, the cache again from slot 0 where a ring wraps, and the chunk. One loop goes through
+all three, so that the next block is on its way at their borders too; blocks that every query of the
+tile sees whole are not masked.
+
+Budget. Scores, softmax and sums are fp32; before the second product the probabilities, relative to
+the largest so far, are rounded to the tensors' dtype. In fp32 the order of sums is left: 1e-5 of
+the result's rms against float64. In bf16 these probabilities and the result are rounded; the op's
+reference rounds the scores, the capped scores, the probabilities and the result, so the error
+against float64 is about half that of the reference and at most twice it by the luck of the draw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op
+
+from ....ops.attention import attention
+from ....ops.latent import keys_values_of_value
+from .launch import blocks, power_of_2, start, takes, tanh
+
+Tensor = torch.Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _runs(first, last, begin, old, slots, WINDOW: tl.constexpr):
+    """The keys that a query among first..last of the chunk sees; query i is at position begin + i.
+
+    Returns the oldest position in the cache, its slot, the number of keys from there to the last
+    slot or the newest key, the number from slot 0 on, and the oldest token of the chunk.
+    """
+    oldest = tl.maximum(old - slots, 0)
+    token = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(oldest, begin + first - WINDOW + 1)
+        token = tl.maximum(first - WINDOW + 1, 0)
+    count = tl.maximum(tl.minimum(old, begin + last + 1) - oldest, 0)
+    slot = oldest % slots
+    run = tl.minimum(count, slots - slot)
+    return oldest, slot, run, count - run, token
+
+
+@triton.jit
+def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N: tl.constexpr):
+    """Block i of the runs: whether it lies in the cache, its first row there or in the chunk, the
+    row behind the last of its run, and what added to a row is the position."""
+    wraps = tl.cdiv(run, BLOCK_N)
+    new = wraps + tl.cdiv(wrapped, BLOCK_N)
+    row = tl.where(i < wraps, slot + i * BLOCK_N, (i - wraps) * BLOCK_N)
+    row = tl.where(i < new, row, token + (i - new) * BLOCK_N)
+    stop = tl.where(i < new, tl.where(i < wraps, slot + run, wrapped), end)
+    shift = tl.where(i < wraps, oldest - slot, oldest - slot + slots)
+    return i < new, row, stop, tl.where(i < new, shift, begin)
+
+
+@triton.jit
+def _is_partial(row, stop, shift, low, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether the run ends within the block, or a query at positions low..high sees not all."""
+    partial = (row + BLOCK_N > stop) | (row + shift + BLOCK_N - 1 > low)
+    if WINDOW > 0:
+        partial = partial | (row + shift <= high - WINDOW)
+    return partial
+
+
+@triton.jit
+def _masked(scores, query, row, stop, shift, WINDOW: tl.constexpr):
+    """Scores [M,N] of query positions [M] and rows [N] of a run; -inf where a key is not seen."""
+    key = row + shift
+    seen = (row < stop)[None, :] & (key[None, :] <= query[:, None])
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > query[:, None] - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _weigh(scores, top, total):
+    """A step of softmax over blocks, of scores in powers of 2: the probabilities relative to the
+    new top score, what the old sums are worth, the new top [M] and the new total [M].
+
+    A top is finite from the start, so a row that has seen no key yet is no special case.
+    """
+    higher = tl.maximum(top, tl.max(scores, 1))
+    p = tl.exp2(scores - higher[:, None])
+    fade = tl.exp2(top - higher)
+    return p, fade, higher, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def _tile(base, step, row, keys, columns, stop, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Rows row + keys of a run of rows `step` elements apart; zeros from `stop` and WIDTH on."""
+    inside = (row + keys < stop)[:, None]
+    if not EVEN:
+        inside = inside & (columns < WIDTH)[None, :]
+    at = base + row.to(tl.int64) * step + (keys[:, None] * step + columns[None, :])
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _weighted(q, rows, columns, real, w, D: tl.constexpr, PAIRS: tl.constexpr):
+    """The queries for V in the place of K: times the weight of K's norm, zero where K is rotated.
+
+    Rounded to q's dtype, as the reference rounds a weighted key.
+    """
+    still = columns < D
+    if PAIRS > 0:
+        still = still & (columns % (D // 2) >= PAIRS)
+    at = q + rows[:, None] + columns[None, :]
+    query = tl.load(at, mask=real[:, None] & still[None, :], other=0.0).to(tl.float32)
+    weight = tl.load(w + columns, mask=still, other=0.0).to(tl.float32)
+    return (query * weight[None, :]).to(q.dtype.element_ty)
+
+
+@triton.jit
+def _attend(
+    q,
+    positions,
+    written,
+    w,
+    cache_k,
+    cache_v,
+    k,
+    v,
+    out,
+    scale,
+    softcap,
+    tokens,
+    slots,
+    q_b,
+    q_s,
+    q_h,
+    positions_b,
+    written_b,
+    ck_c,
+    ck_b,
+    ck_h,
+    cv_c,
+    cv_b,
+    cv_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    LATENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEY_DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (tile of tokens, key head and part of V's columns, batch row). LATENT: V's rows are
+    `latent_row`s, and the columns behind V, K's rotated dims, take K's place; else w is unread."""
+    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1) // PARTS
+    begin = tl.load(positions + b * positions_b).to(tl.int32)
+    old = tl.load(written + b * written_b).to(tl.int32)
+    # The last tiles of a chunk see most keys: they start first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (BLOCK_M // PACK)
+    last = tl.minimum(first + BLOCK_M // PACK, tokens) - 1
+    heads = tl.num_programs(1) // PARTS * GROUP
+    m, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, KEY_DIMS)
+    columns = tl.program_id(1) % PARTS * (DIMS // PARTS) + tl.arange(0, DIMS // PARTS)
+    token, real = first + m // PACK, (first + m // PACK < tokens) & (m % PACK < GROUP)
+    q += b * q_b + head * GROUP * q_h
+    out += ((b * tokens + first) * heads + head * GROUP) * D
+    rows = token.to(tl.int64) * q_s + m % PACK * q_h
+    cache_k += b * ck_b + head * ck_h
+    cache_v += b * cv_b + head * cv_h
+    k += b * k_b + head * k_h
+    v += b * v_b + head * v_h
+    if LATENT:
+        cache_k += D
+        k += D
+        # Through memory: the compiler keeps an operand that it has just loaded in shared memory
+        # and one that it has computed in registers, of which there are not enough.
+        mine = out + ((m // PACK * heads + m % PACK) * D)[:, None] + columns[None, :]
+        inside = real[:, None] & (columns < D)[None, :]
+        tl.store(mine, _weighted(q, rows, columns, real, w, D, PAIRS), mask=inside)
+        tl.debug_barrier()
+        still = tl.load(mine, mask=inside, other=0.0)
+    WIDTH: tl.constexpr = 2 * PAIRS if LATENT else D
+    dim = tl.where(dims < PAIRS, dims, dims + D // 2 - PAIRS) if LATENT else dims
+    inside = real[:, None] & (dims < WIDTH)[None, :]
+    query = tl.load(q + rows[:, None] + dim[None, :], mask=inside, other=0.0)
+    unit = scale / softcap if CAP else scale * LOG2E
+
+    oldest, slot, run, wrapped, low = _runs(first, last, begin, old, slots, WINDOW)
+    count = tl.cdiv(run, BLOCK_N) + tl.cdiv(wrapped, BLOCK_N) + tl.cdiv(last + 1 - low, BLOCK_N)
+    # A query sees itself. Without this ptxas finds a path on which it must serialise products.
+    tl.assume(count > 0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, DIMS // PARTS], tl.float32)
+    for i in range(count):
+        cached, row, stop, shift = _block(
+            i, oldest, slot, run, wrapped, low, last + 1, begin, slots, BLOCK_N
+        )
+        base, step = tl.where(cached, cache_k, k), tl.where(cached, ck_c, k_s)
+        tile_k = _tile(base, step, row, keys, dims, stop, WIDTH, WIDTH == KEY_DIMS)
+        base, step = tl.where(cached, cache_v, v), tl.where(cached, cv_c, v_s)
+        tile_v = _tile(base, step, row, keys, columns, stop, D, D == DIMS)
+        scores = tl.dot(query, tl.trans(tile_k), input_precision="ieee") * unit
+        if LATENT:
+            # Two sums, scaled apart: of a product that continues another, each half of the warps
+            # would compute all.
+            scores += tl.dot(still, tl.trans(tile_v), input_precision="ieee") * unit
+        if CAP:
+            scores = tanh(scores) * (softcap * LOG2E)
+        if _is_partial(row, stop, shift, begin + first, begin + last, WINDOW, BLOCK_N):
+            scores = _masked(scores, begin + token, row + keys, stop, shift, WINDOW)
+        p, fade, top, total = _weigh(scores, top, total)
+        p = p.to(tile_v.dtype)
+        sums = tl.dot(p, tile_v, sums * fade[:, None], input_precision="ieee")
+    result = sums / tl.where(total > 0, total, 1.0)[:, None]
+    # Computed anew (+ 0 that the compiler does not see through): kept, the addresses would take
+    # registers from the loop.
+    m = tl.arange(0, BLOCK_M) + tl.minimum(tokens, 0)
+    real = (first + m // PACK < tokens) & (m % PACK < GROUP)
+    mine = out + ((m // PACK * heads + m % PACK) * D)[:, None] + columns[None, :]
+    tl.store(mine, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < D)[None, :])
+
+
+def _launch(
+    tensors: tuple[Tensor, ...],
+    w: Tensor | None,
+    rules: tuple[int, float, float],
+    pairs: int,
+    tile: tuple[int, int, int, int],
+    parts: int = 1,
+) -> Tensor:
+    q, positions, written, cache_k, cache_v, k, v = tensors
+    (window, scale, softcap), (block_m, block_n, warps, stages) = rules, tile
+    b, s, heads, d = q.shape
+    slots, _, n, _ = cache_k.shape
+    group, dims = heads // n, max(16, power_of_2(d))
+    out = q.new_empty(b, s, heads, d)
+    start(
+        _attend,
+        (blocks(s, block_m // power_of_2(group)), n * parts, b),
+        (
+            *(q, positions, written, q if w is None else w, cache_k, cache_v, k, v, out),
+            *(scale, softcap, s, slots),
+            *(*q.stride()[:3], positions.stride(0), written.stride(0)),
+            *(n for x in (cache_k, cache_v, k, v) for n in x.stride()[:3]),
+        ),
+        D=d,
+        GROUP=group,
+        PACK=power_of_2(group),
+        WINDOW=window,
+        CAP=softcap > 0,
+        LATENT=w is not None,
+        PAIRS=pairs,
+        DIMS=dims,
+        KEY_DIMS=dims if w is None else max(16, power_of_2(2 * pairs)),
+        PARTS=parts,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+@triton_op("g4ir::prefill_attention", mutates_args={})
+def prefill_attention(
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    parts: int = 1,
+) -> Tensor:
+    """The op `attention` for a chunk: q [B,S,nq,d]; caches [C,B,n,d]; fresh k, v [B,S,n,d].
+
+    positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
+    read. written i64[B] tokens are in the cache. Innermost dims are contiguous, others may be
+    strided. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
+    two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
+    columns, each with all scores, where the sums of a tile would not fit the registers of one.
+    """
+    tensors = (q, positions, written, cache_k, cache_v, k, v)
+    if not takes(q):
+        return _reference(*tensors, window=window, scale=scale, softcap=softcap)
+    tile = (block_m, block_n, warps, stages)
+    return _launch(tensors, None, (window, scale, softcap), 0, tile, parts)
+
+
+@triton_op("g4ir::prefill_attention_latent", mutates_args={})
+def prefill_attention_latent(
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    w: Tensor,
+    cache: Tensor,
+    row: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> Tensor:
+    """The op `attention_latent`, form `value`, for a chunk: cache [C,B,n,d + 2p] and its own rows
+    [B,S,n,d + 2p]; w [d] the weight of K's norm; the rest as in `prefill_attention`.
+
+    K is not made again: a tile of V serves both products. Its unrotated dims meet q * w, rounded
+    to the dtype, where the op's reference rounds V * w.
+    """
+    if not takes(q):
+        held = (*keys_values_of_value(cache, w), *keys_values_of_value(row, w))
+        rules = {"window": window, "scale": scale, "softcap": softcap}
+        return _reference(q, positions, written, *held, **rules)
+    pairs = (cache.shape[-1] - q.shape[-1]) // 2
+    tensors = (q, positions, written, cache, cache, row, row)
+    tile = (block_m, block_n, warps, stages)
+    return _launch(tensors, w, (window, scale, softcap), pairs, tile)
+
+
+def _reference(*tensors: Tensor, **rules: Any) -> Tensor:
+    out: Tensor = attention.reference(*tensors, **rules)
+    return out

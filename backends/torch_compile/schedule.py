@@ -1,0 +1,47 @@
+"""Which nodes run as a kernel of ours on a GPU, and with which settings. Needs no torch.
+
+A node that is not chosen goes through the library and the compiler: matrix products of many rows,
+anything in fp32, everything between the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from g4ir.ir.graph import Graph, Node
+from g4ir.ir.interpret import expansion
+
+from .kernels import KERNELS
+from .kernels.base import Choice, Schedule
+from .target import Target
+
+HALF = frozenset({"bf16", "f16"})
+
+
+def schedule(g: Graph, target: Target) -> Schedule:
+    """The kernels of a graph on a target."""
+    choices: dict[str, Choice] = {}
+    if target.gpu:
+        _choose_all(g, g.nodes, target, choices)
+    return Schedule(g, target, choices)
+
+
+def _choose_all(
+    g: Graph, nodes: Iterable[Node], target: Target, choices: dict[str, Choice]
+) -> None:
+    """Adds the choices of the nodes, and of the parts of those that are not chosen whole."""
+    for n in nodes:
+        choice = _choose(g, n, target)
+        if choice:
+            choices[n.outputs[0].name] = choice
+        elif n.definition.expand:
+            _choose_all(g, expansion(n)[0], target, choices)
+
+
+def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
+    if not n.inputs or n.inputs[0].type.dtype not in HALF:
+        return None
+    for kernel in KERNELS:
+        if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:
+            return Choice(kernel, shape, kernel.settings(target.gpu, shape))
+    return None

@@ -1,0 +1,219 @@
+"""A kernel tried on a sample of its record, against the op that it stands for.
+
+In fp32 the op is computed in float64, so that only the order of sums is left; in bf16 few results
+may differ from those of the op, or, of an attention, the error may not be larger than the op's.
+Caches lie in larger rooms of which nothing else may change; slots that no query sees, and what
+lies behind an operand, are NaN; and operands are views where the kernel takes such.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from g4ir.backends.torch_compile.kernels import KERNELS
+from g4ir.backends.torch_compile.kernels.base import Choice, Kernel, Sample, Schedule, arrivals
+from g4ir.backends.torch_compile.run import Run
+from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.torch_compile.tunings import Tuning
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import interpret
+from g4ir.ops import OPS
+from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.base import as_tuple
+from g4ir.ops.types import parse_type, torch_dtype
+
+Tensor = torch.Tensor
+#: of an attention in bf16: its rms error, as a multiple of the op's, or one rounding of the result
+BF16, ROUNDING = 1.5, 2.0**-9
+#: results that may differ where a share of them is less
+FEW = 2
+
+
+def kernel_called(name: str) -> Kernel:
+    """The first kernel that starts this one."""
+    return next(k for k in KERNELS if name in k.starts)
+
+
+def node_of(kernel: Kernel, s: Sample, dtype: str) -> Node:
+    """The node of a sample, with inputs x0, x1, ..."""
+    types = [parse_type(t.lstrip("*").replace("T[", f"{dtype}[")) for t in s.inputs]
+    attrs = {k: dtype if v == "T" else v for k, v in s.attrs.items()}
+    outs = OPS[kernel.op].infer_types(tuple(types), attrs)
+    values = [
+        tuple(Value(f"{c}{i}", t) for i, t in enumerate(ts)) for c, ts in zip("xy", (types, outs))
+    ]
+    return Node(kernel.op, *values, attrs)
+
+
+def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
+    """Normal values of a size; weights that keep the size of what they multiply; given numbers."""
+    random = torch.Generator().manual_seed(crc32(str(s).encode()))
+
+    def one(i: int, text: str) -> Tensor:
+        if i in s.given:
+            return torch.tensor(s.given[i])
+        shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
+        x = torch.randn(shape, generator=random)
+        if text.startswith("*"):
+            x = x * shape[-1] ** -0.5 if len(shape) > 1 else 1 + x / 2
+        elif text.startswith("f32"):
+            x = x.abs() + 0.1  # a reciprocal rms
+        else:
+            x *= size
+        return x.to(torch_dtype(dtype))
+
+    return [one(i, text) for i, text in enumerate(s.inputs)]
+
+
+def summed(parts: Tensor) -> Tensor:
+    """Partial sums added from the first to the last."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def seen(n: Node, given: list[Tensor]) -> Tensor:
+    """[B,S,C] of an attention: the slots that each query sees."""
+    cache = given[n.definition.held(**n.attrs)[0]]
+    keys = slot_positions(given[2], cache.shape[0])
+    return visible(keys, given[1], n.whole("window"))  # type: ignore[no-any-return]
+
+
+def in_a_room(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A view of the same values in something larger, and the whole, NaN elsewhere."""
+    room = x.new_full([d + 1 for d in x.shape], torch.nan)
+    inner = room[tuple(slice(i % 2, d + i % 2) for i, d in enumerate(x.shape))]
+    return inner.copy_(x), room
+
+
+def before_nan(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same values in a row, NaN behind them."""
+    room = x.new_full([x.numel() + 4096], torch.nan)
+    return room[: x.numel()].view(x.shape).copy_(x), room
+
+
+def meaning(n: Node, given: list[Tensor]) -> tuple[Tensor, ...]:
+    """The op's results on these operands, in their dtype."""
+    g = Graph("one", n.inputs, (), (), (n,), n.outputs)
+    names = [v.name for v in n.inputs]
+    return tuple(interpret(g, dict(zip(names, given, strict=True)), {}, {})[0].values())
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN and all."""
+    return torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9))
+
+
+def rms(x: Tensor) -> Tensor:
+    return x.double().square().mean().sqrt()
+
+
+class Try:
+    """A sample's operands as the kernel gets them (`ours`) and as the op does (`given`), and what
+    has to come of them: in the dtype of the operands, and in float64."""
+
+    #: counters that came with the queries of an attention
+    counters: Tensor | None = None
+
+    def __init__(
+        self, kernel: Kernel, s: Sample, dtype: str, views: bool = False, size: float = 1.0
+    ) -> None:
+        self.kernel, self.sample, self.node = kernel, s, (n := node_of(kernel, s, dtype))
+        self.given = draw(n, s, size)
+        ours = list(self.given)
+        for i, count in s.parts.items():
+            random = torch.Generator().manual_seed(i)
+            ours[i] = 2 * size * torch.randn((count, *ours[i].shape), generator=random)
+            self.given[i] = summed(ours[i]).to(self.given[i].dtype)
+        self.held = range(*n.definition.held(**n.attrs)) if n.definition.held else range(0)
+        for i in self.held:
+            hidden = ~seen(n, self.given).any(1).t()[:, :, None, None]
+            ours[i] = ours[i].masked_fill(hidden, torch.nan)
+            self.given[i] = self.given[i].masked_fill(hidden, 0)
+        #: result -> the cache that it is the new contents of
+        self.written = {o: i for o, i in n.definition.updates if o < len(n.outputs)}
+        caches = {*self.held, *self.written.values()}
+        loose = {i for i, t in enumerate(s.inputs) if not t.startswith(("*", "i64"))}
+        chosen = set() if s.packed else caches | (loose if views else set())
+        self.rooms = {
+            i: in_a_room(x) if i in chosen else before_nan(x)
+            for i, x in enumerate(ours)
+            if x.is_floating_point()
+        }
+        self.ours = [self.rooms[i][0] if i in self.rooms else x for i, x in enumerate(ours)]
+
+    def expect(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The op's results, and those in float64."""
+        wide = [x.double() if x.is_floating_point() else x for x in self.given]
+        return meaning(self.node, self.given), meaning(self.node, wide)
+
+    def call(self, given: list[Tensor], **use: Any) -> tuple[Tensor, ...]:
+        """The results on these operands; counters that the kernel leaves are zero."""
+        starts, s = self.kernel.starts, self.sample
+        uses = s.use if len(starts) > 1 else {name: {**s.use, **use} for name in starts}
+        choice = Choice(self.kernel, {}, {name: Tuning(uses[name], False) for name in starts})
+        g = Graph("one", self.node.inputs, (), (), (self.node,), self.node.outputs)
+        made = {} if self.counters is None else {arrivals("x0"): self.counters}
+        run = Run(Schedule(g, Target("cpu"), {}), made)
+        got = as_tuple(self.kernel.call(run, self.node, choice, *given))
+        assert len(got) == len(self.node.outputs)
+        assert not any(x.any() for x in run.env.values())
+        return got
+
+    def run(self, **use: Any) -> tuple[Tensor, ...]:
+        """The kernel's results; nothing has changed but caches that it writes."""
+        before = [x.clone() for x in self.ours]
+        around = {i: room.clone() for i, (_, room) in self.rooms.items()}
+        got = self.call(self.ours, **use)
+        for i, x in enumerate(self.ours):
+            assert i in self.written.values() or same(x, before[i])
+        for i, (inner, room) in self.rooms.items():
+            new = inner.clone()
+            inner.copy_(before[i])
+            assert same(room, around[i])
+            inner.copy_(new)
+        return got
+
+    def check(self, got: tuple[Tensor, ...]) -> None:
+        """Each result against the op's; AssertionError beyond the kernel's budget."""
+        want, exact = self.expect()
+        for o, result in enumerate(got):
+            rows: Any = slice(None)
+            if o in self.written:
+                old = self.given[self.written[o]]
+                rows = (want[o] != old).flatten(2).any(-1)  # [C,B]
+                assert torch.equal(result[~rows], old[~rows])
+            elif self.held:
+                assert result.isfinite().all()
+                rows = seen(self.node, self.given).any(-1) | bool(self.node.chunk)  # [B,S]
+            self._check(result, want[o], exact[o], rows)
+
+    def _check(self, got: Tensor, want: Tensor, exact: Tensor, rows: Any) -> None:
+        kernel = self.kernel
+        if got.dim() > want.dim():  # partial sums, which are in fp32 whatever the dtype
+            assert got.dtype == torch.float32
+            got = got.sum(0)
+        else:
+            assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        got, want, exact = got[rows], want[rows], exact[rows]
+        assert got.isfinite().all()
+        error = (got.double() - exact).abs()
+        if not got.is_floating_point():
+            assert torch.equal(got, want)
+        elif got.dtype == torch.float32:
+            unit = rms(exact) if kernel.differ is None else exact.abs().maximum(rms(exact))
+            assert (error <= kernel.error * unit).all(), float((error / unit).max())
+        elif kernel.differ is None:
+            usual = rms(want.double() - exact)
+            assert rms(error) <= max(BF16 * usual, ROUNDING * rms(exact)), float(rms(error) / usual)
+        else:
+            row = want.double().square().mean(-1, keepdim=True).sqrt().maximum(want.double().abs())
+            apart = (got.double() - want.double()).abs()
+            assert (apart <= self.node.definition.budget.at("bf16") * row).all()
+            differ = int((got != want).sum())
+            assert differ <= max(FEW, kernel.differ * got.numel()), differ
