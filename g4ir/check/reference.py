@@ -10,11 +10,11 @@ from g4ir.ir.graph import Program
 from g4ir.model.towers import is_tower
 
 
-def reference_engine(engine: Engine) -> Engine:
-    """The same text graphs and params through the interpreter; it holds no towers."""
-    runtime = ReferenceRuntime(
-        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
-    )
+def reference_engine(engine: Engine, held: bool = False) -> Engine:
+    """The same text graphs through the interpreter; it holds no towers. Its params are made from
+    the engine's source, or `held`: those that the engine holds, so that nothing is held twice."""
+    source = Resident(engine.runtime) if held else engine.runtime.source
+    runtime = ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
     return replace(engine, runtime=runtime)
 
 

@@ -24,7 +24,8 @@ from g4ir.plan.cost import (
     weight_format,
 )
 from g4ir.plan.gpus import find_gpu
-from g4ir.ui.units import parse_count
+from g4ir.ui.table import aligned
+from g4ir.ui.units import parse_count, si
 
 from .common import emit
 from .graphs import in_layer, no_layer
@@ -192,34 +193,4 @@ def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
             share = "" if name == "total" or not times else f"{r['floor_s'] / times:.1%}"
             cells += [si(r["floor_s"], "s"), r["bound"] if r["floor_s"] else "", share]
         body.append(cells)
-    wide = [max(len(line[i]) for line in body) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, wide, strict=True))
-        ).rstrip()
-        for line in body
-    ]
-
-
-PREFIXES = (
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1, ""),
-    (1e-3, "m"),
-    (1e-6, "u"),
-    (1e-9, "n"),
-)
-
-
-def si(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms."""
-    if not value:
-        return "0"
-    size, prefix = next((p for p in PREFIXES if value >= 0.9995 * p[0]), PREFIXES[-1])
-    scaled = value / size
-    digits = 0 if size == 1 else min(max(2 - math.floor(math.log10(scaled) + 1e-4), 0), 2)
-    return f"{scaled:.{digits}f} {prefix}{unit}"
+    return aligned(body, indent=0).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from g4ir.errors import InputError
@@ -49,3 +50,23 @@ def size_text(n: int) -> str:
     )
     value = n / size
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+#: of decimal units
+PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+LEAST = (1e-9, "n")
+
+
+def scale(value: float) -> tuple[float, str]:
+    """The decimal unit in which a value has up to three digits before the point."""
+    return next(((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), LEAST)
+
+
+def si(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix: 62.3 GB, 14.5 ms."""
+    if not value:
+        return "0"
+    size, prefix = scale(value)
+    scaled = value / size
+    digits = 0 if size == 1 else min(max(2 - math.floor(math.log10(scaled) + 1e-4), 0), 2)
+    return f"{scaled:.{digits}f} {prefix}{unit}"
