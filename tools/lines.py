@@ -23,7 +23,7 @@ MOST = {
     "g4ir/check": 2700,
     "g4ir/bench": 2380,
     "g4ir/cli": 2165,
-    "bench": 1800,
+    "bench": 1260,
     "tests": 33230,
     "tools": 60,
 }

@@ -47,13 +47,8 @@ def text(report: Report) -> str:
 
 
 def _head(r: Report) -> Iterator[str]:
-    env, w, roof = r.env, r.workload, r.roof
-    machine = f"{env['gpu']}, " if "gpu" in env else ""
-    clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
-    yield (
-        f"machine  {machine}{env['cpu']}, {env['cores']} threads, {env['isa']}{clock} | "
-        f"torch {env['torch']} | g4ir {env['g4ir']} commit {env['commit']}"
-    )
+    w, roof = r.workload, r.roof
+    yield machine(r.env)
     yield (
         f"roof     read {_rate(roof.read_bytes_per_s, 'B/s')}, copy "
         f"{_rate(roof.copy_bytes_per_s, 'B/s')}, matmul {roof.matmul_dtype} "
@@ -69,6 +64,16 @@ def _head(r: Report) -> Iterator[str]:
     )
     for a in r.agreement:
         yield f"outputs  {a.text()}"
+
+
+def machine(env: dict[str, Any]) -> str:
+    """The line of an environment."""
+    gpu = f"{env['gpu']}, " if "gpu" in env else ""
+    clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
+    return (
+        f"machine  {gpu}{env['cpu']}, {env['cores']} threads, {env['isa']}{clock} | "
+        f"torch {env['torch']} | g4ir {env['g4ir']} commit {env['commit']}"
+    )
 
 
 def _rate(stat: Stat, unit: str) -> str:
