@@ -38,7 +38,7 @@ demo: $(READY)
 	    --max-seq 256 --prefill-chunk 32 --out $(DEMO)/engine
 	$(BIN)/g4ir verify $(DEMO)/engine
 	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
-	$(BIN)/python bench/tiny.py --engine $(DEMO)/engine
+	$(BIN)/g4ir bench $(DEMO)/engine --input-len 24 --output-len 33 --peer hf-static --rounds 3 --warmup 1
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.
@@ -91,11 +91,36 @@ mutants: coverage
 lines:
 	@$(BIN)/python tools/lines.py
 
-bench: $(READY)
-	$(BIN)/python bench/tiny.py --save
-	$(BIN)/python bench/scaling.py --save --layers
+# Summaries go to bench/results by hand: what this prints, or what a script's --save writes.
+BENCH       = build/bench
+RANDOM      = $(BIN)/g4ir build --backend torch --random-weights 0
+TINY        = $(addprefix $(BENCH)/,tiny-dense tiny-moe tiny-ple)
+WIDE        = $(RANDOM) --spec bench/wide-ple.yaml
+
+$(TINY): | $(READY)
+	$(RANDOM) --variant $(@F) --max-seq 256 --prefill-chunk 32 --out $@
+
+$(BENCH)/e2b-ple8k: | $(READY)
+	$(RANDOM) --spec bench/e2b-ple8k.yaml --max-seq 2560 --prefill-chunk 2048 --out $@
+
+$(BENCH)/wide: | $(READY)
+	$(WIDE) --max-seq 256 --prefill-chunk 32 --out $@
+
+$(BENCH)/wide-long: | $(READY)
+	$(WIDE) --max-seq 16384 --prefill-chunk 512 --out $@
+
+$(BENCH)/wide-rows: | $(READY)
+	$(WIDE) --max-seq 256 --prefill-chunk 32 --max-batch 8 --out $@
+
+bench: $(TINY) $(BENCH)/e2b-ple8k $(BENCH)/wide $(BENCH)/wide-long $(BENCH)/wide-rows
+	for engine in $(TINY); do \
+	    $(BIN)/g4ir bench $$engine --input-len 24 --output-len 65 --peer hf-static || exit; done
+	for n in 32 512 2048; do \
+	    $(BIN)/g4ir bench $(BENCH)/e2b-ple8k --input-len $$n --output-len 33 --rounds 3 --warmup 1 \
+	        --peer hf --peer hf-static --peer hf-compile || exit; done
+	for engine in wide-long wide-rows; do \
+	    $(BIN)/g4ir bench $(BENCH)/$$engine $(BENCH)/wide --input-len 32 --output-len 33 || exit; done
 	$(BIN)/python bench/linear.py --save
-	$(BIN)/python bench/e2b.py
 	$(BIN)/python bench/towers.py --save
 
 clean:

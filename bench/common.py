@@ -1,20 +1,18 @@
-"""What the benchmark scripts share beyond g4ir.bench: their results folder, and a stopwatch."""
+"""What the benchmark scripts share beyond g4ir.bench: a stopwatch, and the summary of a run."""
 
 from __future__ import annotations
 
-import json
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from g4ir.bench.measure import interleave
-from g4ir.bench.peers import hf_model
 from g4ir.bench.stats import median
-from g4ir.spec.record import Spec
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.bench.system import environment
+from g4ir.bench.text import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -31,15 +29,9 @@ def medians(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
-def random_model(spec: Spec, seed: int, dtype: torch.dtype) -> Any:
-    """The transformers text model with the same random weights as `--random-weights SEED`."""
-    return hf_model(spec, RandomCheckpoint(spec, seed, dtype), dtype)
-
-
-def save(name: str, report: dict[str, Any]) -> Path:
-    """Write a report to bench/results and say where."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+def save(name: str, text: str, device: str = "cpu") -> None:
+    """Write a summary to bench/results, under the command and the machine that it is of."""
+    command = f"$ python bench/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"
+    path = RESULTS / f"{name}.txt"
+    path.write_text(f"{command}\n{machine(environment(device))}\n\n{text.rstrip()}\n")
     print(f"written: {path.relative_to(RESULTS.parents[1])}")
-    return path

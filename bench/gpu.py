@@ -30,7 +30,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,31 +188,8 @@ CHAIN = 500
 def preflight(args: argparse.Namespace) -> None:
     report = report_at(args, "gpu-preflight")
     report.body["cells"] = {}  # of this machine, now
-    for name, measure in (("versions", versions), ("gap", gap_cell), ("rates", rates_cell)):
+    for name, measure in (("gap", gap_cell), ("rates", rates_cell)):
         report.cell(name, measure)
-
-
-def versions() -> dict[str, Any]:
-    """Of what programs are made with and run by."""
-    import triton
-
-    said = subprocess.run(
-        [
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit,"
-            "temperature.gpu,memory.total",
-            "--format=csv,noheader",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": said.stdout.strip(),
-        "cores": os.cpu_count(),
-    }
 
 
 def gap_cell() -> dict[str, Any]:
@@ -230,7 +206,7 @@ def gap_cell() -> dict[str, Any]:
 
 
 def rates_cell() -> dict[str, Any]:
-    return Meter("cuda", torch.bfloat16).measure().to_dict()
+    return asdict(Meter("cuda", torch.bfloat16).measure())
 
 
 # --- kernels ----------------------------------------------------------------------------------
@@ -330,7 +306,7 @@ def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[st
 def models(args: argparse.Namespace) -> None:
     report = report_at(args, "gpu-models")
     rates = Meter("cuda", torch.bfloat16).measure()
-    report.body["rates"] = rates.to_dict()
+    report.body["rates"] = asdict(rates)
     for variant in args.variants:
         for batch in BATCHES:
             cells = [f"{variant} decode b{batch} c{c}" for c in CONTEXTS]

@@ -4,7 +4,7 @@
 
 For each variant, batch (1, 8, 16) and form of the caches: the kernel of each node with its settings
 from the table of tunings, registers, spilled bytes and shared memory of a block, whether it uses
-tensor cores and 16-byte loads. --save writes bench/results/kernels.txt and .json.
+tensor cores and 16-byte loads. --save writes bench/results/kernels.txt.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from common import RESULTS, save
+from common import save
 from gpu import programs
 
 from g4ir.backends.torch_compile.kernel_cases import all_cases, launches_of_case
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, resources
 from g4ir.backends.torch_compile.target import Target
-from g4ir.bench.system import environment
 from g4ir.ui.table import aligned
 
 ROWS = (1, 8, 16)
@@ -51,7 +50,7 @@ def rows_of(variants: list[str]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = (
+    head = [
         "kernel",
         "first at",
         "blocks",
@@ -61,16 +60,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         "shared",
         "tensor",
         "16 B",
-    )
+    ]
     lines = [
         (
             r["kernel"].strip("_"),
             " ".join(f"{k}={v}" for k, v in r["shape"].items()),
             "x".join(map(str, r["blocks"])),
-            str(r["warps"]),
-            str(r["registers"]),
-            str(r["spill_bytes"]),
-            str(r["shared_bytes"]),
+            *(str(r[k]) for k in ("warps", "registers", "spill_bytes", "shared_bytes")),
             "yes" if r["tensor_cores"] else "",
             "yes" if r["wide_loads"] else "",
         )
@@ -91,15 +87,7 @@ def main() -> None:
     print(text, end="")
     assert all(r["spill_bytes"] == 0 and r["shared_bytes"] <= SHARED_BYTES for r in rows)
     if args.save:
-        (RESULTS / "kernels.txt").write_text(text)
-        save(
-            "kernels",
-            {
-                "environment": environment(),
-                "command": "python bench/kernels.py --save",
-                "kernels": rows,
-            },
-        )
+        save("kernels", text)
 
 
 if __name__ == "__main__":

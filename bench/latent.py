@@ -8,7 +8,7 @@ and values of one random projection, so that all three say the same; the rest of
 small MLP, head) is the same in all and is timed at a context of one token. Accuracy: logits over a
 long text through the interpreter, in fp32 and bf16, against float64.
 
---save writes bench/results/latent.json, and from the times the table that `--latent-kv auto` reads.
+--save writes bench/results/latent.txt, and from the times the table that `--latent-kv auto` reads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from common import save
 
 import g4ir
 from g4ir.bench.measure import interleave
-from g4ir.bench.roof import Meter
 from g4ir.bench.stats import Stat, median, stat
-from g4ir.bench.system import environment
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
@@ -39,10 +37,12 @@ from g4ir.passes import run_program
 from g4ir.passes.latent_kv import FORMS
 from g4ir.plan.latent import Measured, read_table, write_table
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.table import aligned
 from g4ir.weights.random import RandomCheckpoint
 
 BUILD = Path("build/bench/latent")
 CONTEXTS = "2048,4096,8192,16384,32768,65536"
+SHAPE = "one layer, head dim 512, 128 rotated, 8 query heads, 1 KV head, 1 row"
 SPEC = """\
 schema: 1
 model_type: gemma4
@@ -178,29 +178,23 @@ def _rows(
 
 def decode_rows(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each context: time, bytes and agreement of each form."""
-    rest = {form: median(bench.time(form, 1)) for form in FORMS}
+    rest = {form: median(bench.time(form, 1)) * 1e3 for form in FORMS}
     for context in bench.contexts:
         plain = bench.step("off", context)
         agreement = {f: _cosine(bench.step(f, context), plain) for f in FORMS}
         runs = {f: (lambda f=f, c=context: bench.time(f, c)) for f in FORMS}
         _, times = interleave(rounds, lambda: None, runs)
-        stats = {f: stat(times[f], median) for f in FORMS}
+        stats = {f: stat([[t * 1e3 for t in r] for r in times[f]], median) for f in FORMS}
         size = {f: _bytes_read(bench.sessions[f], context) for f in FORMS}
         yield {
             "dtype": bench.dtype,
             "context": context,
-            "ms": {f: _ms(s) for f, s in stats.items()},
-            "ms_without_context": {f: rest[f] * 1e3 for f in FORMS},
-            "speedup": {f: stats["off"].value / s.value for f, s in stats.items()},
-            "cache_bytes": size,
+            "ms": stats,
+            "ms_without_context": rest,
             "share_of_plain_bytes": {f: size[f] / size["off"] for f in FORMS},
             "cosine_of_logits": agreement,
             "fastest": _fastest(stats),
         }
-
-
-def _ms(s: Stat) -> dict[str, float]:
-    return {k: v * 1e3 for k, v in s.to_dict().items()}
 
 
 def _fastest(stats: dict[str, Stat]) -> str:
@@ -278,22 +272,23 @@ def _rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
 # --- report -----------------------------------------------------------------------------------
 
 
-def print_decode(row: dict[str, Any]) -> None:
-    times = "  ".join(
-        f"{f} {row['ms'][f]['value']:8.3f} ±{row['ms'][f]['spread']:.3f}" for f in FORMS
-    )
-    print(
-        f"{row['dtype']:5} {row['context']:7}  ms: {times}  fastest {row['fastest']}  "
-        f"cosine {min(row['cosine_of_logits'].values()):.6f}"
-    )
+def decode_line(r: dict[str, Any]) -> list[str]:
+    times = (f"{r['ms'][f].value:.3f} ± {r['ms'][f].spread:.3f}" for f in FORMS)
+    shares = (f"{r['share_of_plain_bytes'][f]:.1%}" for f in FORMS[1:])
+    rest = f"{r['ms_without_context']['off']:.3f}"
+    cosine = f"{min(r['cosine_of_logits'].values()):.6f}"
+    return [f"{r['dtype']} {r['context']}", *times, r["fastest"], rest, *shares, cosine]
 
 
-def print_accuracy(row: dict[str, Any]) -> None:
-    print(
-        f"{row['dtype']:5} {row['form']:6} {row['tokens']:6}  error {row['rms_error']:.2e}  "
-        f"from plain {row['rms_from_plain']:.2e}  top token {row['same_top_token']:.3f}  "
-        f"bit-equal {row['bit_equal_to_plain']}"
-    )
+def accuracy_line(r: dict[str, Any]) -> list[str]:
+    errors = (f"{r[k]:.2e}" for k in ("rms_error", "rms_from_plain"))
+    same = f"{r['same_top_token']:.3f}", str(r["bit_equal_to_plain"])
+    return [f"{r['dtype']} {r['form']} {r['tokens']}", *errors, *same]
+
+
+DECODE = ("decode", *(f"{f} ms" for f in FORMS), "fastest", "context 1")
+DECODE_HEAD = [*DECODE, *(f"{f} bytes" for f in FORMS[1:]), "cosine"]
+ACCURACY_HEAD = ["accuracy", "error", "from plain", "top token", "bit-equal"]
 
 
 def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
@@ -302,17 +297,12 @@ def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
     rotated = 2 * rotated_pairs(full.rope.kind, full.head_dim, full.rope.rotary_fraction)
     shape = (full.head_dim, rotated, heads // full.num_key_value_heads)
     new = [Measured("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
-    keys = {(r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) for r in new}
-    write_table(
-        [
-            *new,
-            *(
-                r
-                for r in read_table()
-                if (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context) not in keys
-            ),
-        ]
-    )
+    write_table([*new, *(r for r in read_table() if key(r) not in set(map(key, new)))])
+
+
+def key(r: Measured) -> tuple[Any, ...]:
+    """What a row is about."""
+    return (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -329,32 +319,17 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     spec = spec_file("decode", "full")
-    decode: list[dict[str, Any]] = []
-    rates: dict[str, Any] = {}
+    rows = []
     for dtype in args.dtypes.split(","):
-        rates[dtype] = Meter("cpu", torch_dtype(dtype)).measure().to_dict()
         for row in decode_rows(Bench(spec, dtype, args.contexts, args.steps), args.rounds):
-            decode.append(row)
-            print_decode(row)
-    accuracy = []
-    for row in accuracy_rows(args.lengths):
-        accuracy.append(row)
-        print_accuracy(row)
+            rows.append(row)
+            print(*decode_line(row), flush=True)
+    decode = aligned([DECODE_HEAD, *map(decode_line, rows)], indent=0)
+    accuracy = aligned([ACCURACY_HEAD, *map(accuracy_line, accuracy_rows(args.lengths))], indent=0)
+    print(accuracy, end="")
     if args.save:
-        save(
-            "latent",
-            {
-                "environment": environment(),
-                "command": "python bench/latent.py --save",
-                "shape": "one layer, head dim 512, 128 rotated, 8 query heads, 1 KV head, 1 row",
-                "rates": rates,
-                "rounds": args.rounds,
-                "steps": args.steps,
-                "decode": decode,
-                "accuracy": accuracy,
-            },
-        )
-        keep_table(spec, decode)
+        save("latent", f"{SHAPE}\n\n{decode}\n{accuracy}")
+        keep_table(spec, rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from common import save, seconds
 import g4ir
 from g4ir.bench.measure import interleave
 from g4ir.bench.stats import around, median
-from g4ir.bench.system import environment
 from g4ir.media.images import prepare_image
 from g4ir.media.sound import Sound, prepare_sound
 from g4ir.model.images import image_settings
@@ -33,6 +32,7 @@ from g4ir.model.sounds import audio_settings
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.table import aligned
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
@@ -112,48 +112,39 @@ def peers(
     """The reference's own two modes."""
     compiled = torch.compile(features)
 
-    def run(f: Callable[..., Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            with torch.no_grad():
-                return f(*(t.to(device) for t in given))
+    def run(f: Callable[..., Any]) -> Any:
+        with torch.no_grad():
+            return f(*(t.to(device) for t in given))
 
-        return call
-
-    return {"eager": run(features), "compiled": run(compiled)}
+    return {"eager": partial(run, features), "compiled": partial(run, compiled)}
 
 
-def finished(f: Callable[[], Any]) -> Callable[[], Any]:
-    """With all work of a GPU done when it returns."""
+def timed(f: Callable[[], Any]) -> float:
+    """Seconds, all work of a GPU done."""
 
-    def call() -> Any:
-        result = f()
+    def call() -> None:
+        f()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return result
 
-    return call
+    return seconds(call)
 
 
 def measure(
     kind: str, engine: Any, item: Any, theirs: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, Any]:
-    """Milliseconds of each, interleaved, and how far the results lie apart."""
-    calls = {"g4ir": lambda: engine.encode(kind, item), **theirs}
-    runs = {name: finished(f) for name, f in calls.items()}
+) -> list[str]:
+    """Milliseconds of each, interleaved, how many times faster than the faster peer, and how far
+    the results lie apart."""
+    runs = {"g4ir": lambda: engine.encode(kind, item), **theirs}
     (soft,) = runs["g4ir"]().pieces
     rows = runs["eager"]().pooler_output[0][: len(soft)].float()
     runs["compiled"]()  # the others ran once already
-    _, times = interleave(rounds, lambda: None, {k: partial(seconds, f) for k, f in runs.items()})
+    _, times = interleave(rounds, lambda: None, {k: partial(timed, f) for k, f in runs.items()})
     found = {k: around(median(many) * 1e3, [t * 1e3 for t in many]) for k, many in times.items()}
-    best = min(found[p].value for p in PEERS)
-    return {
-        "tower": kind,
-        "dtype": engine.dtype,
-        "soft_tokens": len(soft),
-        "ms": {k: s.to_dict() for k, s in found.items()},
-        "times_faster_than_the_faster_peer": best / found["g4ir"].value,
-        "difference_of_rms": float(relative(soft.float(), rows.to(soft.device)).max()),
-    }
+    best = min(found[p].value for p in PEERS) / found["g4ir"].value
+    apart = float(relative(soft.float(), rows.to(soft.device)).max())
+    ms = (f"{found[k].value:.1f} ± {found[k].spread:.1f}" for k in MODES)
+    return [kind, engine.dtype, str(len(soft)), *ms, f"{best:.2f}x", f"{apart:.1e}"]
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -161,7 +152,7 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (got - wanted).abs().amax(-1) / wanted.pow(2).mean(-1).sqrt()
 
 
-def rows_of(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
+def rows_of(args: argparse.Namespace, dtype: str) -> list[list[str]]:
     spec = with_small_text(load_spec(args.variant))
     engine, model = build(spec, dtype, args)
     image, sound = picture(spec, args.budget), clip(spec, args.seconds)
@@ -177,22 +168,6 @@ def rows_of(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     return [measure(k, engine, items[k], theirs[k], args.rounds) for k in items]
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'tower':8} {'dtype':6} {'tokens':>6} "
-        + "".join(f"{k + ' ms':>18}" for k in MODES)
-        + f"{'speed-up':>10}{'difference':>12}"
-    ]
-    for r in rows:
-        times = "".join(f"{r['ms'][k]['value']:10.1f} ± {r['ms'][k]['spread']:5.1f}" for k in MODES)
-        lines.append(
-            f"{r['tower']:8} {r['dtype']:6} {r['soft_tokens']:6} {times}"
-            f"{r['times_faster_than_the_faster_peer']:9.2f}x"
-            f"{r['difference_of_rms']:12.1e}"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", default="e2b")
@@ -201,24 +176,14 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bf16,f32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument(
-        "--save", action="store_true", help="write bench/results/towers-DEVICE-DTYPES.json"
-    )
+    parser.add_argument("--save", action="store_true", help="write bench/results/towers-DEVICE.txt")
     args = parser.parse_args()
     rows = [row for dtype in args.dtypes.split(",") for row in rows_of(args, dtype)]
-    print(text(rows))
+    head = ["tower", "dtype", "tokens", *(f"{k} ms" for k in MODES), "speed-up", "difference"]
+    text = aligned([head, *rows], indent=0)
+    print(text, end="")
     if args.save:
-        save(
-            f"towers-{args.device}-{args.dtypes.replace(',', '-')}",
-            {
-                "environment": environment(args.device),
-                "command": f"python bench/towers.py --variant {args.variant} "
-                f"--budget {args.budget} --seconds {args.seconds:g} --dtypes {args.dtypes} "
-                f"--rounds {args.rounds} --device {args.device} --save",
-                "peers": "transformers: sdpa eager, and torch.compile of the same",
-                "rows": rows,
-            },
-        )
+        save(f"towers-{args.device}", text, args.device)
 
 
 if __name__ == "__main__":

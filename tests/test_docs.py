@@ -44,9 +44,24 @@ README = ROOT / "README.md"
 FILES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
 MOST_LINES = 170
 #: what needs a compiled engine, transformers, or seconds
-LONG = ("build ", "run ", "verify ", "show engine ", "plan --variant e2b --media ")
+LONG = (
+    "build ",
+    "run ",
+    "verify ",
+    "bench engine ",
+    "bench-compare ",
+    "show engine ",
+    "plan --variant e2b --media ",
+)
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
-PARSED = ("bench ", "run engines/", "run engine-of-a-friend ", "sign ", "trust ")
+PARSED = (
+    "bench build/",
+    "build --spec bench/",
+    "run engines/",
+    "run engine-of-a-friend ",
+    "sign ",
+    "trust ",
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ def inputs_of_examples() -> None:
 
 def slow(e: Example) -> bool:
     """What the reference backend would not print, or what needs transformers."""
-    return e.line.startswith(("verify ", "show ", "plan ")) or e.file == "tensorrt.md"
+    return e.line.startswith(("verify ", "show ", "plan ", "bench")) or e.file == "tensorrt.md"
 
 
 @pytest.mark.parametrize("file", ["README.md", "guide.md"])
@@ -316,10 +331,30 @@ def test_the_evening_is_twelve_files() -> None:
     assert len(tour) == 12 and all(shown == target for shown, target in tour)
 
 
+RESULTS = {path.name: path.read_text() for path in (ROOT / "bench/results").iterdir()}
+NAMED_RESULT = re.compile(r"`(?:bench/results/)?([\w-]+\.(?:json|txt|png))`")
+
+
 @pytest.mark.parametrize("name", ["benchmarks.md", "hopper.md", "numerics.md"])
 def test_named_results_are_there(name: str) -> None:
-    found = re.findall(r"`(?:bench/results/)?([\w-]+\.(?:json|txt|png))`", FILES[name].read_text())
-    assert found and not {n for n in found if not (ROOT / "bench/results" / n).is_file()}
+    found = {*NAMED_RESULT.findall(FILES[name].read_text())}
+    assert found and found <= RESULTS.keys()
+    assert name != "benchmarks.md" or found == RESULTS.keys(), "each has a place"
+
+
+def test_named_scripts_are_there() -> None:
+    """In the documents, in the Makefile and in the summaries themselves."""
+    texts = [p.read_text() for p in (*FILES.values(), ROOT / "Makefile")] + [*RESULTS.values()]
+    found = {name for text in texts for name in re.findall(r"python (bench/\w+\.py)", text)}
+    assert found and not {name for name in found if not (ROOT / name).is_file()}
+
+
+def test_benchmarks_are_cut_out_of_the_summaries() -> None:
+    """Each block, and every number of it."""
+    found = blocks("benchmarks.md", "")
+    assert len(found) >= 5
+    for block in found:
+        assert any(matches(text, f"...\n{block}...\n") for text in RESULTS.values()), block
 
 
 def test_the_files_of_the_readme_s_table_of_variants() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -272,8 +271,8 @@ WORK = Workload(input_len=20, output_len=12, context=0)
 
 def agreement(engine: Engine, peers: list[str]) -> dict[str, Any]:
     report = run_bench([engine], WORK, peers=peers, rounds=2, warmup=0)
-    assert report["runs"][0]["void"] != report["outputs_agree"]
-    return json.loads(json.dumps(report["agreement"][0], allow_nan=False))
+    assert report.runs[0].void != report.outputs_agree
+    return asdict(report.agreement[0])
 
 
 @pytest.fixture

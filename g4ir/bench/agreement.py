@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, median_of, row_errors, worst_of
+from g4ir.spec.reader import Line
 
 from .runners import Runner, pieces
+from .stats import Amount, Number
 from .workload import Workload
 
 
@@ -25,37 +26,42 @@ class Agreement:
 
     role: str
     base: str
-    count: int
-    cosine: float
-    relative: float
-    equal: int
-    close: int
+    count: Amount
+    cosine: Number
+    relative: Number
+    equal: Amount
+    close: Amount
     ok: bool
-    budget: str
-    distance_median: float | None = None
-    distance_worst: float | None = None
-    base_median: float | None = None
-    base_worst: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    budget: Line
+    distance_median: Number = None
+    distance_worst: Number = None
+    base_median: Number = None
+    base_worst: Number = None
 
     def text(self) -> str:
+        """What is compared, how far it lies apart, and the verdict."""
         close = f", {self.close} close calls" if self.close else ""
         verdict = "ok" if self.ok else "DISAGREES"
         return (
             f"{self.role} against {self.base}: same token {self.equal} of {self.count}{close}, "
-            f"cosine at least {self.cosine:.6f}, relative error at most {self.relative:.1e}"
-            f"{self._distances()}: {verdict} ({self.budget})"
+            f"cosine at least {_number(self.cosine):.6f}, relative error at most "
+            f"{_number(self.relative):.1e}{self._distances()}: {verdict} ({self.budget})"
         )
 
     def _distances(self) -> str:
-        if self.base_median is None or math.isnan(self.base_median):
+        own = [_number(x) for x in (self.distance_median, self.distance_worst)]
+        base = [_number(x) for x in (self.base_median, self.base_worst)]
+        if math.isnan(base[0]):
             return ""
         return (
-            f", distance {self.distance_median:.1e} in the median and {self.distance_worst:.1e} "
-            f"at worst, that of {self.base} {self.base_median:.1e} and {self.base_worst:.1e}"
+            f", distance {own[0]:.1e} in the median and {own[1]:.1e} at worst, that of "
+            f"{self.base} {base[0]:.1e} and {base[1]:.1e}"
         )
+
+
+def _number(x: Number) -> float:
+    """A report has null for what was no number."""
+    return math.nan if x is None else x
 
 
 def pair_budget(dtypes: Sequence[str], against: str) -> Budget:
@@ -76,6 +82,10 @@ def anchored(
     return found, Budget(rounding=found.rounding(want, dtype))
 
 
+#: of a step: errors of its rows, choices that are equal and that are close
+Compared = tuple[Errors, int, int]
+
+
 def compare_runners(
     w: Workload,
     tokens: torch.Tensor,
@@ -87,57 +97,37 @@ def compare_runners(
     distances of budgets with measured rounding start from, see `anchored`."""
     for runner in (base, *(r for r, _ in others)):
         runner.rewind()
-    found = [Agreement(r.role, base.role, 0, 1.0, 0.0, 0, 0, True, str(b)) for r, b in others]
-    distances: list[list[float]] = [[] for _ in others]
+    steps: list[list[Compared]] = [[] for _ in others]
     for at, piece in enumerate(pieces(w, tokens)):
         want = base.step(piece).float().cpu()
-        for i, (runner, budget) in enumerate(others):
+        rows = anchor.rows.unflatten(0, (len(want), -1))[:, at] if anchor else want
+        for found, (runner, budget) in zip(steps, others, strict=True):
             got = runner.step(piece).float().cpu()
-            errors = row_errors(got, want)
-            if budget.rounding and anchor:
-                rows = anchor.rows.unflatten(0, (len(want), -1))[:, at]
-                errors = replace(anchor, rows=rows).errors(got, want)
-                distances[i] += errors.distance.tolist()
-            found[i] = _with(found[i], got, want, errors, budget)
-    return [_judged(a, d, b) for a, d, (_, b) in zip(found, distances, others, strict=True)]
+            beside = replace(anchor, rows=rows) if anchor and budget.rounding else None
+            errors = beside.errors(got, want) if beside else row_errors(got, want)
+            found.append((errors, *_choices(got, want, budget)))
+    pairs = zip(others, steps, strict=True)
+    return [_judged(r.role, base.role, budget, found) for (r, budget), found in pairs]
 
 
-def _judged(a: Agreement, distances: Sequence[float], budget: Budget) -> Agreement:
-    """With what all the choices together say."""
-    rounding = budget.rounding
-    if rounding is None or not distances:
-        return a
-    median = median_of(distances)
+def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> Agreement:
+    """What all the choices together say."""
+    columns = zip(*(astuple(errors) for errors, _, _ in steps), strict=True)
+    errors = Errors(*map(torch.cat, columns))
+    equal, close = sum(s[1] for s in steps), sum(s[2] for s in steps)
+    holds = budget.all_hold(errors) and equal + close == len(errors.cosine)
+    worst = float(errors.cosine.min()), float(errors.relative.max())
+    found = Agreement(role, base, len(errors.cosine), *worst, equal, close, holds, Line(budget))
+    if (rounding := budget.rounding) is None:
+        return found
+    distances = errors.distance.tolist()
     return replace(
-        a,
-        distance_median=median,
+        found,
+        distance_median=median_of(distances),
         distance_worst=worst_of(distances),
         base_median=rounding.median,
         base_worst=rounding.worst,
-        ok=a.ok and rounding.fits(distances),
     )
-
-
-def _with(
-    a: Agreement, got: torch.Tensor, want: torch.Tensor, errors: Errors, budget: Budget
-) -> Agreement:
-    """One step more."""
-    equal, close = _choices(got, want, budget)
-    within = bool(budget.holds(errors).all()) and equal + close == len(got)
-    return replace(
-        a,
-        count=a.count + len(got),
-        equal=a.equal + equal,
-        close=a.close + close,
-        cosine=_worst(a.cosine, errors.cosine.min()),
-        relative=-_worst(-a.relative, -errors.relative.max()),
-        ok=a.ok and within,
-    )
-
-
-def _worst(before: float, now: torch.Tensor) -> float:
-    """The smaller; what is not a number stays so."""
-    return float(torch.minimum(torch.tensor(before, dtype=now.dtype), now))
 
 
 def _choices(got: torch.Tensor, want: torch.Tensor, budget: Budget) -> tuple[int, int]:

@@ -14,19 +14,20 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from g4ir.backends.torch_compile.programs import phase_steps
+from g4ir.backends.torch_compile.segment import Segment
+from g4ir.check.watch import Place, watching
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import NodeCost, Roof
 from g4ir.spec.record import Spec
 
-from ..backends.torch_compile.segment import Segment
 from .roof import synchronize
-from .runners import EngineRunner, Watched, pieces, prepare
+from .runners import EngineRunner, pieces, prepare
+from .schema import Breakdown
 from .stats import median
 from .workload import Workload
 
@@ -46,30 +47,18 @@ class _Clock:
     def start(self) -> None:
         self.last = time.perf_counter()
 
-    def see(self, name: str, t: torch.Tensor) -> None:
+    def see(self, place: Place, name: str, t: torch.Tensor) -> None:
         synchronize(self.device)
         now = time.perf_counter()
         self.seconds[name] += now - self.last
         self.last = time.perf_counter()
 
 
-class _Timed(Watched):
-    """Starts the clock when a run starts."""
-
-    def __init__(self, engine: Engine, clock: _Clock) -> None:
-        super().__init__(engine.runtime, clock.see)
-        self.clock = clock
-
-    def run(self, *args: Any) -> torch.Tensor | None:
-        self.clock.start()
-        return super().run(*args)
-
-
 def step_times(engine: Engine, w: Workload, tokens: torch.Tensor) -> dict[str, float]:
     """Median seconds of a decode step by the name of the value made; OUTSIDE is the session's own
     work (gather the rows of the tables, choose the token)."""
     clock = _Clock(engine.device)
-    runner = EngineRunner(replace(engine, runtime=_Timed(engine, clock)), w.batch)
+    runner = EngineRunner(watching(engine, clock.see, begin=clock.start), w.batch)
     prepare(runner, w, tokens)
     prompt, *steps = pieces(w, tokens)
     runner.step(prompt)
@@ -146,16 +135,16 @@ def _stage(name: str) -> str:
 
 def breakdown(
     engine: Engine, w: Workload, tokens: torch.Tensor, costs: Sequence[NodeCost], roof: Roof
-) -> dict[str, Any]:
+) -> Breakdown:
     """Milliseconds of a decode step by part (measured) and by kind (measured or estimated)."""
     times = step_times(engine, w, tokens)
     kinds, measured = by_kind(times, costs, roof)
-    return {
-        "parts_ms": _milliseconds(by_part(times, engine.spec)),
-        "kinds_ms": _milliseconds(kinds),
-        "kinds": "measured" if measured else "estimated from the cost model",
-        "whole_ms": sum(times.values()) * 1e3,
-    }
+    return Breakdown(
+        _milliseconds(by_part(times, engine.spec)),
+        _milliseconds(kinds),
+        "measured" if measured else "estimated from the cost model",
+        sum(times.values()) * 1e3,
+    )
 
 
 def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:

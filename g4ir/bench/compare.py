@@ -3,110 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
-from .stats import Stat
+from g4ir.ui.table import aligned
+
+from .schema import Report, Run
+from .stats import Number, Stat
 from .text import metrics
 
 #: part of the workload or the machine that numbers depend on
-SAME = (
-    ("workload", "input_len"),
-    ("workload", "output_len"),
-    ("workload", "batch"),
-    ("workload", "context"),
-    ("workload", "seed"),
-    ("workload", "text"),
-    ("env", "cpu"),
-    ("env", "gpu"),
-    ("env", "cores"),
-    ("env", "torch"),
-)
+WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
+MACHINE = ("cpu", "gpu", "cores", "torch")
 #: shown, unless all are asked for
-MAIN = (
-    "ttft_p50",
-    "itl_p50",
-    "itl_p90",
-    "itl_p99",
-    "tpot_mean",
-    "e2el_p50",
-    "prefill_throughput",
-    "decode_throughput",
-    "mbu",
-    "mfu",
-    "roof_ratio_prefill",
-    "roof_ratio_decode",
+MAIN = frozenset(
+    [
+        "ttft_p50",
+        "itl_p50",
+        "itl_p90",
+        "itl_p99",
+        "tpot_mean",
+        "e2el_p50",
+        "prefill_throughput",
+        "decode_throughput",
+        "mbu",
+        "mfu",
+        "roof_ratio_prefill",
+        "roof_ratio_decode",
+    ]
 )
 
 
-def compare_reports(a: dict[str, Any], b: dict[str, Any], every: bool = False) -> dict[str, Any]:
-    """Rows {role, metric, unit, a, b, ratio, differs, void} for runs that both have, `differs`
-    where the values lie further apart than the sum of their spreads; and what else is not the
-    same."""
-    names = {r["role"] for r in a["runs"]} & {r["role"] for r in b["runs"]}
-    runs = {r["role"]: r for r in b["runs"]}
-    rows = [
-        row
-        for r in a["runs"]
-        if r["role"] in names
-        for row in _rows(r, runs[r["role"]])
-        if every or row["metric"] in MAIN
-    ]
-    return {"notes": list(_notes(a, b)), "rows": rows, "differ": sum(r["differs"] for r in rows)}
+@dataclass(frozen=True)
+class Row:
+    """A metric of a run that both have; `differs` where the values lie further apart than the sum
+    of their spreads."""
+
+    role: str
+    metric: str
+    unit: str
+    a: Stat
+    b: Stat
+    ratio: Number
+    differs: bool
+    void: bool
 
 
-def _rows(a: dict[str, Any], b: dict[str, Any]) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Comparison:
+    """What else is not the same, the rows, and how many of them differ."""
+
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    differ: int
+
+
+def compare_reports(a: Report, b: Report, every: bool = False) -> Comparison:
+    """The runs that both have, side by side."""
+    rows = tuple(
+        row for one, two in _pairs(a, b) for row in _rows(one, two) if every or row.metric in MAIN
+    )
+    return Comparison(tuple(_notes(a, b)), rows, sum(r.differs for r in rows))
+
+
+def _pairs(a: Report, b: Report) -> list[tuple[Run, Run]]:
+    others = {r.role: r for r in b.runs}
+    return [(r, others[r.role]) for r in a.runs if r.role in others]
+
+
+def _rows(a: Run, b: Run) -> Iterator[Row]:
     others = {name: stat for name, _, stat in metrics(b)}
-    for name, unit, mine in metrics(a):
-        if name in others:
-            one, two = Stat(**mine), Stat(**others[name])
-            yield {
-                "role": a["role"],
-                "metric": name,
-                "unit": unit,
-                "a": mine,
-                "b": others[name],
-                "ratio": two.value / one.value if one.value else None,
-                "differs": one.differs(two),
-                "void": a["void"] or b["void"],
-            }
+    for name, unit, one in metrics(a):
+        if two := others.get(name):
+            ratio = two.value / one.value if one.value else None
+            yield Row(a.role, name, unit, one, two, ratio, one.differs(two), a.void or b.void)
 
 
-def _notes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
-    if a["model_id"] != b["model_id"]:
-        yield f"A is {a['model_id']}, B is {b['model_id']}"
-    for part, key in SAME:
-        one, two = a[part].get(key), b[part].get(key)
-        if one != two:
-            yield f"{part} {key}: {one} in A, {two} in B"
-    roles = {r["role"] for r in a["runs"]} ^ {r["role"] for r in b["runs"]}
-    for role in sorted(roles):
+def _notes(a: Report, b: Report) -> Iterator[str]:
+    if a.model_id != b.model_id:
+        yield f"A is {a.model_id}, B is {b.model_id}"
+    sides = [
+        {f"workload {k}": getattr(r.workload, k) for k in WORKLOAD}
+        | {f"env {k}": r.env.get(k) for k in MACHINE}
+        for r in (a, b)
+    ]
+    for key, one in sides[0].items():
+        if one != sides[1][key]:
+            yield f"{key}: {one} in A, {sides[1][key]} in B"
+    for role in sorted({r.role for r in a.runs} ^ {r.role for r in b.runs}):
         yield f"{role} is in one of them only"
-    for run in a["runs"]:
-        for other in b["runs"]:
-            if run["role"] == other["role"] and (text := _engines_differ(run, other)):
-                yield text
+    for pair in _pairs(a, b):
+        one, two = (r.engine and r.engine.manifest for r in pair)
+        if one != two:
+            yield f"{pair[0].role}: another engine (manifest {one} and {two})"
 
 
-def _engines_differ(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    one, two = (r.get("engine", {}).get("manifest") for r in (a, b))
-    return None if one == two else f"{a['role']}: another engine (manifest {one} and {two})"
-
-
-def compare_text(result: dict[str, Any]) -> str:
+def compare_text(found: Comparison) -> str:
     """A table with a mark at every difference."""
-    lines = [f"note: {n}" for n in result["notes"]]
-    lines.append(f"{'':10} {'':22} {'A':>22} {'B':>22} {'B / A':>8}")
-    for r in result["rows"]:
-        mark = "  VOID" if r["void"] else "  differs" if r["differs"] else ""
-        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.3f}"
-        lines.append(
-            f"{r['role']:10} {r['metric']:22} {_pair(r['a']):>22} {_pair(r['b']):>22} {ratio:>8}"
-            f"{mark}"
-        )
-    count = len(result["rows"])
-    lines.append(f"{result['differ']} of {count} differ by more than their spreads")
-    return "\n".join(lines)
+    lines = [["", "A", "B", "B / A", ""]]
+    for r in found.rows:
+        mark = "VOID" if r.void else "differs" if r.differs else ""
+        ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
+        lines.append([f"{r.role:10} {r.metric}", _shown(r.a), _shown(r.b), ratio, mark])
+    notes = "".join(f"note: {n}\n" for n in found.notes)
+    count = f"{found.differ} of {len(found.rows)} differ by more than their spreads"
+    return notes + aligned(lines, indent=0) + count
 
 
-def _pair(stat: dict[str, float]) -> str:
-    return f"{stat['value']:.4g} ± {stat['spread']:.2g}"
+def _shown(stat: Stat) -> str:
+    return f"{stat.value:.4g} ± {stat.spread:.2g}"

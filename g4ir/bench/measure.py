@@ -14,7 +14,7 @@ import torch
 
 from .roof import Rates, middle
 from .runners import Runner, pieces
-from .stats import Stat, around, mean, percentile, stats
+from .stats import Stat, around, mean, median, stats
 from .workload import Workload
 
 #: a runner's share of a round lasts at least this long, or takes this many requests
@@ -77,17 +77,21 @@ def interleave(
     return each, results
 
 
+Take = Callable[[Request], Sequence[float]]
+#: latency -> its samples in a request
+TAKE: dict[str, Take] = {
+    "ttft": lambda r: (r.ttft,),
+    "itl": lambda r: r.itl,
+    "tpot": lambda r: (r.tpot,),
+    "e2el": lambda r: (r.e2e,),
+}
+
+
 def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
     """Milliseconds: every statistic of ttft, itl, tpot and e2el."""
-
-    def milliseconds(take: Callable[[Request], Sequence[float]]) -> dict[str, Stat]:
-        return stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
-
     return {
-        "ttft_ms": milliseconds(lambda r: (r.ttft,)),
-        "itl_ms": milliseconds(lambda r: r.itl),
-        "tpot_ms": milliseconds(lambda r: (r.tpot,)),
-        "e2el_ms": milliseconds(lambda r: (r.e2e,)),
+        f"{key}_ms": stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
+        for key, take in TAKE.items()
     }
 
 
@@ -99,7 +103,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 
     def rate(tokens: int, seconds: Callable[[Request], float]) -> Stat:
         by_round = [tokens / mean([seconds(r) for r in many]) for many in rounds]
-        return around(tokens / mean([seconds(r) for many in rounds for r in many]), by_round)
+        return around(tokens / mean([seconds(r) for r in _all(rounds)]), by_round)
 
     steps = w.output_len - 1
     return {
@@ -113,16 +117,22 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 
 
 def shares(
-    rounds: Rounds,
-    rates: Sequence[Rates],
-    take: Callable[[Request], Sequence[float]],
-    seconds_at: Callable[[Rates], float],
+    rounds: Rounds, rates: Sequence[Rates], take: Take, seconds_at: Callable[[Rates], float]
 ) -> Stat:
     """Least time at the measured rates over the median time; each round by its own rates."""
+    by_round = [seconds_at(r) / _median(many, take) for r, many in zip(rates, rounds, strict=True)]
+    return around(seconds_at(middle(rates)) / _median(_all(rounds), take), by_round)
 
-    def median_of(many: Sequence[Request]) -> float:
-        return percentile([x for r in many for x in take(r)], 50)
 
-    by_round = [seconds_at(r) / median_of(many) for r, many in zip(rates, rounds, strict=True)]
-    everything = [r for many in rounds for r in many]
-    return around(seconds_at(middle(list(rates))) / median_of(everything), by_round)
+def over(a: Rounds, b: Rounds, take: Take) -> Stat:
+    """Median time of one over that of the other, by round and over all."""
+    by_round = [_median(x, take) / _median(y, take) for x, y in zip(a, b, strict=True)]
+    return around(_median(_all(a), take) / _median(_all(b), take), by_round)
+
+
+def _median(many: Sequence[Request], take: Take) -> float:
+    return median([x for r in many for x in take(r)])
+
+
+def _all(rounds: Rounds) -> list[Request]:
+    return [r for many in rounds for r in many]

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from g4ir.backends.torch_compile.compile import check_toolchain
+from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
 from g4ir.ops.types import torch_dtype
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.random import RandomCheckpoint
-
-from ..errors import InputError, MissingError
 
 
 @dataclass(frozen=True)
@@ -119,21 +119,13 @@ def check_peers(names: Sequence[str]) -> None:
     for name in names:
         if name not in MODES:
             raise InputError(f"--peer {name!r}: expected one of {', '.join(MODES)}")
-    if not names:
-        return
-    try:
-        from transformers import Gemma4ForCausalLM  # noqa: F401
-    except ImportError as e:
-        raise MissingError(
-            f"--peer {names[0]} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
-        ) from e
+    if names:
+        need_transformers(f"--peer {names[0]}")
 
 
 def check_compiler(names: Sequence[str], device: str) -> None:
     """MissingError where a peer is to be compiled and cannot be."""
     if any(MODES[name].compiled for name in names):
-        from ..backends.torch_compile.compile import check_toolchain
-
         check_toolchain(device)
 
 
@@ -145,26 +137,15 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     if kept["kind"] == "random" and checkpoint is None:
         source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
     else:
-        directory = _directory(engine, checkpoint)
+        directory = known_checkpoint(engine, checkpoint, "bench --peer")
+        if not directory.is_dir():
+            raise InputError(f"--checkpoint {directory}: no such directory")
         agreed_spec(engine.spec, directory)
         source = Checkpoint.open(directory, engine.spec)
     try:
         return hf_model(engine.spec, source, dtype, engine.device)
     finally:
         source.close()
-
-
-def _directory(engine: Engine, given: str | Path | None) -> Path:
-    found = given or engine.manifest["weights"].get("directory")
-    found = found or (engine.spec.hub and hub_snapshot(engine.spec.hub))
-    if not found:
-        raise InputError(
-            f"bench --peer: {engine.path} does not say where its checkpoint is; give "
-            f"--checkpoint DIR"
-        )
-    if not Path(found).is_dir():
-        raise InputError(f"--checkpoint {found}: no such directory")
-    return Path(found)
 
 
 def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str = "cpu") -> Any:

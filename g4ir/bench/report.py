@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from g4ir.check.logits import find_anchor, rounding_error
-from g4ir.check.peers import EnginePeer, HfPeer, Peer
+from g4ir.check.peers import EnginePeer, HfPeer
+from g4ir.check.reference import reference_engine
 from g4ir.check.room import float64_refusal
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import ROUNDED, Anchor, widened
+from g4ir.errors import InputError
+from g4ir.ir.distance import ROUNDED, widened
 from g4ir.ops.types import torch_dtype
-from g4ir.plan.cost import Cost, Floor, Roof
-from g4ir.plan.cost import floor as cost_floor
+from g4ir.spec.reader import on_one_line
 from g4ir.ui.progress import Progress, no_progress
 
-from ..errors import InputError
+from . import schema
 from .agreement import Agreement, anchored, compare_runners, pair_budget, void_roles
 from .breakdown import breakdown, calls_per_step, kernels_per_step
 from .measure import (
+    TAKE,
     Request,
     interleave,
     latencies,
+    over,
     requests_per_round,
     shares,
     speeds,
@@ -35,11 +38,11 @@ from .measure import (
 )
 from .peers import HfRunner, check_compiler, check_peers, peer_model
 from .roof import Meter, Rates, middle
-from .runners import EngineRunner, Runner, interpreter, pieces, prepare, reference_runner
-from .schema import KIND, LATENCIES, VERSION, VLLM_STATISTICS
-from .stats import Stat, around, median
+from .runners import EngineRunner, Runner, pieces, prepare, reference_runner
+from .schema import Report, Run, Speedup
+from .stats import Number, around, median
 from .system import environment, peak_memory, reset_peak
-from .work import Work, find_work
+from .work import find_work
 from .workload import Workload, draw_tokens
 
 ENGINE_ROLES = ("engine", "engine-b")
@@ -50,14 +53,23 @@ SAME_WORK = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
+class Job:
+    """What is run, and who is told of it."""
+
+    w: Workload
+    tokens: torch.Tensor
+    progress: Progress
+
+
+@dataclass(frozen=True)
 class Contestant:
     """A runner and what is known of it besides its requests."""
 
     runner: Runner
-    engine: Engine | None = None
-    setup_s: dict[str, float | None] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=dict)
+    engine: Engine | None
+    setup_s: dict[str, Number]
+    peak: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,9 @@ def run_bench(
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
     progress: Progress = no_progress,
-) -> dict[str, Any]:
+) -> Report:
     """Measure one engine, or two of the same variant, beside peers of transformers (keys of
-    peers.MODES); returns the report (see schema.py).
+    peers.MODES); returns the report.
 
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
     requests of each before them, beside the one that its outputs are compared on. checkpoint:
@@ -93,17 +105,19 @@ def run_bench(
     check_options(peers, rounds, warmup)
     check_engines(engines, peers)
     first = engines[0]
-    tokens = draw_tokens(w, first)
+    job = Job(w, draw_tokens(w, first), progress)
+    loads = [*load_s, *[None] * len(engines)]
     contestants = [
-        _engine_contestant(e, w, tokens, ENGINE_ROLES[i], dict(enumerate(load_s)).get(i), progress)
-        for i, e in enumerate(engines)
+        _contestant(job, role, partial(EngineRunner, e, w.batch, role), e.device, load, e)
+        for role, e, load in zip(ENGINE_ROLES, engines, loads)
     ]
-    contestants += _peer_contestants(first, w, tokens, peers, checkpoint, progress)
+    contestants += _peer_contestants(job, first, peers, checkpoint)
     progress("comparing outputs")
-    agreements = _agreements(contestants, w, tokens)
-    measured = _measure(contestants, w, tokens, rounds, warmup, progress)
-    runs = [_run(c, w, tokens, measured, agreements, progress) for c in contestants]
-    return _report(first, w, measured, agreements, runs, warmup)
+    agreements = _agreements(job, contestants)
+    measured = _measure(job, contestants, rounds, warmup)
+    void = void_roles(agreements)
+    runs = [_run(job, c, measured, c.runner.role in void) for c in contestants]
+    return _report(job, first, measured, agreements, runs, warmup)
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -132,59 +146,42 @@ def check_engines(engines: Sequence[Engine], peers: Sequence[str]) -> None:
 # ---- getting ready ----------------------------------------------------------------------------
 
 
-def _engine_contestant(
-    engine: Engine,
-    w: Workload,
-    tokens: torch.Tensor,
+def _contestant(
+    job: Job,
     role: str,
-    load_s: float | None,
-    progress: Progress,
+    make: Callable[[], Runner],
+    device: str,
+    load_s: Number,
+    engine: Engine | None = None,
 ) -> Contestant:
-    progress(f"first request of {role}")
-    reset_peak(engine.device)
-    runner = EngineRunner(engine, w.batch, role)
-    found = _first_request(runner, w, tokens)
-    found["load"] = load_s
-    return Contestant(runner, engine, found, peak_memory(engine.device))
+    """With the seconds of bringing the rows to their depth, and of the first request of all, in
+    which a peer compiles and CUDA graphs are captured."""
+    job.progress(f"first request of {role}")
+    reset_peak(device)
+    runner = make()
+    start = time.perf_counter()
+    prepare(runner, job.w, job.tokens)
+    found: dict[str, Number] = {"fill_context": time.perf_counter() - start}
+    found["first_request"] = timed_request(runner, job.w, job.tokens).e2e
+    return Contestant(runner, engine, {**found, "load": load_s}, peak_memory(device))
 
 
 def _peer_contestants(
-    engine: Engine,
-    w: Workload,
-    tokens: torch.Tensor,
-    peers: Sequence[str],
-    checkpoint: str | None,
-    progress: Progress,
+    job: Job, engine: Engine, peers: Sequence[str], checkpoint: str | None
 ) -> list[Contestant]:
     if not peers:
         return []
-    progress("loading the peer")
+    job.progress("loading the peer")
     start = time.perf_counter()
     model = peer_model(engine, checkpoint)
     loaded = time.perf_counter() - start
-    out = []
-    for name in peers:
-        progress(f"first request of {name}")
-        reset_peak(engine.device)
-        runner = HfRunner(model, w.fed, name)
-        found = {**_first_request(runner, w, tokens), "load": loaded}
-        out.append(Contestant(runner, None, found, peak_memory(engine.device)))
-    return out
+    makers = {name: partial(HfRunner, model, job.w.fed, name) for name in peers}
+    return [_contestant(job, name, make, engine.device, loaded) for name, make in makers.items()]
 
 
-def _first_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> dict[str, float | None]:
-    """Seconds of the first request of all, in which a peer compiles and CUDA graphs are captured,
-    and of bringing the rows to their depth."""
-    start = time.perf_counter()
-    prepare(runner, w, tokens)
-    depth = time.perf_counter() - start
-    return {"fill_context": depth, "first_request": timed_request(runner, w, tokens).e2e}
-
-
-def _agreements(
-    contestants: Sequence[Contestant], w: Workload, tokens: torch.Tensor
-) -> list[Agreement]:
+def _agreements(job: Job, contestants: Sequence[Contestant]) -> list[Agreement]:
     """Everybody against the first peer, or against the interpreter where there is none."""
+    w, tokens = job.w, job.tokens
     engines = [c.engine for c in contestants if c.engine]
     peers = [c.runner for c in contestants if isinstance(c.runner, HfRunner)]
     base: Runner = peers[0] if peers else reference_runner(engines[0], w.batch)
@@ -195,8 +192,10 @@ def _agreements(
     budgets = [pair_budget([dtype, (c.engine or engines[0]).dtype], against) for c in rivals]
     anchor = None
     if dtype in ROUNDED:
-        peer = HfPeer(peers[0].model) if peers else EnginePeer(_interpreted(engines[0]))
-        anchor = _anchor(peer, engines[0], w, tokens)
+        own = reference_engine(engines[0], held=True)
+        peer = HfPeer(peers[0].model) if peers else EnginePeer(own)
+        refusal = float64_refusal(own, w.fed, w.batch * w.output_len, own.device)
+        anchor = find_anchor(peer, list(tokens), _turns(w), False, refusal)
     if anchor:
         anchor, measured = anchored(w, tokens, base, anchor, dtype)
         same = [(c.engine or engines[0]).dtype == dtype for c in rivals]
@@ -215,40 +214,22 @@ def _turns(w: Workload) -> list[int]:
     return [w.context + w.input_len, *[1] * (w.output_len - 1)]
 
 
-def _interpreted(engine: Engine) -> Engine:
-    return replace(engine, runtime=interpreter(engine))
-
-
-def _anchor(peer: Peer, engine: Engine, w: Workload, tokens: torch.Tensor) -> Anchor | None:
-    refusal = float64_refusal(engine, w.fed, w.batch * w.output_len, engine.device)
-    return find_anchor(peer, list(tokens), _turns(w), False, refusal)
-
-
 # ---- measuring --------------------------------------------------------------------------------
 
 
-def _measure(
-    contestants: Sequence[Contestant],
-    w: Workload,
-    tokens: torch.Tensor,
-    rounds: int,
-    warmup: int,
-    progress: Progress,
-) -> Measured:
-    first = contestants[0]
+def _measure(job: Job, contestants: Sequence[Contestant], rounds: int, warmup: int) -> Measured:
+    w, tokens, first = job.w, job.tokens, contestants[0]
     assert first.engine
     meter = Meter(first.engine.device, torch_dtype(first.engine.dtype))
-    progress("warming up")
+    job.progress("warming up")
     for c in contestants:
         for _ in range(warmup):
             timed_request(c.runner, w, tokens)
     count = requests_per_round(timed_request(first.runner, w, tokens).e2e)
-    done = 0
+    numbers = iter(range(1, rounds + 1))
 
     def before() -> Rates:
-        nonlocal done
-        done += 1
-        progress(f"round {done} of {rounds}")
+        job.progress(f"round {next(numbers)} of {rounds}")
         return meter.measure()
 
     turns = {c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants}
@@ -259,76 +240,58 @@ def _measure(
 # ---- the report -------------------------------------------------------------------------------
 
 
-def _run(
-    c: Contestant,
-    w: Workload,
-    tokens: torch.Tensor,
-    measured: Measured,
-    agreements: Sequence[Agreement],
-    progress: Progress,
-) -> dict[str, Any]:
+def _run(job: Job, c: Contestant, measured: Measured, void: bool) -> Run:
     rounds = measured.requests[c.runner.role]
-    run = {
-        "role": c.runner.role,
-        "label": c.runner.label,
-        "void": c.runner.role in void_roles(agreements),
-        "samples_ms": {
-            "ttft": [[r.ttft * 1e3 for r in many] for many in rounds],
-            "itl": [[[x * 1e3 for x in r.itl] for r in many] for many in rounds],
-        },
-        "stats": {k: _dicts(v) for k, v in latencies(rounds).items()},
-        "tokens_per_s": _dicts(speeds(w, rounds)),
-        "setup_s": c.setup_s,
-        "peak_memory": c.peak,
-    }
+    run = Run(
+        c.runner.role,
+        on_one_line(c.runner.label),
+        void,
+        schema.RawSamples(
+            tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
+            tuple(tuple([x * 1e3 for x in r.itl] for r in many) for many in rounds),
+        ),
+        schema.Latencies(**latencies(rounds)),
+        speeds(job.w, rounds),
+        c.setup_s,
+        c.peak,
+    )
     if c.engine is None:
         return run
-    progress(f"taking {c.runner.role} apart")
-    return run | _engine_part(c.engine, c.runner, w, tokens, measured)
+    job.progress(f"taking {c.runner.role} apart")
+    assert isinstance(c.runner, EngineRunner)
+    return replace(run, **_engine_part(job, c.engine, c.runner, measured))
 
 
 def _engine_part(
-    engine: Engine, runner: Runner, w: Workload, tokens: torch.Tensor, measured: Measured
+    job: Job, engine: Engine, runner: EngineRunner, measured: Measured
 ) -> dict[str, Any]:
     """What only an engine knows of itself: its work, its share of the roof, its parts."""
     rates, rounds = measured.rates, measured.requests[runner.role]
     roof = middle(rates).roof()
-    work = find_work(engine, w, tokens)
+    work = find_work(engine, job.w, job.tokens)
     nbytes, flops = work.decode_cost().needed_bytes, work.prefill_cost().flops
-    assert isinstance(runner, EngineRunner)
-
-    def share(take: Callable[[Request], Sequence[float]], least: Callable[[Rates], float]) -> Any:
-        return shares(rounds, rates, take, least).to_dict()
-
-    def first_token(r: Request) -> Sequence[float]:
-        return (r.ttft,)
-
-    def steps(r: Request) -> Sequence[float]:
-        return r.itl
-
+    first_token, steps = (partial(shares, rounds, rates, TAKE[k]) for k in ("ttft", "itl"))
     return {
         "engine": _engine_facts(engine),
-        "work": _work_facts(work, roof),
-        "mbu": share(steps, lambda r: nbytes / r.bandwidth),
-        "mfu": share(first_token, lambda r: flops / r.matmul),
-        "roof_ratio": {
-            "prefill": share(first_token, lambda r: work.prefill_floor(r.roof())),
-            "decode": share(steps, lambda r: work.decode_floor(r.roof())),
-        },
-        "calls_per_step": {**calls_per_step(engine), **_kernels(engine, runner, w, tokens)},
-        "breakdown": breakdown(engine, w, tokens, work.decode[0][1], roof),
+        "work": work.facts(roof),
+        "mbu": steps(lambda r: nbytes / r.bandwidth),
+        "mfu": first_token(lambda r: flops / r.matmul),
+        "roof_ratio": schema.Phases(
+            first_token(lambda r: work.prefill_floor(r.roof())),
+            steps(lambda r: work.decode_floor(r.roof())),
+        ),
+        "calls_per_step": {**calls_per_step(engine), **_kernels(job, engine, runner)},
+        "breakdown": breakdown(engine, job.w, job.tokens, work.decode[0][1], roof),
         "cache_bytes": runner.session.nbytes(),
         "param_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
     }
 
 
-def _kernels(
-    engine: Engine, runner: EngineRunner, w: Workload, tokens: torch.Tensor
-) -> dict[str, float]:
+def _kernels(job: Job, engine: Engine, runner: EngineRunner) -> dict[str, float]:
     if engine.device != "cuda":
         return {}
     runner.rewind()
-    prompt, step, *_ = pieces(w, tokens)
+    prompt, step, *_ = pieces(job.w, job.tokens)
     runner.step(prompt)
     session = runner.session
     held = session.snapshot()
@@ -340,127 +303,86 @@ def _kernels(
     return kernels_per_step(once)
 
 
-def _engine_facts(engine: Engine) -> dict[str, Any]:
+def _engine_facts(engine: Engine) -> schema.EngineFacts:
     m = engine.manifest
-    return {
-        "manifest": m["digest"],
-        "dtype": engine.dtype,
-        "backend": m["backend"],
-        "device": engine.device,
-        "weights": m["weights"]["kind"],
-        "skipped_passes": m["skipped_passes"],
-        "limits": asdict(engine.limits),
-    }
-
-
-def _work_facts(work: Work, roof: Roof) -> dict[str, Any]:
-    def facts(cost: Cost, seconds: float) -> dict[str, Any]:
-        bound: Floor = cost_floor(cost, roof)
-        return {**asdict(cost), "floor_ms": seconds * 1e3, "bound": bound.bound}
-
-    return {
-        "prefill": facts(work.prefill_cost(), work.prefill_floor(roof)),
-        "decode": facts(work.decode_cost(), work.decode_floor(roof)),
-        "experts": work.experts,
-    }
-
-
-def _dicts(stats: dict[str, Stat]) -> dict[str, dict[str, float]]:
-    return {name: s.to_dict() for name, s in stats.items()}
+    return schema.EngineFacts(
+        m["digest"],
+        engine.dtype,
+        m["backend"],
+        engine.device,
+        m["weights"]["kind"],
+        tuple(m["skipped_passes"]),
+        asdict(engine.limits),
+    )
 
 
 def _report(
+    job: Job,
     engine: Engine,
-    w: Workload,
     measured: Measured,
     agreements: Sequence[Agreement],
-    runs: list[dict[str, Any]],
+    runs: Sequence[Run],
     warmup: int,
-) -> dict[str, Any]:
-    own = runs[0]
-    rounds = len(measured.rates)
-    peers = [r for r in runs if "engine" not in r]
-    return {
-        "kind": KIND,
-        "schema": VERSION,
-        "date": time.strftime("%Y%m%d-%H%M%S"),
-        "backend": f"g4ir-{engine.manifest['backend']}",
-        "model_id": engine.spec.name,
-        "num_prompts": rounds * measured.per_round * w.batch,
-        "max_concurrency": w.batch,
+) -> Report:
+    own, w, rounds = runs[0], job.w, len(measured.rates)
+    assert own.mbu and own.mfu and own.roof_ratio
+    peers = [r for r in runs if not r.engine]
+    asked = {**asdict(w), "text": w.text and on_one_line(w.text)}
+    return Report(
+        schema.KIND,
+        schema.VERSION,
+        date=time.strftime("%Y%m%d-%H%M%S"),
+        backend=f"g4ir-{engine.manifest['backend']}",
+        model_id=engine.spec.name,
+        num_prompts=rounds * measured.per_round * w.batch,
+        max_concurrency=w.batch,
         **_vllm_keys(own),
-        "workload": {
-            **w.to_dict(),
-            "rounds": rounds,
-            "requests_per_round": measured.per_round,
-            "warmup": warmup,
-        },
-        "env": environment(engine.device),
-        "roof": _roof_facts(measured.rates, engine.dtype),
-        "mbu": own["mbu"]["value"],
-        "mfu": own["mfu"]["value"],
-        "roof_ratio": {k: v["value"] for k, v in own["roof_ratio"].items()},
-        "outputs_agree": all(a.ok for a in agreements),
-        "agreement": [a.to_dict() for a in agreements],
-        "peer": min(peers, key=_pace)["role"] if peers else None,
-        "speedup": {r["role"]: _speedup(own, r, measured) for r in runs[1:]},
-        "runs": runs,
-        "notes": _notes(engine, w),
-    }
+        workload=schema.Asked(
+            **asked, rounds=rounds, requests_per_round=measured.per_round, warmup=warmup
+        ),
+        env=environment(engine.device),
+        roof=_roof_stats(measured.rates, engine.dtype),
+        mbu=own.mbu.value,
+        mfu=own.mfu.value,
+        roof_ratio={k: s.value for k, s in vars(own.roof_ratio).items()},
+        outputs_agree=all(a.ok for a in agreements),
+        agreement=tuple(agreements),
+        peer=min(peers, key=lambda r: r.stats.itl_ms["p50"].value).role if peers else None,
+        speedup={r.role: _speedup(own, r, measured) for r in runs[1:]},
+        runs=tuple(runs),
+        notes=tuple(map(on_one_line, _notes(engine, w))),
+    )
 
 
-def _pace(run: dict[str, Any]) -> float:
-    return float(run["stats"]["itl_ms"]["p50"]["value"])
-
-
-def _vllm_keys(run: dict[str, Any]) -> dict[str, float | None]:
+def _vllm_keys(run: Run) -> dict[str, Number]:
     """As vLLM's benchmark names them; nothing where the outputs disagree."""
-    speed = run["tokens_per_s"]
+    speed = run.tokens_per_s
     found = {
-        "request_throughput": speed["request"]["value"],
-        "output_throughput": speed["output"]["value"],
-        "total_token_throughput": speed["total"]["value"],
+        "request_throughput": speed["request"].value,
+        "output_throughput": speed["output"].value,
+        "total_token_throughput": speed["total"].value,
     }
-    for key in LATENCIES:
-        for name, statistic in VLLM_STATISTICS.items():
-            found[f"{name}_{key}_ms"] = run["stats"][f"{key}_ms"][statistic]["value"]
-    return {k: None if run["void"] else v for k, v in found.items()}
+    for key in schema.LATENCIES:
+        stats: schema.Stats = getattr(run.stats, f"{key}_ms")
+        for name, statistic in schema.VLLM_STATISTICS.items():
+            found[f"{name}_{key}_ms"] = stats[statistic].value
+    return {k: None if run.void else v for k, v in found.items()}
 
 
-def _roof_facts(rates: list[Rates], dtype: str) -> dict[str, Any]:
-    names = {"read": "read_bytes_per_s", "copy": "copy_bytes_per_s", "matmul": "matmul_flops_per_s"}
-    values = {k: [getattr(r, k) for r in rates] for k in names}
-    return {
-        **{name: around(median(values[k]), values[k]).to_dict() for k, name in names.items()},
-        "matmul_dtype": dtype,
-        "samples": [r.to_dict() for r in rates],
-    }
+def _roof_stats(rates: Sequence[Rates], dtype: str) -> schema.RoofStats:
+    samples = tuple(asdict(r) for r in rates)
+    read, copy, matmul = (
+        around(median(v), v) for v in ([s[k] for s in samples] for k in ("read", "copy", "matmul"))
+    )
+    return schema.RoofStats(read, copy, matmul, dtype, samples)
 
 
-def _speedup(
-    own: dict[str, Any], other: dict[str, Any], measured: Measured
-) -> dict[str, Any] | None:
+def _speedup(own: Run, other: Run, measured: Measured) -> Speedup | None:
     """Median time of the other over our own, by round and over all; null where either is void."""
-    if own["void"] or other["void"]:
+    if own.void or other.void:
         return None
-    a, b = (measured.requests[r["role"]] for r in (own, other))
-
-    def ratio(take: Callable[[Request], Sequence[float]]) -> dict[str, float]:
-        def middle_of(many: Sequence[Request]) -> float:
-            return median([x for r in many for x in take(r)])
-
-        def over(x: Sequence[Request], y: Sequence[Request]) -> float:
-            return middle_of(y) / middle_of(x)
-
-        whole = over([r for many in a for r in many], [r for many in b for r in many])
-        return around(whole, [over(x, y) for x, y in zip(a, b, strict=True)]).to_dict()
-
-    return {
-        "over": other["label"],
-        "prefill": ratio(lambda r: (r.ttft,)),
-        "decode": ratio(lambda r: r.itl),
-        "e2e": ratio(lambda r: (r.e2e,)),
-    }
+    a, b = (measured.requests[r.role] for r in (own, other))
+    return Speedup(other.label, *(over(b, a, TAKE[k]) for k in ("ttft", "itl", "e2el")))
 
 
 def _notes(engine: Engine, w: Workload) -> list[str]:

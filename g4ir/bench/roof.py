@@ -10,8 +10,8 @@ random, and the median counts, not the luckiest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -52,13 +52,10 @@ class Rates:
     def roof(self) -> Roof:
         return Roof(self.bandwidth, self.matmul, "measured")
 
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
 
-
-def middle(rates: list[Rates]) -> Rates:
+def middle(rates: Sequence[Rates]) -> Rates:
     """The median of each rate."""
-    return Rates(*(median([getattr(r, k) for r in rates]) for k in ("read", "copy", "matmul")))
+    return Rates(*(median([getattr(r, f.name) for r in rates]) for f in fields(Rates)))
 
 
 class Meter:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from g4ir.check.reference import text_graphs
+from g4ir.check.reference import reference_engine
 from g4ir.engine.engine import Engine
 
-from ..backends.base import Runtime, Watch
-from ..backends.reference import ReferenceRuntime, Resident
 from .workload import Workload
 
 
@@ -69,40 +66,8 @@ def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tokens[:, at : at + 1]
 
 
-# ---- the interpreter --------------------------------------------------------------------------
-
-
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
     """The interpreter on the same graphs and params."""
-    runner = EngineRunner(replace(engine, runtime=interpreter(engine)), batch, "reference")
+    runner = EngineRunner(reference_engine(engine, held=True), batch, "reference")
     runner.label = "the interpreter on the engine's params"
     return runner
-
-
-def interpreter(engine: Engine) -> ReferenceRuntime:
-    """Runs an engine's text graphs on the params that the engine holds."""
-    source = Resident(engine.runtime)
-    return ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
-
-
-class Watched:
-    """A runtime whose values are shown to `watch` as they are made."""
-
-    def __init__(self, runtime: Runtime, watch: Watch) -> None:
-        self.runtime, self.watch, self.source = runtime, watch, runtime.source
-        self.new_state, self.resident = runtime.new_state, runtime.resident
-        self.encode, self.close = runtime.encode, runtime.close
-
-    def token_loop(self, *_: object) -> None:
-        """Values are shown to the host, which chooses too."""
-
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, torch.Tensor],
-        state: object,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> torch.Tensor | None:
-        return self.runtime.run(phase, feeds, state, context, logits, self.watch)

@@ -1,4 +1,4 @@
-"""The form of a report, as a JSON Schema, and the check that a reader makes.
+"""The form of a report: records, from which its reading, its check and its JSON Schema follow.
 
 Keys in vLLM's names (request_throughput, mean_ttft_ms, ...) are about the first engine and are
 null where its outputs disagree with what it was compared with. `runs` holds every runner with its
@@ -9,177 +9,269 @@ raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args
 
-from ..errors import InputError
+from g4ir.errors import InputError, SpecError
+from g4ir.spec.reader import (
+    Length,
+    Line,
+    OneOf,
+    Range,
+    Where,
+    build,
+    hints_of,
+    schema_defs,
+    tree_of,
+)
+
+from .agreement import Agreement
+from .stats import Amount, Number, Stat
 
 #: counts up when a key changes its meaning or goes away
 VERSION = 1
 KIND = "g4ir bench"
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
-THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
 
-_STAT = {
-    "type": "object",
-    "required": ["value", "spread"],
-    "properties": {"value": {"type": "number"}, "spread": {"type": "number", "minimum": 0}},
-    "additionalProperties": False,
-}
-_STATS = {"type": "object", "additionalProperties": _STAT}
-_NUMBER = {"type": ["number", "null"]}
-_NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
-_SAMPLES: dict[str, Any] = {"type": "array", "items": {"type": "array"}}
+
+@dataclass(frozen=True)
+class Has:
+    """A mapping that may hold anything beside these keys."""
+
+    keys: tuple[str, ...]
+
+    def broken(self, value: dict[str, Any]) -> str | None:
+        """The key that is missing, or None."""
+        missing = [key for key in self.keys if key not in value]
+        return f"must have the key {missing[0]}" if missing else None
+
+    def schema(self) -> dict[str, Any]:
+        return {"required": list(self.keys)}
 
 
-def _record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LeftOut:
+    """A key that is left out where it has no value: it is never null."""
+
+    def broken(self, value: Any) -> str | None:
+        """Said of null alone."""
+        return "must not be null; leave it out" if value is None else None
+
+    def schema(self) -> dict[str, Any]:
+        return {"not": {"type": "null"}}
+
+
+T = TypeVar("T")
+LEFT_OUT = LeftOut()
+#: what only engines know of themselves
+Own = Annotated[T | None, LEFT_OUT]
+Stats = dict[str, Stat]
+Samples = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """input_len: tokens of a prompt; output_len: choices per row, exactly; batch: rows; context:
+    tokens held before the prompt; seed: of the tokens; text: the file that they come from; warmup:
+    requests of each runner before the rounds."""
+
+    input_len: Annotated[int, Range(1)]
+    output_len: Annotated[int, Range(2)]
+    batch: Annotated[int, Range(1)]
+    context: Amount
+    seed: Amount
+    text: Line | None
+    rounds: Annotated[int, Range(2)]
+    requests_per_round: Annotated[int, Range(1)]
+    warmup: Amount
+
+
+@dataclass(frozen=True)
+class RoofStats:
+    """The rates of this machine in the process that measured; one sample for each round."""
+
+    read_bytes_per_s: Stat
+    copy_bytes_per_s: Stat
+    matmul_flops_per_s: Stat
+    matmul_dtype: str
+    samples: tuple[dict[str, float], ...]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The engine that ran; `manifest` is the digest of its manifest."""
+
+    manifest: str
+    dtype: str
+    backend: str
+    device: str
+    weights: str
+    skipped_passes: tuple[str, ...]
+    limits: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """FLOPs and bytes of a prompt or a step, and the least time at the measured roof."""
+
+    flops: Amount
+    weight_bytes: Amount
+    state_bytes: Amount
+    other_bytes: Amount
+    floor_ms: float
+    bound: Annotated[str, OneOf(("memory", "compute"))]
+
+
+@dataclass(frozen=True)
+class WorkFacts:
+    """A prompt, a step on average, and how many experts were touched."""
+
+    prefill: PhaseWork
+    decode: PhaseWork
+    experts: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A share of the roof by phase."""
+
+    prefill: Stat
+    decode: Stat
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A decode step taken apart; `kinds` says whether they are measured."""
+
+    parts_ms: dict[str, float]
+    kinds_ms: dict[str, float]
+    kinds: str
+    whole_ms: float
+
+
+@dataclass(frozen=True)
+class RawSamples:
+    """Milliseconds by round and request, `itl` by step too."""
+
+    ttft: Samples
+    itl: Samples
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Every statistic of each latency."""
+
+    ttft_ms: Stats
+    itl_ms: Stats
+    tpot_ms: Stats
+    e2el_ms: Stats
+
+
+@dataclass(frozen=True)
+class Run:
+    """A runner: an engine, or a peer, which has no keys from `engine` on. void: its outputs agree
+    with nobody's; mbu: bytes of a decode step / p50 ITL / measured bandwidth; mfu: FLOPs of a
+    prompt / p50 TTFT / measured matmul rate."""
+
+    role: str
+    label: Line
+    void: bool
+    samples_ms: RawSamples
+    stats: Latencies
+    tokens_per_s: Stats
+    setup_s: dict[str, Number]
+    peak_memory: dict[str, int]
+    engine: Own[EngineFacts] = None
+    work: Own[WorkFacts] = None
+    mbu: Own[Stat] = None
+    mfu: Own[Stat] = None
+    roof_ratio: Own[Phases] = None
+    calls_per_step: Own[dict[str, float]] = None
+    breakdown: Own[Breakdown] = None
+    cache_bytes: Own[Amount] = None
+    param_bytes: Own[Amount] = None
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Times of another runner over those of the first engine."""
+
+    over: Line
+    prefill: Stat
+    decode: Stat
+    e2e: Stat
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run of g4ir bench. peer: the fastest one in decode; speedup: of the first engine over each
+    other runner, null where void."""
+
+    kind: Annotated[str, OneOf((KIND,))]
+    schema: Annotated[int, Range(VERSION, VERSION)]
+    date: str
+    backend: str
+    model_id: str
+    num_prompts: Amount
+    max_concurrency: Amount
+    request_throughput: Number
+    output_throughput: Number
+    total_token_throughput: Number
+    mean_ttft_ms: Number
+    median_ttft_ms: Number
+    p99_ttft_ms: Number
+    mean_tpot_ms: Number
+    median_tpot_ms: Number
+    p99_tpot_ms: Number
+    mean_itl_ms: Number
+    median_itl_ms: Number
+    p99_itl_ms: Number
+    mean_e2el_ms: Number
+    median_e2el_ms: Number
+    p99_e2el_ms: Number
+    workload: Asked
+    env: Annotated[dict[str, Any], Has(("torch", "g4ir", "commit", "cores"))]
+    roof: RoofStats
+    mbu: Number
+    mfu: Number
+    roof_ratio: dict[str, Number]
+    outputs_agree: bool
+    agreement: Annotated[tuple[Agreement, ...], Length(1)]
+    peer: str | None
+    speedup: dict[str, Speedup | None]
+    runs: Annotated[tuple[Run, ...], Length(1)]
+    notes: tuple[Line, ...]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a report, generated from the records."""
+    defs: dict[str, Any] = {}
     return {
-        "type": "object",
-        "required": list(required),
-        "additionalProperties": False,
-        "properties": {**required, **(optional or {})},
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "report of g4ir bench",
+        "$ref": f"#/$defs/{schema_defs(Report, False, defs)}",
+        "$defs": defs,
     }
 
 
-_COUNT = {"type": "integer", "minimum": 0}
-_TEXT = {"type": "string"}
-_WORKLOAD = _record(
-    {
-        "input_len": {"type": "integer", "minimum": 1, "description": "tokens of a prompt"},
-        "output_len": {"type": "integer", "minimum": 2, "description": "choices per row, exactly"},
-        "batch": {"type": "integer", "minimum": 1, "description": "rows"},
-        "context": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "tokens held before the prompt",
-        },
-        "seed": {"type": "integer", "minimum": 0, "description": "of the tokens"},
-        "text": {"type": ["string", "null"], "description": "the file the tokens come from"},
-        "rounds": {"type": "integer", "minimum": 2},
-        "requests_per_round": {"type": "integer", "minimum": 1},
-        "warmup": {"type": "integer", "minimum": 0, "description": "requests before the rounds"},
-    }
-)
-_AGREEMENT = _record(
-    {
-        "role": _TEXT,
-        "base": _TEXT,
-        "count": _COUNT,
-        "cosine": _NUMBER,
-        "relative": _NUMBER,
-        "equal": _COUNT,
-        "close": _COUNT,
-        "ok": {"type": "boolean"},
-        "budget": _TEXT,
-    },
-    {
-        "distance_median": _NUMBER,
-        "distance_worst": _NUMBER,
-        "base_median": _NUMBER,
-        "base_worst": _NUMBER,
-    },
-)
-_ROOF = _record(
-    {
-        "read_bytes_per_s": _STAT,
-        "copy_bytes_per_s": _STAT,
-        "matmul_flops_per_s": _STAT,
-        "matmul_dtype": _TEXT,
-        "samples": {"type": "array", "items": _NUMBERS, "description": "one for each round"},
-    }
-)
-_ENGINE = _record(
-    {
-        "manifest": {"type": "string", "description": "digest of the manifest"},
-        "dtype": _TEXT,
-        "backend": _TEXT,
-        "device": _TEXT,
-        "weights": _TEXT,
-        "skipped_passes": {"type": "array", "items": _TEXT},
-        "limits": {"type": "object"},
-    }
-)
-_COST = _record(
-    {
-        "flops": _COUNT,
-        "weight_bytes": _COUNT,
-        "state_bytes": _COUNT,
-        "other_bytes": _COUNT,
-        "floor_ms": {"type": "number", "description": "at the measured roof"},
-        "bound": {"enum": ["memory", "compute"]},
-    }
-)
-_BREAKDOWN = _record(
-    {
-        "parts_ms": _NUMBERS,
-        "kinds_ms": _NUMBERS,
-        "kinds": _TEXT,
-        "whole_ms": {"type": "number"},
-    }
-)
-_ENGINE_ONLY = {
-    "engine": _ENGINE,
-    "work": _record({"prefill": _COST, "decode": _COST, "experts": {"type": ["object", "null"]}}),
-    "mbu": {**_STAT, "description": "bytes of a decode step / p50 ITL / measured bandwidth"},
-    "mfu": {**_STAT, "description": "FLOPs of a prompt / p50 TTFT / measured matmul rate"},
-    "roof_ratio": _record({"prefill": _STAT, "decode": _STAT}),
-    "calls_per_step": _NUMBERS,
-    "breakdown": _BREAKDOWN,
-    "cache_bytes": _COUNT,
-    "param_bytes": _COUNT,
-}
-_RUN = _record(
-    {
-        "role": _TEXT,
-        "label": _TEXT,
-        "void": {"type": "boolean", "description": "its outputs agree with nobody's"},
-        "samples_ms": _record({"ttft": _SAMPLES, "itl": _SAMPLES}),
-        "stats": _record({f"{k}_ms": _STATS for k in LATENCIES}),
-        "tokens_per_s": _STATS,
-        "setup_s": {"type": "object", "additionalProperties": _NUMBER},
-        "peak_memory": {"type": "object", "additionalProperties": {"type": "integer"}},
-    },
-    _ENGINE_ONLY,
-)
-_SPEEDUP = _record({"over": _TEXT, "prefill": _STAT, "decode": _STAT, "e2e": _STAT})
-
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "report of g4ir bench",
-    **_record(
-        {
-            "kind": {"const": KIND},
-            "schema": {"type": "integer", "const": VERSION},
-            "date": _TEXT,
-            "backend": _TEXT,
-            "model_id": _TEXT,
-            "num_prompts": _COUNT,
-            "max_concurrency": _COUNT,
-            **dict.fromkeys(THROUGHPUTS, _NUMBER),
-            **{f"{s}_{k}_ms": _NUMBER for k in LATENCIES for s in VLLM_STATISTICS},
-            "workload": _WORKLOAD,
-            "env": {"type": "object", "required": ["torch", "g4ir", "commit", "cores"]},
-            "roof": _ROOF,
-            "mbu": _NUMBER,
-            "mfu": _NUMBER,
-            "roof_ratio": {"type": "object", "additionalProperties": _NUMBER},
-            "outputs_agree": {"type": "boolean"},
-            "agreement": {"type": "array", "items": _AGREEMENT, "minItems": 1},
-            "peer": {"type": ["string", "null"], "description": "the fastest one in decode"},
-            "speedup": {
-                "type": "object",
-                "additionalProperties": {"anyOf": [_SPEEDUP, {"type": "null"}]},
-                "description": "of the first engine over each other runner; null where void",
-            },
-            "runs": {"type": "array", "items": _RUN, "minItems": 1},
-            "notes": {"type": "array", "items": _TEXT},
+def plain(value: Any) -> Any:
+    """A record as JSON values."""
+    if is_dataclass(value):
+        hints = hints_of(type(value))  # type: ignore[arg-type]
+        pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {
+            k: plain(v) for k, v in pairs if v is not None or LEFT_OUT not in get_args(hints[k])
         }
-    ),
-}
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
 
 
-def read_report(file: str | Path) -> dict[str, Any]:
+def read_report(file: str | Path) -> Report:
     """A report of this version; InputError names the file, what was found and what is expected."""
     try:
         report = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -192,76 +284,14 @@ def read_report(file: str | Path) -> dict[str, Any]:
             f"{file}: report of schema version {report.get('schema')!r}, expected {VERSION}; "
             f"run `g4ir bench` again with this g4ir"
         )
-    check(report, SCHEMA, f"{file}: ")
-    return report
+    return report_of(report, str(file))
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "null": (type(None),),
-}
-
-
-def check(value: Any, schema: dict[str, Any], path: str = "") -> None:
-    """InputError naming the key where a value is not of the form: the keywords that SCHEMA uses."""
-    if "anyOf" in schema:
-        return _check_any(value, schema["anyOf"], path)
-    if problem := _problem(value, schema):
-        raise InputError(f"{path}{problem}")
-    if isinstance(value, dict):
-        rest = schema.get("additionalProperties", {})
-        for key, inner in value.items():
-            check(inner, schema.get("properties", {}).get(key, rest), f"{path}{key}: ")
-    if isinstance(value, list):
-        for i, inner in enumerate(value):
-            check(inner, schema.get("items", {}), f"{path}{i}: ")
-    return None
-
-
-def _check_any(value: Any, forms: list[dict[str, Any]], path: str) -> None:
-    """The error of the first form, where none fits."""
-    errors = []
-    for form in forms:
-        try:
-            return check(value, form, path)
-        except InputError as e:
-            errors.append(e)
-    raise errors[0]
-
-
-def _problem(value: Any, schema: dict[str, Any]) -> str | None:
-    """What is wrong with a value itself, whatever it holds."""
-    shown = repr(value)[:40]
-    kinds = schema.get("type", ())
-    if kinds and not _is_one_of(value, [kinds] if isinstance(kinds, str) else kinds):
-        return f"found {shown}, expected {kinds if isinstance(kinds, str) else kinds[0]}"
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    if value not in allowed:
-        return f"found {shown}, expected {' or '.join(map(repr, allowed))}"
-    if "minimum" in schema and value < schema["minimum"]:
-        return f"found {shown}, expected at least {schema['minimum']}"
-    if "minItems" in schema and len(value) < schema["minItems"]:
-        return f"expected at least {schema['minItems']} items"
-    return _key_problem(value, schema) if isinstance(value, dict) else None
-
-
-def _key_problem(value: dict[str, Any], schema: dict[str, Any]) -> str | None:
-    known = schema.get("properties", {})
-    missing = [key for key in schema.get("required", ()) if key not in value]
-    if missing:
-        return f"key {missing[0]!r} is missing"
-    extra = [key for key in value if key not in known]
-    if extra and schema.get("additionalProperties") is False:
-        return f"unknown key {extra[0]!r}"
-    return None
-
-
-def _is_one_of(value: Any, kinds: list[str]) -> bool:
-    if isinstance(value, bool):
-        return "boolean" in kinds
-    return isinstance(value, tuple(t for kind in kinds for t in _TYPES[kind]))
+def report_of(values: Any, file: str = "report") -> Report:
+    """The report that JSON values are; InputError names the key where they are none."""
+    where = Where(file, 0)
+    try:
+        made: Report = build(Report, tree_of(values, where, exact=True))
+    except SpecError as e:
+        raise InputError(f"{e} (is it a report of g4ir bench?)") from None
+    return made

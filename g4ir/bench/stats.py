@@ -12,12 +12,21 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import fmean as mean
+from statistics import median
+from typing import Annotated
+
+from g4ir.spec.reader import Range
 
 #: least relative spread that is claimed
 FLOOR = 0.02
 #: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
+Amount = Annotated[int, Range(0)]
+#: null where there is none, or where it is no number
+Number = float | None
 
 
 @dataclass(frozen=True)
@@ -25,10 +34,7 @@ class Stat:
     """A value; each round's lies within value - spread and value + spread."""
 
     value: float
-    spread: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {"value": self.value, "spread": self.spread}
+    spread: Annotated[float, Range(0)]
 
     def differs(self, other: Stat) -> bool:
         """Whether the two lie further apart than both spreads explain."""
@@ -44,20 +50,12 @@ def percentile(samples: Samples, percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 
 
-def mean(samples: Samples) -> float:
-    return math.fsum(samples) / len(samples)
-
-
-def median(samples: Samples) -> float:
-    return percentile(samples, 50)
-
-
 #: name -> statistic of a list of samples
 STATISTICS: dict[str, Callable[[Samples], float]] = {
     "mean": mean,
     "p50": median,
-    "p90": lambda s: percentile(s, 90),
-    "p99": lambda s: percentile(s, 99),
+    "p90": partial(percentile, percent=90),
+    "p99": partial(percentile, percent=99),
     "min": min,
 }
 

@@ -22,6 +22,7 @@ GPU_FIELDS = {
     "clocks.mem": "memory_clock_mhz",
     "power.limit": "power_limit_w",
     "temperature.gpu": "temperature_c",
+    "memory.total": "memory_mib",
     "clocks_throttle_reasons.active": "throttle_reasons",
 }
 PACKAGES = ("transformers", "triton")

@@ -6,19 +6,22 @@ logits, and a chunk of one token is a decode step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from g4ir.check.reference import reference_engine
+from g4ir.check.watch import Place, watching
 from g4ir.engine.engine import Engine
 from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph
 from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
 
-from ..backends.base import Runtime
-from .runners import EngineRunner, Watched, interpreter, pieces, prepare
+from .runners import EngineRunner, pieces, prepare
+from .schema import PhaseWork, WorkFacts
 from .stats import mean
 from .workload import Workload
 
@@ -47,11 +50,11 @@ class Work:
     experts: dict[str, Any] | None
 
     def prefill_cost(self) -> Cost:
-        """Of a whole prompt."""
+        """The cost of a whole prompt."""
         return sum((total(c) for _, c in self.prefill), Cost())
 
     def decode_cost(self) -> Cost:
-        """Of a step, on average."""
+        """The cost of a step, on average."""
         whole = sum((total(c) for _, c in self.decode), Cost())
         return Cost(*(v // len(self.decode) for v in asdict(whole).values()))
 
@@ -62,6 +65,18 @@ class Work:
     def decode_floor(self, roof: Roof) -> float:
         """Seconds of a step, on average."""
         return sum(floor(total(c), roof).seconds for _, c in self.decode) / len(self.decode)
+
+    def facts(self, roof: Roof) -> WorkFacts:
+        """What a report keeps of it."""
+
+        def phase(cost: Cost, seconds: float) -> PhaseWork:
+            return PhaseWork(**asdict(cost), floor_ms=seconds * 1e3, bound=floor(cost, roof).bound)
+
+        return WorkFacts(
+            phase(self.prefill_cost(), self.prefill_floor(roof)),
+            phase(self.decode_cost(), self.decode_floor(roof)),
+            self.experts,
+        )
 
 
 def request_chunks(w: Workload, size: int) -> Iterator[Chunk]:
@@ -116,34 +131,22 @@ def _state_nodes(g: Graph) -> set[str]:
 # ---- experts ----------------------------------------------------------------------------------
 
 
-class _Counting(Watched):
-    """Notes for each run how many distinct experts each router chose."""
-
-    def __init__(self, runtime: Runtime, routers: set[str]) -> None:
-        super().__init__(runtime, self._see)
-        self.routers = routers
-        self.runs: list[dict[str, int]] = []
-
-    def run(self, *args: Any) -> torch.Tensor | None:
-        self.runs.append({})
-        return super().run(*args)
-
-    def _see(self, name: str, t: torch.Tensor) -> None:
-        if name in self.routers:
-            self.runs[-1][name] = int(t.unique().numel())
-
-
 def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]) -> list[Chunk]:
     """The chunks with their `distinct`. Fused ops are opened, so that each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
-    counting = _Counting(interpreter(engine), routers)
-    runner = EngineRunner(replace(engine, runtime=counting), w.batch)
+    counts: defaultdict[Place, dict[str, int]] = defaultdict(dict)
+
+    def see(place: Place, name: str, t: torch.Tensor) -> None:
+        if name in routers:
+            counts[place][name] = int(t.unique().numel())
+
+    runner = EngineRunner(watching(reference_engine(engine, held=True), see), w.batch)
     prepare(runner, w, tokens)
-    counting.runs.clear()
     for piece in pieces(w, tokens):
         runner.step(piece)
-    return [_with_count(engine, *x) for x in zip(chunks, counting.runs, strict=True)]
+    places = [Place(c.phase, c.held, c.held + c.new - 1) for c in chunks]
+    return [_with_count(engine, c, counts[p]) for c, p in zip(chunks, places, strict=True)]
 
 
 def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:

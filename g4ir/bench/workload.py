@@ -8,12 +8,11 @@ loop. They are drawn from a seed, or taken from a text.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from g4ir.check.tokens import check_no_media, random_ids
-
-from ..errors import InputError
+from g4ir.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +37,6 @@ class Workload:
     def fed(self) -> int:
         """Tokens that a row holds after a request."""
         return self.context + self.input_len + self.output_len - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_workload(

@@ -225,7 +225,7 @@ def find_peer(
     if against == "reference":
         yield EnginePeer(reference_engine(engine))
         return
-    _need_transformers()
+    need_transformers("--against hf")
     with _temporary_folder() as folder:
         with _room_in(folder):
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
@@ -255,11 +255,14 @@ def _room_in(folder: str | Path) -> Iterator[None]:
         ) from e
 
 
-def _need_transformers() -> None:
+def need_transformers(asked: str) -> None:
+    """MissingError, which says what asked for it, where transformers does not know the model."""
     try:
-        import transformers  # noqa: F401
+        from transformers import Gemma4ForCausalLM  # noqa: F401
     except ImportError as e:
-        raise MissingError("--against hf needs transformers: `pip install 'g4ir[hf]'`") from e
+        raise MissingError(
+            f"{asked} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
+        ) from e
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:
@@ -286,15 +289,19 @@ def _checkpoint(
 ) -> Path:
     """The directory that transformers loads."""
     kept = engine.manifest["weights"]
-    if given is not None:
-        return Path(given)
-    if kept["kind"] == "random":
+    if given is None and kept["kind"] == "random":
         return _write_random(engine, kept["seed"], temporary, progress)
-    found = kept.get("directory") or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    return known_checkpoint(engine, given, "verify --against hf")
+
+
+def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
+    """The given directory, or the one that the engine refers to, or that of the local hub cache.
+    InputError, which says what asked for it, where there is none."""
+    found = given or engine.manifest["weights"].get("directory")
+    found = found or (engine.spec.hub and hub_snapshot(engine.spec.hub))
     if not found:
         raise InputError(
-            f"verify --against hf: {engine.path} does not say where its checkpoint is; give "
-            f"--checkpoint DIR"
+            f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR"
         )
     return Path(found)
 

@@ -10,11 +10,11 @@ from g4ir.ir.graph import Program
 from g4ir.model.towers import is_tower
 
 
-def reference_engine(engine: Engine) -> Engine:
-    """Return an engine that interprets the same text graphs and params; it holds no towers."""
-    runtime = ReferenceRuntime(
-        text_graphs(engine.program), engine.limits, engine.device, engine.runtime.source
-    )
+def reference_engine(engine: Engine, held: bool = False) -> Engine:
+    """Return an engine that interprets the same text graphs; it holds no towers. Its params are
+    made from the engine's source, or `held`: those that the engine holds."""
+    source = Resident(engine.runtime) if held else engine.runtime.source
+    runtime = ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
     return replace(engine, runtime=runtime)
 
 

@@ -36,16 +36,19 @@ ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
 Step = Callable[["Session"], object]
 
 
+def nothing() -> None:
+    """Before a run there is nothing to do."""
+
+
 @dataclass(frozen=True)
-class _Watched:
-    """A runtime whose values are shown to `watch`, for one row without padding. On a GPU decode
-    steps stay what they are for users, one replayed graph, of which nothing shows; `deep` runs
-    them step by step."""
+class Watched:
+    """A runtime whose values are shown to `watch`, for rows of one length; `begin` is called before
+    each run, and the phases of `hidden` show nothing."""
 
     runtime: Runtime
     watch: ChunkWatch
-    cuda: bool
-    deep: bool
+    begin: Callable[[], object] = nothing
+    hidden: tuple[str, ...] = ()
 
     def new_state(self, batch: int) -> Any:
         return self.runtime.new_state(batch)
@@ -53,10 +56,11 @@ class _Watched:
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool
     ) -> torch.Tensor | None:
-        if self.cuda and phase == "decode" and not self.deep:
+        if phase in self.hidden:
             return self.runtime.run(phase, feeds, state, context, logits)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
         watch = partial(self.watch, Place(phase, start, end))
+        self.begin()
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
@@ -124,8 +128,15 @@ def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) ->
 
 
 def watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Session:
-    runtime = _Watched(engine.runtime, watch, engine.device == "cuda", deep)
-    return replace(engine, runtime=runtime).session()  # type: ignore[arg-type]
+    """One row, whose values are shown. On a GPU decode steps stay what they are for users, one
+    replayed graph, of which nothing shows; `deep` runs them step by step."""
+    hidden = ("decode",) if engine.device == "cuda" and not deep else ()
+    return watching(engine, watch, hidden=hidden).session()
+
+
+def watching(engine: Engine, watch: ChunkWatch, **more: Any) -> Engine:
+    """The same engine, whose values are shown to `watch`; see Watched for what more there is."""
+    return replace(engine, runtime=Watched(engine.runtime, watch, **more))  # type: ignore[arg-type]
 
 
 def _described(name: str, place: Place, errors: Errors) -> str:

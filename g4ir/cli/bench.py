@@ -14,6 +14,7 @@ from g4ir.ui import console
 from .common import add_load, add_verb, emit, load, strict
 
 if TYPE_CHECKING:
+    from g4ir.bench.schema import Report
     from g4ir.engine.engine import Engine
 
 STDOUT = "-"
@@ -84,15 +85,15 @@ def add_bench_compare(verbs: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from g4ir.bench.schema import SCHEMA
+    from g4ir.bench.schema import json_schema
 
     if args.schema:
-        emit(SCHEMA, indent=1)
+        emit(json_schema(), indent=1)
         return 0
     _check_arguments(args)
     report = _measured(args)
     _write(args, report)
-    return 0 if report["outputs_agree"] else 1
+    return 0 if report.outputs_agree else 1
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -111,7 +112,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_options(args.peer, args.rounds, args.warmup)
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
+def _measured(args: argparse.Namespace) -> Report:
     from g4ir.bench.report import run_bench
     from g4ir.bench.workload import plan_workload
 
@@ -132,7 +133,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 args.seed,
                 args.text,
             )
-            report = run_bench(
+            return run_bench(
                 engines,
                 workload,
                 peers=args.peer,
@@ -145,37 +146,37 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             for engine in engines:
                 engine.close()
-    plain: dict[str, Any] = strict(report)
-    return plain
 
 
-def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+def _write(args: argparse.Namespace, report: Report) -> None:
     from g4ir.bench import text
+    from g4ir.bench.schema import plain
     from g4ir.ui.files import write_file
     from g4ir.ui.plots import plot_bench
 
+    values = strict(plain(report))
     if args.json == STDOUT:
-        emit(report)
+        emit(values)
     else:
         print(text.text(report))
     if args.json and args.json != STDOUT:
-        write_file(Path(args.json), [(json.dumps(report, indent=1) + "\n").encode()])
+        write_file(Path(args.json), [(json.dumps(values, indent=1) + "\n").encode()])
     if args.csv:
         write_file(Path(args.csv), [text.csv_text(report).encode()])
     if args.plot:
-        plot_bench(args.plot, {"": report})
+        plot_bench(args.plot, {"": values})
 
 
 def _compare(args: argparse.Namespace) -> int:
     from g4ir.bench.compare import compare_reports, compare_text
-    from g4ir.bench.schema import read_report
+    from g4ir.bench.schema import plain, read_report
     from g4ir.ui.plots import check_plot, plot_bench
 
     if args.plot:
         check_plot(args.plot)
     a, b = read_report(args.a), read_report(args.b)
     result = compare_reports(a, b, args.all)
-    emit(result) if args.json else print(compare_text(result))
+    emit(plain(result)) if args.json else print(compare_text(result))
     if args.plot:
-        plot_bench(args.plot, {"A": a, "B": b})
-    return 1 if args.check and result["differ"] else 0
+        plot_bench(args.plot, {"A": plain(a), "B": plain(b)})
+    return 1 if args.check and result.differ else 0

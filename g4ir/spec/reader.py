@@ -47,7 +47,7 @@ class Range:
     """lo <= value <= hi, or lo < value with `open_low`."""
 
     lo: float
-    hi: float
+    hi: float = math.inf
     open_low: bool = False
 
     def broken(self, value: float) -> str | None:
@@ -60,7 +60,12 @@ class Range:
 
     def schema(self) -> dict[str, Any]:
         low = "exclusiveMinimum" if self.open_low else "minimum"
-        return {low: self.lo, "maximum": self.hi}
+        return _finite({low: self.lo, "maximum": self.hi})
+
+
+def _finite(limits: dict[str, float]) -> dict[str, Any]:
+    """Without those that limit nothing."""
+    return {name: n for name, n in limits.items() if n < math.inf}
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Length:
     """lo <= number of items <= hi."""
 
     lo: int
-    hi: int
+    hi: float = math.inf
 
     def broken(self, value: tuple[Any, ...]) -> str | None:
         """Return what is wrong with the list, or None."""
@@ -98,7 +103,7 @@ class Length:
         return f"must have {want} items, has {len(value)}"
 
     def schema(self) -> dict[str, Any]:
-        return {"minItems": self.lo, "maxItems": self.hi}
+        return _finite({"minItems": self.lo, "maxItems": self.hi})
 
 
 @dataclass(frozen=True)
@@ -142,11 +147,12 @@ class Where:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A leaf: its text, and whether it was plain (unquoted)."""
+    """A leaf: its text, whether it was plain (unquoted), and whether it may be read as a word."""
 
     text: str
     plain: bool
     where: Where
+    word: bool = True
 
 
 @dataclass(frozen=True)
@@ -385,6 +391,8 @@ def is_null(node: Node) -> bool:
 
 def convert(node: Node, hint: Any, path: str) -> Any:
     """Return the value of a node as the annotation wants it. Raises SpecError."""
+    if hint is Any:
+        return plain_value(node)
     origin = get_origin(hint)
     if origin is Annotated:
         base, *rules = get_args(hint)
@@ -465,11 +473,15 @@ def _to_bool(node: Scalar) -> bool | None:
 
 
 def _to_str(node: Scalar) -> str | None:
-    return node.text if len(node.text) <= 200 and node.text.isprintable() else None
+    return _text(node, 200)
 
 
 def _to_line(node: Scalar) -> str | None:
-    return node.text if len(node.text) <= MAX_LINE and node.text.isprintable() else None
+    return _text(node, MAX_LINE)
+
+
+def _text(node: Scalar, most: int) -> str | None:
+    return node.text if node.word and len(node.text) <= most and node.text.isprintable() else None
 
 
 LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
@@ -503,22 +515,36 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH) -> Node:
-    """Return a parsed JSON value as a tree, so that it is converted by the same rules as YAML."""
+def tree_of(value: Any, where: Where, depth: int = MAX_DEPTH, exact: bool = False) -> Node:
+    """Return a parsed JSON value as a tree, so that it is converted by the same rules as YAML;
+    `exact`: what is no string in JSON is no word either."""
     if depth == 0:
         raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        entries = {str(k): tree_of(v, where, depth - 1) for k, v in value.items()}
+        entries = {str(k): tree_of(v, where, depth - 1, exact) for k, v in value.items()}
         return Map(entries, dict.fromkeys(entries, where), where)
     if isinstance(value, (list, tuple)):
-        return Seq(tuple(tree_of(v, where, depth - 1) for v in value), where)
+        return Seq(tuple(tree_of(v, where, depth - 1, exact) for v in value), where)
     if isinstance(value, str):
         return Scalar(value, False, where)
     words = {None: "null", True: "true", False: "false"}
     known = value is None or isinstance(value, bool)
     huge = isinstance(value, int) and abs(value) > 10**30  # a long repr is costly, or refused
     text = words[value] if known else "a huge integer" if huge else repr(value)
-    return Scalar(text, True, where)
+    return Scalar(text, True, where, word=not exact)
+
+
+def plain_value(node: Node) -> Any:
+    """The JSON value that `tree_of` made a tree of; what is no finite number stays text."""
+    if isinstance(node, Map):
+        return {k: plain_value(v) for k, v in node.entries.items()}
+    if isinstance(node, Seq):
+        return [plain_value(item) for item in node.items]
+    if is_null(node):
+        return None
+    readers = (_to_int, _to_float, _to_bool) if node.plain else ()
+    found = (value for read in readers if (value := read(node)) is not None)
+    return next(found, node.text)
 
 
 def violations(value: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -564,7 +590,7 @@ def _expected(hints: tuple[Any, ...]) -> str:
 
 # --- JSON Schema ------------------------------------------------------------------------------
 
-JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
 
 
 def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
@@ -588,6 +614,8 @@ def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
 
 def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON Schema of one annotation."""
+    if hint is Any:
+        return {}
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         out = schema_of(args[0], partial, defs)
@@ -598,6 +626,8 @@ def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": [schema_of(a, partial, defs) for a in args]}
     if origin is tuple:
         return {"type": "array", "items": schema_of(args[0], partial, defs)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": schema_of(args[1], partial, defs)}
     if hint is type(None):
         return {"type": "null"}
     if is_dataclass(hint):

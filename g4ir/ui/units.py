@@ -52,24 +52,21 @@ def size_text(n: int) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-PREFIXES = (
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1, ""),
-    (1e-3, "m"),
-    (1e-6, "u"),
-    (1e-9, "n"),
-)
+#: of decimal units
+PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+LEAST = (1e-9, "n")
+
+
+def scale(value: float) -> tuple[float, str]:
+    """The decimal unit in which a value has up to three digits before the point."""
+    return next(((size, p) for p, size in PREFIXES.items() if value >= 0.9995 * size), LEAST)
 
 
 def si(value: float, unit: str) -> str:
     """Three digits and a decimal prefix: 62.3 GB, 14.5 ms."""
     if not value:
         return "0"
-    size, prefix = next((p for p in PREFIXES if value >= 0.9995 * p[0]), PREFIXES[-1])
+    size, prefix = scale(value)
     scaled = value / size
     digits = 0 if size == 1 else min(max(2 - math.floor(math.log10(scaled) + 1e-4), 0), 2)
     return f"{scaled:.{digits}f} {prefix}{unit}"
