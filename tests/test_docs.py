@@ -381,6 +381,29 @@ def module(kind: str, name: str) -> ModuleType:
     return made
 
 
+def tree_with(folder: Path, files: dict[str, str]) -> Path:
+    """A package of links to this tree, with more files in some of its folders."""
+    package = folder / "g4ir"
+    package.mkdir()
+    for room in [*(ROOT / "g4ir").iterdir(), *(ROOT / n for n in ("passes", "backends", "specs"))]:
+        (package / room.name).symlink_to(room)
+    for path, text in files.items():
+        for parent in [*Path(path).parents][-2::-1]:
+            _link_inside(package / parent)
+        (package / path).write_text(text)
+    return folder
+
+
+def _link_inside(folder: Path) -> None:
+    """In the place of a link to a folder, a folder of links."""
+    if folder.is_symlink():
+        source = folder.resolve()
+        folder.unlink()
+        folder.mkdir()
+        for path in source.iterdir():
+            (folder / path.name).symlink_to(path)
+
+
 @pytest.fixture
 def softcap_op(monkeypatch: pytest.MonkeyPatch) -> Op:
     """The example's op, in the table while the test runs."""
@@ -447,29 +470,20 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
 
 #: argv: the folder of the kernel's files
 KERNEL_TEST = """
-import importlib.util, sys, torch
-from pathlib import Path
-from g4ir.backends.torch_compile import kernels, schedule
+import torch
+from g4ir.backends.torch_compile import schedule
 from g4ir.backends.torch_compile.kernel_table import kernel_rows
+from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Graph
 
-def load(name):
-    path = Path(sys.argv[1]) / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{kernels.__name__}.{name}", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-kernel = load("softcap").KERNEL
-schedule.KERNELS = (*kernels.KERNELS, kernel)
+(kernel,) = (k for k in KERNELS if k.op == "softcap")
 
 from tests.interpreted.samples import Try
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
 from g4ir.backends.torch_compile.kernels.launch import by_default
 from g4ir.backends.torch_compile.lower import SegmentModule
 
-load("softcap_triton")
 for dtype in ("f32", "bf16"):
     for sample in kernel.samples:
         one = Try(kernel, sample, dtype, views=dtype == "f32")
@@ -490,15 +504,16 @@ print("chosen")
 
 
 def test_the_example_of_a_kernel(tmp_path: Path) -> None:
-    """Its samples pass, and nodes become it, in a process whose triton interprets."""
-    for name in ("softcap", "softcap_triton"):
-        (tmp_path / f"{name}.py").write_text(example(f"kernel {name}"))
+    """Its two files are all: samples pass, and nodes become it, in a process whose triton
+    interprets."""
+    folder = "backends/torch_compile/kernels"
+    files = {f"{folder}/{n}.py": example(f"kernel {n}") for n in ("softcap", "softcap_triton")}
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL_TEST, str(tmp_path)],
-        cwd=ROOT,
+        [sys.executable, "-c", KERNEL_TEST],
+        cwd=tree_with(tmp_path, files),
         text=True,
         capture_output=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["f32", "bf16", "chosen"]
@@ -559,23 +574,6 @@ from g4ir.spec.record import load_spec
 out = run_passes(build_program(load_spec("tiny-dense")).graphs["decode"])
 print(OPS["linear_softcap"].name, PASSES[-1], [n.op for n in out.find("softcap", "linear_softcap")])
 """
-
-
-def tree_with(folder: Path, files: dict[str, str]) -> Path:
-    """A package of links to this tree, with more files in some of its folders."""
-    package = folder / "g4ir"
-    package.mkdir()
-    for room in [*(ROOT / "g4ir").iterdir(), *(ROOT / n for n in ("passes", "backends", "specs"))]:
-        (package / room.name).symlink_to(room)
-    for path, text in files.items():
-        place = package / path
-        source = place.parent.resolve()
-        place.parent.unlink()
-        place.parent.mkdir()
-        for file in source.glob("*.py"):
-            (place.parent / file.name).symlink_to(file)
-        place.write_text(text)
-    return folder
 
 
 def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.check.watch import Place, watching
 from g4ir.engine.engine import Engine
+from g4ir.ir.names import layer_of
 from g4ir.plan.cost import NodeCost, Roof
 from g4ir.spec.record import Spec
 
@@ -74,7 +75,6 @@ def step_times(engine: Engine, w: Workload, tokens: torch.Tensor) -> dict[str, f
     return {name: median([step[name] for step in warm]) for name in warm[0]}
 
 
-_LAYER = re.compile(r"L(\d+)\.")
 _HEAD = re.compile(r"(head\.|logits\b)")
 
 
@@ -82,9 +82,10 @@ def part_of(name: str, spec: Spec) -> str:
     """The part of the model that a program or node belongs to, by the value it makes."""
     if name == OUTSIDE:
         return OUTSIDE
-    if not (match := _LAYER.match(name)):
+    index = layer_of(name)
+    if index is None:
         return "head" if _HEAD.match(name) else "before the layers"
-    layer = spec.layers()[int(match[1])]
+    layer = spec.layers()[index]
     notes = [layer.kind]
     if layer.has_moe:
         notes.append("MoE")
@@ -126,10 +127,10 @@ def by_kind(
 
 
 def _stage(name: str) -> str:
-    """Programs hold one stage each: a layer, what comes before the layers, or the head."""
-    match = _LAYER.match(name)
-    if match:
-        return match[0]
+    """Return the stage that a program holds: a layer, what comes before the layers, or the head."""
+    layer = layer_of(name)
+    if layer is not None:
+        return f"L{layer}."
     return name if name == OUTSIDE else "head" if _HEAD.match(name) else "before"
 
 

@@ -8,7 +8,6 @@ raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -22,6 +21,7 @@ from g4ir.spec.reader import (
     Where,
     build,
     hints_of,
+    json_object,
     schema_defs,
     tree_of,
 )
@@ -274,10 +274,10 @@ def plain(value: Any) -> Any:
 def read_report(file: str | Path) -> Report:
     """A report of this version; InputError names the file, what was found and what is expected."""
     try:
-        report = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise InputError(f"{file}: no JSON: {e}") from e
-    if not isinstance(report, dict) or report.get("kind") != KIND:
+        report = json_object(Path(file).read_bytes())
+    except ValueError as e:
+        raise InputError(f"{file}: no JSON object: {e}") from e
+    if report.get("kind") != KIND:
         raise InputError(f'{file}: no report of g4ir bench (key "kind" is not {KIND!r})')
     if report.get("schema") != VERSION:
         raise InputError(

@@ -1,17 +1,20 @@
-"""The kernels of the decode step and of prefill; `base.py` says what a kernel is."""
+"""The kernels of the decode step and of prefill; `base.py` says what a kernel is.
+
+Every file of this folder that has a `_triton` beside it is in the table.
+"""
 
 from __future__ import annotations
 
-from . import decode_attention, head, linear, moe, norms, prefill_attention, qkv
+import importlib
+import pkgutil
+
 from .base import Kernel
 
-#: in this order: a node becomes the first whose rule takes it
-KERNELS: tuple[Kernel, ...] = (
-    *linear.KERNELS,
-    *norms.KERNELS,
-    *qkv.KERNELS,
-    *decode_attention.KERNELS,
-    *prefill_attention.KERNELS,
-    *moe.KERNELS,
-    *head.KERNELS,
+_FILES = [found.name for found in pkgutil.iter_modules(__path__)]
+#: a node becomes the first whose rule takes it
+KERNELS: tuple[Kernel, ...] = tuple(
+    kernel
+    for name in _FILES
+    if f"{name}_triton" in _FILES
+    for kernel in importlib.import_module(f"{__name__}.{name}").KERNELS
 )

@@ -4,8 +4,8 @@ A kernel is a pair of files. `NAME.py` has its record: which nodes become it, ho
 often it is started, and the samples that it is tested on. `NAME_triton.py` has what runs on the GPU
 and a `triton_op` in the namespace `g4ir` that starts it, which off CUDA computes the op's
 reference. Records are read where there is no torch and no triton, to choose, count and plan: so
-only `call` imports the second file, when it runs. `kernels/__init__.py` lists the records, and
-tunings.yaml has the settings; no other file knows a kernel by its name.
+only `call` imports the second file, when it runs. Every such pair of this folder is in the table of
+kernels, and tunings.yaml has the settings; no other file knows a kernel by its name.
 """
 
 from __future__ import annotations
