@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
-from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Program
-from g4ir.model.media import AUDIO, find_media
-from g4ir.ops.types import torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
-from g4ir.spec.shrink import shrink, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.pack import Packing, ParamSource
 
 from .sampling import Sampling
 
@@ -190,16 +185,3 @@ class Prepared(Resolved):
     def cache_bytes(self) -> int:
         """Bytes of the caches of a session of max_batch rows."""
         return self.backend.cache_bytes(self.packing.program, self.limits)
-
-    def in_small(self, dtype: str) -> tuple[Packing, ParamSource]:
-        """The variant in small (shrink.py) through the same passes, with random weights: what a
-        backend runs to check its lowering. It takes the same kinds of media, each in one size. In
-        16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
-        kinds = self.media.kinds
-        spec = shrink(self.spec, media=bool(kinds))
-        if dtype in ROUNDED:
-            spec = with_all_experts(spec)
-        media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-        packing = make_packing(spec, self.all_logits, dtype, media, self.skip, self.options)
-        source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
-        return packing, MadeParams(packing, source)

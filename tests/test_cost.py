@@ -812,10 +812,13 @@ def test_show_cost_at_any_stage_and_of_an_engine(tmp_path: Path) -> None:
     assert list(embed["kinds"]) == ["embed"] and embed["new_tokens"] == 7
 
 
-def test_show_cost_needs_no_torch() -> None:
+@pytest.mark.parametrize(
+    "words", ["--variant 31b --cost --gpu h100", "--variant e2b --kernels", "--ops"]
+)
+def test_show_needs_no_torch(words: str) -> None:
     code = (
         "import sys; from g4ir.cli import main\n"
-        "assert main(['show', '--variant', '31b', '--cost', '--gpu', 'h100']) == 0\n"
+        f"assert main({['show', *words.split()]}) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

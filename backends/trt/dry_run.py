@@ -21,10 +21,15 @@ from g4ir.errors import CheckError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
 from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
+from g4ir.model.media import AUDIO, find_media
+from g4ir.ops.types import torch_dtype
 from g4ir.plan.fit import device_memory
 from g4ir.plan.limits import Limits
+from g4ir.spec.shrink import shrink, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
+from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
+from g4ir.weights.random import RandomCheckpoint
 
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
@@ -175,10 +180,24 @@ def _kinds(network: Any) -> Counter[str]:
 # --- in small ---------------------------------------------------------------------------------
 
 
+def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
+    """Return the variant in small (shrink.py) through the same passes, with random weights. It
+    takes the same kinds of media, each in one size. In 16 bits all experts are taken, so that
+    rounding says how far two runs may lie apart."""
+    kinds = p.media.kinds
+    spec = shrink(p.spec, media=bool(kinds))
+    if dtype in ROUNDED:
+        spec = with_all_experts(spec)
+    media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
+    packing = make_packing(spec, p.all_logits, dtype, media, p.skip, p.options)
+    source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+    return packing, MadeParams(packing, source)
+
+
 def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     """Largest errors of the small networks in this dtype: `logits`, and `soft` tokens where there
     are towers. CheckError beyond the budget."""
-    packing, params = p.in_small(dtype)
+    packing, params = in_small(p, dtype)
     program = packing.program
     one = emulated(api, program, SMALL, params, p.settings)
     two = ReferenceRuntime(program, SMALL, "cpu", params)
