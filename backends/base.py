@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
+from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
 from g4ir.ui.progress import Progress
@@ -101,66 +102,68 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
-    """One way to make a program run."""
+@dataclass(frozen=True)
+class Task:
+    """A program and the engine directory that it is compiled into, or loaded from."""
+
+    program: Program
+    limits: Limits
+    device: str
+    folder: Path
+    params: ParamSource
+    progress: Progress
+
+
+class Backend:
+    """One way to make a program run. What is not said here again compiles nothing and needs
+    nothing."""
 
     name: str
     #: where its engines run, the default first
     devices: tuple[str, ...]
     #: IR names of the dtypes it computes in; the spec's where it is among them, else the first
     dtypes: tuple[str, ...]
-    settings: Mapping[str, Setting]
-    #: whether `compile` finds the packed params in `out`: its files refer to them or contain them
-    packs_weights: bool
+    settings: Mapping[str, Setting] = {}
+    #: whether `compile` finds the packed params in the folder: its files refer to them or contain
+    #: them
+    packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
-    native: bool
+    native: bool = False
     #: the type of what `compile` returns, as spec/reader.py reads it
-    record: Any
+    record: Any = Nothing
 
     def check(self, device: str) -> None:
-        """MissingError where the environment lacks something. Not asked in a dry run."""
+        """Raise MissingError where the environment lacks something. Not asked in a dry run."""
 
-    def compile(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        out: Path,
-        progress: Progress,
-        params: ParamSource,
-        settings: Mapping[str, str],
-    ) -> dict[str, Any]:
-        """Write compiled files into `out`; returns what the manifest keeps of them."""
+    def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
+        """Write compiled files into the folder; returns what the manifest keeps of them."""
+        return {}
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
-        """Bytes of the caches of a session of max_batch rows."""
+        """Return the bytes of the caches of a session of max_batch rows."""
+        return cache_bytes(program, limits.max_batch, limits.max_seq)
 
     def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        """Bytes that a step needs beside what `g4ir plan` counts as its workspace."""
+        """Return the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
+        return 0
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """Of the packed params, bytes that the compiled files hold once more."""
+        """Return the bytes of packed params that the compiled files hold once more."""
+        return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """What can be checked and told of a build without compiling; more keys of the plan.
+        """Return what can be checked and told of a build without compiling: more keys of the plan.
         CheckError where a check fails."""
+        return {}
 
     def machine(self, device: str) -> str:
-        """The instruction set that the files need; an engine refuses any other machine."""
+        """Return the instruction set that the files need; an engine refuses any other machine."""
+        return "any"
 
-    def load(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        kept: Any,
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-    ) -> Runtime:
-        """`kept` is of the type `record`. EngineError where compiled files are not those of the
-        program, before any of them is opened."""
+    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Runtime:
+        """Return a runtime; `kept` is of the type `record`. EngineError where compiled files are
+        not those of the program, before any of them is opened."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +13,15 @@ from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import WideProducts
-from g4ir.plan.formats import DTYPES, cache_bytes
+from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
-from .base import Nothing, Runtime, Setting, Watch
+from .base import Backend, Runtime, Task, Watch
 from .caches import Caches
 
 if TYPE_CHECKING:
-    from .base import Prepared
+    pass
 
 
 class ReferenceRuntime:
@@ -124,60 +122,19 @@ class Resident:
     def close(self) -> None: ...
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """`--backend reference`."""
 
     name = "reference"
     devices = ("cpu", "cuda")
     dtypes = DTYPES
-    settings: Mapping[str, Setting] = {}
-    packs_weights = False
-    native = False
-    record = Nothing
 
     def check(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
-    def compile(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        out: Path,
-        progress: Progress,
-        params: ParamSource,
-        settings: Mapping[str, str],
-    ) -> dict[str, Any]:
-        return {}
-
-    def cache_bytes(self, program: Program, limits: Limits) -> int:
-        return cache_bytes(program, limits.max_batch, limits.max_seq)
-
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        return 0
-
-    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        return 0
-
-    def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        return {}
-
-    def machine(self, device: str) -> str:
-        return "any"
-
-    def load(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        kept: Any,
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-    ) -> ReferenceRuntime:
-        return ReferenceRuntime(program, limits, device, params)
+    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
+        return ReferenceRuntime(task.program, task.limits, task.device, task.params)
 
 
 BACKEND = ReferenceBackend()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource
 
-from ..base import Setting
+from ..base import Backend, Setting, Task
 from ..primitives.graph import tower_graphs
 from ..primitives.network import EXPERTS, stored_bytes
 
@@ -33,7 +31,7 @@ class Exported:
     experts: str
 
 
-class OnnxBackend:
+class OnnxBackend(Backend):
     """Exports through the tensor primitives; runs on onnxruntime."""
 
     name = "onnx"
@@ -41,7 +39,6 @@ class OnnxBackend:
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
     packs_weights = True
-    native = False
     record = Exported
     settings: Mapping[str, Setting] = {
         "experts": Setting(
@@ -55,32 +52,14 @@ class OnnxBackend:
     def check(self, device: str) -> None:
         require(*NEEDS)
 
-    def machine(self, device: str) -> str:
-        return "any"
-
-    def compile(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        out: Path,
-        progress: Progress,
-        params: ParamSource,
-        settings: Mapping[str, str],
-    ) -> dict[str, Any]:
+    def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file
 
-        progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(program)))))
-        return export(program, limits, out, settings["experts"])
+        task.progress(", ".join((MODEL, EMBED, *map(tower_file, tower_graphs(task.program)))))
+        return export(task.program, task.limits, task.folder, settings["experts"])
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
-
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        return 0
-
-    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")
@@ -94,21 +73,11 @@ class OnnxBackend:
         }
         return {"onnx": summary(model), **({"towers": towers} if towers else {})}
 
-    def load(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        kept: Any,
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-    ) -> Any:
+    def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Any:
         require("onnxruntime")
         from .runtime import OnnxRuntime
 
-        return OnnxRuntime(program, limits, folder, params, progress)
+        return OnnxRuntime(task.program, task.limits, task.folder, task.params, task.progress)
 
 
 def require(*modules: str) -> None:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
-from g4ir.plan.formats import DTYPES, cache_bytes
+from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource
 
-from ..base import Setting
+from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import KERNELS, choice_texts, phase_steps, phases
@@ -33,17 +32,18 @@ PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
 
-class TorchBackend:
+#: graph or op that chooses -> the program of each step, by file; None for glue
+Programs = dict[str, tuple[str | None, ...]]
+
+
+class TorchBackend(Backend):
     """Ahead-of-time compiled for the CPU or for CUDA."""
 
     name = "torch"
     devices = ("cpu", "cuda")
     dtypes = DTYPES
-    settings: Mapping[str, Setting] = {}
-    packs_weights = False
     native = True
-    #: graph or op that chooses -> the program of each step, by file; None for glue
-    record = dict[str, tuple[str | None, ...]]
+    record = Programs
 
     def check(self, device: str) -> None:
         compiler.check_toolchain(device)
@@ -51,16 +51,8 @@ class TorchBackend:
     def machine(self, device: str) -> str:
         return compiler.machine(device)
 
-    def compile(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        out: Path,
-        progress: Progress,
-        params: ParamSource,
-        settings: Mapping[str, str],
-    ) -> dict[str, Any]:
+    def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
+        program, limits, device, progress = task.program, task.limits, task.device, task.progress
         steps = phase_steps(program, limits)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         chooses = choice_texts(program, limits) if device == "cuda" else {}
@@ -71,23 +63,14 @@ class TorchBackend:
         for phase in phases(program) if target.gpu else ():
             if note := unmeasured(schedule(program.graphs[phase], target)):
                 progress(note)
-        files = compiler.compile_all(texts, target, out / "programs", JOBS, progress)
+        files = compiler.compile_all(texts, target, task.folder / "programs", JOBS, progress)
         if device == "cpu":
-            compiler.compile_kernels(out / "programs" / KERNELS)
+            compiler.compile_kernels(task.folder / "programs" / KERNELS)
         kept = {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
         return kept | {op: (files[text],) for op, text in chooses.items()}
-
-    def cache_bytes(self, program: Program, limits: Limits) -> int:
-        return cache_bytes(program, limits.max_batch, limits.max_seq)
-
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        return 0
-
-    def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        return 0
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """How many programs an engine calls in all, and how many are compiled."""
@@ -95,23 +78,20 @@ class TorchBackend:
         texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
-    def load(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        kept: Mapping[str, tuple[str | None, ...]],
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-    ) -> Any:
+    def load(self, task: Task, kept: Programs, cuda_graph: bool = True) -> Any:
         from .runtime import TorchRuntime
 
-        _check_programs(program, limits, device, folder / "programs", kept)
-
+        folder = task.folder / "programs"
+        _check_programs(task.program, task.limits, task.device, folder, kept)
         return TorchRuntime(
-            program, limits, device, folder / "programs", kept, params, progress, cuda_graph
+            task.program,
+            task.limits,
+            task.device,
+            folder,
+            kept,
+            task.params,
+            task.progress,
+            cuda_graph,
         )
 
 
@@ -120,7 +100,7 @@ def _check_programs(
     limits: Limits,
     device: str,
     folder: Path,
-    kept: Mapping[str, tuple[str | None, ...]],
+    kept: Programs,
 ) -> None:
     """EngineError unless every segment has a program that was made of it."""
     texts: dict[str, list[str | None]] = {

@@ -13,9 +13,9 @@ from g4ir.plan.limits import Limits
 from g4ir.plan.plan import reserve
 from g4ir.spec.reader import Count, Line, Range, Shaped
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource, StoredParams
+from g4ir.weights.pack import StoredParams
 
-from ..base import Setting
+from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
 from . import probe
 from .child import build_apart
@@ -60,7 +60,7 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class TrtBackend:
+class TrtBackend(Backend):
     """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
 
     One plan holds the text model: prefill and decode are its profiles, and chunks with pictures
@@ -83,22 +83,13 @@ class TrtBackend:
     def machine(self, device: str) -> str:
         return self.host.machine(device)
 
-    def compile(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        out: Path,
-        progress: Progress,
-        params: ParamSource,
-        settings: Mapping[str, str],
-    ) -> dict[str, Any]:
+    def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
-            return build_apart(program, limits, device, out, settings, progress)
+            return build_apart(task, settings)
         # Imported late: it looks for triton.
         from .make import make
 
-        return make(self.host, program, limits, device, out, progress, params, settings)
+        return make(self.host, task, settings)
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
@@ -122,54 +113,47 @@ class TrtBackend:
 
         return dry_run(prepared, progress)
 
-    def load(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        kept: dict[str, Any],
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-    ) -> TrtRuntime:
+    def load(self, task: Task, kept: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
         from . import make, runtime
         from .interface import interface
         from .log import logger
 
-        api, graphs = self.host.tensorrt(), networks(program)
+        api, graphs, folder = self.host.tensorrt(), networks(task.program), task.folder
         self._check_plans(kept, api, graphs, folder)
         log = logger(api.trt)
         plans = {ENGINE: kept["plan"], **kept["towers"]}
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
-            progress(f"reading {plans[name]}")
+            task.progress(f"reading {plans[name]}")
             engine = make.read_plan(folder / plans[name], api, log)
             if weights == "streamed":
-                runtime.stream_weights(engine, self._spare(program, limits, device))
+                runtime.stream_weights(engine, self._spare(task))
             if weights == "refit":
                 constants = StoredParams.open([folder / files(name)[2]])
-                runtime.refit(api, engine, log, constants.tensor, params.tensor)
+                runtime.refit(api, engine, log, constants.tensor, task.params.tensor)
                 constants.close()
-            return engine, interface(graphs[name], limits)
+            return engine, interface(graphs[name], task.limits)
 
         def tower(name: str) -> runtime.TrtTower:
             engine, io = opened(name)
-            return runtime.TrtTower(api, engine, log, io, device)
+            return runtime.TrtTower(api, engine, log, io, task.device)
 
         engine, io = opened(ENGINE)
-        record = self.host.record(device) if cuda_graph else None
+        record = self.host.record(task.device) if cuda_graph else None
         if record and runtime.is_streaming(engine):
-            progress("weights are streamed: decode steps run launch by launch")
+            task.progress("weights are streamed: decode steps run launch by launch")
             record = None
-        return runtime.TrtRuntime(api, engine, log, io, limits, device, params, tower, record)
+        return runtime.TrtRuntime(
+            api, engine, log, io, task.limits, task.device, task.params, tower, record
+        )
 
-    def _spare(self, program: Program, limits: Limits, device: str) -> int:
+    def _spare(self, task: Task) -> int:
         """Free bytes of the device, without what caches, tables and the reserve will take."""
-        tables = sum(v.type.nbytes() for v in program.graphs["embed"].params)
-        taken = self.cache_bytes(program, limits) + tables + reserve(self.host.memory(device))
-        return self.host.free(device) - taken
+        tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
+        caches = self.cache_bytes(task.program, task.limits)
+        taken = caches + tables + reserve(self.host.memory(task.device))
+        return self.host.free(task.device) - taken
 
     def _check_plans(
         self, kept: Mapping[str, Any], api: probe.Api, graphs: Mapping[str, Graph], folder: Path

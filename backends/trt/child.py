@@ -26,6 +26,7 @@ from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams
 
+from ..base import Task
 from ..process import python
 from .files import keep_log
 from .host import Host
@@ -52,23 +53,18 @@ def command(folder: Path) -> list[str]:
 
 
 def build_apart(
-    program: Program,
-    limits: Limits,
-    device: str,
-    out: Path,
-    settings: Mapping[str, str],
-    progress: Progress,
-    argv: Sequence[str] = (),
+    task: Task, settings: Mapping[str, str], argv: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns what the child process made in `out`. Its errors are raised here; LowerError where it
-    ended without one, as when the builder crashes."""
-    job = Job(asdict(limits), device, dict(settings), tuple(program.graphs))
+    """Return what the child process made in the task's folder. Its errors are raised here;
+    LowerError where it ended without one, as when the builder crashes."""
+    out, graphs = task.folder, task.program.graphs
+    job = Job(asdict(task.limits), task.device, dict(settings), tuple(graphs))
     given = {JOB: json.dumps(asdict(job))}
-    given |= {_graph_file(name): str(g) for name, g in program.graphs.items()}
+    given |= {_graph_file(name): str(g) for name, g in graphs.items()}
     for name, text in given.items():
         write_file(out / name, [text.encode()])
     try:
-        return _listen(argv or command(out), out, progress)
+        return _listen(argv or command(out), out, task.progress)
     finally:
         for name in given:
             (out / name).unlink(missing_ok=True)
@@ -143,9 +139,9 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
     def progress(message: str) -> None:
         _say({"progress": message})
 
-    limits = Limits(**job.limits)
+    task = Task(program, Limits(**job.limits), job.device, folder, params, progress)
     try:
-        made = make(host, program, limits, job.device, folder, progress, params, job.settings)
+        made = make(host, task, job.settings)
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}

@@ -12,14 +12,14 @@ from typing import Any
 
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import PlanError
-from g4ir.ir.graph import Graph, Program
-from g4ir.plan.limits import Limits
+from g4ir.ir.graph import Graph
 from g4ir.plan.plan import reserve
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource
 
+from ..base import Task
 from . import build, trial
 from .build import Written
 from .dry_run import check_sizes, emulator
@@ -37,12 +37,8 @@ class Make:
     """One build. `settings` become those that it ends with; `cache_bytes`: of a session."""
 
     host: Host
+    task: Task
     graphs: Mapping[str, Graph]
-    limits: Limits
-    device: str
-    out: Path
-    progress: Progress
-    params: ParamSource
     settings: dict[str, str]
     machine: str
     cache_bytes: int
@@ -53,7 +49,7 @@ class Make:
         """Write the plans; returns what the manifest keeps. Where it fails, TensorRT's log is kept
         beside the engine, and the error ends with its name."""
         self.api = self.host.tensorrt()
-        self.log = logger(self.api.trt, self.out / LOG)
+        self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._made()
         except Exception as e:
@@ -64,16 +60,16 @@ class Make:
 
     def _keep_log(self, error: Exception) -> None:
         if error.args:
-            error.args = (f"{error.args[0]}; {keep_log(self.out)}", *error.args[1:])
+            error.args = (f"{error.args[0]}; {keep_log(self.task.folder)}", *error.args[1:])
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        self.progress(text)
+        self.task.progress(text)
 
     def _made(self) -> dict[str, Any]:
         scratch = self._check_sizes()
         self._choose()
-        self.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
+        self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
         layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
         found = self._check_memory()
         return {
@@ -91,10 +87,11 @@ class Make:
 
     def _check_sizes(self) -> int:
         """The estimate of scratch memory."""
-        self.progress("checking sizes")
+        self.task.progress("checking sizes")
         emulated = emulator()
         return max(
-            check_sizes(emulated, g, self.limits, self.settings)[1] for g in self.graphs.values()
+            check_sizes(emulated, g, self.task.limits, self.settings)[1]
+            for g in self.graphs.values()
         )
 
     def _choose(self) -> None:
@@ -107,11 +104,11 @@ class Make:
                 self._note("experts: all of them are multiplied, since there is no triton here")
         sorted_ = mixed and self.settings["experts"] == "plugin"
         if sorted_ or self.settings["attention"] == "plugin":
-            self.progress("trial build of a plugin")
-            self.shared = shared_memory(self.api, self.device, self.log)
+            self.task.progress("trial build of a plugin")
+            self.shared = shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
         form = self.settings["attention"]
-        self._use_form(trial.attention_form(graph, form, self._build_alone, self.progress))
+        self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
 
     def _build_alone(self, g: Graph, form: str) -> None:
         """A plan that is thrown away. Kernels that are timed for it are those of the whole network,
@@ -123,7 +120,7 @@ class Make:
 
     def _network(self, g: Graph, params: ParamSource | None, settings: dict[str, str]) -> Written:
         return build.write_network(
-            self.api, g, self.limits, params, settings, self.log, self.shared
+            self.api, g, self.task.limits, params, settings, self.log, self.shared
         )
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
@@ -142,7 +139,7 @@ class Make:
         return build.timing_file(self.host.timings(), self.machine)
 
     def _memory(self) -> int:
-        return self.host.memory(self.device)
+        return self.host.memory(self.task.device)
 
     def _plan(self, name: str, graph: Graph) -> int:
         """One network's files; the number of its layers. Where its attention is refused, it is
@@ -157,22 +154,22 @@ class Make:
 
     def _plan_once(self, name: str, graph: Graph) -> int:
         plan, tensors, constants = files(name)
-        self.progress(f"writing the network {name}")
-        w = self._network(graph, self.params, self.settings)
+        self.task.progress(f"writing the network {name}")
+        w = self._network(graph, self.task.params, self.settings)
         for note in w.emitter.notes:
             self._note(note)
-        self._build(w, self.settings, self.out / plan, self.progress)
+        self._build(w, self.settings, self.task.folder / plan, self.task.progress)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
-        write_file(self.out / tensors, [text.encode()])
+        write_file(self.task.folder / tensors, [text.encode()])
         if self.settings["weights"] == "refit":
-            build.write_constants(w, self.out / constants)
+            build.write_constants(w, self.task.folder / constants)
         return int(w.network.num_layers)
 
     def _check_memory(self) -> int:
         """Bytes of scratch memory of the text model's engine. PlanError where they do not fit the
         device beside weights and caches."""
-        self.progress("checking the engine's memory")
-        engine = read_plan(self.out / files(ENGINE)[0], self.api, self.log)
+        self.task.progress("checking the engine's memory")
+        engine = read_plan(self.task.folder / files(ENGINE)[0], self.api, self.log)
         scratch, memory = int(engine.device_memory_size_v2), self._memory()
         streamed = self.settings["weights"] == "streamed"
         parts = {
@@ -185,8 +182,8 @@ class Make:
             shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
             raise PlanError(
                 f"the engine that TensorRT made needs {size_text(sum(parts.values()))} on "
-                f"{self.device} ({shares}), which has {size_text(memory)}: build with a smaller "
-                f"--prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
+                f"{self.task.device} ({shares}), which has {size_text(memory)}: build with a "
+                f"smaller --prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
             )
         return scratch
 
@@ -197,29 +194,10 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
         return deserialize(api, plan, log)
 
 
-def make(
-    host: Host,
-    program: Program,
-    limits: Limits,
-    device: str,
-    out: Path,
-    progress: Progress,
-    params: ParamSource,
-    settings: Mapping[str, str],
-) -> dict[str, Any]:
+def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
     """Build in this process, which a crash of the builder would end; returns what the manifest
     keeps."""
     host.tensorrt()
-    cache_bytes = stored_bytes(program.graphs["prefill"], limits)
-    return Make(
-        host,
-        networks(program),
-        limits,
-        device,
-        out,
-        progress,
-        params,
-        dict(settings),
-        host.machine(device),
-        cache_bytes,
-    ).run()
+    cache_bytes = stored_bytes(task.program.graphs["prefill"], task.limits)
+    graphs = networks(task.program)
+    return Make(host, task, graphs, dict(settings), host.machine(task.device), cache_bytes).run()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import Backend, Prepared, checked_settings
+from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
 from g4ir.ir.graph import Program
 from g4ir.model.media import Media, find_media
@@ -251,15 +251,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         if p.backend.packs_weights:
             _pack(p, folder, progress)
         start = time.perf_counter()
-        compiled = p.backend.compile(
-            p.packing.program,
-            p.limits,
-            p.device,
-            folder,
-            prefixed(progress, "build"),
-            _params_of(p, folder),
-            p.settings,
-        )
+        params, told = _params_of(p, folder), prefixed(progress, "build")
+        task = Task(p.packing.program, p.limits, p.device, folder, params, told)
+        compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
         # After compiling where that needs none of them: it fails sooner.
         if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import Backend, Runtime, checked_settings
+from g4ir.backends.base import Backend, Runtime, Task, checked_settings
 from g4ir.errors import EngineError, InputError
 from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_TABLE
@@ -73,16 +73,9 @@ def load_artefact(
         require_trust(found)
     params = _open_params(found)
     program = found.packing.program
-    runtime = backend.load(
-        program,
-        m.limits,
-        m.device,
-        found.path,
-        kept,
-        params,
-        prefixed(progress, "load"),
-        cuda_graph,
-    )
+    told = prefixed(progress, "load")
+    task = Task(program, m.limits, m.device, found.path, params, told)
+    runtime = backend.load(task, kept, cuda_graph)
     placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
     tables = {
         v.name: _table(runtime, params, v, placed, m.device) for v in program.graphs["embed"].params

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from g4ir.backends.base import Prepared
+from g4ir.backends.base import Prepared, Task
 from g4ir.backends.trt import build as trt_build
 from g4ir.backends.trt import child, log
 from g4ir.backends.trt.backend import BACKEND
@@ -51,7 +51,12 @@ def folder(tmp_path: Path) -> Path:
 
 def run(p: Prepared, folder: Path, code: str, progress: Callable[[str], None]) -> dict[str, Any]:
     argv = [sys.executable, "-c", code]
-    return child.build_apart(p.packing.program, p.limits, "cpu", folder, p.settings, progress, argv)
+    return child.build_apart(task(p, folder, "cpu", progress), p.settings, argv)
+
+
+def task(p: Prepared, folder: Path, device: str, progress: Callable[[str], None] = print) -> Task:
+    params = packing.MadeParams(p.packing, p.source)
+    return Task(p.packing.program, p.limits, device, folder, params, progress)
 
 
 def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
@@ -73,9 +78,7 @@ def test_a_crash_is_one_error(prepared: Prepared, folder: Path) -> None:
 def test_its_errors_are_ours(prepared: Prepared, folder: Path) -> None:
     """The real child, which finds no TensorRT here, or no GPU."""
     with pytest.raises(MissingError, match="TensorRT"):
-        child.build_apart(
-            prepared.packing.program, prepared.limits, "cuda", folder, prepared.settings, print
-        )
+        child.build_apart(task(prepared, folder, "cuda"), prepared.settings)
     assert not [*folder.glob("*.json"), *folder.glob("*.g4ir")]
     assert BACKEND.host.apart
 

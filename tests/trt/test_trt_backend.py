@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from g4ir.backends import find_backend
+from g4ir.backends.base import Task
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.torch_compile.cuda_graph import OrLaunched
 from g4ir.backends.trt import build as builder
@@ -367,9 +368,9 @@ def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
 def reload(engine: Engine, backend: Any, **kept: Any) -> Any:
     """As `load_engine` does after its checks."""
     kept = {**engine.manifest["compiled"], **kept}
-    return backend.load(
-        engine.program, engine.limits, "cpu", engine.path, kept, engine.runtime.source, print
-    )
+    source = engine.runtime.source
+    task = Task(engine.program, engine.limits, "cpu", engine.path, source, print)
+    return backend.load(task, kept)
 
 
 def test_other_gpu_and_other_version(shared: Engine, tmp_path: Path) -> None:
