@@ -18,6 +18,7 @@ import torch
 import g4ir
 from g4ir.backends.torch_compile import lower
 from g4ir.backends.torch_compile.run import Run
+from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.pass_report import local_errors
 from g4ir.errors import InputError
@@ -234,7 +235,7 @@ def test_every_node_keeps_its_ops_budget(variant: str, dtype: str) -> None:
         for n in g.nodes:
             given = [values[v.name] for v in n.inputs]
             results = run_node(n, given)
-            run = Run(g, Target("cpu"), dict(values))
+            run = Run(schedule(g, Target("cpu")), dict(values))
             lower.run_node(run, n)
             for v, wanted in zip(n.outputs, results, strict=True):
                 if wanted.is_floating_point():
