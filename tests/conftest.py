@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.covering import left_out
 from tests.durations import Durations, longest_first
+
+# A shell starts what runs in the background with interrupts ignored, and tests send some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Graphs, traces and sessions are many small objects: at the default, looking for dead ones among
 # them takes a twentieth of the run.
