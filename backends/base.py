@@ -1,4 +1,4 @@
-"""What a backend is: it compiles a program into an engine directory and runs it from there."""
+"""A backend compiles a program into an engine directory and runs it from there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setting:
 
 
 def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, str]:
-    """Every setting of the backend; InputError on an unknown name or value."""
+    """Return every setting of the backend; InputError on an unknown name or value."""
     known = backend.settings
     for name, value in given.items():
         if name not in known:
@@ -56,7 +56,7 @@ class State(Protocol):
     """The caches of one session."""
 
     def nbytes(self) -> int:
-        """Allocated bytes."""
+        """Count the allocated bytes."""
 
     def zero(self) -> None: ...
 
@@ -78,12 +78,12 @@ class Runtime(Protocol):
         logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        """One chunk: caches are updated in place. `context` is the most tokens that a row holds
+        """Run one chunk: caches are updated in place. `context` is the most tokens that a row holds
         afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """The soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
+        """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 
     def token_loop(
         self,
@@ -93,10 +93,11 @@ class Runtime(Protocol):
         sampling: Sampling,
         stops: Sequence[int],
     ) -> Any:
-        """A loop that chooses tokens on the device (see torch_compile/token_loop.py), or None."""
+        """Return a loop that chooses tokens on the device (see torch_compile/token_loop.py), or
+        None."""
 
     def resident(self, param: str) -> torch.Tensor | None:
-        """A param that the runtime holds whole, for others to read."""
+        """Return a param that the runtime holds whole, for others to read."""
 
     def close(self) -> None: ...
 
@@ -118,7 +119,7 @@ class Backend(Protocol):
     record: Any
 
     def check(self, device: str) -> None:
-        """MissingError where the environment lacks something. Not asked in a dry run."""
+        """Raise MissingError where the environment lacks something. Not asked in a dry run."""
 
     def compile(
         self,
@@ -130,23 +131,23 @@ class Backend(Protocol):
         params: ParamSource,
         settings: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Write compiled files into `out`; returns what the manifest keeps of them."""
+        """Write compiled files into `out`; return what the manifest keeps of them."""
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
-        """Bytes of the caches of a session of max_batch rows."""
+        """Count the bytes of the caches of a session of max_batch rows."""
 
     def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        """Bytes that a step needs beside what `g4ir plan` counts as its workspace."""
+        """Count the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """Of the packed params, bytes that the compiled files hold once more."""
+        """Count the bytes of the packed params that the compiled files hold once more."""
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """What can be checked and told of a build without compiling; more keys of the plan.
-        CheckError where a check fails."""
+        """Check a build without compiling; return more keys of the plan. CheckError where a check
+        fails."""
 
     def machine(self, device: str) -> str:
-        """The instruction set that the files need; an engine refuses any other machine."""
+        """Return the instruction set that the files need; an engine refuses any other machine."""
 
     def load(
         self,
@@ -159,8 +160,8 @@ class Backend(Protocol):
         progress: Progress,
         cuda_graph: bool = True,
     ) -> Runtime:
-        """`kept` is of the type `record`. EngineError where compiled files are not those of the
-        program, before any of them is opened."""
+        """Return a loaded engine; `kept` is of the type `record`. EngineError where compiled files
+        are not those of the program, before any of them is opened."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,9 @@ class Prepared(Resolved):
     short: str = ""
 
     def param_bytes(self) -> int:
-        """Bytes of the packed params, tables included."""
+        """Count the bytes of the packed params, tables included."""
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
 
     def cache_bytes(self) -> int:
-        """Bytes of the caches of a session of max_batch rows."""
+        """Count the bytes of the caches of a session of max_batch rows."""
         return self.backend.cache_bytes(self.packing.program, self.limits)

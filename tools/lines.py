@@ -33,7 +33,8 @@ MOST = {
 
 
 def lines(room: str) -> int:
-    """Of a file, or of all Python files below a folder; rooms within it count for themselves."""
+    """Count the lines of a file, or of the Python files below a folder; inner rooms count for
+    themselves."""
     path = ROOT / room
     inner = [ROOT / other for other in MOST if other.startswith(f"{room}/")]
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -42,7 +43,7 @@ def lines(room: str) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the table, or what is above its budget; 1 where something is."""
+    """Print the table, or what is above its budget; return 1 where something is."""
     check = "--check" in words
     found = {room: lines(room) for room in MOST}
     over = {room: n for room, n in found.items() if n > MOST[room]}

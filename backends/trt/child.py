@@ -60,7 +60,7 @@ def build_apart(
     progress: Progress,
     argv: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns what the child process made in `out`. Its errors are raised here; LowerError where it
+    """Return what the child process made in `out`. Its errors are raised here; LowerError where it
     ended without one, as when the builder crashes."""
     job = Job(asdict(limits), device, dict(settings), tuple(program.graphs))
     given = {JOB: json.dumps(asdict(job))}
@@ -115,7 +115,7 @@ def _end(child: subprocess.Popen[str], patient: bool) -> None:
 
 
 def _heard(line: str, progress: Progress) -> dict[str, Any]:
-    """Returns what a line says, beside progress; libraries may print lines of their own."""
+    """Return what a line says, beside progress; libraries may print lines of their own."""
     try:
         said = json.loads(line)
     except ValueError:
@@ -132,7 +132,7 @@ def _ending(code: int) -> str:
 
 
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
-    """The last line of the child process."""
+    """Do the job and return the last line of the child process."""
     # Imported late: the parent has no use for it, and it looks for triton.
     from .make import make
 
