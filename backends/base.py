@@ -93,7 +93,7 @@ class Runtime(Protocol):
         sampling: Sampling,
         stops: Sequence[int],
     ) -> Any:
-        """Return a loop that chooses tokens on the device (see torch_compile/token_loop.py), or
+        """Return a loop that chooses tokens on the device (torch_compile/token_loop.py), or
         None."""
 
     def resident(self, param: str) -> torch.Tensor | None:

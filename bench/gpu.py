@@ -141,8 +141,7 @@ class Report:
             timer.cancel()
 
     def give_up(self, name: str, limit: float) -> None:
-        """Keep a hang and end the process; the watching thread calls it, since the main one
-        waits."""
+        """Keep a hang and end the process: the watching thread calls it, the main one waits."""
         faulthandler.dump_traceback()
         self.keep(name, {"hung": limit})
         os._exit(1)
@@ -265,8 +264,7 @@ def compile_ahead(cases: list[Case]) -> None:
 
 
 def compile_launches(case: Case) -> int:
-    """Compile what a case starts, run nothing; return how many kernels were refused (a cell says
-    why)."""
+    """Compile, not run, what a case starts; return how many kernels were refused (see cells)."""
     refused = 0
     for kernel, grid, args, meta in launches_of_case(case):
         try:

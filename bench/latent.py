@@ -145,8 +145,7 @@ class Bench:
 def _rows(
     spec: Spec, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the layer's state by name, in every form, of a projection [T,1,n,d] at positions
-    [T,1]."""
+    """Return the layer's state by name, in every form, of projections [T,1,n,d] at [T,1]."""
     full, eps = spec.text.full, spec.text.rms_norm_eps
     rope, dtype = full.rope, {torch.float32: "f32", torch.bfloat16: "bf16"}[raw.dtype]
 
@@ -243,8 +242,7 @@ def accuracy_rows(lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Return logits [T, vocab] by the interpreter, in chunks; weights are those of bf16 in every
-    dtype."""
+    """Return [T, vocab] by the interpreter, in chunks; weights are those of bf16 in every dtype."""
     declared, kind = "f32" if dtype == "f64" else dtype, torch_dtype(dtype)
     plain = build_program(spec, all_logits=True, dtype=declared)
     graphs = run_program(plain, options={"latent_kv": {"form": form}}).graphs

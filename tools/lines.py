@@ -33,8 +33,7 @@ MOST = {
 
 
 def lines(room: str) -> int:
-    """Count the lines of a file, or of the Python files below a folder; inner rooms count for
-    themselves."""
+    """Count lines of a file, or of a folder's Python files; inner rooms count for themselves."""
     path = ROOT / room
     inner = [ROOT / other for other in MOST if other.startswith(f"{room}/")]
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))

@@ -103,8 +103,7 @@ OPERATORS: Mapping[str, Allowed] = {
 
 
 def check_model(model: onnx.ModelProto) -> None:
-    """Check a model: LowerError names the first node beyond the list, its operator and the
-    limit."""
+    """Check a model: LowerError names the first node off the list, its operator and the limit."""
     for entry in model.opset_import:
         if entry.domain or entry.version not in OPSETS:
             raise LowerError(

@@ -184,8 +184,7 @@ def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
-    """Return the caches that nothing reads but the node that writes them, which takes its input's
-    memory."""
+    """Return caches that only the node that writes them reads: it takes its input's memory."""
     readers: dict[str, list[str]] = {}
     for n in e.nodes:
         for name in n.input:

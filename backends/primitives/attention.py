@@ -90,8 +90,7 @@ def _ring_index(
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
-    """Return i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative:
-    nothing."""
+    """Return i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: none."""
     e = net.e
     newest = e.unsqueeze(e.sub(written, 1), 1)
     slot = e.constant(torch.arange(slots, dtype=torch.int32)[None])
@@ -206,8 +205,7 @@ def attention(
     *held: Operand,
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Attend over K and V as they are cached; `form` stands for `attend` where a target has its
-    own."""
+    """Attend over K and V as cached; `form` stands for `attend` where a target has its own."""
     keys, values = held_rows(net, n, held, 3, 2)
     seen = mask(net, n, key_positions(net, n, 3, 2), 3, 2)
     return (form or attend)(net, n, q, keys, values, seen)

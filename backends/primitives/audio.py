@@ -47,8 +47,7 @@ def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
 
 
 def steps(count: int, stride: int, first: int, width: int) -> torch.Tensor:
-    """Return i64[count, width]: what each of `count` windows sees, `stride` apart, from `first`
-    on."""
+    """Return i64[count, width]: what each of `count` windows sees, `stride` apart from `first`."""
     return torch.arange(count)[:, None] * stride + first + torch.arange(width)
 
 
@@ -84,8 +83,7 @@ def chunked_attention(
     dim_scale: Operand,
     mask: Operand,
 ) -> Operand:
-    """Attend within chunks, all in fp32; tensors are [B, n, blocks, queries or keys of a block,
-    d]."""
+    """Attend within chunks, in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.whole("chunk"), n.number("cap")
     seen = net.shared(

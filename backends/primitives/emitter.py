@@ -245,8 +245,7 @@ class Emitter(ABC):
         return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
 
     def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:
-        """Return cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M has room for all
-        s."""
+        """Return cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M fits all s."""
         b, n, _, d = cache.shape
         fits = new.rank == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (b, n, d)
         fits = fits and new.dtype == cache.dtype and start.shape == (b,)
@@ -259,8 +258,7 @@ class Emitter(ABC):
     def when_one(
         self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
     ) -> Operand:
-        """Return `then` where x has one entry along the axis, else `otherwise`: both of one
-        type."""
+        """Return `then` where the axis of x has one entry, else `otherwise`; both have one type."""
 
     # --- what a target implements -------------------------------------------------------------
 
@@ -303,8 +301,7 @@ class Emitter(ABC):
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:
-    """Return sizes as both targets write them: 0 keeps the dim at that place, -1 is what is
-    left."""
+    """Return sizes as both targets write them: 0 keeps the dim at that place, -1 is the rest."""
     return [
         d if isinstance(d, int) else 0 if i < x.rank and x.shape[i] == d else -1
         for i, d in enumerate(t.shape)

@@ -50,8 +50,7 @@ def network_graph(program: Program) -> Graph:
 
 
 def tower_graphs(program: Program) -> dict[str, Graph]:
-    """Return the graphs that make soft tokens: of pictures of one size, or of sounds of one
-    length."""
+    """Return the graphs that make soft tokens: of pictures of a size, or sounds of a length."""
     return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 
@@ -64,8 +63,7 @@ def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
 
 
 def _check_past(g: Graph, n: Node, chunk: int) -> None:
-    """Check that no block of media is seen over a full-length cache: chunk and past are one
-    there."""
+    """Check that no media block is seen over a full-length cache: chunk and past are one there."""
     if len(n.inputs) > chunk:
         raise LowerError(
             f"graph {g.name}: {n.out} sees blocks of media over a full-length cache; build with "

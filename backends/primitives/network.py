@@ -132,6 +132,5 @@ def stored_bytes(g: Graph, limits: Limits) -> int:
 
 
 def full_slots(limits: Limits) -> int:
-    """Count the slots of a full-length cache: what a row may hold, and room for a chunk's
-    padding."""
+    """Count the slots of a full-length cache: what a row may hold and room for chunk padding."""
     return limits.max_seq + limits.prefill_chunk

@@ -96,8 +96,7 @@ def _mask(
     chunk: bool,
     block_ids: Tensor | None,
 ) -> Tensor:
-    """Return the mask [B,S,T] bool, over the slots of the cache and then the tokens of the
-    chunk."""
+    """Return the mask [B,S,T] bool, over the slots of the cache, then the tokens of the chunk."""
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
@@ -194,8 +193,7 @@ def _weights(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attend for one token: q [1,1,nq,D]; keys [T,1,n,D] and values [T,1,n,d], read where they
-    lie."""
+    """Attend for a token: q [1,1,nq,D]; keys [T,1,n,D], values [T,1,n,d], read where they lie."""
     outs = []
     for h, query in enumerate(q[0, 0].chunk(keys.shape[2])):
         scores = wide(torch.mm(query, keys[:, 0, h].t()) * _scale(n))
@@ -243,8 +241,7 @@ def keys_values_of_chunk(
     caches: tuple[Tensor, ...],
     fresh: tuple[Tensor, ...],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], of rows in the form
-    `raw`."""
+    """Return K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], from rows of form `raw`."""
     raw, rms = caches
     old = _keys_values(n, raw, rms, w, slot_positions(written, raw.shape[0]))
     raw, rms = (x.transpose(0, 1) for x in fresh)
@@ -253,8 +250,7 @@ def keys_values_of_chunk(
 
 
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded as `rope_table` and `rope`
-    round."""
+    """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded like `rope_table`, `rope`."""
     d, kind, dtype = int(n.inputs[0].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     with torch.device(key_pos.device):

@@ -312,8 +312,7 @@ class _Worker:
             process.stderr.close()
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """Have the worker compile. LowerError with its message; its cause is what was printed
-        meanwhile."""
+        """Have the worker compile; LowerError with its message, caused by what it printed."""
         process = self._process
         assert process.stdin and process.stdout
         try:
@@ -508,7 +507,7 @@ def first_node(text: str) -> str:
 
 
 def _any_size() -> Any:
-    """A context in which a size may be 1; without it the exporter takes a dynamic size for at least
+    """Return a context in which a size may be 1; else the exporter takes dynamic sizes for at least
     2."""
     from torch.fx.experimental import _config as fx_config
 
@@ -516,8 +515,7 @@ def _any_size() -> Any:
 
 
 def exported(text: str, target: Target) -> Any:
-    """Return a segment as an exported program; within a FakeTensorMode the device need not be
-    there."""
+    """Return a segment as an exported program; in a FakeTensorMode the device need not exist."""
     import torch
     from torch.export import Dim
 

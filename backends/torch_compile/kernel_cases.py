@@ -109,8 +109,7 @@ def _alone(g: Graph, n: Node, ending: Node | None) -> Graph:
 
 
 def operands(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return random values by name: activations and caches of size one, products that keep it
-    so."""
+    """Return random values by name: activations and caches of size one, which products keep."""
     random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
     return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
 

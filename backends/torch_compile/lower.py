@@ -166,7 +166,6 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:
-    """Make a contiguous tensor of the type. It is never read, and untouched memory costs
-    nothing."""
+    """Make a contiguous tensor of the type. It is never read; untouched memory costs nothing."""
     shape = [int(d) for d in t.bind(dims).shape]
     return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

@@ -111,8 +111,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def wide_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x [..., k] @ w[n, k]^T in fp32, rounded once; of the weight, one block is wide at a
-    time."""
+    """Return x [..., k] @ w[n, k]^T in fp32, rounded once; one block of w is wide at a time."""
     out, rows = x.new_empty((*x.shape[:-1], w.shape[0])), x.float()
     step = max(1, WIDE_BLOCK // w.shape[1])
     for at in range(0, w.shape[0], step):

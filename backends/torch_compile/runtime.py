@@ -303,8 +303,7 @@ def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
 def _bind(
     s: Step, call: Call | None, weights: Mapping[str, torch.Tensor], alias: Mapping[str, str]
 ) -> Bound:
-    """Bind a step; `alias` maps the value of a written cache to the cache, which is written in
-    place."""
+    """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
     if isinstance(s, Glue):
         return _bind_glue(s, alias)
     assert call

@@ -21,8 +21,7 @@ _free: defaultdict[int, list[Any]] = defaultdict(list)
 
 
 def empty_f32(*shape: int) -> torch.Tensor:
-    """Make f32[shape], not initialised. Its memory comes back when the last tensor on it is
-    gone."""
+    """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
     size = torch.Size(shape).numel()
     if 4 * size < FROM:
         return torch.empty(shape)

@@ -130,8 +130,7 @@ def _layer(n: Node) -> str:
 
 
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
-    """Return the topological order of groups, stable by first node; a cache's reads precede its
-    write."""
+    """Return groups in topological order, stable by first node; caches are read, then written."""
     producers = g.producers()
     needs: dict[Key, set[Key]] = {k: set() for k in groups}
     for k, nodes in groups.items():
@@ -186,8 +185,7 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
 
 
 def _returned(n: Node, outside: set[str]) -> list[Value]:
-    """Return the results of a node, all of them where one is asked for outside; caches stay in
-    place."""
+    """Return the results of a node, all where one is asked for outside; caches stay in place."""
     written = {new.name for _, new in _updates(n)}
     results = [v for v in n.outputs if v.name not in written]
     return results if any(v.name in outside for v in results) else []
@@ -198,8 +196,7 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 
 
 def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
-    """Put each write after the last read of the old contents, before the first use of its
-    results."""
+    """Put each write after the last read of the old contents, before the first use of results."""
     out = [n for n in nodes if not _updates(n)]
     for w in (n for n in nodes if _updates(n)):
         old, new = zip(*_updates(w), strict=True)

@@ -36,8 +36,7 @@ class Tuning:
 
 
 def find_tuning(kernel: str, gpu: str, shape: Mapping[str, int]) -> Tuning:
-    """Return the first entry that fits. LowerError where the table has none, not even an
-    estimate."""
+    """Return the first entry that fits; LowerError where there is none, not even an estimate."""
     for entry in read_tunings().get(kernel, ()):
         if _fits(entry, gpu, shape):
             return Tuning(entry["use"], "us" in entry)

@@ -166,8 +166,7 @@ class TrtBackend:
         return runtime.TrtRuntime(api, engine, log, io, limits, device, params, tower, record)
 
     def _spare(self, program: Program, limits: Limits, device: str) -> int:
-        """Count the free bytes of the device, without what caches, tables and the reserve will
-        take."""
+        """Count free bytes of the device, without what caches, tables and reserve will take."""
         tables = sum(v.type.nbytes() for v in program.graphs["embed"].params)
         taken = self.cache_bytes(program, limits) + tables + reserve(self.host.memory(device))
         return self.host.free(device) - taken

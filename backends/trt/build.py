@@ -260,8 +260,7 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """Return a sentence with what the builder said, the layer of ours that it spoke of, and what to
-    try."""
+    """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
     said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
     named = [n for n in layers if n and n in said]
     layer = max(named, key=len, default="")

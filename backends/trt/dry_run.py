@@ -133,8 +133,7 @@ def _smaller(name: str, settings: Mapping[str, str]) -> str:
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
-    """Return the networks of the build, without weights: their size and what the text model is
-    fed."""
+    """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
     written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
     checked = {
@@ -301,8 +300,7 @@ def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, torch.Tensor]
 
 
 def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return an example for an input of a tower: numbers, a mask, or places of a picture 24
-    wide."""
+    """Return an example input of a tower: numbers, a mask, or places of a picture 24 wide."""
     shape = [int(d) for d in v.type.shape]
     at = torch.arange(shape[1])
     valid = at < shape[1] * 4 // 5

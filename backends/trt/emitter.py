@@ -162,8 +162,7 @@ class TrtEmitter(Emitter):
         return Operand(v.type, Constant(known[v.name], _dims(v.type)))
 
     def _given_param(self, v: Value) -> Any:
-        """Return `trt.Weights` of a param, row by row. LowerError where its tensor is of another
-        type."""
+        """Return `trt.Weights` of a param, row by row; LowerError for another type."""
         if self.params is None:
             made = self.trt.Weights(data_type(self.trt, v.type.dtype), 0, v.type.numel())
         else:

@@ -105,8 +105,7 @@ def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
 
 
 def chosen_experts(settings: Mapping[str, str]) -> str:
-    """Return the form of experts; that of `auto` is the sorted kernels, where they can be
-    compiled."""
+    """Return the form of experts; `auto` means the sorted kernels, where they can be compiled."""
     if settings["experts"] != "auto":
         return settings["experts"]
     return "plugin" if has_triton() else "all"

@@ -63,8 +63,7 @@ class Phases:
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:
-    """Return an IProgressMonitor that tells the phases, and ends the build once `stopped` is
-    set."""
+    """Return an IProgressMonitor that tells the phases, and ends the build if `stopped`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -86,8 +85,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
 
 
 def stream_writer(trt: Any, file: IO[bytes]) -> Any:
-    """Return an IStreamWriter into a file. TensorRT takes no exception: what stopped it is in
-    `error`."""
+    """Return an IStreamWriter into a file; `error` has what stopped it, as it may not raise."""
 
     class Writer(trt.IStreamWriter):
         def __init__(self) -> None:

@@ -26,8 +26,7 @@ MOST_SCORE_BYTES = 2 << 30
 
 
 def slots_of(n: Node, limits: Limits) -> int:
-    """Count the keys that an attention looks at, at most: a full-length cache, or a ring and a
-    chunk."""
+    """Count the most keys an attention looks at: a full-length cache, or a ring and a chunk."""
     cache = n.caches[0].type
     return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
 

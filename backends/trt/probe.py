@@ -100,8 +100,7 @@ def data_type(trt: Any, dtype: str) -> Any:
 
 
 def probe(trt: Any) -> Api:
-    """Return the API; MissingError for a version that is not supported or lacks something
-    NEEDED."""
+    """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
     version = str(trt.__version__)
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
@@ -142,8 +141,7 @@ def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Ap
 
 
 def require_gpu() -> None:
-    """Raise MissingError where the current GPU is not of the architecture that engines are built
-    for."""
+    """Raise MissingError where the GPU is not of the architecture that engines are built for."""
     import torch
 
     if not torch.cuda.is_available():

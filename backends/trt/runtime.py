@@ -373,8 +373,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
-    """Return the engine of a plan (bytes or a mapping of them); EngineError with TensorRT's own
-    words."""
+    """Return the engine of a plan (bytes or their mapping); EngineError in TensorRT's words."""
     runtime = api.trt.Runtime(log)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:

@@ -137,8 +137,7 @@ def _stage(name: str) -> str:
 def breakdown(
     engine: Engine, w: Workload, tokens: torch.Tensor, costs: Sequence[NodeCost], roof: Roof
 ) -> Breakdown:
-    """Return the milliseconds of a decode step by part (measured) and by kind (measured or
-    estimated)."""
+    """Return milliseconds of a step by part (measured) and by kind (measured or estimated)."""
     times = step_times(engine, w, tokens)
     kinds, measured = by_kind(times, costs, roof)
     return Breakdown(

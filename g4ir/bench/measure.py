@@ -68,8 +68,7 @@ def requests_per_round(seconds: float) -> int:
 def interleave(
     rounds: int, before: Callable[[], Any], runs: Mapping[str, Callable[[], Any]]
 ) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Run A-B-A-B: each round calls `before`, then every run once; return their results by
-    round."""
+    """Run A-B-A-B: each round calls `before`, then every run once; return results by round."""
     each: list[Any] = []
     results: dict[str, list[Any]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -98,8 +97,7 @@ def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
 
 
 def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
-    """Return tokens per second: of prefill (all rows), of decode per row and in all, of whole
-    requests.
+    """Return tokens a second: of prefill (all rows), of decode a row and in all, of whole requests.
 
     Decode is tokens over the time of decode steps; prefill is never part of it.
     """
@@ -122,8 +120,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 def shares(
     rounds: Rounds, rates: Sequence[Rates], take: Take, seconds_at: Callable[[Rates], float]
 ) -> Stat:
-    """Return the least time at the measured rates over the median time; each round by its own
-    rates."""
+    """Return least time at the measured rates over median time; each round by its own rates."""
     by_round = [seconds_at(r) / _median(many, take) for r, many in zip(rates, rounds, strict=True)]
     return around(seconds_at(middle(rates)) / _median(_all(rounds), take), by_round)
 

@@ -81,8 +81,7 @@ class HfRunner:
                 _put_back(layer, kept)
 
     def _copied(self) -> Any:
-        """Copy the cache; of a static one its contents, since compiled code is bound to its
-        tensors."""
+        """Copy the cache, of a static one its contents: compiled code is bound to its tensors."""
         if not self.mode.static:
             return copy.deepcopy(self.cache)
         return [

@@ -73,8 +73,7 @@ def around(value: float, rounds: Samples) -> Stat:
 
 
 def _interval(rounds: Samples) -> float:
-    """Return half of the interval that holds 95 % of rounds; 0 for a single one, which says
-    nothing."""
+    """Return half of the interval that holds 95 % of rounds; 0 for one, which says nothing."""
     if len(rounds) < 2:
         return 0.0
     t = STUDENT_T[min(len(rounds) - 1, len(STUDENT_T)) - 1]

@@ -105,15 +105,13 @@ def reset_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> dict[str, int]:
-    """Return the bytes since `reset_peak`: the process's resident memory and the CUDA
-    allocator's."""
+    """Return bytes since `reset_peak`: the process's resident memory and the CUDA allocator's."""
     cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
     return {"rss_bytes": _status("VmHWM"), **cuda}
 
 
 def _status(key: str) -> int:
-    """Return a size of /proc/self/status in bytes; the peak of the whole run where there is
-    none."""
+    """Return a size of /proc/self/status in bytes; the peak of the run where there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -132,8 +132,7 @@ def _state_nodes(g: Graph) -> set[str]:
 
 
 def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]) -> list[Chunk]:
-    """Return the chunks with their `distinct`. Fused ops are opened, so that each router is a
-    node."""
+    """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
     counts: defaultdict[Place, dict[str, int]] = defaultdict(dict)

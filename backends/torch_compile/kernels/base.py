@@ -126,13 +126,11 @@ class Schedule:
     choices: Mapping[str, Choice]
 
     def find(self, n: Node) -> Choice | None:
-        """Return the kernel of a node of the graph, or of the parts of one; None: it is not
-        ours."""
+        """Return the kernel of a node of the graph, or of the parts of one; None: not ours."""
         return self.choices.get(n.outputs[0].name)
 
     def using(self, kernel: str, use: Use) -> Schedule:
-        """Return the same schedule with other settings of a kernel, whatever the table of tunings
-        says."""
+        """Return the schedule with other settings of a kernel, whatever the table says."""
         return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
 
 
@@ -164,8 +162,7 @@ def kv_heads(n: Node) -> int:
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape, or None for blocks of media, the library's: the kernels see the past
-    alone."""
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
     q, heads = n.inputs[0].type, kv_heads(n)
     if reads_blocks(n):
         return None

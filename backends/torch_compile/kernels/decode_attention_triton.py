@@ -513,8 +513,7 @@ def _decode_raw(
 def _workspace(
     q: Tensor, kv_heads: int, splits: int
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
-    """Return the partial results, their maxima and sums, the result, and the constants of the
-    sums."""
+    """Return partial results, their maxima and sums, the result, and the constants of the sums."""
     b, _, heads, d = q.shape
     group = heads // kv_heads
     size = 4 * group * d
@@ -557,8 +556,7 @@ def _prepared(
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """Return (inner, outer): the score in base 2 is inner * x, or, capped, outer * tanh(inner *
-    x)."""
+    """Return (inner, outer): the base 2 score is inner * x, or, capped, outer * tanh(inner * x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
 
 

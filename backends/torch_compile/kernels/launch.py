@@ -33,8 +33,7 @@ def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any
 
 
 def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
-    """Do `start` for what no tracer sees: a twentieth of the time, and torch keeps nothing of
-    it."""
+    """Do `start` for what no tracer sees: a twentieth of the time, nothing kept by torch."""
     how = _START.get()
     (_direct if how is _traced else how)(kernel, grid, args, meta)
 
@@ -55,12 +54,13 @@ def _starting(how: Callable[..., None]) -> Iterator[None]:
 
 
 def directly() -> Any:
-    """A context in which kernels start without a tracer: for the interpreter, and for timing."""
+    """Return a context in which kernels start without a tracer: for the interpreter, and for
+    timing."""
     return _starting(_direct)
 
 
 def by_default() -> Any:
-    """A context in which kernels start as they do outside of `directly` and `recorded`."""
+    """Return a context in which kernels start as they do outside of `directly` and `recorded`."""
     return _starting(_traced)
 
 

@@ -31,8 +31,7 @@ def _reader(g: Graph, n: Node) -> Node | None:
 
 
 def _qkv_write(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
-    """Return the queries, and the caches, which follow seven other inputs and are written in
-    place."""
+    """Return the queries and the caches, which follow seven other inputs, written in place."""
     from .qkv_triton import qkv_write
 
     held = given[7:]

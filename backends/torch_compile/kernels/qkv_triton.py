@@ -319,8 +319,7 @@ def q_heads(
     eps: float,
     warps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `qkv_write` on a layer that reads the caches of another; q [B,1,nq
-    d]."""
+    """Return the results of `qkv_write` for a layer that reads other caches; q [B,1,nq d]."""
     if not takes(q):
         return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
     d = norm_q.shape[0]

@@ -156,8 +156,7 @@ def kernel_of(plugin: Plugin) -> Any:
 
 
 def tightened(plan: Plan, shared: int) -> Plan:
-    """Return the plan with smaller tiles, where `shared` bytes are no more than every launch
-    has."""
+    """Return the plan with smaller tiles where `shared` bytes are no more than a launch has."""
     most, stages = TIGHT.get(plan.plugin, ({}, plan.stages))
     if shared > SHARED_BYTES:
         return plan
@@ -326,8 +325,7 @@ class Decode:
     softcap: float
 
     def plans(self, shared: int = SHARED_BYTES) -> tuple[Plan, Plan]:
-        """Return the plans of the shares, and of their sum, which counts with the same blocks of
-        keys."""
+        """Return the plans of the shares and of their sum, which counts in the same blocks."""
         shape = {
             "d": self.d,
             "kv_heads": self.heads,
@@ -359,8 +357,7 @@ class Decode:
         return first, Plan("decode_merge", self.dtype, both, 4, 4)
 
     def _factors(self) -> tuple[float, float]:
-        """Return inner and outer: the score in base 2 is inner * x, or, capped, outer * tanh(inner
-        * x)."""
+        """Return (inner, outer): base 2 scores are inner * x; capped, outer * tanh(inner * x)."""
         if self.softcap:
             return self.scale / self.softcap, self.softcap * math.log2(math.e)
         return self.scale * math.log2(math.e), 0.0

@@ -30,8 +30,7 @@ def run(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
-    """Multiply per slot: x [..., K or 1, k], w [E, n, k], index [..., K] -> [..., K, n], rounded
-    once."""
+    """Multiply x [..., K or 1, k], w [E, n, k], index [..., K] -> [..., K, n], rounded once."""
     chosen = w[index.long()]
     return (wide(chosen) @ wide(x)[..., None])[..., 0].to(x.dtype)
 

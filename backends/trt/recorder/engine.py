@@ -589,8 +589,7 @@ class IExecutionContext(Recorded):
         return "weights are streamed: the step waits, and cannot be captured" if streaming else ""
 
     def _misplaced(self) -> str:
-        """Say which output is misplaced: an aliased one lies with its input, any other with
-        none."""
+        """Say which output is misplaced: an aliased one lies with its input, others apart."""
         spans = {
             n: range(at, at + prod(self._shape(n)) * TORCH[t._dtype].itemsize)
             for n, t in self._inputs().items()

@@ -34,8 +34,7 @@ def execute(
 
 
 def _plan(network: INetworkDefinition) -> tuple[list[Layer], Any]:
-    """Return layers outside of branches in order, and those of each branch; kept with the
-    network."""
+    """Return layers outside branches in order, and those of each branch; kept in the network."""
     if "plan" not in network.__dict__:
         inside = interiors(network)
         hidden = {x for sides in inside.values() for side in sides for x in side}

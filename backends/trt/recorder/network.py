@@ -393,8 +393,7 @@ def bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[
 
 
 def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
-    """Count the elements of each tensor where inputs have these shapes: name, or layer name, ->
-    count."""
+    """Count the elements of each tensor, by name or layer name, where inputs have these shapes."""
     with bound(network, inputs):
         return _volumes(network)
 

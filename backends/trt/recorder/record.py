@@ -157,8 +157,7 @@ def keep(instance: Recorded, name: str, value: Any) -> None:
 
 @lru_cache(maxsize=4096)
 def _attribute(owner: type, name: str) -> Attribute:
-    """Return the descriptor itself; looking for it is slow, and happens for every layer's every
-    look."""
+    """Return the descriptor itself; its slow search happens for every look at every layer."""
     descriptor = inspect.getattr_static(owner, name)
     assert isinstance(descriptor, Attribute)
     return descriptor
