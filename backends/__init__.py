@@ -18,7 +18,7 @@ BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of this name; InputError lists them."""
+    """Return the backend of this name; InputError lists them."""
     if name not in BACKENDS:
         raise InputError(f"unknown backend {name!r}; one of {', '.join(BACKENDS)}")
     backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND

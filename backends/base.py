@@ -1,4 +1,4 @@
-"""What a backend is: it compiles a program into an engine directory and runs it from there."""
+"""A backend compiles a program into an engine directory and runs it from there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Setting:
 
 
 def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, str]:
-    """Every setting of the backend; InputError on an unknown name or value."""
+    """Return every setting of the backend; InputError on an unknown name or value."""
     known = backend.settings
     for name, value in given.items():
         if name not in known:
@@ -57,7 +57,7 @@ class State(Protocol):
     """The caches of one session."""
 
     def nbytes(self) -> int:
-        """Allocated bytes."""
+        """Count the allocated bytes."""
 
     def zero(self) -> None: ...
 
@@ -79,12 +79,12 @@ class Runtime(Protocol):
         logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        """One chunk: caches are updated in place. `context` is the most tokens that a row holds
+        """Run one chunk: caches are updated in place. `context` is the most tokens that a row holds
         afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """The soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
+        """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 
     def token_loop(
         self,
@@ -94,10 +94,11 @@ class Runtime(Protocol):
         sampling: Sampling,
         stops: Sequence[int],
     ) -> Any:
-        """A loop that chooses tokens on the device (see torch_compile/token_loop.py), or None."""
+        """Return a loop that chooses tokens on the device (torch_compile/token_loop.py), or
+        None."""
 
     def resident(self, param: str) -> torch.Tensor | None:
-        """A param that the runtime holds whole, for others to read."""
+        """Return a param that the runtime holds whole, for others to read."""
 
     def close(self) -> None: ...
 
@@ -182,9 +183,9 @@ class Prepared(Resolved):
     short: str = ""
 
     def param_bytes(self) -> int:
-        """Bytes of the packed params, tables included."""
+        """Count the bytes of the packed params, tables included."""
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
 
     def cache_bytes(self) -> int:
-        """Bytes of the caches of a session of max_batch rows."""
+        """Count the bytes of the caches of a session of max_batch rows."""
         return self.backend.cache_bytes(self.packing.program, self.limits)

@@ -29,7 +29,7 @@ class Caches:
         self.captured: dict[Any, Any] = {}
 
     def views(self, context: int) -> Mapping[str, torch.Tensor]:
-        """Caches for a step after which rows hold at most `context` tokens."""
+        """Return the caches for a step after which rows hold at most `context` tokens."""
         slots = context_slots(context, self.capacity)
         if slots not in self._views:
             self._views[slots] = {

@@ -59,7 +59,7 @@ class ReferenceRuntime:
         return soft
 
     def token_loop(self, *_: Any) -> None:
-        """The host chooses."""
+        """Return None: the host chooses."""
 
     def resident(self, param: str) -> torch.Tensor | None:
         return self.params.get(param)
@@ -86,8 +86,8 @@ class WideRuntime(ReferenceRuntime):
 
 
 def _wide_program(program: Program) -> Program:
-    """Ops that say which float they make say float64. Types are as declared: nobody reads them
-    where a graph is interpreted."""
+    """Return a program whose ops make float64 where they say which float they make. Types are as
+    declared: nobody reads them where a graph is interpreted."""
 
     def wide(g: Graph) -> Graph:
         nodes = (

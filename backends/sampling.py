@@ -1,4 +1,4 @@
-"""From logits to the next token."""
+"""Sampling: from logits to the next token."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Sampler:
             self.generator.seed()
 
     def uniforms(self, rows: int) -> torch.Tensor:
-        """The next random numbers, float64 [rows] in [0, 1)."""
+        """Return the next random numbers, float64 [rows] in [0, 1)."""
         import torch
 
         return torch.rand(rows, dtype=torch.float64, generator=self.generator)
 
     def next(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, vocab] -> int64 [B], chosen where the logits lie. Greedy takes the lowest of equal
-        maxima."""
+        """Choose tokens, [B, vocab] -> int64 [B], chosen where the logits lie. Greedy takes the
+        lowest of equal maxima."""
         import torch
 
         s = self.settings
@@ -72,8 +72,8 @@ class Sampler:
 
 
 def choose(logits: torch.Tensor, uniforms: torch.Tensor, s: Sampling) -> torch.Tensor:
-    """A token for each row of float32 [B, vocab], int64 [B], with its random number in [0, 1).
-    Nothing is looked at by the host where the logits lie on a device."""
+    """Choose a token for each row of float32 [B, vocab], int64 [B], with its random number in [0,
+    1). Nothing is looked at by the host where the logits lie on a device."""
     vocab = logits.shape[-1]
     if s.top_k is not None:
         return draw(*largest(logits, min(s.top_k, vocab)), uniforms, s)
@@ -88,8 +88,8 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, s: Sampling) -> torch.T
 
 
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row of float32 [B, vocab] in descending order, equal ones by lower
-    token first: values [B, k] and tokens int64 [B, k]."""
+    """Return the k largest of each row of float32 [B, vocab] in descending order, equal ones by
+    lower token first: values [B, k] and tokens int64 [B, k]."""
     import torch
 
     vocab = logits.shape[-1]
@@ -112,8 +112,8 @@ def draw(
     s: Sampling,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One of the candidates of each row, int64 [B]: the first at which the sum of probabilities
-    exceeds the row's random number in [0, 1).
+    """Draw one of the candidates of each row, int64 [B]: the first at which the sum of
+    probabilities exceeds the row's random number in [0, 1).
 
     values [B, k] are logits, at least one of them finite; index int64 [B, k] their ids (default:
     their places). top_p wants them in descending order. The probabilities are those of the k
@@ -135,7 +135,7 @@ def draw(
 
 
 def _weights(values: torch.Tensor, s: Sampling) -> torch.Tensor:
-    """Probabilities in float64 up to a factor, which is the same for all that begin with, or
+    """Return probabilities in float64 up to a factor, which is the same for all that begin with, or
     contain, the largest."""
     # The largest becomes 0 before the division, so that no temperature overflows.
     return ((values - values.amax(-1, keepdim=True)).double() / float(s.temperature)).exp()

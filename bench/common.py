@@ -1,4 +1,4 @@
-"""What the benchmark scripts share beyond g4ir.bench: a stopwatch, and the summary of a run."""
+"""Tools of the benchmark scripts beyond g4ir.bench: a stopwatch, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def seconds(f: Callable[[], Any]) -> float:
 
 
 def medians(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
-    """A-B-A-B: each round calls every run once; a run returns its own seconds."""
+    """Return each run's median seconds over A-B-A-B rounds: every round calls every run once."""
     _, times = interleave(rounds, lambda: None, runs)
     return {name: median(values) for name, values in times.items()}
 

@@ -125,8 +125,8 @@ class Report:
 
     @contextmanager
     def watched(self, name: str, compiles: bool = False) -> Iterator[None]:
-        """Within it a lost device is kept as a cell and then raised, since nothing works in this
-        process any more; a hang is kept as a cell and ends the process."""
+        """A context in which a lost device is kept as a cell and then raised, since nothing works
+        in this process any more; a hang is kept as a cell and ends the process."""
         limit = self.compile_limit if compiles else self.limit
         timer = threading.Timer(limit, self.give_up, (name, limit))
         timer.daemon = True
@@ -141,7 +141,7 @@ class Report:
             timer.cancel()
 
     def give_up(self, name: str, limit: float) -> None:
-        """From the watching thread: the main one waits for the device."""
+        """Keep a hang and end the process: the watching thread calls it, the main one waits."""
         faulthandler.dump_traceback()
         self.keep(name, {"hung": limit})
         os._exit(1)
@@ -162,7 +162,7 @@ class Report:
 
 
 def device_is_lost(e: Exception) -> bool:
-    """After an illegal access every call fails, whatever error the first one was."""
+    """Whether the device is lost: after an illegal access every call fails, with any error."""
     if isinstance(e, torch.OutOfMemoryError | G4Error):
         return False
     if isinstance(e, torch.AcceleratorError):
@@ -193,7 +193,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 
 def gap_cell() -> dict[str, Any]:
-    """Microseconds from one dependent kernel of a graph to the next, work of nearly none each."""
+    """Measure microseconds between dependent kernels of a graph, with nearly no work each."""
     t = torch.zeros(1, device="cuda")
 
     def chain() -> None:
@@ -213,7 +213,7 @@ def rates_cell() -> dict[str, Any]:
 
 
 def programs(variants: list[str]) -> Iterator[Program]:
-    """Of every variant, with latent caches too where it has any."""
+    """Yield the programs of every variant, with latent caches too where it has any."""
     for variant in variants:
         spec = load_spec(variant)
         graphs = build_program(spec, dtype="bf16")
@@ -245,7 +245,7 @@ def kernels(args: argparse.Namespace) -> None:
 
 
 def cell_name(case: Case) -> str:
-    """What it is, whatever else is measured: the same with other variants beside it."""
+    """Return a name that says what the case is, the same with other variants beside it."""
     text = f"{case.target} {case.tokens}\n{print_graph(canonical(case.graph))}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{case.name} B={case.target.rows} {digest}"
@@ -264,7 +264,7 @@ def compile_ahead(cases: list[Case]) -> None:
 
 
 def compile_launches(case: Case) -> int:
-    """Compile what a case starts, run nothing; how many kernels were refused (a cell says why)."""
+    """Compile, not run, what a case starts; return how many kernels were refused (see cells)."""
     refused = 0
     for kernel, grid, args, meta in launches_of_case(case):
         try:
@@ -344,7 +344,7 @@ def worth_trying(found: dict[str, Any]) -> bool:
 
 
 def built(variant: str, batch: int) -> Engine:
-    """For all contexts where they fit the device, else for the longest that do."""
+    """Build for all contexts where they fit the device, else for the longest that do."""
     out = BUILD / f"{variant}-b{batch}-{environment()['commit']}"
     if not out.exists():
         g4ir.build(variant, out, progress=print, **longest(variant, batch)).close()
@@ -354,7 +354,7 @@ def built(variant: str, batch: int) -> Engine:
 
 
 def longest(variant: str, batch: int) -> dict[str, Any]:
-    """Options of the build. G4Error where not even the shortest context fits."""
+    """Return the options of the build. G4Error where not even the shortest context fits."""
     options: dict[str, Any] = {
         "backend": "torch",
         "device": "cuda",
@@ -376,7 +376,7 @@ def longest(variant: str, batch: int) -> dict[str, Any]:
 
 
 def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[str, Any]:
-    """Steps at a context over caches of noise: times on the device and on the host."""
+    """Measure steps at a context over caches of noise: times on the device and on the host."""
     if context + WARMUP + STEPS > engine.limits.max_seq:
         return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
     torch.cuda.reset_peak_memory_stats()
@@ -440,7 +440,7 @@ def prefill_cell(engine: Engine, n: int, rates: Any) -> dict[str, Any]:
 
 
 def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
-    """transformers, static cache and compiled, and how far its logits are from the engine's."""
+    """Measure transformers, static cache and compiled, and its logits' distance to the engine's."""
     wanted = [
         c for c in PEER_CONTEXTS if f"{variant} peer b{batch} c{c}" not in report.body["cells"]
     ]

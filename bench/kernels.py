@@ -1,4 +1,4 @@
-"""What every kernel needs of a Hopper GPU, compiled for it here: no GPU needed.
+"""The resources that every kernel needs of a Hopper GPU, compiled for it here: no GPU needed.
 
     python bench/kernels.py [--variants e2b,...] [--save]
 
@@ -30,7 +30,7 @@ their kernels are near the limit there. Everything else between these kernels is
 
 
 def rows_of(variants: list[str]) -> list[dict[str, Any]]:
-    """One row for each different launch."""
+    """Return one row for each different launch."""
     found: dict[str, dict[str, Any]] = {}
     targets = [Target("cuda", "h200", n) for n in ROWS]
     for case in all_cases(programs(variants), targets, 4096, chunk=1024):

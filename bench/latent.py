@@ -71,7 +71,7 @@ tokens: {{bos: 2, eos: [1], pad: 0}}
 
 
 def spec_file(name: str, *pattern: str) -> Spec:
-    """A spec of these layers, written to a file of its own."""
+    """Write a spec of these layers to a file of its own; return it."""
     BUILD.mkdir(parents=True, exist_ok=True)
     path = BUILD / f"{name}.yaml"
     path.write_text(SPEC.format(layers=len(pattern), pattern=", ".join(pattern)))
@@ -110,7 +110,7 @@ class Bench:
         self._fill()
 
     def _fill(self) -> None:
-        """In pieces, so that the projection in fp32 is never held whole."""
+        """Fill in pieces, so that the projection in fp32 is never held whole."""
         dtype, kind = torch_dtype(self.dtype), self.spec.text.full
         source = RandomCheckpoint(self.spec, 0, dtype)
         weight = source.tensor(checkpoint_name("L0.attn.norm_k"))
@@ -125,14 +125,14 @@ class Bench:
                         session.state.tensors[name][at] = rows
 
     def step(self, form: str, context: int) -> torch.Tensor:
-        """Logits of one token after `context` of them."""
+        """Return the logits of one token after `context` of them."""
         session = self.sessions[form]
         session.length.fill_(context - 1)
         out: torch.Tensor = session.decode(torch.tensor([5]))
         return out
 
     def time(self, form: str, context: int) -> list[float]:
-        """Seconds of each of `steps` decode steps, the last of which has this context."""
+        """Measure seconds of each of `steps` decode steps, the last of which has this context."""
         session, token, times = self.sessions[form], torch.tensor([5]), []
         session.length.fill_(max(0, context - self.steps))
         for _ in range(self.steps):
@@ -145,7 +145,7 @@ class Bench:
 def _rows(
     spec: Spec, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The layer's state by name, in every form, of a projection [T,1,n,d] at positions [T,1]."""
+    """Return the layer's state by name, in every form, of projections [T,1,n,d] at [T,1]."""
     full, eps = spec.text.full, spec.text.rms_norm_eps
     rope, dtype = full.rope, {torch.float32: "f32", torch.bfloat16: "bf16"}[raw.dtype]
 
@@ -177,7 +177,7 @@ def _rows(
 
 
 def decode_rows(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each context: time, bytes and agreement of each form."""
+    """Yield a row for each context: time, bytes and agreement of each form."""
     rest = {form: median(bench.time(form, 1)) * 1e3 for form in FORMS}
     for context in bench.contexts:
         plain = bench.step("off", context)
@@ -198,7 +198,7 @@ def decode_rows(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _fastest(stats: dict[str, Stat]) -> str:
-    """A form that is faster than the plain caches by more than the spread of both, else `off`."""
+    """Return the form that beats the plain caches by more than the spread of both, else `off`."""
     best = min(stats, key=lambda f: stats[f].value)
     return best if stats[best].differs(stats["off"]) else "off"
 
@@ -208,7 +208,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _bytes_read(session: Any, context: int) -> int:
-    """Of the cache's prefix that a step at this context reads."""
+    """Count the bytes of the cache's prefix that a step at this context reads."""
     views = session.state.views(context)
     return sum(t.numel() * t.element_size() for t in views.values())
 
@@ -217,7 +217,7 @@ def _bytes_read(session: Any, context: int) -> int:
 
 
 def accuracy_rows(lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Each dtype and form over a text of random tokens, against float64 with plain caches."""
+    """Yield a row for each dtype and form over random tokens, against float64 and plain caches."""
     spec = spec_file("accuracy", "sliding", "full", "sliding", "full")
     total = max(lengths)
     tokens = torch.randint(3, 256, (1, total), generator=torch.Generator().manual_seed(0))
@@ -242,7 +242,7 @@ def accuracy_rows(lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Tensor:
-    """[T, vocab] by the interpreter, in chunks; weights are those of bf16 in every dtype."""
+    """Return [T, vocab] by the interpreter, in chunks; weights are those of bf16 in every dtype."""
     declared, kind = "f32" if dtype == "f64" else dtype, torch_dtype(dtype)
     plain = build_program(spec, all_logits=True, dtype=declared)
     graphs = run_program(plain, options={"latent_kv": {"form": form}}).graphs
@@ -264,7 +264,7 @@ def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Te
 
 
 def _rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square of the difference, relative to that of the wanted logits."""
+    """Return the root mean square of the difference, relative to that of the wanted logits."""
     got, want = got.double(), want.double()
     return float(((got - want).pow(2).mean() / want.pow(2).mean()).sqrt())
 
@@ -301,7 +301,7 @@ def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
 
 
 def key(r: Measured) -> tuple[Any, ...]:
-    """What a row is about."""
+    """Return the facts that a row is about."""
     return (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context)
 
 

@@ -33,7 +33,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ways(dtype: torch.dtype) -> dict[str, Product]:
-    """`g4ir` is what programs call; where it is one of the others is what is measured here."""
+    """Return the ways to multiply: `g4ir`, which programs call, and those that it chooses from."""
     found: dict[str, Product] = {"g4ir": pyops.linear, "library": torch.nn.functional.linear}
     return found if dtype == torch.float32 else {**found, "in fp32": pyops.wide_linear}
 

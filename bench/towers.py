@@ -42,7 +42,7 @@ MODES = ("g4ir", *PEERS)
 
 
 def with_small_text(spec: Spec) -> Spec:
-    """The same towers before two narrow layers and a small vocabulary."""
+    """Return the spec with the same towers before two narrow layers and a small vocabulary."""
     text = replace(
         spec.text,
         vocab_size=512,
@@ -62,7 +62,7 @@ def with_small_text(spec: Spec) -> Spec:
 
 
 def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
-    """The engine and the reference model, from one checkpoint."""
+    """Build the engine and the reference model, from one checkpoint."""
     from transformers import AutoModelForMultimodalLM
 
     folder = BUILD / f"{spec.name}-{dtype}-{args.device}"
@@ -87,7 +87,7 @@ def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def picture(spec: Spec, budget: int) -> Any:
-    """The image that fills the most of its budget."""
+    """Return the image that fills the most of its budget."""
     settings = image_settings(spec, budget)
     rng = np.random.default_rng(0)
     sizes = [(settings.side * n, settings.side * (budget // n)) for n in range(8, 28)]
@@ -109,7 +109,7 @@ def tensors(*arrays: Any) -> list[torch.Tensor]:
 def peers(
     features: Callable[..., Any], given: list[torch.Tensor], device: str
 ) -> dict[str, Callable[[], Any]]:
-    """The reference's own two modes."""
+    """Return the reference's own two modes."""
     compiled = torch.compile(features)
 
     def run(f: Callable[..., Any]) -> Any:
@@ -120,7 +120,7 @@ def peers(
 
 
 def timed(f: Callable[[], Any]) -> float:
-    """Seconds, all work of a GPU done."""
+    """Measure the seconds of `f`, all work of a GPU done."""
 
     def call() -> None:
         f()
@@ -133,8 +133,8 @@ def timed(f: Callable[[], Any]) -> float:
 def measure(
     kind: str, engine: Any, item: Any, theirs: dict[str, Callable[[], Any]], rounds: int
 ) -> list[str]:
-    """Milliseconds of each, interleaved, how many times faster than the faster peer, and how far
-    the results lie apart."""
+    """Return lines: milliseconds of each, interleaved, how many times faster than the faster peer,
+    and how far the results lie apart."""
     runs = {"g4ir": lambda: engine.encode(kind, item), **theirs}
     (soft,) = runs["g4ir"]().pieces
     rows = runs["eager"]().pooler_output[0][: len(soft)].float()
@@ -148,7 +148,7 @@ def measure(
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The largest difference of each row, relative to its rms."""
+    """Return the largest difference of each row, relative to its rms."""
     return (got - wanted).abs().amax(-1) / wanted.pow(2).mean(-1).sqrt()
 
 

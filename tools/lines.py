@@ -17,7 +17,7 @@ MOST = {
     "g4ir/model": 1630,
     "g4ir/weights": 1500,
     "g4ir/plan": 2610,
-    "backends": 13750,
+    "backends": 13770,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2840,
     "backends/trt/experimental": 1280,
@@ -27,13 +27,13 @@ MOST = {
     "g4ir/bench": 2390,
     "g4ir/cli": 2200,
     "bench": 1260,
-    "tests": 31430,
+    "tests": 31440,
     "tools": 250,
 }
 
 
 def lines(room: str) -> int:
-    """Of a file, or of all Python files below a folder; rooms within it count for themselves."""
+    """Count lines of a file, or of a folder's Python files; inner rooms count for themselves."""
     path = ROOT / room
     inner = [ROOT / other for other in MOST if other.startswith(f"{room}/")]
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -42,7 +42,7 @@ def lines(room: str) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the table, or what is above its budget; 1 where something is."""
+    """Print the table, or what is above its budget; return 1 where something is."""
     check = "--check" in words
     found = {room: lines(room) for room in MOST}
     over = {room: n for room, n in found.items() if n > MOST[room]}

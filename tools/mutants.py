@@ -61,7 +61,7 @@ class Mutant:
 
 
 def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, int, str]]:
-    """(index, line, change) of every place; the one of `index` is changed in the tree."""
+    """Yield (index, line, change) of every place; the one of `index` is changed in the tree."""
     count = 0
 
     def here(wanted: int) -> bool:
@@ -92,7 +92,7 @@ def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, i
 
 
 def mutants() -> list[Mutant]:
-    """Every mutant of the product."""
+    """Return every mutant of the product."""
     files = sorted(p for room in PRODUCT for p in (ROOT / room).rglob("*.py"))
     return [
         Mutant(str(path.relative_to(ROOT)), *place)
@@ -102,7 +102,7 @@ def mutants() -> list[Mutant]:
 
 
 def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
-    """The tests that execute the mutant's line, those of the smallest files first."""
+    """Return the tests that execute the mutant's line, those of the smallest files first."""
     lines = data.contexts_by_lineno(str(ROOT / mutant.file))
     found = {c.split("|")[0] for c in lines.get(mutant.line, []) if "|run" in c}
     sizes = {name: (ROOT / name).stat().st_size for name in {t.split("::")[0] for t in found}}
@@ -133,7 +133,7 @@ def caught(tree: Path, mutant: Mutant, tests: list[str]) -> bool:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the tree in which the package is one folder."""
+    """Return a copy of the tree in which the package is one folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in COPIED:

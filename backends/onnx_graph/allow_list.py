@@ -1,5 +1,5 @@
-"""What an exported model may consist of: operators that onnxruntime runs and TensorRT's parser
-takes, with the parser's limits.
+"""The list of what an exported model may hold: operators that onnxruntime runs and TensorRT's
+parser takes, with the parser's limits.
 
 onnxruntime takes more than the parser does (a softcap in Attention, circular TensorScatter, other
 reductions in ScatterND), so that a model that runs here could still be refused there. The limits
@@ -28,7 +28,7 @@ ANY = FLOAT | WHOLE | BOOL
 
 @dataclass(frozen=True)
 class Context:
-    """What rules look up by tensor name."""
+    """The facts that rules look up by tensor name."""
 
     constants: Mapping[str, onnx.TensorProto]
     types: Mapping[str, onnx.TypeProto.Tensor]
@@ -43,7 +43,7 @@ Rule = Callable[[onnx.NodeProto, Mapping[str, Any], Context], str | None]
 
 
 def _fixed(*inputs: int) -> Rule:
-    """These inputs are initialisers."""
+    """Return the rule that these inputs are initialisers."""
 
     def rule(n: onnx.NodeProto, attrs: Mapping[str, Any], context: Context) -> str | None:
         loose = [n.input[i] for i in inputs if n.input[i] not in context.constants]
@@ -103,7 +103,7 @@ OPERATORS: Mapping[str, Allowed] = {
 
 
 def check_model(model: onnx.ModelProto) -> None:
-    """LowerError that names the first node beyond the list, its operator and the limit."""
+    """Check a model: LowerError names the first node off the list, its operator and the limit."""
     for entry in model.opset_import:
         if entry.domain or entry.version not in OPSETS:
             raise LowerError(

@@ -24,7 +24,7 @@ NEEDS = ("onnx", "onnxruntime")
 
 @dataclass(frozen=True)
 class Exported:
-    """What the manifest keeps of an export."""
+    """The manifest's record of an export."""
 
     opset: int
     nodes: int
@@ -81,7 +81,7 @@ class OnnxBackend(Backend):
 
 
 def require(*modules: str) -> None:
-    """MissingError where one cannot be imported."""
+    """Raise MissingError where one cannot be imported."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise MissingError(

@@ -109,7 +109,7 @@ class OnnxEmitter(Emitter):
         return Operand(t, self._constant(t, tensor))
 
     def _constant(self, t: Type, tensor: torch.Tensor) -> str:
-        """Equal small constants are one initialiser."""
+        """Return an initialiser; equal small constants share one."""
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         name = f"const/{t.dtype}_{len(self.initializers)}"
         if len(data) > INLINE_BYTES:
@@ -123,11 +123,11 @@ class OnnxEmitter(Emitter):
         return self._known[t, data]
 
     def _whole(self, *values: int) -> str:
-        """i64 [n]: axes, sizes and the like."""
+        """Return a constant i64 [n]: axes, sizes and the like."""
         return self._constant(Type("i64", (len(values),)), torch.tensor(values))
 
     def output(self, name: str, x: Operand) -> None:
-        """The tensor takes the output's name, unless it is known by another already."""
+        """Give the tensor the output's name, unless it is known by another already."""
         self.results[name] = x.type
         fixed = x.handle in self.initializers or x.handle not in self.types
         if fixed or x.handle in self.renamed:
@@ -157,8 +157,8 @@ class OnnxEmitter(Emitter):
         return Operand(t, self._node(op, names, t, **attrs))
 
     def _once(self, key: Any, make: Callable[[], str]) -> str:
-        """A tensor that several nodes read, made for the first; inside a branch nothing is kept,
-        since nothing outside could read it."""
+        """Return a tensor that several nodes read, made for the first; inside a branch nothing is
+        kept, since nothing outside could read it."""
         if key in self._known:
             return self._known[key]
         with self.apart():
@@ -168,7 +168,7 @@ class OnnxEmitter(Emitter):
         return name
 
     def _length(self, x: Operand, axis: int) -> str:
-        """i64 [1]: the size of a dim. Dims of one name have one size."""
+        """Return i64 [1]: the size of a dim. Dims of one name have one size."""
         dim = x.shape[axis]
         if isinstance(dim, int):
             return self._whole(dim)
@@ -195,7 +195,7 @@ class OnnxEmitter(Emitter):
         return self._node("Squeeze", [equal, self._whole(0)], Type("bool", ()))
 
     def _branch(self, name: str, make: Callable[[], Operand]) -> tuple[onnx.GraphProto, Type]:
-        """A graph of its own, which reads what is outside by name."""
+        """Return a graph of its own, which reads what is outside by name."""
         outside, self.nodes = self.nodes, []
         self._depth += 1
         out = make()
@@ -251,7 +251,7 @@ class OnnxEmitter(Emitter):
         return self._op("Reshape", [x, self._whole(*reshape_spec(x.type, t))], t)
 
     def _seen_as(self, x: Operand, t: Type) -> Operand:
-        """The same stored bytes with another shape: no node, and no copy of a weight."""
+        """Return the same stored bytes with another shape: no node, and no copy of a weight."""
         name = f"{x.handle}[{','.join(map(str, t.shape))}]"
         if name not in self.initializers:
             self.initializers[name] = tensor = onnx.TensorProto()
@@ -294,7 +294,7 @@ class OnnxEmitter(Emitter):
     # --- the model ----------------------------------------------------------------------------
 
     def name_values(self, values: Mapping[str, Operand]) -> None:
-        """Tensors take the names of the IR values that they are."""
+        """Give tensors the names of the IR values that they are."""
         taken = {*self.renamed.values(), *self.initializers, *(i.name for i in self.inputs)}
         for name, x in values.items():
             if x.handle in self.types and x.handle not in self.renamed and name not in taken:
@@ -302,7 +302,7 @@ class OnnxEmitter(Emitter):
                 taken.add(name)
 
     def model(self, name: str, doc: str, facts: Mapping[str, str]) -> onnx.ModelProto:
-        """`doc` is for people, `facts` for programs."""
+        """Return the model of what was emitted; `doc` is for people, `facts` for programs."""
         for n in walk(self.nodes):
             _rename(n, self.renamed)
         results = [_info(k, t) for k, t in self.results.items()]
@@ -335,7 +335,7 @@ class OnnxEmitter(Emitter):
 
 
 def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes, and those of their branches."""
+    """Yield the nodes, and those of their branches."""
     for n in nodes:
         yield n
         for a in n.attribute:
@@ -356,7 +356,7 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
 
 
 def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
-    """An initialiser whose data lie in another file."""
+    """Return an initialiser whose data lie in another file."""
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (
@@ -369,5 +369,5 @@ def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
 
 
 def element_type(dtype: str) -> Any:
-    """The numpy type of an IR dtype, as onnxruntime binds it."""
+    """Return the numpy type of an IR dtype, as onnxruntime binds it."""
     return torch.empty(0, dtype=torch_dtype(dtype)).numpy().dtype

@@ -133,7 +133,7 @@ class Nowhere:
 def network_model(
     program: Program, limits: Limits, storage: Any, experts: str = "auto"
 ) -> onnx.ModelProto:
-    """The network of prefill and decode; LowerError where it leaves the allow-list."""
+    """Return the network of prefill and decode; LowerError where it leaves the allow-list."""
     graph, e = network_graph(program), OnnxEmitter(storage)
     net = Network(e, graph, limits, LOWERINGS, experts)
     net.emit()
@@ -148,7 +148,7 @@ def network_model(
 
 
 def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """A tower; LowerError where it leaves the allow-list."""
+    """Return a tower; LowerError where it leaves the allow-list."""
     e = OnnxEmitter(storage)
     net = Network(e, graph, limits, LOWERINGS)
     net.emit()
@@ -157,7 +157,7 @@ def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
 
 
 def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Token ids to rows of the tables."""
+    """Return the model from token ids to rows of the tables."""
     graph, e = program.graphs["embed"], OnnxEmitter(storage)
     net = Network(e, graph, limits, {**LOWERINGS, "embedding": _embedding})
     net.env.update({v.name: e.input(v.name, v.type) for v in graph.inputs})
@@ -170,7 +170,7 @@ def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelPro
 
 
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
-    """The scale is rounded to the table's dtype first (rule 2)."""
+    """Return scaled rows of a table; the scale is rounded to the table's dtype first (rule 2)."""
     return net.e.mul(net.e.gather(table, ids, 0), n.number("scale"))
 
 
@@ -184,7 +184,7 @@ def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
-    """Caches that nothing reads but the node that writes them, which takes its input's memory."""
+    """Return caches that only the node that writes them reads: it takes its input's memory."""
     readers: dict[str, list[str]] = {}
     for n in e.nodes:
         for name in n.input:
@@ -196,7 +196,7 @@ def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
 
 
 def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
-    """Write the models into a directory that holds the weights; returns what was written."""
+    """Write the models into a directory that holds the weights; return what was written."""
     with open(folder / CONSTANTS, "wb") as file:
         storage = Directory(folder, file)
         models = {
@@ -219,7 +219,7 @@ def tower_file(name: str) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """onnx's own checker, and its inference of shapes against ours."""
+    """Run onnx's own checker, and compare its inference of shapes with ours."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as err:
@@ -230,7 +230,7 @@ def _check_file(path: Path) -> None:
 
 
 def node_counts(model: onnx.ModelProto) -> dict[str, int]:
-    """Nodes by layer (`L5`), and outside of them; what serves several layers counts outside.
+    """Count nodes by layer (`L5`), and outside of them; what serves several layers counts outside.
 
     A branch counts as one node.
     """
@@ -243,7 +243,7 @@ def _layer(name: str) -> str:
 
 
 def summary(model: onnx.ModelProto) -> str:
-    """`1200 nodes: 40 outside layers, 97 in each of 25 layers, ...`"""
+    """Return `1200 nodes: 40 outside layers, 97 in each of 25 layers, ...`"""
     counts = node_counts(model)
     outside = counts.pop(OUTSIDE, 0)
     kinds = Counter(counts.values())
@@ -253,6 +253,6 @@ def summary(model: onnx.ModelProto) -> str:
 
 
 def describe(path: Path) -> dict[str, str]:
-    """The facts that a model file states."""
+    """Return the facts that a model file states."""
     model = onnx.load(str(path), load_external_data=False)
     return {p.key: p.value for p in model.metadata_props}

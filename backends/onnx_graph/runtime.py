@@ -51,7 +51,7 @@ class OnnxCaches:
         self.held, self.spare = self.spare, self.held
 
     def slots(self, context: int) -> int:
-        """Slots of full-length caches that a step for this many tokens looks at."""
+        """Count the slots of full-length caches that a step for this many tokens looks at."""
         return context_slots(context, self.capacity)
 
     @property
@@ -60,7 +60,7 @@ class OnnxCaches:
         return {n: _as_declared(self.state[n], t) for n, t in self.held.items()}
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """What of `tensors` is in use while rows hold at most `context` tokens."""
+        """Return the part of `tensors` in use while rows hold at most `context` tokens."""
         slots = self.slots(context)
         return {n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()}
 
@@ -123,7 +123,7 @@ class OnnxRuntime:
         logits: bool,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        """`watch` sees the logits: nothing else of the one network shows."""
+        """Run one chunk; `watch` sees the logits: nothing else of the one network shows."""
         batch, size = feeds["positions"].shape
         given = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
@@ -160,10 +160,10 @@ class OnnxRuntime:
         return self._counted[n]
 
     def token_loop(self, *_: Any) -> None:
-        """The host chooses."""
+        """Return None: the host chooses."""
 
     def resident(self, param: str) -> torch.Tensor | None:
-        """onnxruntime holds weights in layouts of its own."""
+        """Return None: onnxruntime holds weights in layouts of its own."""
         return None
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class OnnxRuntime:
 
 
 def open_session(path: Path, mapped: bool = False) -> onnxruntime.InferenceSession:
-    """A model on the CPU with torch's number of threads; EngineError where it is refused.
+    """Return a model on the CPU with torch's number of threads; EngineError where it is refused.
 
     `mapped`: weights are read where they lie in their files, instead of copied into the layouts
     that onnxruntime likes best. Loading then takes no time and no memory but the page cache's (4 GB
@@ -213,7 +213,7 @@ def _run(session: Any, inputs: Tensors, outputs: Tensors, path: Path, where: str
 
 
 def _bind(bind: Any, tensors: Tensors) -> None:
-    """By address: onnxruntime reads and writes torch's memory."""
+    """Bind tensors by address: onnxruntime reads and writes torch's memory."""
     for name, t in tensors.items():
         bind(name, "cpu", 0, _element(t), list(t.shape), t.data_ptr())
 

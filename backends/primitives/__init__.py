@@ -1,1 +1,1 @@
-"""What ONNX and TensorRT share: each op once, in tensor primitives that both have."""
+"""The part that ONNX and TensorRT share: each op once, in tensor primitives that both have."""

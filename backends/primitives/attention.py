@@ -28,8 +28,8 @@ ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
 def rope_rows(
     net: Network, attrs: Mapping[str, Any], positions: Operand
 ) -> tuple[Operand, Operand]:
-    """cos, sin [..., dim] at positions, out of tables of every position: the target's own sine of
-    a large angle need not be exact. Pairs that are not rotated have cos 1 and sin 0."""
+    """Return cos, sin [..., dim] at positions, out of tables of every position: the target's own
+    sine of a large angle need not be exact. Pairs that are not rotated have cos 1 and sin 0."""
     e = net.e
     tables = net.shared(
         ("rope", *(attrs[a] for a in (*ROTATION, "dim"))), lambda: _rope_tables(net, attrs)
@@ -40,7 +40,7 @@ def rope_rows(
 
 
 def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
-    """[positions, dim / 2] each: the second half of a row repeats the first."""
+    """Return tables of [positions, dim / 2] each: the second half of a row repeats the first."""
     reference = OPS["rope_table"].reference
     assert reference
     tables = reference(torch.arange(full_slots(net.limits))[None], **attrs)
@@ -49,12 +49,12 @@ def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
 
 
 def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
+    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
     return e.add(e.mul(x, cos), e.mul(rotated_half(e, x), sin))
 
 
 def rotated_half(e: Emitter, x: Operand) -> Operand:
-    """(-second half, first half) of the last dim."""
+    """Return (-second half, first half) of the last dim."""
     last, d = x.rank - 1, x.shape[-1]
     assert isinstance(d, int)
     low, high = e.slice(x, last, 0, d // 2), e.slice(x, last, d // 2, d)
@@ -67,9 +67,9 @@ def rotated_half(e: Emitter, x: Operand) -> Operand:
 def cache_write(
     net: Network, n: Node, cache: Operand, new: Operand, start: Operand, lengths: Operand
 ) -> Operand:
-    """A chunk is appended whole to a full-length cache. Each slot of a ring takes the token of the
-    chunk that ends up there, or stays; no slot is written twice, which TensorRT leaves undefined.
-    """
+    """Return the written cache. A chunk is appended whole to a full-length cache. Each slot of a
+    ring takes the token of the chunk that ends up there, or stays; no slot is written twice, which
+    TensorRT leaves undefined."""
     e, kind = net.e, n.inputs[0].type
     if not is_ring(kind):
         return e.append(cache, e.transpose(new, 0, 2, 1, 3), start)
@@ -82,7 +82,7 @@ def cache_write(
 def _ring_index(
     net: Network, cache: Type, start: Operand, lengths: Operand
 ) -> tuple[Operand, Operand]:
-    """bool[B, W, 1, 1] slots that are written, i32[B, W] the token of the chunk that is."""
+    """Return bool[B, W, 1, 1] slots that are written, i32[B, W] the token of the chunk that is."""
     e, first = net.e, net.e.cast(start, "i32")
     held = _slot_positions(net, int(cache.shape[0]), e.add(first, e.cast(lengths, "i32")))
     source = e.sub(held, e.unsqueeze(first, 1))
@@ -90,7 +90,7 @@ def _ring_index(
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
-    """i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: nothing."""
+    """Return i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: none."""
     e = net.e
     newest = e.unsqueeze(e.sub(written, 1), 1)
     slot = e.constant(torch.arange(slots, dtype=torch.int32)[None])
@@ -98,14 +98,15 @@ def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
 
 
 def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
-    """Of whole numbers that are not negative."""
+    """Return the remainder of whole numbers that are not negative."""
     return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
 
 
 def _key_positions(
     net: Network, cache: Type, positions: Operand, written: Operand, fresh: bool
 ) -> Operand:
-    """i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring has nothing."""
+    """Return positions i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring
+    has nothing."""
     e = net.e
     if not is_ring(cache):
         return e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0)
@@ -116,8 +117,9 @@ def _key_positions(
 def _mask(
     e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
 ) -> Operand:
-    """[B, 1, 1, S, T] bool: keys that exist, are not in the future, and lie within the window
-    (rule 16). `last` i32[B, S] are the last positions that queries see instead of their own."""
+    """Return [B, 1, 1, S, T] bool: keys that exist, are not in the future, and lie within the
+    window (rule 16). `last` i32[B, S] are the last positions that queries see instead of their
+    own."""
     key = e.unsqueeze(key, 1)
     query = e.unsqueeze(e.cast(positions, "i32"), 2)
     until = query if last is None else e.unsqueeze(last, 2)
@@ -129,8 +131,8 @@ def _mask(
 
 
 def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
-    """i32[B, S]: the position of the last token of a query's block, or its own (rule 19). The
-    largest of whole numbers is found in fp32, which holds every position."""
+    """Return i32[B, S]: the position of the last token of a query's block, or its own (rule 19).
+    The largest of whole numbers is found in fp32, which holds every position."""
     at, ids = e.cast(positions, "f32"), e.cast(block_ids, "i32")
     same = e.binary("eq", e.unsqueeze(ids, 2), e.unsqueeze(ids, 1))
     same = e.binary("and", same, e.binary("gt", e.unsqueeze(ids, 2), -1))
@@ -139,7 +141,7 @@ def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
 
 
 def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None) -> Operand:
-    """[B, n, T, d] of a cache, then of the chunk."""
+    """Return rows [B, n, T, d] of a cache, then of the chunk."""
     e = net.e
 
     def make() -> Operand:
@@ -154,15 +156,15 @@ def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] |
 def held_rows(
     net: Network, n: Node, held: tuple[Operand, ...], first: int, parts: int
 ) -> list[Operand]:
-    """The rows that an attention reads; its inputs from `first` on are `parts` caches, then, where
-    given, as many tensors of the chunk."""
+    """Return the rows that an attention reads; its inputs from `first` on are `parts` caches, then,
+    where given, as many tensors of the chunk."""
     values = n.inputs[first : first + 2 * parts]
     fresh = [*zip(values[parts:], held[parts : len(values)], strict=True)]
     return [_rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)]
 
 
 def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
-    """Of the rows of `held_rows`."""
+    """Return the positions of the rows of `held_rows`."""
     cache, fresh = n.inputs[first].type, len(n.inputs) > first + parts
     positions, written = n.inputs[1:3]
     return net.shared(
@@ -172,8 +174,8 @@ def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
 
 
 def mask(net: Network, n: Node, key: Operand, first: int, parts: int) -> Operand:
-    """[B, 1, 1, S, T] of an attention whose keys are at these positions; its inputs from `first`
-    on are `parts` caches, the chunk's rows, and block ids, where given."""
+    """Return the mask [B, 1, 1, S, T] of an attention whose keys are at these positions; its inputs
+    from `first` on are `parts` caches, the chunk's rows, and block ids, where given."""
     positions, window = n.inputs[1], n.whole("window")
     _, block_ids = split_chunk(n.inputs[first + parts :], parts)
     return net.shared(
@@ -203,7 +205,7 @@ def attention(
     *held: Operand,
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Over K and V as they are cached; `form` stands for `attend` where a target has its own."""
+    """Attend over K and V as cached; `form` stands for `attend` where a target has its own."""
     keys, values = held_rows(net, n, held, 3, 2)
     seen = mask(net, n, key_positions(net, n, 3, 2), 3, 2)
     return (form or attend)(net, n, q, keys, values, seen)
@@ -219,7 +221,7 @@ def attention_latent(
     *held: Operand,
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Over K and V that are made again from one cached tensor; `form` as in `attention`."""
+    """Attend over K and V that are made again from one cached tensor; `form` as in `attention`."""
     kept = n.word("form")
     parts = len(PARTS[kept])
     at = key_positions(net, n, 4, parts)
@@ -229,7 +231,7 @@ def attention_latent(
 
 
 def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[Operand, Operand]:
-    """K's unrotated dims are V * w, rounded once."""
+    """Return K and V: K's unrotated dims are V * w, rounded once."""
     e, (row,) = net.e, rows
     d = int(w.shape[0])
     half, pairs = d // 2, rotated_pairs(n.word("kind"), d, n.number("fraction"))
@@ -247,7 +249,7 @@ def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[O
 def _of_raw(
     net: Network, n: Node, rows: list[Operand], w: Operand, at: Operand
 ) -> tuple[Operand, Operand]:
-    """With the roundings of the first time."""
+    """Return K and V of raw rows, with the roundings of the first time."""
     e, (raw, rms) = net.e, rows
     h = e.mul(e.cast(raw, "f32"), rms)
     k = e.cast(e.mul(h, e.cast(e.unsqueeze(w, 0, 1, 2), "f32")), raw.dtype)
@@ -276,8 +278,8 @@ def weigh(
     cap: float = 0.0,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and a
-    mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
+    """Return softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and
+    a mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
     softmax in fp32 (rule 15), by `softmax` where a target has its own."""
     (b, s, heads, d), count = q.shape, keys.shape[1]
     assert isinstance(heads, int) and isinstance(count, int)
@@ -295,6 +297,6 @@ def weigh(
 
 
 def least(dtype: str) -> float:
-    """The most negative finite number."""
+    """Return the most negative finite number."""
     assert dtype in FLOATS
     return float(torch.finfo(torch_dtype(dtype)).min)

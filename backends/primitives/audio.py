@@ -23,7 +23,7 @@ def halve_mask(net: Network, n: Node, mask: Operand) -> Operand:
 
 
 def sigmoid_glu(net: Network, n: Node, x: Operand) -> Operand:
-    """Rounded once."""
+    """Return the first half times the sigmoid of the second, rounded once."""
     e, last, half = net.e, x.rank - 1, int(x.shape[-1]) // 2
 
     def gated(h: Operand) -> Operand:
@@ -36,7 +36,7 @@ def sigmoid_glu(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
-    """Entries `at` [count, width] of an axis, zeros for those that it does not have."""
+    """Return entries `at` [count, width] of an axis, zeros for those that it does not have."""
     size = int(x.shape[axis])
     seen = e.gather(x, e.constant(at.clamp(0, size - 1)), axis)
     inside = (at >= 0) & (at < size)
@@ -47,12 +47,12 @@ def windows(e: Emitter, x: Operand, at: torch.Tensor, axis: int) -> Operand:
 
 
 def steps(count: int, stride: int, first: int, width: int) -> torch.Tensor:
-    """i64[count, width]: what each of `count` windows sees, `stride` apart, from `first` on."""
+    """Return i64[count, width]: what each of `count` windows sees, `stride` apart from `first`."""
     return torch.arange(count)[:, None] * stride + first + torch.arange(width)
 
 
 def conv_halve(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    """A product with the 9 pixels of each window side by side: one rounding, as of a
+    """Return a product with the 9 pixels of each window side by side: one rounding, as of a
     convolution."""
     e, (b, t, f, out) = net.e, map(int, n.out.type.shape)
     size = 9 * int(x.shape[3])
@@ -63,7 +63,7 @@ def conv_halve(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 
 def causal_conv(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    """A weighted sum of the last K frames, in fp32, rounded once."""
+    """Return a weighted sum of the last K frames, in fp32, rounded once."""
     e, k = net.e, int(w.shape[2])
     frames = windows(e, e.cast(x, "f32"), steps(int(x.shape[1]), 1, 1 - k, k), 1)
     taps = e.reshape(e.transpose(e.cast(w, "f32"), 1, 2, 0), 1, 1, k, int(w.shape[0]))
@@ -83,7 +83,7 @@ def chunked_attention(
     dim_scale: Operand,
     mask: Operand,
 ) -> Operand:
-    """All in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
+    """Attend within chunks, in fp32; tensors are [B, n, blocks, queries or keys of a block, d]."""
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.whole("chunk"), n.number("cap")
     seen = net.shared(
@@ -108,13 +108,13 @@ def chunked_attention(
 
 
 def _context(n: Node, t: int) -> torch.Tensor:
-    """i64[blocks, width]: the frames that the queries of each block may see."""
+    """Return i64[blocks, width]: the frames that the queries of each block may see."""
     chunk, past = n.whole("chunk"), n.whole("left") - 1
     return steps(-(-t // chunk), chunk, -past, past + chunk + n.whole("right"))
 
 
 def _seen(net: Network, n: Node, mask: Value) -> Operand:
-    """bool[B, 1, blocks, chunk, width]: frames of sound within the window of each query."""
+    """Return bool[B, 1, blocks, chunk, width]: frames of sound within the window of each query."""
     e, x = net.e, net.operand(mask)
     t, chunk, past = int(x.shape[1]), n.whole("chunk"), n.whole("left") - 1
     at = _context(n, t)
@@ -126,8 +126,8 @@ def _seen(net: Network, n: Node, mask: Value) -> Operand:
 
 
 def _by_distance(e: Emitter, queries: Operand, relative: Operand, width: int) -> Operand:
-    """Scores of the keys of distances, [B, n, blocks, chunk, width]: in row i from column i on.
-    With keys of zeros up to width + 1, each row of the flat scores begins one entry later."""
+    """Return scores of the keys of distances, [B, n, blocks, chunk, width]: in row i from column i
+    on. With keys of zeros up to width + 1, each row of the flat scores begins one entry later."""
     b, heads, blocks, chunk, d = map(int, queries.shape)
     count = int(relative.shape[0])
     fill = torch.zeros(width + 1 - count, heads * d)

@@ -2,7 +2,7 @@
 
 ONNX and TensorRT both take a graph of small tensor operations. Each op of the IR is decomposed
 once (see lowerings.py) into the primitives below, and an emitter per target turns a primitive into
-that target's node. What is proven of the decomposition on one target holds on the other.
+that target's node. A proof of the decomposition on one target holds on the other.
 
 Rules, the stricter of the two targets: both operands of a binary primitive have the same rank and
 dtype (dims of 1 repeat), no dtype changes without `cast`, axes are not negative. A dim is an int,
@@ -61,7 +61,7 @@ class Emitter(ABC):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is made within serves more than the value that it is made for."""
+        """A context whose tensors serve more than the value that they are made for."""
         before = self.scope
         self.scope = before if before.endswith(SHARED) else before + SHARED
         try:
@@ -73,15 +73,15 @@ class Emitter(ABC):
 
     @abstractmethod
     def input(self, name: str, t: Type) -> Operand:
-        """A tensor that the caller feeds."""
+        """Return a tensor that the caller feeds."""
 
     @abstractmethod
     def param(self, v: Value) -> Operand:
-        """A weight."""
+        """Return a weight."""
 
     @abstractmethod
     def constant(self, tensor: Any) -> Operand:
-        """A torch tensor that is part of the network."""
+        """Return a torch tensor as part of the network."""
 
     @abstractmethod
     def output(self, name: str, x: Operand) -> None:
@@ -96,7 +96,7 @@ class Emitter(ABC):
         return self._unary(kind, x, x.type)
 
     def binary(self, kind: str, a: Operand, b: Operand | float) -> Operand:
-        """A number is taken as a constant of the first operand's dtype."""
+        """Combine two tensors; a number is taken as a constant of the first operand's dtype."""
         other = b if isinstance(b, Operand) else self._number(b, a)
         known = ARITHMETIC + COMPARISONS + LOGIC
         _need(kind in known, f"{kind}: one of {', '.join(known)}")
@@ -143,13 +143,13 @@ class Emitter(ABC):
     # --- products and sums --------------------------------------------------------------------
 
     def linear(self, x: Operand, w: Operand) -> Operand:
-        """x w^T; w [out, in] is a param."""
+        """Return x w^T; w [out, in] is a param."""
         fits = w.rank == 2 and x.shape[-1] == w.shape[1] and x.dtype == w.dtype
         _need(fits, f"linear: {x.type} does not fit {w.type}")
         return self._linear(x, w, x.type.with_shape(*x.shape[:-1], w.shape[0]))
 
     def matmul(self, a: Operand, b: Operand, transpose_b: bool = False) -> Operand:
-        """a b over the last two dims, or a b^T; dims before them as in `binary`."""
+        """Return a b over the last two dims, or a b^T; dims before them as in `binary`."""
         _need(a.rank == b.rank >= 2 and a.dtype == b.dtype, f"matmul: {a.type} and {b.type}")
         inner, out = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
         _need(a.shape[-1] == inner, f"matmul: {a.type} and {b.type} differ inside")
@@ -159,19 +159,19 @@ class Emitter(ABC):
         return self._matmul(a, b, transpose_b, Type(a.dtype, (*lead, a.shape[-2], out)))
 
     def softmax(self, x: Operand) -> Operand:
-        """Over the last dim, in x's dtype."""
+        """Return the softmax over the last dim, in x's dtype."""
         _need(x.dtype in FLOATS, f"softmax of {x.type}")
         return self._softmax(x, x.type)
 
     def reduce(self, kind: str, x: Operand, axis: int) -> Operand:
-        """Over one axis, which stays as a dim of one."""
+        """Reduce one axis, which stays as a dim of one."""
         _need(kind in REDUCTIONS, f"{kind}: one of {', '.join(REDUCTIONS)}")
         _axis(kind, x, axis)
         shape = tuple(1 if i == axis else d for i, d in enumerate(x.shape))
         return self._reduce(kind, x, axis, x.type.with_shape(*shape))
 
     def topk(self, x: Operand, k: int) -> tuple[Operand, Operand]:
-        """The k largest of the last dim in descending order, and where they are, i64."""
+        """Return the k largest of the last dim in descending order, and where they are, i64."""
         size = x.shape[-1]
         _need(isinstance(size, int) and 0 < k <= size, f"topk: {k} of {x.type}")
         shape = (*x.shape[:-1], k)
@@ -180,7 +180,7 @@ class Emitter(ABC):
     # --- layout -------------------------------------------------------------------------------
 
     def reshape(self, x: Operand, *shape: Dim) -> Operand:
-        """A named dim keeps its place, except for one at most."""
+        """Change the shape; a named dim keeps its place, except for one at most."""
         moved = [
             i
             for i, d in enumerate(shape)
@@ -194,7 +194,7 @@ class Emitter(ABC):
         return self._transpose(x, order, x.type.with_shape(*(x.shape[i] for i in order)))
 
     def unsqueeze(self, x: Operand, *axes: int) -> Operand:
-        """Dims of one at these places of the result."""
+        """Add dims of one at these places of the result."""
         rest = iter(x.shape)
         shape = [1 if i in axes else next(rest) for i in range(x.rank + len(axes))]
         return self._unsqueeze(x, axes, x.type.with_shape(*shape))
@@ -212,7 +212,7 @@ class Emitter(ABC):
         return self._concat(xs, axis, first.type.with_shape(*shape))
 
     def slice(self, x: Operand, axis: int, start: int, stop: int) -> Operand:
-        """[start, stop) of an axis."""
+        """Return the entries [start, stop) of an axis."""
         _axis("slice", x, axis)
         size = x.shape[axis]
         fits = 0 <= start < stop and (isinstance(size, str) or stop <= size)
@@ -223,7 +223,7 @@ class Emitter(ABC):
         return self._slice(x, axis, start, stop, x.type.with_shape(*shape))
 
     def prefix(self, x: Operand, axis: int, like: Operand) -> Operand:
-        """The first entries of an axis, as many as `like` [n] has."""
+        """Return the first entries of an axis, as many as `like` [n] has."""
         _axis("prefix", x, axis)
         _need(like.rank == 1, f"prefix: {like.type} is not of rank 1")
         shape = (*x.shape[:axis], like.shape[0], *x.shape[axis + 1 :])
@@ -232,20 +232,20 @@ class Emitter(ABC):
     # --- by index -----------------------------------------------------------------------------
 
     def gather(self, x: Operand, index: Operand, axis: int) -> Operand:
-        """Entries of an axis: x.shape[:axis] + index.shape + x.shape[axis + 1:]."""
+        """Return entries of an axis: x.shape[:axis] + index.shape + x.shape[axis + 1:]."""
         _axis("gather", x, axis)
         _need(index.dtype in ("i32", "i64"), f"gather: index {index.type}")
         shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
         return self._gather(x, index, axis, x.type.with_shape(*shape))
 
     def gather_rows(self, x: Operand, index: Operand) -> Operand:
-        """y[b, j] = x[b, index[b, j]]"""
+        """Return y[b, j] = x[b, index[b, j]]."""
         fits = index.rank == 2 and x.rank >= 2 and index.shape[0] == x.shape[0]
         _need(fits and index.dtype in ("i32", "i64"), f"gather_rows: {x.type}, {index.type}")
         return self._gather_rows(x, index, x.type.with_shape(*index.shape, *x.shape[2:]))
 
     def append(self, cache: Operand, new: Operand, start: Operand) -> Operand:
-        """cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M has room for all s."""
+        """Return cache [B,n,M,d] with cache[b, :, start[b] + s] = new[b, :, s]; M fits all s."""
         b, n, _, d = cache.shape
         fits = new.rank == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (b, n, d)
         fits = fits and new.dtype == cache.dtype and start.shape == (b,)
@@ -258,7 +258,7 @@ class Emitter(ABC):
     def when_one(
         self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
     ) -> Operand:
-        """`then` where x has one entry along the axis, else `otherwise`: both of one type."""
+        """Return `then` where the axis of x has one entry, else `otherwise`; both have one type."""
 
     # --- what a target implements -------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Emitter(ABC):
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:
-    """Sizes as both targets write them: 0 keeps the dim at that place, -1 is what is left."""
+    """Return sizes as both targets write them: 0 keeps the dim at that place, -1 is the rest."""
     return [
         d if isinstance(d, int) else 0 if i < x.rank and x.shape[i] == d else -1
         for i, d in enumerate(t.shape)
@@ -309,7 +309,7 @@ def reshape_spec(x: Type, t: Type) -> list[int]:
 
 
 def broadcast(what: str, a: Type, b: Type) -> tuple[Dim, ...]:
-    """The shape of a pointwise result; ValueError where ranks or sizes differ."""
+    """Return the shape of a pointwise result; ValueError where ranks or sizes differ."""
     _need(a.rank == b.rank, f"{what}: {a} and {b} differ in rank")
     pairs = list(zip(a.shape, b.shape, strict=True))
     _need(all(m == n or 1 in (m, n) for m, n in pairs), f"{what}: {a} and {b} do not fit")

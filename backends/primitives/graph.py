@@ -22,7 +22,7 @@ PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", MEDIA)
 
 
 def network_graph(program: Program) -> Graph:
-    """The one graph of a network: prefill, of which a decode step is a chunk of one token.
+    """Return the one graph of a network: prefill, of which a decode step is a chunk of one token.
 
     Where pictures are seen both ways it is prefill_media, which a chunk without pictures feeds
     block ids of -1: a second network of the text model would hold its weights twice. The mask
@@ -50,12 +50,12 @@ def network_graph(program: Program) -> Graph:
 
 
 def tower_graphs(program: Program) -> dict[str, Graph]:
-    """What makes soft tokens: of pictures of one size, or of sounds of one length."""
+    """Return the graphs that make soft tokens: of pictures of a size, or sounds of a length."""
     return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 
 def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
-    """The full-length caches that an attention reads as they were before its chunk."""
+    """Return the full-length caches that an attention reads as they were before its chunk."""
     if n.op not in ("attention", "attention_latent"):
         return ()
     old = all(v in g.state for v in n.caches) and n.chunk
@@ -63,7 +63,7 @@ def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
 
 
 def _check_past(g: Graph, n: Node, chunk: int) -> None:
-    """A block is of the chunk, which is not seen apart here."""
+    """Check that no media block is seen over a full-length cache: chunk and past are one there."""
     if len(n.inputs) > chunk:
         raise LowerError(
             f"graph {g.name}: {n.out} sees blocks of media over a full-length cache; build with "
@@ -72,12 +72,12 @@ def _check_past(g: Graph, n: Node, chunk: int) -> None:
 
 
 def _span(g: Graph, cache: Value) -> tuple[Value, ...]:
-    """start and lengths of the chunk that is written to a cache."""
+    """Return start and lengths of the chunk that is written to a cache."""
     return g.producers()[g.next[cache.name].name].inputs[2:]
 
 
 def _end(g: Graph, span: tuple[Value, ...], b: Builder) -> Value:
-    """Tokens in the cache after the chunk: start + lengths."""
+    """Return the count of tokens in the cache after the chunk: start + lengths."""
     for n in g.find("add"):
         if n.inputs == span:
             return n.out

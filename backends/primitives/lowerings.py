@@ -24,7 +24,7 @@ def _linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
 
 
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
-    """Rounded twice where the target does not add the bias within the product."""
+    """Return x w^T + b, rounded twice where the target does not add the bias within the product."""
     e = net.e
     y = e.linear(x, w)
     return e.add(y, weight_like(e, b, y))
@@ -39,7 +39,7 @@ def _split(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 
 
 def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
-    """The last dim cut into pieces of these sizes."""
+    """Return the last dim cut into pieces of these sizes."""
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [
         net.e.slice(x, x.rank - 1, stop - size, stop)
@@ -77,7 +77,7 @@ def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Ope
 
 
 def _limit(net: Network, n: Node, x: Operand) -> Operand:
-    """Also where `most` is beyond the dtype."""
+    """Return x within its limits, also where `most` is beyond the dtype."""
     most = min(n.number("most"), -attention.least(x.dtype))
     return net.e.binary("min", net.e.binary("max", x, -most), most)
 
@@ -91,7 +91,7 @@ def _activation(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
-    """The rows of all last tokens in one gather; the first row stands for those of none."""
+    """Return the rows of all last tokens in one gather; the first row stands for those of none."""
     e = net.e
 
     def index() -> Operand:
@@ -152,7 +152,7 @@ def _stack_layers(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
-    """What each layer takes is named after it."""
+    """Return the slice of each layer, named after that layer."""
     e, out = net.e, []
     for i, v in enumerate(n.outputs):
         e.scope = v.name
@@ -215,6 +215,6 @@ OUTSIDE = frozenset({"embedding", "greedy", "candidates", "relative_keys"})
 
 
 def missing() -> set[str]:
-    """Ops that could not be lowered; none."""
+    """Return the ops that could not be lowered; none."""
     whole = {name for name, op in OPS.items() if op.expand is None}
     return whole - LOWERINGS.keys() - OUTSIDE

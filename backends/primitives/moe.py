@@ -14,7 +14,7 @@ from .pointwise import activate, times, weight_like
 def router(
     net: Network, n: Node, x: Operand, scale: Operand, proj: Operand, per_expert: Operand
 ) -> tuple[Operand, Operand]:
-    """Scores rounded to x's dtype; softmax, top-k and weights in fp32."""
+    """Return weights and experts; scores rounded to x's dtype; softmax, top-k, weights in fp32."""
     e = net.e
     x = times(e, e.mul(x, weight_like(e, scale, x)), n.number("root"))
     probabilities = e.softmax(e.cast(e.linear(x, proj), "f32"))
@@ -33,8 +33,8 @@ def experts(
     gate_up: Operand,
     down: Operand,
 ) -> Operand:
-    """The chosen experts' weights gathered per token: three times their bytes, so for single
-    tokens only unless asked for; else all experts on all tokens."""
+    """Return the experts' weighted sum, with the chosen weights gathered per token: three times
+    their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
     act = n.word("act")
 
     def gathered() -> Operand:
@@ -51,7 +51,7 @@ def experts(
 
 
 def _gated(net: Network, y: Operand, act: str) -> Operand:
-    """act(first half of the last dim) * second half."""
+    """Return act(first half of the last dim) * second half."""
     e, last, both = net.e, y.rank - 1, y.shape[-1]
     assert isinstance(both, int)
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)
@@ -92,7 +92,7 @@ def _every(
 
 
 def _by_expert(net: Network, weights: Operand, index: Operand, count: int) -> Operand:
-    """[B, S, 1, E]: each expert's weight for the token, 0 where it was not chosen."""
+    """Return [B, S, 1, E]: each expert's weight for the token, 0 where it was not chosen."""
     e = net.e
     ids = net.shared(
         ("experts", count),

@@ -68,7 +68,7 @@ class Network:
             e.output(f"{name}.next", self.env[v.name])
 
     def node(self, n: Node) -> None:
-        """The target's lowering of the op, or that of its expansion."""
+        """Write a node by the target's lowering of the op, or that of its expansion."""
         lower = self.lowerings.get(n.op)
         self.e.scope = n.outputs[0].name
         if lower is None and n.definition.expand is None:
@@ -94,7 +94,7 @@ class Network:
         return self.env[v.name]
 
     def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What several ops need, made for the first of them."""
+        """Return a thing that several ops need, made for the first of them."""
         if key not in self._shared:
             with self.e.apart():
                 self._shared[key] = make()
@@ -103,19 +103,19 @@ class Network:
 
 
 def is_ring(cache: Type) -> bool:
-    """Of an IR cache [slots, B, n, d]."""
+    """Whether an IR cache [slots, B, n, d] is a ring."""
     return cache.shape[0] != FULL
 
 
 def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
-    """What the network of a graph is fed: its inputs, slots and caches, by name."""
+    """Return the inputs of the network of a graph, with its slots and caches, by name."""
     slots = {SLOTS: Type("i64", (FULL,))} if any(not is_ring(v.type) for v in g.state) else {}
     caches = {v.name: stored_type(v.type, limits) for v in g.state}
     return {v.name: v.type for v in g.inputs} | slots | caches
 
 
 def stored_type(cache: Type, limits: Limits) -> Type:
-    """The layout that the network keeps an IR cache in."""
+    """Return the layout that the network keeps an IR cache in."""
     slots, b, n, d = cache.shape
     if is_ring(cache):
         return cache.with_shape(b, slots, n, d)
@@ -123,8 +123,8 @@ def stored_type(cache: Type, limits: Limits) -> Type:
 
 
 def stored_bytes(g: Graph, limits: Limits) -> int:
-    """Bytes of the caches of a session: rings twice, since a step reads one and writes another;
-    full-length caches are written in place."""
+    """Count the bytes of the caches of a session: rings twice, since a step reads one and writes
+    another; full-length caches are written in place."""
     dims = {"B": limits.max_batch}
     return sum(
         stored_type(v.type, limits).bind(dims).nbytes() * (1 + is_ring(v.type)) for v in g.state
@@ -132,5 +132,5 @@ def stored_bytes(g: Graph, limits: Limits) -> int:
 
 
 def full_slots(limits: Limits) -> int:
-    """Slots of a full-length cache: what a row may hold, and room for a chunk's padding."""
+    """Count the slots of a full-length cache: what a row may hold and room for chunk padding."""
     return limits.max_seq + limits.prefill_chunk

@@ -9,28 +9,28 @@ from .emitter import Emitter, Operand
 
 
 def wide(e: Emitter, x: Operand, f: Callable[[Operand], Operand]) -> Operand:
-    """`f` in fp32, rounded once to x's dtype."""
+    """Compute `f` in fp32, rounded once to x's dtype."""
     return e.cast(f(e.cast(x, "f32")), x.dtype)
 
 
 def times(e: Emitter, x: Operand, value: float) -> Operand:
-    """x * value, the factor not rounded to x's dtype first."""
+    """Return x * value, the factor not rounded to x's dtype first."""
     return x if value == 1 else wide(e, x, lambda h: e.mul(h, value))
 
 
 def weight_like(e: Emitter, w: Operand, x: Operand) -> Operand:
-    """A weight of one dim, with the rank of x."""
+    """Return a weight of one dim, with the rank of x."""
     return e.unsqueeze(w, *range(x.rank - 1)) if x.rank > 1 else w
 
 
 def reciprocal_rms(e: Emitter, h: Operand, eps: float) -> Operand:
-    """(mean(h^2) + eps)^-0.5 over the last dim (rule 10)."""
+    """Return (mean(h^2) + eps)^-0.5 over the last dim (rule 10)."""
     mean = e.reduce("mean", e.mul(h, h), h.rank - 1)
     return e.binary("pow", e.add(mean, eps), -0.5)
 
 
 def rms_norm(e: Emitter, x: Operand, w: Operand | None, eps: float) -> Operand:
-    """In fp32, rounded once (rule 10)."""
+    """Return the RMS norm of x, computed in fp32, rounded once (rule 10)."""
     h = e.cast(x, "f32")
     h = e.mul(h, reciprocal_rms(e, h, eps))
     if w is not None:
@@ -39,7 +39,7 @@ def rms_norm(e: Emitter, x: Operand, w: Operand | None, eps: float) -> Operand:
 
 
 def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float) -> Operand:
-    """In fp32, rounded once (rules 33, 42)."""
+    """Return the layer norm of x, computed in fp32, rounded once (rules 33, 42)."""
     h = e.cast(x, "f32")
     h = e.sub(h, e.reduce("mean", h, h.rank - 1))
     h = e.mul(e.mul(h, reciprocal_rms(e, h, eps)), e.cast(weight_like(e, w, x), "f32"))
@@ -49,7 +49,7 @@ def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float
 
 
 def activate(e: Emitter, x: Operand, act: str) -> Operand:
-    """The activation by its Hugging Face name, in fp32, rounded once."""
+    """Apply the activation by its Hugging Face name, in fp32, rounded once."""
     return wide(e, x, lambda h: _ACTIVATIONS[act](e, h))
 
 
@@ -69,17 +69,17 @@ def _silu(e: Emitter, h: Operand) -> Operand:
 
 
 def sigmoid(e: Emitter, h: Operand) -> Operand:
-    """Of fp32: 1 / (1 + exp(-h))."""
+    """Return 1 / (1 + exp(-h)) of fp32."""
     return e.binary("pow", _one_more(e, h), -1)
 
 
 def _one_more(e: Emitter, h: Operand) -> Operand:
-    """1 + exp(-h)"""
+    """Return 1 + exp(-h)."""
     return e.add(e.unary("exp", e.unary("neg", h)), 1)
 
 
 def softplus(e: Emitter, x: Operand) -> Operand:
-    """log(1 + exp(x)) in fp32, rounded once; of a large x no exponential is taken."""
+    """Return log(1 + exp(x)) in fp32, rounded once; of a large x no exponential is taken."""
 
     def f(h: Operand) -> Operand:
         size = e.binary("max", h, e.unary("neg", h))

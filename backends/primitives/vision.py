@@ -29,12 +29,12 @@ def centre_pixels(net: Network, n: Node, x: Operand) -> Operand:
 
 
 def _place(e: Emitter, positions: Operand, axis: int) -> Operand:
-    """i64[B,P] of i64[B,P,2]: columns, or rows."""
+    """Return i64[B,P] of i64[B,P,2]: columns, or rows."""
     return e.reshape(e.slice(positions, 2, axis, axis + 1), *positions.shape[:2])
 
 
 def _padding(net: Network, positions: Value) -> Operand:
-    """bool[B,P]: patches at (-1, -1)."""
+    """Return bool[B,P]: patches at (-1, -1)."""
     e, at = net.e, net.operand(positions)
 
     def make() -> Operand:
@@ -48,8 +48,8 @@ def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
-    """Both tables as one, so that none is copied: entry x of table i is row i * N + x, or
-    2 * x + i where they alternate."""
+    """Return embeddings from both tables as one, so that none is copied: entry x of table i is row
+    i * N + x, or 2 * x + i where they alternate."""
     e, axis = net.e, n.whole("axis")
     count = int(table.shape[1 - axis])
     rows = e.reshape(table, 2 * count, int(table.shape[2]))
@@ -64,8 +64,8 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
 
 
 def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
-    """Rows of tables of every place: a picture of P patches is at most P wide or high. Their first
-    row is that of padding, -1."""
+    """Return rows of tables of every place: a picture of P patches is at most P wide or high. Their
+    first row is that of padding, -1."""
     e, quarter = net.e, n.whole("dim") // 4
     places = torch.arange(-1, int(positions.shape[1]))
     reference = OPS["axial_rope_table"].reference
@@ -82,7 +82,7 @@ def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand
 
 
 def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """Three roundings; both halves of the head alike."""
+    """Rotate x with three roundings; both halves of the head alike."""
     e, half = net.e, int(x.shape[3]) // 2
     turned = [rotated_half(e, e.slice(x, 3, i * half, (i + 1) * half)) for i in (0, 1)]
     cos, sin = (e.unsqueeze(t, 2) for t in (cos, sin))
@@ -104,7 +104,7 @@ def encoder_attention(
     valid: Operand,
     form: Form | None = None,
 ) -> Operand:
-    """`form` stands for products and a softmax where a target has its own."""
+    """Attend; `form` stands for products and a softmax where a target has its own."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
     seen = net.shared(("valid keys", n.inputs[3]), lambda: e.unsqueeze(valid, 1, 2, 3))
@@ -120,7 +120,7 @@ def in_parts(
     seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Queries in parts of one size, but the last; `softmax` as in `weigh`."""
+    """Attend with queries in parts of one size, but the last; `softmax` as in `weigh`."""
     e, (b, p, heads, _) = net.e, map(int, q.shape)
     parts = math.ceil(b * heads * p * p / SCORES)
     size = math.ceil(p / parts)
@@ -134,7 +134,7 @@ def in_parts(
 
 
 def pool_patches(net: Network, n: Node, x: Operand, positions: Operand) -> Operand:
-    """A product with each square's share of its patches, in fp32."""
+    """Return a product with each square's share of its patches, in fp32."""
     e, k = net.e, n.whole("k")
     count = int(n.out.type.shape[1])
     column, row = (e.binary("max", _place(e, positions, i), 0) for i in (0, 1))

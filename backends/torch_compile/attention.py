@@ -33,9 +33,9 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """The form that measured fastest: plain products per head for a chunk over a ring in an engine
-    for one row, and for its single bf16 tokens over a long cache; else the library's attention
-    with the heads of a group as query rows."""
+    """Attend in the form that measured fastest: plain products per head for a chunk over a ring in
+    an engine for one row, and for its single bf16 tokens over a long cache; else the library's
+    attention with the heads of a group as query rows."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)
@@ -55,8 +55,9 @@ def attention_latent(
     w: Tensor,
     *held: Tensor,
 ) -> Tensor:
-    """The form that measured fastest. Rows of the form `value` are keys and values at once; those
-    of the form `raw` are made K and V again, except for a single token of a single row."""
+    """Attend in the form that measured fastest. Rows of the form `value` are keys and values at
+    once; those of the form `raw` are made K and V again, except for a single token of a single
+    row."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *held)
     form = n.word("form")
@@ -95,7 +96,7 @@ def _mask(
     chunk: bool,
     block_ids: Tensor | None,
 ) -> Tensor:
-    """[B,S,T] bool, over the slots of the cache and then the tokens of the chunk."""
+    """Return the mask [B,S,T] bool, over the slots of the cache, then the tokens of the chunk."""
     key_pos = slot_positions(written, cache.shape[0])
     if chunk:
         key_pos = torch.cat((key_pos, positions.t()))
@@ -105,19 +106,19 @@ def _mask(
 
 
 def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
-    """A decode step of an engine for one row."""
+    """Whether this is a decode step of an engine for one row."""
     return not fresh and n.inputs[0].type.shape[:2] == (1, 1)
 
 
 def _is_long(n: Node) -> bool:
-    """A cache over which plain products beat the library's attention: a linear one, or a ring of
-    many keys; the library is faster up to about a thousand."""
+    """Whether this is a cache over which plain products beat the library's attention: a linear one,
+    or a ring of many keys; the library is faster up to about a thousand."""
     slots, _, heads, _ = n.caches[0].type.shape
     return not isinstance(slots, int) or slots * int(heads) > 1024
 
 
 def _joined(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each cache with the chunk's rows behind it."""
+    """Return each cache with the chunk's rows behind it."""
     if not fresh:
         return caches
     return tuple(torch.cat((old, new.transpose(0, 1))) for old, new in zip(caches, fresh))
@@ -134,7 +135,8 @@ def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool)
 
 
 def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask [1,S,T]."""
+    """Attend for one row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask
+    [1,S,T]."""
     _, s, heads, d = q.shape
     n = k.shape[2]
     group = heads // n
@@ -149,7 +151,8 @@ def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group of heads."""
+    """Attend by groups: q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group
+    of heads."""
     b, s, heads, d = q.shape
     n = k.shape[2]
     group = heads // n
@@ -164,20 +167,20 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Ten
 
 
 def _pairs(n: Node) -> int:
-    """Rotated pairs of a node that reads a latent cache."""
+    """Count the rotated pairs of a node that reads a latent cache."""
     kind, fraction = n.word("kind"), n.number("fraction")
     return rotated_pairs(kind, int(n.inputs[0].type.shape[-1]), fraction)
 
 
 def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
-    """The last dim as rotated, rest; rotated, rest: both halves."""
+    """Return the last dim as rotated, rest; rotated, rest: both halves."""
     half = x.shape[-1] // 2
     return tuple(x.split([pairs, half - pairs, pairs, half - pairs], -1))
 
 
 def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """The query for normed rows and the query for K's rotated dims, [..., d] and [..., 2p]: where
-    K is not rotated it is V * w, and the weight moves to q."""
+    """Return the query for normed rows and the query for K's rotated dims, [..., d] and [..., 2p]:
+    where K is not rotated it is V * w, and the weight moves to q."""
     low, _, high, _ = _split(q, pairs)
     _, rest1, _, rest2 = _split(q * w, pairs)
     nothing = torch.zeros_like(low)
@@ -185,12 +188,12 @@ def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def _weights(scores: Tensor, mask: Tensor) -> Tensor:
-    """Probabilities of a single token: softmax over scores [G,T] under a mask [1,1,T]."""
+    """Return probabilities of a single token: softmax over scores [G,T] under a mask [1,1,T]."""
     return scores.masked_fill(~mask[0], torch.finfo(scores.dtype).min).softmax(-1)
 
 
 def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [1,1,nq,D]; keys [T,1,n,D] and values [T,1,n,d], read where they lie."""
+    """Attend for a token: q [1,1,nq,D]; keys [T,1,n,D], values [T,1,n,d], read where they lie."""
     outs = []
     for h, query in enumerate(q[0, 0].chunk(keys.shape[2])):
         scores = wide(torch.mm(query, keys[:, 0, h].t()) * _scale(n))
@@ -201,8 +204,9 @@ def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -
 def _one_token_raw(
     n: Node, q: Tensor, w: Tensor, raw: Tensor, rms: Tensor, key_pos: Tensor, mask: Tensor
 ) -> Tensor:
-    """V = raw * rms: the reciprocal rms moves to the scores and to the probabilities, so that the
-    projection is read as it is stored. Only K's rotated dims are made again."""
+    """Attend for one token, V = raw * rms: the reciprocal rms moves to the scores and to the
+    probabilities, so that the projection is read as it is stored. Only K's rotated dims are made
+    again."""
     still, turned = (x[0, 0].chunk(raw.shape[2]) for x in _query(q, w, _pairs(n)))
     low, _, high, _ = _split(raw, _pairs(n))
     w_low, _, w_high, _ = _split(w, _pairs(n))
@@ -221,8 +225,8 @@ def _one_token_raw(
 def _keys_values(
     n: Node, raw: Tensor, rms: Tensor, w: Tensor, key_pos: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops that made them;
-    sines of rotated pairs only."""
+    """Return K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops that made
+    them; sines of rotated pairs only."""
     h = wide(raw) * rms
     low, rest1, high, rest2 = _split((h * wide(w)).to(raw.dtype), _pairs(n))
     low, high = _rotate(n, low, high, key_pos)
@@ -237,7 +241,7 @@ def keys_values_of_chunk(
     caches: tuple[Tensor, ...],
     fresh: tuple[Tensor, ...],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], of rows in the form `raw`."""
+    """Return K and V of the cache [C,B,n,d] and of the chunk [B,S,n,d], from rows of form `raw`."""
     raw, rms = caches
     old = _keys_values(n, raw, rms, w, slot_positions(written, raw.shape[0]))
     raw, rms = (x.transpose(0, 1) for x in fresh)
@@ -246,8 +250,7 @@ def keys_values_of_chunk(
 
 
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs (low, high) [T,B,n,p] turned by key_pos i64[T,B], rounded as `rope_table` and `rope`
-    round."""
+    """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded like `rope_table`, `rope`."""
     d, kind, dtype = int(n.inputs[0].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     with torch.device(key_pos.device):

@@ -73,7 +73,7 @@ class TorchBackend(Backend):
         return kept | {op: (files[text],) for op, text in chooses.items()}
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        """How many programs an engine calls in all, and how many are compiled."""
+        """Count the programs that an engine calls in all, and those that are compiled."""
         phases = phase_steps(prepared.packing.program, prepared.limits)
         texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
@@ -102,7 +102,7 @@ def _check_programs(
     folder: Path,
     kept: Programs,
 ) -> None:
-    """EngineError unless every segment has a program that was made of it."""
+    """Raise EngineError unless every segment has a program that was made of it."""
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
         for name, many in phase_steps(program, limits).items()

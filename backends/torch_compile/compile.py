@@ -75,7 +75,7 @@ INDUCTOR = {
 
 
 def program_name(text: str, target: Target) -> str:
-    """A hash of everything that a program's code follows from."""
+    """Return a hash of everything that a program's code follows from."""
     import torch
     from torch._inductor import config
 
@@ -87,7 +87,7 @@ def program_name(text: str, target: Target) -> str:
 
 
 def machine(device: str) -> str:
-    """The instruction set that compiled code needs, as text to compare and to show."""
+    """Return the instruction set that compiled code needs, as text to compare and to show."""
     import torch
 
     if device == "cuda":
@@ -98,7 +98,7 @@ def machine(device: str) -> str:
 
 
 def _sources(target: Target) -> str:
-    """Hash of the code that turns text into programs."""
+    """Return a hash of the code that turns text into programs."""
     package = Path(__file__).resolve().parent
     ops = Path(__import__("g4ir.ops").ops.__file__).resolve().parent
     own = [p for name in (GPU_SOURCES if target.gpu else ()) for p in sorted(package.glob(name))]
@@ -109,12 +109,12 @@ def _sources(target: Target) -> str:
 
 
 def cache_dir() -> Path:
-    """Where compiled programs are kept between builds."""
+    """Return the folder where compiled programs are kept between builds."""
     return cache_root() / "programs"
 
 
 def check_toolchain(device: str) -> None:
-    """MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
+    """Raise MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -158,7 +158,7 @@ def compile_all(
     jobs: int,
     progress: Callable[[str], None],
 ) -> dict[str, str]:
-    """Compile each distinct text into `out`; returns text -> file name.
+    """Compile each distinct text into `out`; return text -> file name.
 
     Raises LowerError with the backend's message and the segment's first line.
     """
@@ -187,13 +187,13 @@ def _from_cache(name: str, out: Path) -> bool:
 
 
 def _digest_file(name: str) -> Path:
-    """Where the digest of a kept program lies: apart from it, so that who can write to the cache
-    alone can put nothing there that is believed."""
+    """Return the file of a kept program's digest: apart from the program, so that who can write to
+    the cache alone can put nothing there that is believed."""
     return state_root() / "programs" / name
 
 
 def _keep(path: Path) -> None:
-    """Best effort: a full or read-only cache directory is no reason to fail a build."""
+    """Keep a program, by best effort: a full or read-only cache directory fails no build."""
     try:
         kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
         write_file(kept / path.name, [path.read_bytes()])
@@ -264,7 +264,7 @@ class _Workers:
             worker.kill()
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """`compile_program` in a process that is idle."""
+        """Call `compile_program` in a process that is idle."""
         worker = self._idle.get()
         try:
             worker.compile(text, target, path)
@@ -273,7 +273,7 @@ class _Workers:
 
 
 class _Worker:
-    """One process that runs `serve`. What it and its compiler print is kept, not shown."""
+    """One process that runs `serve`. Its output and its compiler's are kept, not shown."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -312,7 +312,7 @@ class _Worker:
             process.stderr.close()
 
     def compile(self, text: str, target: Target, path: Path) -> None:
-        """LowerError with the worker's message; its cause is what was printed meanwhile."""
+        """Have the worker compile; LowerError with its message, caused by what it printed."""
         process = self._process
         assert process.stdin and process.stdout
         try:
@@ -334,7 +334,7 @@ class _Worker:
 
 
 def _end_of_worker(status: int) -> str:
-    """Why a worker ended without an answer."""
+    """Return why a worker ended without an answer."""
     if status == -signal.SIGKILL:
         why = "it was killed, most likely for memory: build again with fewer other programs running"
     else:
@@ -414,9 +414,9 @@ def compile_program(text: str, target: Target, path: Path) -> None:
 
 
 def _keep_headers_in(folder: Path) -> None:
-    """Torch keeps precompiled headers, from which the code of programs comes, in its default folder
-    whatever folder it is given. Where this torch does not say so in the same names, it goes
-    without."""
+    """Have torch keep precompiled headers, from which the code of programs comes, in this folder:
+    it takes its default folder whatever folder it is given. A torch that does not say so in the
+    same names goes without."""
     from torch._inductor import codecache, config
 
     headers = folder / "precompiled_headers"
@@ -428,7 +428,7 @@ def _keep_headers_in(folder: Path) -> None:
 
 
 def _without_space(error: Exception, path: Path) -> LowerError | None:
-    """What to say where an error, of ours or of a compiler, was that a disk is full."""
+    """Return what to say where an error, ours or a compiler's, was that a disk is full."""
     if not any(words in str(error) for words in FULL):
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir as compiler_dir
@@ -446,8 +446,8 @@ def _without_space(error: Exception, path: Path) -> LowerError | None:
 
 @contextmanager
 def _kernels_understood() -> Iterator[None]:
-    """An error where torch cannot tell what a kernel writes: it would say so to its log alone and
-    copy every operand of the kernel, caches included."""
+    """A context that raises an error where torch cannot tell what a kernel writes: it would say so
+    to its log alone and copy every operand of the kernel, caches included."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -483,13 +483,13 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 
 def marker(text: str) -> bytes:
-    """What a program's file ends with, as the comment of a zip: the segment that it was made of."""
+    """Return the end of a program's file, the comment of a zip: the segment it was made of."""
     return b"g4ir " + hashlib.sha256(text.encode()).hexdigest().encode()
 
 
 def check_program(path: Path, text: str) -> None:
-    """EngineError unless a program's file says that it was made of this segment: a program does not
-    look at the sizes of what it is given. Runs nothing of it."""
+    """Raise EngineError unless a program's file says that it was made of this segment: a program
+    does not look at the sizes of what it is given. Runs nothing of it."""
     wanted = marker(text)
     with open_regular(path) as file:
         file.seek(0, os.SEEK_END)
@@ -502,20 +502,20 @@ def check_program(path: Path, text: str) -> None:
 
 
 def first_node(text: str) -> str:
-    """A segment in a message."""
+    """Return the node that names a segment in a message."""
     return text.splitlines()[-3].strip()
 
 
 def _any_size() -> Any:
-    """Without it the exporter assumes that a dynamic size is at least 2, at export and at
-    compile."""
+    """Return a context in which a size may be 1; else the exporter takes dynamic sizes for at least
+    2."""
     from torch.fx.experimental import _config as fx_config
 
     return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def exported(text: str, target: Target) -> Any:
-    """A segment as an exported program; within a FakeTensorMode the device need not be there."""
+    """Return a segment as an exported program; in a FakeTensorMode the device need not exist."""
     import torch
     from torch.export import Dim
 

@@ -43,7 +43,7 @@ class Captured:
 
 class OrLaunched:
     """Records work, until some cannot be recorded: from then on all of it runs launch by launch,
-    which is said once. What is wrong with the work itself shows when it runs."""
+    which is said once. A fault of the work itself shows when it runs."""
 
     def __init__(self, record: Record) -> None:
         self.record: Record | None = record
@@ -59,7 +59,7 @@ class OrLaunched:
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Do the work once to warm up, then record it; returns what replays it.
+    """Do the work once to warm up, then record it; return what replays it.
 
     Raises EngineError with the reason where it cannot be recorded.
     """

@@ -37,7 +37,7 @@ DRIVERS = (
 
 @contextmanager
 def toolkit_found() -> Iterator[None]:
-    """Within it torch finds the headers and the library, wherever they lie.
+    """A context in which torch finds the headers and the library, wherever they lie.
 
     Raises MissingError where they are nowhere.
     """
@@ -55,8 +55,8 @@ def toolkit_found() -> Iterator[None]:
 
 @cache
 def find_toolkit() -> Path | None:
-    """A folder for torch to look into, or None where its own will do. MissingError says what is
-    missing and where it was looked for."""
+    """Return a folder for torch to look into, or None where its own will do. MissingError says what
+    is missing and where it was looked for."""
     import torch
 
     wheels = Path(torch.__file__).resolve().parents[1]
@@ -66,8 +66,8 @@ def find_toolkit() -> Path | None:
 def toolkit(
     torchs: tuple[list[Path], list[Path]], root: Path, wheels: Path, drivers: Iterable[Path]
 ) -> Path | None:
-    """`find_toolkit` on a file system: torch's own (include, library) folders, the root, the folder
-    that torch is installed in, and files that may be the driver."""
+    """Do `find_toolkit` on a file system: torch's own (include, library) folders, the root, the
+    folder that torch is installed in, and files that may be the driver."""
     includes, libraries = torchs
     if _compiles(includes) and _links(libraries):
         return None
@@ -108,8 +108,8 @@ def _below(root: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _torch_folders() -> tuple[list[Path], list[Path]]:
-    """(include, library) folders that torch gives the compiler; none of CUDA's where it knows of
-    no toolkit."""
+    """Return (include, library) folders that torch gives the compiler; none of CUDA's where it
+    knows of no toolkit."""
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None:
@@ -120,7 +120,7 @@ def _torch_folders() -> tuple[list[Path], list[Path]]:
 
 
 def _loaded_and_listed() -> list[Path]:
-    """Drivers that this process has loaded, then those that the system's loader knows."""
+    """List the drivers that this process has loaded, then those that the system's loader knows."""
     maps = Path("/proc/self/maps")
     loaded = re.findall(r"/\S*/libcuda\.so\S*", maps.read_text() if maps.exists() else "")
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
@@ -155,7 +155,7 @@ def _accepted(text: str, options: Sequence[str]) -> bool:
 
 
 def _linked(headers: Path, library: Path) -> Path:
-    """A folder in the user's cache: `include`, and `lib64/libcuda.so`."""
+    """Make a folder in the user's cache: `include`, and `lib64/libcuda.so`."""
     said = f"{headers}\0{library}"
     folder = kept_folder() / hashlib.sha256(said.encode()).hexdigest()[:16]
     if not (folder / "lib64" / "libcuda.so").exists() or not (folder / "include").exists():
@@ -164,7 +164,7 @@ def _linked(headers: Path, library: Path) -> Path:
 
 
 def kept_folder() -> Path:
-    """Where folders of links are kept."""
+    """Return the folder where folders of links are kept."""
     return Path.home() / ".cache" / "g4ir" / "cuda"
 
 

@@ -40,7 +40,8 @@ class HostTable:
 
 
 def open_host_table(source: ParamSource, v: Value, placement: str, device: str) -> Any:
-    """A table param for the embed graph of an engine on CUDA, of which nothing lies on the device.
+    """Return a table param for the embed graph of an engine on CUDA, of which nothing lies on the
+    device.
 
     `mmap`: the mapped file itself, where it can be registered, else as `host`: a copy of it. Where
     no memory can be registered the host gathers rows, and says so.
@@ -67,7 +68,7 @@ def open_host_table(source: ParamSource, v: Value, placement: str, device: str) 
 
 
 def tried(table: HostTable) -> tuple[HostTable | None, str]:
-    """The table, or None and the reason where its first row cannot be read: triton makes the
+    """Return the table, or None and the reason where its first row cannot be read: triton makes the
     kernel now, with a C compiler and the driver's library."""
     try:
         row = table[torch.zeros(1, dtype=torch.int64)]
@@ -80,7 +81,7 @@ def tried(table: HostTable) -> tuple[HostTable | None, str]:
 
 
 def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | None:
-    """The param as a registered mapping of its file, or None where there is none."""
+    """Return the param as a registered mapping of its file, or None where there is none."""
     if not isinstance(source, StoredParams):
         return None
     table = source.tensor(v.name)
@@ -88,7 +89,7 @@ def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | 
 
 
 def copied(source: ParamSource, v: Value) -> torch.Tensor:
-    """The param in memory of its own, made piece by piece. Not torch's pinned memory, which comes
+    """Copy the param into memory of its own, piece by piece. Not torch's pinned memory, which comes
     in powers of two."""
     rows, columns = (int(d) for d in v.type.shape)
     table = torch.empty(rows, columns, dtype=torch_dtype(v.type.dtype))
@@ -101,8 +102,8 @@ def copied(source: ParamSource, v: Value) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """CUDA remembers that a call failed, and torch would raise it after the next kernel that it
-    starts. So one is started here."""
+    """Start a kernel. CUDA remembers that a call failed, and torch would raise it after the next
+    kernel that it starts. So one is started here."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)

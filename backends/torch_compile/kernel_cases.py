@@ -49,7 +49,7 @@ class Case:
         return self.schedule.target
 
     def using(self, kernel: str, use: Use) -> Case:
-        """The same with other settings."""
+        """Return the same case with other settings."""
         return replace(self, schedule=self.schedule.using(kernel, use))
 
     @property
@@ -61,7 +61,7 @@ class Case:
 def find_cases(
     p: Program, phase: str, target: Target, tokens: int, chunk: int = CHUNK
 ) -> list[Case]:
-    """One case for each different node that a kernel was chosen for, all dims bound."""
+    """Return one case for each different node that a kernel was chosen for, all dims bound."""
     dims = {"B": target.rows, "C": tokens, "S": 1 if phase == "decode" else chunk}
     s = schedule(bind(p.graphs[phase], **dims), target)
     found: dict[str, Case] = {}
@@ -77,7 +77,7 @@ def find_cases(
 def all_cases(
     programs: Iterable[Program], targets: Sequence[Target], tokens: int, chunk: int = CHUNK
 ) -> Iterator[Case]:
-    """The different cases of both phases of many programs for many targets."""
+    """Yield the different cases of both phases of many programs for many targets."""
     seen: set[tuple[str, str]] = set()
     for program in programs:
         for target in targets:
@@ -109,7 +109,7 @@ def _alone(g: Graph, n: Node, ending: Node | None) -> Graph:
 
 
 def operands(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random values by name: activations and caches of size one, products that keep it so."""
+    """Return random values by name: activations and caches of size one, which products keep."""
     random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
     return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
 
@@ -128,7 +128,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
 
 
 def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch.Tensor:
-    """Positions and lengths of full rows, by the names that the graphs give them."""
+    """Return positions and lengths of full rows, by the names that the graphs give them."""
     new = next((int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1)
     first = case.tokens - new
     start = {
@@ -143,13 +143,14 @@ def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch
 
 
 def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Through the kernel; caches are written in place."""
+    """Run a case through the kernel; caches are written in place."""
     module = SegmentModule(case.schedule)
     return module(*(given[v.name] for v in case.graph.sources()))
 
 
 def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """By the ops' references; what is given stays as it is. Wider tensors give a wider result."""
+    """Run a case by the ops' references; what is given stays as it is. Wider tensors give a wider
+    result."""
     g = case.graph
     inputs, params, state = (
         {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
@@ -169,7 +170,8 @@ class Errors:
 
     @property
     def ok(self) -> bool:
-        """As good as the references, but for what the order of sums does to a rounding."""
+        """Whether the kernel is as good as the references, but for what the order of sums does to a
+        rounding."""
         return self.rms <= max(BUDGET, LEEWAY * self.reference_rms)
 
 
@@ -196,12 +198,12 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 def launches_of_case(case: Case) -> list[Launch]:
-    """The kernels that a case starts, none of them run."""
+    """Return the kernels that a case starts, none of them run."""
     with recorded() as seen:
         run_case(case, operands(case, "meta"))
     return seen
 
 
 def bytes_of_case(case: Case) -> int:
-    """That the case's nodes have to read and write, by the cost model."""
+    """Count the bytes that the case's nodes have to read and write, by the cost model."""
     return sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))

@@ -1,4 +1,4 @@
-"""Which kernel each node of a step becomes: what `g4ir show --kernels` prints. Needs no torch."""
+"""The kernel that each node of a step becomes: what `g4ir show --kernels` prints; no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
 
 
 def kernel_rows(s: Schedule) -> list[Row]:
-    """Every node that computes, counted, in order of appearance."""
+    """Return every node that computes, counted, in order of appearance."""
     counted: Counter[tuple[str, str, Pairs, Pairs, bool, int]] = Counter()
     for n in s.graph.nodes:
         if n.definition.traffic is nothing:
@@ -46,7 +46,7 @@ def kernel_rows(s: Schedule) -> list[Row]:
 
 
 def unmeasured(s: Schedule) -> str | None:
-    """One sentence on kernels whose settings are estimates, or None."""
+    """Return one sentence on kernels whose settings are estimates, or None."""
     rows = [r for r in kernel_rows(s) if r.kernel != OTHER and not r.measured]
     if not rows:
         return None

@@ -20,7 +20,7 @@ from .towers import encoder_attention
 
 
 def run_node(run: Run, n: Node) -> None:
-    """Adds what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
+    """Add what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
     choice = run.schedule.find(n)
     tensors = [run.env[v.name] for v in n.inputs]
     if choice:
@@ -95,7 +95,7 @@ def grouped_experts(
     down: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """The op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
+    """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     from g4ir.ops.mlp import activate
 
@@ -122,9 +122,9 @@ def _cache_write(
     start: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """In place. One token goes to its slot, and so do those of a chunk in a list, of which a chunk
-    fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may stay:
-    there the chunk is gathered; on the CPU always, where copying is what was measured."""
+    """Write in place. One token goes to its slot, and so do those of a chunk in a list, of which a
+    chunk fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may
+    stay: there the chunk is gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
     if n.inputs[1].type.shape[1] == 1:
         slot = torch.remainder(start, cache.shape[0])
@@ -142,7 +142,7 @@ def _cache_write(
 def _list_write(
     cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """The list [C,B,n,d], slots start .. start + lengths - 1 of each row written. Padding writes
+    """Write slots start .. start + lengths - 1 of each row of the list [C,B,n,d]. Padding writes
     what was there, to slots of its own: no chunk is longer than the list."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]
@@ -166,6 +166,6 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:
-    """A contiguous tensor of the type. It is never read, and untouched memory costs nothing."""
+    """Make a contiguous tensor of the type. It is never read; untouched memory costs nothing."""
     shape = [int(d) for d in t.bind(dims).shape]
     return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

@@ -1,4 +1,4 @@
-"""Which programs an engine has: the segments of each phase, and what chooses tokens."""
+"""The programs that an engine has: the segments of each phase, and what chooses tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KERNELS = "kernels.so"
 
 
 def phases(program: Program) -> list[str]:
-    """The graphs of a program that append tokens."""
+    """Return the graphs of a program that append tokens."""
     return [p for p in PHASES if p in program.graphs]
 
 
 def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """The steps of each phase and tower; an engine for one row has its batch dim fixed."""
+    """Return the steps of each phase and tower; an engine for one row has its batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     return {
         name: graph_steps(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
@@ -30,7 +30,7 @@ def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
 
 
 def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
-    """Programs of one op that choose tokens from the logits of a decode step."""
+    """Return the programs of one op that choose tokens from the logits of a decode step."""
     (logits,) = program.graphs["decode"].outputs
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     kind, vocab = logits.type.bind(fixed), logits.type.shape[2]

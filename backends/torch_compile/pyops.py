@@ -78,7 +78,7 @@ def _typed(kernel: Any) -> Callable[..., None]:
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
+    """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
     n, k = w.shape
     rows = x.numel() // k
     kernel = _kernels.get(x.dtype)
@@ -91,7 +91,7 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _library_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """oneDNN's product also in fp32, unless there are many rows."""
+    """Return oneDNN's product, also in fp32, unless there are many rows."""
     rows = x.numel() // w.shape[1]
     if x.dtype == torch.float32 and rows >= MANY_ROWS:
         out = empty_f32(rows, w.shape[0])
@@ -111,7 +111,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def wide_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [..., k] @ w[n, k]^T in fp32, rounded once; of the weight, one block is wide at a time."""
+    """Return x [..., k] @ w[n, k]^T in fp32, rounded once; one block of w is wide at a time."""
     out, rows = x.new_empty((*x.shape[:-1], w.shape[0])), x.float()
     step = max(1, WIDE_BLOCK // w.shape[1])
     for at in range(0, w.shape[0], step):
@@ -127,8 +127,8 @@ def experts(
     down: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """The op `experts`: each hit expert once; weighting and the sum over slots in fp32 and in
-    rank order."""
+    """Compute the op `experts`: each hit expert once; weighting and the sum over slots in fp32 and
+    in rank order."""
 
     def one(rows: torch.Tensor, e: int) -> torch.Tensor:
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
@@ -151,8 +151,8 @@ def experts(
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its own,
-    since compiled programs know torch's only from 2.12 on."""
+    """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its
+    own, since compiled programs know torch's only from 2.12 on."""
     out: torch.Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
     return out
 
@@ -160,8 +160,8 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
 def encoder_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The op `encoder_attention`. Padding comes last, so that keys before it need no mask, which
-    costs about a twentieth."""
+    """Compute the op `encoder_attention`. Padding comes last, so that keys before it need no mask,
+    which costs about a twentieth."""
     count = int(valid.sum())
     if len(valid) == 1 and count and bool(valid[0, :count].all()):
         return _attention(q, k[:, :count], v[:, :count], scale).contiguous()
@@ -171,7 +171,7 @@ def encoder_attention(
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The same whatever is valid."""
+    """Compute `encoder_attention` in the same way whatever is valid."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
     return _attention(q, k, v, scale, bias.expand(*bias.shape[:2], q.shape[1], -1))
@@ -184,7 +184,7 @@ def _attention(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [B,P,nq,d], k and v [B,T,n,d] -> [B,P,nq,d]"""
+    """Attend: q [B,P,nq,d], k and v [B,T,n,d] -> [B,P,nq,d]."""
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(
         heads, keys, values, attn_mask=bias, scale=scale, enable_gqa=q.shape[2] != k.shape[2]

@@ -104,7 +104,7 @@ class TorchRuntime:
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
     ) -> dict[str, torch.Tensor]:
-        """Each param once, tensor by tensor, so that no more than one is held twice."""
+        """Load each param once, tensor by tensor, so that no more than one is held twice."""
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -156,14 +156,15 @@ class TorchRuntime:
         return env
 
     def _decode(self, views: Tensors) -> Callable[[Tensors], torch.Tensor]:
-        """The step that makes logits, over these caches."""
+        """Return the step that makes logits, over these caches."""
         plan = self.plans["decode", True]
         return lambda feeds: self._run_plan(plan, feeds, views)["logits"]
 
     def _replay(
         self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors
     ) -> torch.Tensor:
-        """One launch; the graph belongs to the session's caches and to this many slots of them."""
+        """Replay a step in one launch; the graph belongs to the session's caches and to this many
+        slots of them."""
         assert self.record
         key = ("logits", id(views))
         if key not in state.captured:
@@ -174,8 +175,8 @@ class TorchRuntime:
     def token_loop(
         self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
     ) -> TokenLoop | None:
-        """Steps that choose their own tokens; None where a step depends on how much of the caches
-        is in use. It belongs to the session's caches."""
+        """Return steps that choose their own tokens; None where a step depends on how much of the
+        caches is in use. It belongs to the session's caches."""
         if self.record is None or not self.any_length:
             return None
         choose = self._chooser(sampling)
@@ -189,8 +190,8 @@ class TorchRuntime:
         return loop
 
     def _chooser(self, s: Sampling) -> Choose:
-        """Greedy, or a draw: from few candidates by a compiled program. Nothing here may come from
-        the host once the step is recorded."""
+        """Return how tokens are chosen: greedy, or a draw from few candidates by a compiled
+        program. Nothing here may come from the host once the step is recorded."""
         never = torch.tensor(s.suppress, dtype=torch.int64, device=self.device)
 
         def allowed(logits: torch.Tensor) -> torch.Tensor:
@@ -211,7 +212,7 @@ class TorchRuntime:
         return drawn
 
     def _choosing(self, op: str) -> Call:
-        """The compiled program of an op that chooses, or its reference."""
+        """Return the compiled program of an op that chooses, or its reference."""
         if op in self.choosers:
             return self.choosers[op]
         reference = OPS[op].reference
@@ -232,8 +233,8 @@ class TorchRuntime:
 
 
 def check_aligned(caches: Tensors) -> None:
-    """EngineError for a cache whose address is no multiple of 16: a program copies such an operand,
-    and what it writes would be lost."""
+    """Raise EngineError for a cache whose address is no multiple of 16: a program copies such an
+    operand, and what it writes would be lost."""
     for name, t in caches.items():
         if t.data_ptr() % 16:
             raise EngineError(
@@ -250,12 +251,12 @@ def _any_length(program: Program, limits: Limits, device: str) -> bool:
 
 
 def _own(t: torch.Tensor, device: str) -> torch.Tensor:
-    """An aligned copy on the device, not a view of a mapped file."""
+    """Make an aligned copy on the device, not a view of a mapped file."""
     return t.to(device, copy=True).contiguous()
 
 
 def _load_program(path: Path, device: str) -> Call:
-    """A program, ready to be called. EngineError where the system does not load it.
+    """Load a program, ready to be called. EngineError where the system does not load it.
 
     It unpacks itself; on a GPU it reads its kernels from there when they are first used.
     """
@@ -279,7 +280,7 @@ def _load_kernels(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The system's own words, and what they mean where nothing may be run from a folder."""
+    """Return the system's own words, and what they mean where nothing may be run from a folder."""
     text = str(error).splitlines()[0][:300]
     if "failed to map segment" in text:
         return f"{text}: that folder is mounted noexec; give XDG_CACHE_HOME another one"
@@ -289,7 +290,7 @@ def _reason(error: Exception) -> str:
 
 
 def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
-    """Each step with the values that die there; caches and `keep` live on."""
+    """Return each step with the values that die there; caches and `keep` live on."""
     made = {name for b in plan for name in b.outputs} - keep
     out: list[Bound] = []
     for b in reversed(plan):
@@ -302,7 +303,7 @@ def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
 def _bind(
     s: Step, call: Call | None, weights: Mapping[str, torch.Tensor], alias: Mapping[str, str]
 ) -> Bound:
-    """`alias` maps the value of a written cache to the cache, which is written in place."""
+    """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
     if isinstance(s, Glue):
         return _bind_glue(s, alias)
     assert call

@@ -1,4 +1,4 @@
-"""Which nodes run as a kernel of ours on a GPU, and with which settings. Needs no torch.
+"""The choice of nodes that run as a kernel of ours on a GPU, and of their settings. Needs no torch.
 
 A node that is not chosen goes through the library and the compiler: matrix products of many rows,
 anything in fp32, everything between the blocks.
@@ -19,7 +19,7 @@ HALF = frozenset({"bf16", "f16"})
 
 
 def schedule(g: Graph, target: Target) -> Schedule:
-    """The kernels of a graph on a target."""
+    """Return the kernels of a graph on a target."""
     choices: dict[str, Choice] = {}
     if target.gpu:
         _choose_all(g, g.nodes, target, choices)
@@ -29,7 +29,7 @@ def schedule(g: Graph, target: Target) -> Schedule:
 def _choose_all(
     g: Graph, nodes: Iterable[Node], target: Target, choices: dict[str, Choice]
 ) -> None:
-    """Adds the choices of the nodes, and of the parts of those that are not chosen whole."""
+    """Add the choices of the nodes, and of the parts of those that are not chosen whole."""
     for n in nodes:
         choice = _choose(g, n, target)
         if choice:

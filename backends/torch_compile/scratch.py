@@ -21,7 +21,7 @@ _free: defaultdict[int, list[Any]] = defaultdict(list)
 
 
 def empty_f32(*shape: int) -> torch.Tensor:
-    """f32[shape], not initialised. Its memory comes back when the last tensor on it is gone."""
+    """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
     size = torch.Size(shape).numel()
     if 4 * size < FROM:
         return torch.empty(shape)
@@ -35,7 +35,7 @@ def empty_f32(*shape: int) -> torch.Tensor:
 
 
 def kept_bytes() -> int:
-    """Of all memory kept, what nothing uses."""
+    """Count the bytes kept that nothing uses."""
     # A copy: threads change it meanwhile.
     return sum(4 * size * len(many) for size, many in _free.copy().items())
 

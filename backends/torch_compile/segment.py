@@ -53,7 +53,7 @@ Step = Segment | Glue
 
 
 def graph_steps(g: Graph) -> list[Step]:
-    """The steps of a graph, in an order in which in-place cache writes are safe."""
+    """Return the steps of a graph, in an order in which in-place cache writes are safe."""
     keys = _group(g)
     groups: dict[Key, list[Node]] = {}
     for n in g.nodes:
@@ -63,7 +63,7 @@ def graph_steps(g: Graph) -> list[Step]:
 
 
 def state_steps(steps: Sequence[Step]) -> list[Step]:
-    """The steps that a chunk needs whose logits nobody reads."""
+    """Return the steps that a chunk needs whose logits nobody reads."""
     live: set[str] = set()
     out: list[Step] = []
     for s in reversed(steps):
@@ -74,7 +74,7 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
 
 
 def _group(g: Graph) -> dict[str, Key]:
-    """First output name -> (stage, level); a level counts the glue between nodes of a stage."""
+    """Return (stage, level) by first output; a level counts the glue between nodes of a stage."""
     producers = g.producers()
     stage: dict[str, str] = {}
     after_layers: set[str] = set()
@@ -107,12 +107,13 @@ def _highest(levels: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
-    """(old, new) contents of the caches that a node writes."""
+    """Return (old, new) contents of the caches that a node writes."""
     return n.definition.updated(n.inputs, n.outputs)
 
 
 def _late_writes(g: Graph) -> dict[str, str]:
-    """First output of writes whose old contents a node of another layer still reads -> a cache."""
+    """Return the first output of writes whose old contents a node of another layer still reads -> a
+    cache."""
     users = g.users()
     return {
         n.outputs[0].name: old.name
@@ -123,13 +124,13 @@ def _late_writes(g: Graph) -> dict[str, str]:
 
 
 def _layer(n: Node) -> str:
-    """`L3`, `vision.L3`; empty outside the layers."""
+    """Return a node's layer: `L3`, `vision.L3`; empty outside the layers."""
     tower, layer, _ = split_name(n.outputs[0].name)
     return "" if layer is None else f"{tower}.L{layer}".lstrip(".")
 
 
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
-    """Topological order of the groups, stable by first node; reads of a cache precede its write."""
+    """Return groups in topological order, stable by first node; caches are read, then written."""
     producers = g.producers()
     needs: dict[Key, set[Key]] = {k: set() for k in groups}
     for k, nodes in groups.items():
@@ -184,7 +185,7 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
 
 
 def _returned(n: Node, outside: set[str]) -> list[Value]:
-    """The results of a node, all of them where one is asked for outside; caches stay in place."""
+    """Return the results of a node, all where one is asked for outside; caches stay in place."""
     written = {new.name for _, new in _updates(n)}
     results = [v for v in n.outputs if v.name not in written]
     return results if any(v.name in outside for v in results) else []
@@ -195,7 +196,7 @@ def _names(values: Iterable[Value]) -> tuple[str, ...]:
 
 
 def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
-    """Each write after the last read of the old contents, before the first use of its results."""
+    """Put each write after the last read of the old contents, before the first use of results."""
     out = [n for n in nodes if not _updates(n)]
     for w in (n for n in nodes if _updates(n)):
         old, new = zip(*_updates(w), strict=True)
@@ -210,7 +211,7 @@ def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
 
 
 def canonical(g: Graph) -> Graph:
-    """Names by order of appearance, so that equal layers have equal text."""
+    """Name values by order of appearance, so that equal layers have equal text."""
     names: dict[str, str] = {}
     for prefix, values in (("x", g.inputs), ("w", g.params), ("c", g.state)):
         names.update({v.name: f"{prefix}{i}" for i, v in enumerate(values)})

@@ -1,4 +1,4 @@
-"""What programs are compiled for."""
+"""The target that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Target:
 
 
 def gpu_name(product: str, capability: tuple[int, int]) -> str:
-    """`NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100, others by
-    their capability, such as sm_100; empty for a GPU that is too old."""
+    """Name a GPU: `NVIDIA H200` -> h200; a Hopper card without tunings of its own goes by h100,
+    others by their capability, such as sm_100; empty for a GPU that is too old."""
     if capability < LEAST:
         return ""
     for name in ("h200", "h100"):
@@ -37,7 +37,7 @@ def gpu_name(product: str, capability: tuple[int, int]) -> str:
 
 
 def find_target(device: str, rows: int) -> Target:
-    """The target of a build on this machine."""
+    """Return the target of a build on this machine."""
     if device != "cuda":
         return Target(device)
     import torch
@@ -48,7 +48,7 @@ def find_target(device: str, rows: int) -> Target:
 
 @cache
 def cpu_flags() -> tuple[str, ...]:
-    """Vector extensions of this CPU, sorted; compiled code may use any of them."""
+    """Return the vector extensions of this CPU, sorted; compiled code may use any of them."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     line = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")

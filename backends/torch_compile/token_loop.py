@@ -1,8 +1,8 @@
 """Decode steps that choose their own next token: on a GPU one graph launch each.
 
-What a step reads and writes lies in tensors of the loop (tokens, lengths, which rows still run,
-random numbers), so the same recorded step serves every length. Rows end on the device, at their
-stop tokens, so that the host may look at a token while the next step is running.
+A step reads and writes tensors of the loop (tokens, lengths, which rows still run, random numbers),
+so the same recorded step serves every length. Rows end on the device, at their stop tokens, so that
+the host may look at a token while the next step is running.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TokenLoop:
         self.flaws.zero_()
 
     def _once(self) -> None:
-        """One step, in place. A row at rest keeps its token and its caches; it is at position 0,
-        so that its attention has nothing to read."""
+        """Run one step, in place. A row at rest keeps its token and its caches; it is at position
+        0, so that its attention has nothing to read."""
         feeds = self.embed(self.tokens[:, None])
         positions = (self.lengths * self.active)[:, None]
         feeds |= {"positions": positions, "lengths": self.active}
@@ -89,7 +89,7 @@ class TokenLoop:
     def run(
         self, steps: int, uniforms: Callable[[], torch.Tensor] | None
     ) -> Iterator[tuple[list[int], list[bool], bool]]:
-        """Up to `steps` steps, until no row runs: the tokens after each, which rows go on, and
+        """Run up to `steps` steps, until no row runs: the tokens after each, which rows go on, and
         whether all logits were finite so far.
 
         `uniforms` makes the random numbers of a step. The host reads a step's tokens after it has

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
-    """The library's attention, which never holds the scores [B,nq,P,P]; on the CPU without a mask
+    """Attend by the library, which never holds the scores [B,nq,P,P]; on the CPU without a mask
     where padding comes last."""
     scale = n.number("scale")
     if m.device == "cpu":

@@ -96,8 +96,8 @@ def keep_in_table(t: Tuned) -> None:
 
 
 def tune_case(case: Case, kernel: str, bandwidth: float) -> Tuned:
-    """One setting of a kernel after the other, from the table's; what fails or is wrong is passed
-    over. Times are those of the whole case."""
+    """Try one setting of a kernel after the other, from the table's; what fails or is wrong is
+    passed over. Times are those of the whole case."""
     times: dict[tuple[int, ...], float] = {}
     start = dict(case.choice.tunings[kernel].use)
 
@@ -123,7 +123,7 @@ def tune_case(case: Case, kernel: str, bandwidth: float) -> Tuned:
 def _or_fail(
     case: Case, kernel: str, use: Mapping[str, int], run: Callable[[Case], T], failed: T
 ) -> T:
-    """What `run` makes of the case with these settings, or `failed` where they do not run."""
+    """Run a case with these settings and return the result, or `failed` where they do not run."""
     from triton.errors import TritonError
 
     try:
@@ -134,7 +134,7 @@ def _or_fail(
 
 
 def time_case(case: Case) -> float:
-    """Microseconds of one run, operands not in the cache."""
+    """Measure the microseconds of one run, operands not in the cache."""
     from .kernels.launch import directly
 
     first = operands(case, "cuda")
@@ -152,7 +152,7 @@ def time_case(case: Case) -> float:
 
 
 def copies(touched: int, held: int) -> int:
-    """How many sets of operands, of which a run touches so many bytes, do not fit the cache
+    """Return how many sets of operands, of which a run touches so many bytes, do not fit the cache
     together: at most `COPIES`, and no more than `ROOM` holds. A cache is held whole and touched at
     one slot."""
     return max(2, min(COPIES, SPREAD // max(touched, 1), ROOM // max(held, 1)))
@@ -163,7 +163,7 @@ def _turns(given: list[Any], count: int) -> Iterator[Any]:
 
 
 def _elapsed(run: Callable[[], None]) -> float:
-    """Microseconds on the device."""
+    """Measure the microseconds on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -173,7 +173,7 @@ def _elapsed(run: Callable[[], None]) -> float:
 
 
 def report(results: Iterable[Tuned]) -> list[dict[str, Any]]:
-    """As JSON."""
+    """Return the results as JSON."""
     return [
         {
             "kernel": t.kernel,

@@ -36,7 +36,7 @@ class Tuning:
 
 
 def find_tuning(kernel: str, gpu: str, shape: Mapping[str, int]) -> Tuning:
-    """The first entry that fits. LowerError where the table has none, not even an estimate."""
+    """Return the first entry that fits; LowerError where there is none, not even an estimate."""
     for entry in read_tunings().get(kernel, ()):
         if _fits(entry, gpu, shape):
             return Tuning(entry["use"], "us" in entry)
@@ -63,8 +63,8 @@ def _holds(key: str, value: int, shape: Mapping[str, int]) -> bool:
 
 @cache
 def read_tunings(path: Path | None = None) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-    """The entries by kernel, of the shipped table or another. SpecError where the file is not
-    such a table."""
+    """Return the entries by kernel, of the shipped table or another. SpecError where the file is
+    not such a table."""
     import yaml
 
     path = path or TABLE

@@ -95,14 +95,14 @@ class TrtBackend(Backend):
         return stored_bytes(program.graphs["prefill"], limits)
 
     def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
-        """The scores of attention, unless one layer hides them."""
+        """Count the bytes of attention's scores, unless one layer hides them."""
         from .lowerings import score_bytes
 
         fused = settings["attention"] == "fused"
         return 0 if fused else score_bytes(program.graphs["prefill"], limits)
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
-        """A tower of several sizes is in several plans."""
+        """Count the weights of every plan; a tower of several sizes is in several."""
         from .build import weight_bytes
 
         whole = sum(map(weight_bytes, networks(program).values()))
@@ -149,7 +149,7 @@ class TrtBackend(Backend):
         )
 
     def _spare(self, task: Task) -> int:
-        """Free bytes of the device, without what caches, tables and the reserve will take."""
+        """Count the free bytes of the device, without what caches, tables and the reserve will take."""
         tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
         caches = self.cache_bytes(task.program, task.limits)
         taken = caches + tables + reserve(self.host.memory(task.device))
@@ -158,7 +158,7 @@ class TrtBackend(Backend):
     def _check_plans(
         self, kept: Mapping[str, Any], api: probe.Api, graphs: Mapping[str, Graph], folder: Path
     ) -> None:
-        """EngineError where plans are not one for each network, or are another TensorRT's or
+        """Raise EngineError where plans are not one for each network, or are another TensorRT's or
         another GPU's. A patch version counts too: plans are read by the version that wrote them."""
         names = {name: files(name)[0] for name in graphs}
         agreed = {

@@ -1,4 +1,4 @@
-"""From a graph to a plan: network, builder configuration, profiles, the builder's answer.
+"""The way from a graph to a plan: network, builder configuration, profiles, the builder's answer.
 
 Everything takes the TensorRT module as an argument (probe.Api), so that all of it runs on the
 recorder as well.
@@ -72,9 +72,9 @@ def write_network(
     log: Any = None,
     shared: int = SHARED_BYTES,
 ) -> Written:
-    """A graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to `shared`
-    bytes of shared memory. LowerError names the op and the value, and ends with what TensorRT
-    said."""
+    """Write a graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to
+    `shared` bytes of shared memory. LowerError names the op and the value, and ends with what
+    TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     network = builder.create_network(api.network_flags(has_plugins(settings)))
@@ -88,7 +88,7 @@ def write_network(
 
 
 def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) -> Any:
-    """The builder's configuration. memory: bytes of the device."""
+    """Return the builder's configuration. memory: bytes of the device."""
     trt, config = api.trt, w.builder.create_builder_config()
     # What the ops compute in fp32 is fp32, not products of 10 bits.
     config.clear_flag(trt.BuilderFlag.TF32)
@@ -111,7 +111,7 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 
 
 def _name_weights(w: Written) -> None:
-    """Params and constants by names under which they are asked for when the plan is loaded."""
+    """Name params and constants as they are asked for when the plan is loaded."""
     constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
     for name, weights in {**w.emitter.given, **constants}.items():
         if not w.network.set_weights_name(weights, name):
@@ -122,7 +122,7 @@ def _name_weights(w: Written) -> None:
 
 
 def write_constants(w: Written, path: Path) -> None:
-    """The constants of a network as a safetensors file, for a plan that was built without them."""
+    """Write the constants of a network as safetensors, for a plan that was built without them."""
     held = {name: t.reshape(-1) for name, (_, t) in w.emitter.constants.items()}
     # Each lies at a multiple of its size.
     names = sorted(held, key=lambda n: (-held[n].itemsize, n))
@@ -133,7 +133,7 @@ def write_constants(w: Written, path: Path) -> None:
 
 
 def workspace_bytes(memory: int, weights: int) -> int:
-    """Scratch of the kernels that are timed: what the weights leave of the device."""
+    """Return the scratch bytes of kernels that are timed: what the weights leave of the device."""
     return max(memory - weights, LEAST_WORKSPACE)
 
 
@@ -187,7 +187,7 @@ TIMED = (
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """The estimate for networks that are built one after the other. In host memory lies the
+    """Return the estimate for networks that are built one after the other. In host memory lies the
     builder's copy of the weights, on the device lie the weights and the scratch of the kernels that
     are timed."""
     most = max(map(weight_bytes, graphs))
@@ -195,13 +195,13 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
 
 
 def _seconds(g: Graph) -> float:
-    """A tower has one shape."""
+    """Estimate the seconds of a build; a tower has one shape."""
     products = sum(1 for _ in g.find(*TIMED)) * (len(PROFILES) if g.state else 1)
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 
 def weight_bytes(g: Graph) -> int:
-    """Bytes of what a network holds of the params; tables of embeddings are not among it."""
+    """Count the bytes that a network holds of the params; tables of embeddings are not among it."""
     return sum(v.type.nbytes() for v in g.params)
 
 
@@ -249,19 +249,18 @@ def _begin_with(config: Any, timing: Path) -> None:
 
 
 def _keep(timing: Path, cache: Any) -> None:
-    """Best effort: a full or read-only folder is no reason to fail a build."""
+    """Keep what was timed, by best effort: a full or read-only folder fails no build."""
     with suppress(OSError, TrustError):
         write_file(private(timing.parent) / timing.name, [memoryview(cache.serialize())])
 
 
 def timing_file(folder: Path, machine: str) -> Path:
-    """One for each GPU and TensorRT: the builder refuses another's."""
+    """Return the file for this GPU and TensorRT: the builder refuses another's."""
     return folder / f"{machine.replace(' ', '-')}.timing"
 
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
-    """A sentence with what the builder said, the layer of ours that it spoke of, and what to
-    try."""
+    """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
     said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
     named = [n for n in layers if n and n in said]
     layer = max(named, key=len, default="")
@@ -277,8 +276,8 @@ def _layer_names(network: Any) -> list[str]:
 
 @contextmanager
 def _interruptible(monitor: Any) -> Iterator[None]:
-    """Signals ask the builder to stop instead of ending the process inside it. Only the main
-    thread can say what a signal does."""
+    """A context in which signals ask the builder to stop instead of ending the process inside it.
+    Only the main thread can say what a signal does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         monitor.stopped = True

@@ -111,7 +111,7 @@ def _end(child: subprocess.Popen[str], patient: bool) -> None:
 
 
 def _heard(line: str, progress: Progress) -> dict[str, Any]:
-    """Returns what a line says, beside progress; libraries may print lines of their own."""
+    """Return what a line says, beside progress; libraries may print lines of their own."""
     try:
         said = json.loads(line)
     except ValueError:
@@ -128,7 +128,7 @@ def _ending(code: int) -> str:
 
 
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
-    """The last line of the child process."""
+    """Do the job and return the last line of the child process."""
     # Imported late: the parent has no use for it, and it looks for triton.
     from .make import make
 

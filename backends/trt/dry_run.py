@@ -58,13 +58,13 @@ BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
 
 
 def emulator(version: str = EMULATED) -> Api:
-    """The recorder in the place of TensorRT; it runs plugins too."""
+    """Return the recorder in the place of TensorRT; it runs plugins too."""
     return probe(recorder(version, meaning))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
-    """The report of `g4ir build --dry-run` on the network, and what it took. CheckError where
-    the small network is off."""
+    """Return the report of `g4ir build --dry-run` on the network, and what it took. CheckError
+    where the small network is off."""
     start = time.monotonic()
     api = emulator()
     progress("checking the network in small")
@@ -83,7 +83,7 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def _too_small(p: Prepared) -> list[str]:
-    """Lists what this machine lacks for the builder."""
+    """List what this machine lacks for the builder."""
     graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
     need, has = build.estimate(graphs).host_bytes, device_memory("cpu")
     if need <= has:
@@ -95,7 +95,7 @@ def _too_small(p: Prepared) -> list[str]:
 
 
 def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """`logits_error`, and where there are towers `soft_error`, by dtype."""
+    """Return `logits_error`, and where there are towers `soft_error`, by dtype."""
     names = next(iter(errors.values()))
     return {f"{n}_error": {d: float(f"{e[n]:.1e}") for d, e in errors.items()} for n in names}
 
@@ -103,9 +103,9 @@ def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
 def check_sizes(
     api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]
 ) -> tuple[build.Written, int]:
-    """The network at full size, without weights, on the recorder, and bytes of scratch memory in
-    the largest chunk where nothing is fused. LowerError where it breaks a rule, or where a tensor
-    would have more elements than TensorRT takes."""
+    """Return the network at full size, without weights, on the recorder, and bytes of scratch
+    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule, or where
+    a tensor would have more elements than TensorRT takes."""
     written = build.write_network(api, graph, limits, None, settings)
     try:
         check(written.network)
@@ -126,14 +126,14 @@ def check_sizes(
 
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
-    """The setting under which this tensor does not exist."""
+    """Return the setting under which this tensor does not exist."""
     if chosen_experts(settings) != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
-    """The networks of the build, without weights: their size and what the text model is fed."""
+    """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
     written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
     checked = {
@@ -159,7 +159,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def _largest(program: Program) -> dict[str, Graph]:
-    """The tower with the largest inputs of each kind: others have the same layers."""
+    """Return the tower with the largest inputs of each kind: others have the same layers."""
     kinds: dict[str, Graph] = {}
     for name, g in tower_graphs(program).items():
         kind = name.split("_")[0]
@@ -173,7 +173,7 @@ def _fed(g: Graph) -> int:
 
 
 def _kinds(network: Any) -> Counter[str]:
-    """Class of layers -> how many there are."""
+    """Count the layers of each class."""
     return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
@@ -195,8 +195,8 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
 
 
 def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
-    """Largest errors of the small networks in this dtype: `logits`, and `soft` tokens where there
-    are towers. CheckError beyond the budget."""
+    """Return the largest errors of the small networks in this dtype: `logits`, and `soft` tokens
+    where there are towers. CheckError beyond the budget."""
     packing, params = in_small(p, dtype)
     program = packing.program
     one = emulated(api, program, SMALL, params, p.settings)
@@ -222,7 +222,7 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
 
 
 def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest error of all rows; not a number where one is not."""
+    """Return the largest error of all rows; not a number where one is not."""
     return row_errors(got, want).relative.max().item()
 
 
@@ -237,7 +237,7 @@ def rounds_alike(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor, dtyp
 def emulated(
     api: Api, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
 ) -> TrtRuntime:
-    """The program built and loaded by the recorder."""
+    """Return the program built and loaded by the recorder."""
 
     def built(graph: Graph) -> tuple[Any, build.Written]:
         written = build.write_network(api, graph, limits, params, settings)
@@ -262,8 +262,8 @@ def emulated(
 
 
 def logits_of(program: Program, params: Any, runtime: Any) -> torch.Tensor:
-    """Rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty, then
-    decode steps."""
+    """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
+    then decode steps."""
     embed = program.graphs["embed"]
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     lengths = torch.tensor(LENGTHS)
@@ -287,20 +287,20 @@ def logits_of(program: Program, params: Any, runtime: Any) -> torch.Tensor:
 
 
 def _blocks(valid: torch.Tensor, width: int) -> torch.Tensor:
-    """i64[B, width]: blocks of three tokens, and every fourth in none."""
+    """Return i64[B, width]: blocks of three tokens, and every fourth in none."""
     at = torch.arange(width).expand(len(valid), width)
     return torch.where((at < valid[:, None]) & (at % 4 < 3), at // 4, NO_BLOCK)
 
 
 def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Inputs of each tower; a fifth of them is padding."""
+    """Yield the inputs of each tower; a fifth of them is padding."""
     generator = torch.Generator().manual_seed(0)
     for name, g in tower_graphs(program).items():
         yield name, {v.name: _input(v, generator) for v in g.inputs}
 
 
 def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
-    """An example for an input of a tower: numbers, a mask, or places of a picture 24 wide."""
+    """Return an example input of a tower: numbers, a mask, or places of a picture 24 wide."""
     shape = [int(d) for d in v.type.shape]
     at = torch.arange(shape[1])
     valid = at < shape[1] * 4 // 5
@@ -313,7 +313,7 @@ def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
 
 
 def _spans(length: int, steps: int) -> list[tuple[int, int]]:
-    """Chunks of a prompt, then single tokens."""
+    """Return the chunks of a prompt, then single tokens."""
     chunk = SMALL.prefill_chunk
     chunks = [(i, min(i + chunk, length)) for i in range(0, length, chunk)]
     return chunks + [(i, i + 1) for i in range(length, length + steps)]
@@ -321,7 +321,8 @@ def _spans(length: int, steps: int) -> list[tuple[int, int]]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Products this small are slower on several threads, by far where the machine is busy."""
+    """A context of one thread: products this small are slower on several, by far where the machine
+    is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -331,5 +332,5 @@ def one_thread() -> Iterator[None]:
 
 
 def _peak_bytes() -> int:
-    """Most memory that this process ever held."""
+    """Return the most memory that this process ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -117,7 +117,7 @@ class TrtEmitter(Emitter):
         return layer
 
     def made(self, layer: Any, primitive: str, t: Type, index: int = 0) -> Operand:
-        """An output of a new layer, whose type TensorRT must see as we do."""
+        """Return an output of a new layer, whose type TensorRT must see as we do."""
         self.named(layer, primitive)
         return self.checked(layer, t, index)
 
@@ -138,7 +138,7 @@ class TrtEmitter(Emitter):
         return Operand(t, tensor)
 
     def tensor(self, x: Operand) -> Any:
-        """The network's tensor."""
+        """Return the network's tensor."""
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     # --- sources ------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class TrtEmitter(Emitter):
         return Operand(v.type, Constant(known[v.name], _dims(v.type)))
 
     def _given_param(self, v: Value) -> Any:
-        """`trt.Weights` of a param, row by row. LowerError where its tensor is of another type."""
+        """Return `trt.Weights` of a param, row by row; LowerError for another type."""
         if self.params is None:
             made = self.trt.Weights(data_type(self.trt, v.type.dtype), 0, v.type.numel())
         else:
@@ -190,7 +190,7 @@ class TrtEmitter(Emitter):
         return Operand(Type(dtype, shape), Constant(stored, shape))
 
     def _once(self, t: torch.Tensor, dtype: str) -> Stored:
-        """Equal small constants are one."""
+        """Return the stored constant; equal small constants are one."""
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
             name = f"constant.{len(self._small)}"
@@ -203,7 +203,7 @@ class TrtEmitter(Emitter):
         return weights
 
     def _stored(self, c: Constant) -> Any:
-        """A constant layer where it is read first; other shapes of it are shuffles."""
+        """Return a constant layer, made where it is read first; other shapes of it are shuffles."""
         made = c.stored.tensors
         if c.shape not in made:
             first = next(iter(made.values()), None)
@@ -250,7 +250,7 @@ class TrtEmitter(Emitter):
     # --- products and sums --------------------------------------------------------------------
 
     def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
-        """The weight as [1, ..., out, in]: ranks are equal, and no transpose of x is needed."""
+        """Return x w^T, the weight as [1, ..., out, in]: ranks are equal, x is not transposed."""
         lead = range(x.rank - 2)
         return self._product(x, self.unsqueeze(w, *lead) if lead else w, True, "linear", t)
 
@@ -301,7 +301,7 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
-        """Dims are moved by transposes where more than one of them would be -1."""
+        """Add dims, by transposes where more than one of them would be -1."""
         if isinstance(x.handle, Constant):
             return Operand(t, Constant(x.handle.stored, _dims(t)))
         spec = reshape_spec(x.type, t)
@@ -334,8 +334,8 @@ class TrtEmitter(Emitter):
         return self._sliced(x, (0,) * x.rank, size, "prefix", t)
 
     def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
-        """Entries first .. first + count - 1 of an axis whose size has a name, as far as it has
-        them: it may have none."""
+        """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
+        has them: it may have none."""
         name = str(x.shape[axis])
         t = x.type.with_shape(
             *(f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
@@ -355,7 +355,7 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
-        """i64[1] each: where a block of an axis begins, and its size."""
+        """Return, i64[1] each, where a block of an axis begins, and its size."""
         import torch
 
         key = ("block", x.shape[axis], first, count)
@@ -372,15 +372,15 @@ class TrtEmitter(Emitter):
     def _sliced(
         self, x: Operand, start: tuple[int, ...], size: Any, primitive: str, t: Type
     ) -> Operand:
-        """A slice whose size is a tensor."""
+        """Make a slice whose size is a tensor."""
         ones = (1,) * x.rank
         layer = self.named(self.network.add_slice(self.tensor(x), start, ones, ones), primitive)
         layer.set_input(2, size)
         return self.checked(layer, t)
 
     def _size_of(self, x: Operand, t: Type, source: Mapping[int, Operand] | None = None) -> Any:
-        """i64[rank]: the sizes of `t`; dims with a name are those of x, or that of the operand of
-        rank 1 which `source` has for the axis."""
+        """Return i64[rank]: the sizes of `t`; dims with a name are those of x, or that of the
+        operand of rank 1 which `source` has for the axis."""
         parts: list[Any] = []
         for i, d in enumerate(t.shape):
             operand, axis = (source[i], 0) if source and i in source else (x, i)
@@ -404,8 +404,8 @@ class TrtEmitter(Emitter):
         return self.checked(layer, Type("i64", (len(pieces),))).handle
 
     def _dim(self, x: Operand, axis: int) -> Any:
-        """i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for all,
-        an input's where one has it."""
+        """Return i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for
+        all, an input's where one has it."""
         name = x.shape[axis]
         key = ("dim", name)
         if key not in self._sizes:
@@ -423,8 +423,8 @@ class TrtEmitter(Emitter):
         return self.made(layer, "gather", t)
 
     def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
-        """The batch is an elementwise dim, so that an index is of a row alone. There are to be at
-        least two dims beside it."""
+        """Gather rows. The batch is an elementwise dim, so that an index is of a row alone. There
+        are to be at least two dims beside it."""
         if x.rank == 2:
             return self.reshape(self.gather_rows(self.unsqueeze(x, 2), index), *t.shape)
         index = self.unsqueeze(index, 2)
@@ -445,8 +445,8 @@ class TrtEmitter(Emitter):
     def when_one(
         self, x: Operand, axis: int, then: Callable[[], Operand], otherwise: Callable[[], Operand]
     ) -> Operand:
-        """LowerError: TensorRT asks the host which side to launch, so a step with a conditional
-        cannot be recorded as a CUDA graph."""
+        """Raise LowerError: TensorRT asks the host which side to launch, so a step with a
+        conditional cannot be recorded as a CUDA graph."""
         raise LowerError(
             f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
             f"the op one form for every number of tokens (backends/trt/lowerings.py)"
@@ -454,14 +454,14 @@ class TrtEmitter(Emitter):
 
 
 def _dims(t: Type) -> tuple[int, ...]:
-    """-1 where a dim is known at run time only."""
+    """Return the dims, -1 where one is known at run time only."""
     if t.rank > MAX_DIMS:
         raise ValueError(f"{t}: TensorRT takes at most {MAX_DIMS} dims")
     return tuple(d if isinstance(d, int) else -1 for d in t.shape)
 
 
 def _agree(want: tuple[Any, tuple[int, ...]], found: tuple[Any, tuple[int, ...]]) -> bool:
-    """Types and ranks are equal, and dims where both know them."""
+    """Whether types and ranks are equal, and dims where both know them."""
     pairs = list(zip(want[1], found[1]))
     same = want[0] == found[0] and len(want[1]) == len(found[1])
     return same and all(a == b or -1 in (a, b) for a, b in pairs)

@@ -16,7 +16,7 @@ LOG = "trt.log"
 
 
 def files(name: str) -> tuple[str, str, str]:
-    """The files of a network: its plan, what it is fed, and the constants of a plan without
+    """Return the files of a network: its plan, what it is fed, and the constants of a plan without
     weights."""
     return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
 
@@ -25,8 +25,8 @@ PLAN, TENSORS, CONSTANTS = files(ENGINE)
 
 
 def keep_log(folder: Path) -> str:
-    """Where the log of a build that fails is kept from now on: beside the engine that it would have
-    been, of which `folder` is the unfinished directory `.NAME.building-...`."""
+    """Return where the log of a build that fails is kept from now on: beside the engine that it
+    would have been, of which `folder` is the unfinished directory `.NAME.building-...`."""
     name = folder.name.removeprefix(".").partition(".building-")[0]
     try:
         return f"TensorRT's log: {shutil.copy(folder / LOG, folder.parent / f'{name}.{LOG}')}"
@@ -35,5 +35,5 @@ def keep_log(folder: Path) -> str:
 
 
 def networks(program: Program) -> dict[str, Graph]:
-    """The graph of every network of an engine directory, by name."""
+    """Return the graph of every network of an engine directory, by name."""
     return {ENGINE: network_graph(program), **tower_graphs(program)}

@@ -87,25 +87,25 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
-    """op -> lowering, attention in one of these forms."""
+    """Return the lowering of each op, with attention in one of these forms."""
     if form not in ATTENTION:
         raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
     return {**SHARED, "experts": experts, **ATTENTION[form]}
 
 
 def experts(net: Network, n: Node, *operands: Operand) -> Operand:
-    """In the form that the network was asked for."""
+    """Lower experts in the form that the network was asked for."""
     made: Operand = EXPERTS[net.experts](net, n, *operands)
     return made
 
 
 def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
-    """op -> lowering."""
+    """Return the lowering of each op by the settings."""
     return lowerings(settings["attention"])
 
 
 def chosen_experts(settings: Mapping[str, str]) -> str:
-    """The form of experts; that of `auto` is the sorted kernels, where they can be compiled."""
+    """Return the form of experts; `auto` means the sorted kernels, where they can be compiled."""
     if settings["experts"] != "auto":
         return settings["experts"]
     return "plugin" if has_triton() else "all"

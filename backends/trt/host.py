@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cache_dir() -> Path:
-    """Where timing caches are kept between builds."""
+    """Return the folder where timing caches are kept between builds."""
     return cache_root() / "tensorrt"
 
 
@@ -44,5 +44,5 @@ class Host:
     record: Callable[[str], Record | None] = recorder_of
 
     def machine(self, device: str) -> str:
-        """The GPU and the TensorRT that plans are made for."""
+        """Return the GPU and the TensorRT that plans are made for."""
         return f"{device} {self.architecture()} tensorrt-{self.tensorrt().short}"

@@ -69,7 +69,7 @@ class Interface:
         return {**self.aliased, **self.swapped}
 
     def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
-        """Least, typical and largest shape of an input in a profile."""
+        """Return the least, typical and largest shape of an input in a profile."""
         dims = self.profiles[profile]
         return tuple(
             tuple(d if isinstance(d, int) else dims[d][i] for d in self.inputs[name].shape)
@@ -77,11 +77,11 @@ class Interface:
         )
 
     def dynamic(self) -> list[str]:
-        """Inputs with a named dim."""
+        """Return the inputs with a named dim."""
         return [n for n, t in self.inputs.items() if any(isinstance(d, str) for d in t.shape)]
 
     def shape(self, name: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of an input or output with these sizes."""
+        """Return the shape of an input or output with these sizes."""
         t = self.inputs.get(name) or self.outputs[name]
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
@@ -106,7 +106,7 @@ def _tensor(name: str, t: Type) -> dict[str, Any]:
 
 
 def interface(g: Graph, limits: Limits) -> Interface:
-    """The tensors of the network that is written from this graph (primitives/network.py)."""
+    """Return the tensors of the network that is written from this graph (primitives/network.py)."""
     inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
     rings = {v.name for v in g.state if is_ring(v.type)}

@@ -12,9 +12,9 @@ from g4ir.ui.progress import Progress
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:
-    """An ILogger that keeps errors, and the last of the warnings; every message goes to `file`, as
-    soon as it is there. TensorRT keeps the first logger that a process gives it, so there is to be
-    one for all networks of a build."""
+    """Return an ILogger that keeps errors, and the last of the warnings; every message goes to
+    `file`, as soon as it is there. TensorRT keeps the first logger that a process gives it, so
+    there is to be one for all networks of a build."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
@@ -40,7 +40,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
                 self.file = None
 
         def said(self) -> str:
-            """The last errors, as the end of a message."""
+            """Return the last errors, as the end of a message."""
             return " | ".join(dict.fromkeys(self.errors[-3:])) or "TensorRT gave no reason"
 
     return Log()
@@ -63,7 +63,7 @@ class Phases:
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:
-    """An IProgressMonitor that tells the phases, and ends the build once `stopped` is set."""
+    """Return an IProgressMonitor that tells the phases, and ends the build if `stopped`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
 
 
 def stream_writer(trt: Any, file: IO[bytes]) -> Any:
-    """An IStreamWriter into a file. TensorRT takes no exception: what stopped it is in `error`."""
+    """Return an IStreamWriter into a file; `error` has what stopped it, as it may not raise."""
 
     class Writer(trt.IStreamWriter):
         def __init__(self) -> None:

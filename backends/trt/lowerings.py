@@ -26,25 +26,25 @@ MOST_SCORE_BYTES = 2 << 30
 
 
 def slots_of(n: Node, limits: Limits) -> int:
-    """Most keys that an attention looks at: all of a full-length cache, or a ring and a chunk."""
+    """Count the most keys an attention looks at: a full-length cache, or a ring and a chunk."""
     cache = n.caches[0].type
     return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Bytes of the scores of one query of every row."""
+    """Count the bytes of the scores of one query of every row."""
     heads = n.inputs[0].type.shape[2]
     assert isinstance(heads, int)
     return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
-    """How many queries of a chunk are computed together."""
+    """Count the queries of a chunk that are computed together."""
     return min(max(1, MOST_SCORE_BYTES // row_bytes(n, limits)), limits.prefill_chunk)
 
 
 def score_bytes(g: Graph, limits: Limits) -> int:
-    """Bytes of the scores of the largest attention of a graph, where nothing is fused."""
+    """Count the bytes of scores of the largest attention of a graph, where nothing is fused."""
     return max(
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
@@ -63,9 +63,9 @@ def in_blocks(
     seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Products and a softmax over q [B,S,heads,d], a static number of blocks of queries one after
-    the other; for the last blocks of a short chunk nothing is left. `softmax` in the place of the
-    layer."""
+    """Attend by products and a softmax over q [B,S,heads,d], a static number of blocks of queries
+    one after the other; for the last blocks of a short chunk nothing is left. `softmax` in the
+    place of the layer."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")
@@ -81,8 +81,8 @@ def in_blocks(
 
 
 def plain_softmax(e: Emitter, x: Operand) -> Operand:
-    """The softmax of the last dim in five layers: TensorRT looks for attention around its softmax
-    layer, and fails at some masks that it finds there."""
+    """Return the softmax of the last dim in five layers: TensorRT looks for attention around its
+    softmax layer, and fails at some masks that it finds there."""
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
@@ -94,7 +94,7 @@ def plain_softmax(e: Emitter, x: Operand) -> Operand:
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """One IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with the mask
+    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with the mask
     [B,1,1,S,T] bool, whose heads are broadcast; never a causal kind beside it. There is no input
     for a scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
     e = net.e
@@ -109,8 +109,8 @@ def attend(
 def attend_patches(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """As `attend`, in a tower; the mask [B,1,1,1,P] is of keys alone, and IAttention wants a row
-    for each query."""
+    """Attend as `attend` does, in a tower; the mask [B,1,1,1,P] is of keys alone, and IAttention
+    wants a row for each query."""
     e, p = net.e, int(q.shape[1])
     assert isinstance(e, TrtEmitter)
 
@@ -123,7 +123,7 @@ def attend_patches(
 
 
 def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
-    """q [B,S,heads,d] scaled; mask [B,1,S,T]"""
+    """Attend with q [B,S,heads,d] scaled; mask [B,1,S,T]."""
     q = e.transpose(q, 0, 2, 1, 3)
     layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
     layer.mask = e.tensor(mask)
@@ -132,13 +132,13 @@ def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Oper
 
 
 def _four_dims(e: TrtEmitter, seen: Operand) -> Operand:
-    """[B,1,1,S,T] -> [B,1,S,T], every named dim in its place."""
+    """Reshape [B,1,1,S,T] -> [B,1,S,T], every named dim in its place."""
     last = e.transpose(seen, 0, 1, 3, 4, 2)
     return e.reshape(last, *last.shape[:4])
 
 
 def _attention(e: TrtEmitter, *tensors: Any) -> Any:
-    """By the newer of the two methods, where the module has it."""
+    """Add attention by the newer of the two methods, where the module has it."""
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
     if offers(e.trt, "causal kind"):
         return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)

@@ -46,7 +46,7 @@ class Make:
     shared: int = SHARED_BYTES
 
     def run(self) -> dict[str, Any]:
-        """Write the plans; returns what the manifest keeps. Where it fails, TensorRT's log is kept
+        """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
         beside the engine, and the error ends with its name."""
         self.api = self.host.tensorrt()
         self.log = logger(self.api.trt, self.task.folder / LOG)
@@ -86,7 +86,7 @@ class Make:
         }
 
     def _check_sizes(self) -> int:
-        """The estimate of scratch memory."""
+        """Return the estimate of scratch memory."""
         self.task.progress("checking sizes")
         emulated = emulator()
         return max(
@@ -95,7 +95,7 @@ class Make:
         )
 
     def _choose(self) -> None:
-        """Forms, by trial builds."""
+        """Choose forms, by trial builds."""
         graph, asked = self.graphs[ENGINE], self.settings["experts"]
         mixed = any(True for _ in graph.find("experts"))
         if mixed and asked == "auto":
@@ -111,8 +111,8 @@ class Make:
         self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
 
     def _build_alone(self, g: Graph, form: str) -> None:
-        """A plan that is thrown away. Kernels that are timed for it are those of the whole network,
-        which have as much shared memory."""
+        """Build a plan that is thrown away. Kernels that are timed for it are those of the whole
+        network, which have as much shared memory."""
         settings = {**self.settings, "attention": form, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder:
             w = self._network(g, None, settings)
@@ -142,8 +142,8 @@ class Make:
         return self.host.memory(self.task.device)
 
     def _plan(self, name: str, graph: Graph) -> int:
-        """One network's files; the number of its layers. Where its attention is refused, it is
-        tried once more in plain layers."""
+        """Write one network's files; return the number of its layers. Where its attention is
+        refused, it is tried once more in plain layers."""
         try:
             return self._plan_once(name, graph)
         except build.RefusedError as e:
@@ -166,8 +166,8 @@ class Make:
         return int(w.network.num_layers)
 
     def _check_memory(self) -> int:
-        """Bytes of scratch memory of the text model's engine. PlanError where they do not fit the
-        device beside weights and caches."""
+        """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
+        fit the device beside weights and caches."""
         self.task.progress("checking the engine's memory")
         engine = read_plan(self.task.folder / files(ENGINE)[0], self.api, self.log)
         scratch, memory = int(engine.device_memory_size_v2), self._memory()
@@ -189,13 +189,13 @@ class Make:
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:
-    """Mapped, not read: a plan is as large as the weights."""
+    """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)
 
 
 def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Build in this process, which a crash of the builder would end; returns what the manifest
+    """Build in this process, which a crash of the builder would end; return what the manifest
     keeps."""
     host.tensorrt()
     cache_bytes = stored_bytes(task.program.graphs["prefill"], task.limits)

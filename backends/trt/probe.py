@@ -1,8 +1,8 @@
-"""Which TensorRT this is: the only place that knows how versions differ.
+"""The TensorRT at hand: the only place that knows how versions differ.
 
 Versions from 10.15 (the first with a layer that updates caches in place) up to, but not including,
-12. What differs between them is asked of the module itself, feature by feature, never of a version
-number: see FEATURES.
+12. The module itself is asked for each feature in which they differ, never for a version number:
+see FEATURES.
 """
 
 from __future__ import annotations
@@ -85,21 +85,22 @@ class Api:
         return offers(self.trt, feature)
 
     def network_flags(self, plugins: bool) -> int:
-        """Types are what the network says; kernels of plugins are compiled into the plan."""
+        """Return the flags: types are what the network says; kernels of plugins are compiled into
+        the plan."""
         flags = self.trt.NetworkDefinitionCreationFlag
         bits = 1 << int(flags.STRONGLY_TYPED) if self.has("weak typing") else 0
         return bits | (1 << int(flags.PREFER_AOT_PYTHON_PLUGINS) if plugins else 0)
 
 
 def data_type(trt: Any, dtype: str) -> Any:
-    """The DataType of a dtype of the IR; ValueError where TensorRT has none."""
+    """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
     if dtype not in DTYPES:
         raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
     return getattr(trt.DataType, DTYPES[dtype])
 
 
 def probe(trt: Any) -> Api:
-    """MissingError for a version that is not supported, or that lacks something NEEDED."""
+    """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
     version = str(trt.__version__)
     numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
@@ -126,8 +127,8 @@ def _offers(trt: Any, owner: str, attribute: str) -> bool:
 
 
 def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
-    """The installed TensorRT; MissingError with the package, the versions and what else can be
-    done where there is none."""
+    """Return the installed TensorRT; MissingError with the package, the versions and what else can
+    be done where there is none."""
     try:
         trt = load("tensorrt")
     except (ImportError, OSError) as e:
@@ -140,7 +141,7 @@ def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Ap
 
 
 def require_gpu() -> None:
-    """MissingError where the current GPU is not of the architecture that engines are built for."""
+    """Raise MissingError where the GPU is not of the architecture that engines are built for."""
     import torch
 
     if not torch.cuda.is_available():
@@ -158,14 +159,14 @@ def require_gpu() -> None:
 
 
 def gpu() -> str:
-    """The current GPU by its product name."""
+    """Return the current GPU by its product name."""
     import torch
 
     return torch.cuda.get_device_name()
 
 
 def architecture() -> str:
-    """`sm_90` of the current GPU."""
+    """Return `sm_90` of the current GPU."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -173,7 +174,7 @@ def architecture() -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes of the current GPU that nobody has taken."""
+    """Count the bytes of the current GPU that nobody has taken."""
     import torch
 
     return int(torch.cuda.mem_get_info()[0])

@@ -31,7 +31,7 @@ LEAST_SLOTS = 256
 
 
 def step_slots(tokens: int, max_seq: int) -> int:
-    """How much of the full-length caches a step looks at: 256, 384, 512, 768, 1024, ...; few
+    """Return how much of the full-length caches a step looks at: 256, 384, 512, 768, 1024, ...; few
     sizes, because each has recorded steps of its own, and at most half more than is held."""
     size = LEAST_SLOTS
     while size < tokens:
@@ -64,14 +64,14 @@ class TrtState:
         return cls(linear, rings, batch, max_seq)
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """The parts that a session copies to remember, and copies back: those that `context` tokens
-        use."""
+        """Return the parts that a session copies to remember, and copies back: those that `context`
+        tokens use."""
         slots = min(context, self.max_seq)
         held = {name: t[:, :, :slots] for name, t in self.linear.items()}
         return held | {name: pair[self.side] for name, pair in self.rings.items()}
 
     def bindings(self, io: Interface, side: int) -> tuple[Feeds, Feeds]:
-        """Caches by the name of the input, and by that of the output."""
+        """Return the caches by the name of the input, and by that of the output."""
         inputs = self.linear | {name: pair[side] for name, pair in self.rings.items()}
         outputs = {o: self.linear[i] for o, i in io.aliased.items()}
         outputs |= {o: self.rings[i][1 - side] for o, i in io.swapped.items()}
@@ -101,7 +101,7 @@ class Runner:
         self.turn = threading.RLock()
 
     def _new_context(self, what: str) -> Any:
-        """An execution context whose scratch memory is given to it."""
+        """Return an execution context whose scratch memory is given to it."""
         strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None:
@@ -109,7 +109,7 @@ class Runner:
         return context
 
     def _scratch(self, phase: str | None = None) -> torch.Tensor:
-        """Scratch memory for steps of a phase's profile, or of any."""
+        """Return scratch memory for steps of a phase's profile, or of any."""
         if phase is None:
             size = self.engine.device_memory_size_v2
         else:
@@ -117,7 +117,7 @@ class Runner:
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
-        """Where a step writes an output, in these sizes."""
+        """Return where a step writes an output, in these sizes."""
         t = self.io.outputs[name]
         shape = self.io.shape(name, dims)
         return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
@@ -132,8 +132,8 @@ class Runner:
 
     @contextmanager
     def _stream(self) -> Iterator[int]:
-        """The stream that TensorRT works on, in order with torch's: the current one, on which a
-        step is warmed up and recorded, but for the default stream: there the runner's own."""
+        """Yield the stream that TensorRT works on, in order with torch's: the current one, on which
+        a step is warmed up and recorded, but for the default stream: there the runner's own."""
         if self.side is None:
             yield 0
             return
@@ -186,13 +186,13 @@ class TrtTower(Runner):
         self.context = self._new_context("a tower")
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its one output."""
+        """Run the tower; return its one output."""
         (out,) = self.run_all(feeds).values()
         return out
 
     def run_all(self, feeds: Mapping[str, torch.Tensor]) -> Feeds:
-        """Outputs by name. Scratch memory is torch's again afterwards, for the steps that
-        follow."""
+        """Return the outputs by name. Scratch memory is torch's again afterwards, for the steps
+        that follow."""
         scratch = self._scratch()
         lend(self.context, scratch)
         made = {name: self._output(name, {}) for name in self.io.outputs}
@@ -230,9 +230,9 @@ class TrtRuntime(Runner):
         self.towers: dict[str, TrtTower] = {}
 
     def _context(self, phase: str) -> Any:
-        """An execution context of the phase's profile. Those of decode share their scratch memory,
-        because no two run at the same time; that of prefill gets its own, which may be gigabytes,
-        when a chunk runs."""
+        """Return an execution context of the phase's profile. Those of decode share their scratch
+        memory, because no two run at the same time; that of prefill gets its own, which may be
+        gigabytes, when a chunk runs."""
         context = self._new_context(phase)
         with self._stream() as stream:
             if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
@@ -265,9 +265,9 @@ class TrtRuntime(Runner):
         return out if logits else None
 
     def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
-        """One launch. The graph belongs to these caches, to this many slots of them, and to the
-        buffers that rings are in. A context of its own, which nothing else changes, is what
-        TensorRT asks of a context that was recorded."""
+        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
+        them, and to the buffers that rings are in. A context of its own, which nothing else
+        changes, is what TensorRT asks of a context that was recorded."""
         assert self.record
         key = slots, state.side
         if key not in state.captured:
@@ -281,7 +281,7 @@ class TrtRuntime(Runner):
         return logits
 
     def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
-        """A step that is not recorded."""
+        """Run a step that is not recorded."""
         room = self._logits(state.batch, feeds["positions"].shape[1])
         context, scratch = self.contexts["decode"], self.scratch
         if phase != "decode":
@@ -290,7 +290,7 @@ class TrtRuntime(Runner):
         return self._step(context, feeds, state, slots, state.side, room)
 
     def _logits(self, batch: int, count: int) -> torch.Tensor:
-        """Where a step writes them."""
+        """Return where a step writes its logits."""
         return self._output(self.logits, {"B": batch, "S": count})
 
     def _step(
@@ -302,7 +302,7 @@ class TrtRuntime(Runner):
         side: int,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Bind everything and run; returns the logits."""
+        """Bind everything and run; return the logits."""
         inputs, outputs = state.bindings(self.io, side)
         batch, size = feeds["positions"].shape
         given = {**feeds, SLOTS: self.slots[:slots], **inputs}
@@ -334,10 +334,10 @@ class TrtRuntime(Runner):
         sampling: Sampling,
         stops: Sequence[int],
     ) -> None:
-        """The host chooses."""
+        """Return None: the host chooses."""
 
     def resident(self, param: str) -> None:
-        """Weights are the engine's own."""
+        """Return None: weights are the engine's own."""
 
     def close(self) -> None:
         self.contexts.clear()
@@ -347,7 +347,7 @@ class TrtRuntime(Runner):
 
 
 def check_engine(api: Api, engine: Any, io: Interface) -> None:
-    """EngineError where the engine's tensors are not those of the interface."""
+    """Raise EngineError where the engine's tensors are not those of the interface."""
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     expected = [*io.inputs, *io.outputs]
     if sorted(names) != sorted(expected):
@@ -373,7 +373,7 @@ def check_engine(api: Api, engine: Any, io: Interface) -> None:
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
-    """The engine of a plan (bytes or a mapping of them); EngineError with TensorRT's own words."""
+    """Return the engine of a plan (bytes or their mapping); EngineError in TensorRT's words."""
     runtime = api.trt.Runtime(log)
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:

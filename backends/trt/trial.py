@@ -14,8 +14,8 @@ from . import build
 
 
 def attention_graphs(graph: Graph) -> list[Graph]:
-    """A graph for each distinct attention of a graph: it alone, which reads caches and writes
-    none."""
+    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
+    writes none."""
     kinds: dict[Any, Graph] = {}
     for n in graph.find("attention", "attention_latent"):
         key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
@@ -31,8 +31,8 @@ def _alone(n: Node) -> Graph:
 def attention_form(
     graph: Graph, form: str, build_alone: Callable[[Graph, str], None], progress: Progress
 ) -> str:
-    """The form of attention that TensorRT builds: this one, or `plain` where a refusal names the
-    wrapper that takes layers for attention. LowerError of another refusal."""
+    """Return the form of attention that TensorRT builds: this one, or `plain` where a refusal names
+    the wrapper that takes layers for attention. LowerError of another refusal."""
     for g in attention_graphs(graph):
         place = g.outputs[0].name
         progress(f"trial build of the attention of {place}")

@@ -39,7 +39,7 @@ class Agreement:
     base_worst: Number = None
 
     def text(self) -> str:
-        """What is compared, how far it lies apart, and the verdict."""
+        """Return what is compared, how far it lies apart, and the verdict."""
         close = f", {self.close} close calls" if self.close else ""
         verdict = "ok" if self.ok else "DISAGREES"
         return (
@@ -60,12 +60,12 @@ class Agreement:
 
 
 def _number(x: Number) -> float:
-    """A report has null for what was no number."""
+    """Return x, or None: a report has null for what was no number."""
     return math.nan if x is None else x
 
 
 def pair_budget(dtypes: Sequence[str], against: str) -> Budget:
-    """The wider one where the two differ in dtype."""
+    """Return the wider budget where the two differ in dtype."""
     found = [BUDGETS[dtype, against] for dtype in dtypes]
     return next((b for b in found if b.cosine is not None), found[0])
 
@@ -73,7 +73,7 @@ def pair_budget(dtypes: Sequence[str], against: str) -> Budget:
 def anchored(
     w: Workload, tokens: torch.Tensor, base: Runner, anchor: Anchor, dtype: str
 ) -> tuple[Anchor, Budget]:
-    """The anchor, its rows the base's own where there is no float64, and the budget that the
+    """Return the anchor, its rows the base's own where there is no float64, and the budget that the
     base's rounding gives; rows [rows of the batch * steps, vocab]."""
     base.rewind()
     steps = [base.step(piece).float().cpu() for piece in pieces(w, tokens)]
@@ -93,7 +93,7 @@ def compare_runners(
     others: Sequence[tuple[Runner, Budget]],
     anchor: Anchor | None = None,
 ) -> list[Agreement]:
-    """All of them side by side over one request, so that no logits are kept. `anchor`: what the
+    """Compare runners side by side over one request, so that no logits are kept. `anchor`: what the
     distances of budgets with measured rounding start from, see `anchored`."""
     for runner in (base, *(r for r, _ in others)):
         runner.rewind()
@@ -111,7 +111,7 @@ def compare_runners(
 
 
 def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> Agreement:
-    """What all the choices together say."""
+    """Judge all the choices together."""
     columns = zip(*(astuple(errors) for errors, _, _ in steps), strict=True)
     errors = Errors(*map(torch.cat, columns))
     equal, close = sum(s[1] for s in steps), sum(s[2] for s in steps)
@@ -131,7 +131,7 @@ def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> 
 
 
 def _choices(got: torch.Tensor, want: torch.Tensor, budget: Budget) -> tuple[int, int]:
-    """How many rows choose the same token, and how many another that is as good."""
+    """Count the rows that choose the same token, and those that choose another that is as good."""
     mine, theirs = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
     gap = (want.gather(1, theirs) - want.gather(1, mine))[:, 0]
     same = (mine == theirs)[:, 0]
@@ -140,6 +140,6 @@ def _choices(got: torch.Tensor, want: torch.Tensor, budget: Budget) -> tuple[int
 
 
 def void_roles(agreements: Sequence[Agreement]) -> set[str]:
-    """Roles that agree with nobody: their numbers are the speed of something else."""
+    """Return the roles that agree with nobody: their numbers are the speed of something else."""
     roles = {a.role for a in agreements} | {a.base for a in agreements}
     return roles - {role for a in agreements if a.ok for role in (a.role, a.base)}

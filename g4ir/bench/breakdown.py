@@ -56,8 +56,8 @@ class _Clock:
 
 
 def step_times(engine: Engine, w: Workload, tokens: torch.Tensor) -> dict[str, float]:
-    """Median seconds of a decode step by the name of the value made; OUTSIDE is the session's own
-    work (gather the rows of the tables, choose the token)."""
+    """Return the median seconds of a decode step by the name of the value made; OUTSIDE is the
+    session's own work (gather the rows of the tables, choose the token)."""
     clock = _Clock(engine.device)
     runner = EngineRunner(watching(engine, clock.see, begin=clock.start), w.batch)
     prepare(runner, w, tokens)
@@ -79,7 +79,7 @@ _HEAD = re.compile(r"(head\.|logits\b)")
 
 
 def part_of(name: str, spec: Spec) -> str:
-    """The part of the model that a program or node belongs to, by the value it makes."""
+    """Return the part of the model that a program or node belongs to, by the value it makes."""
     if name == OUTSIDE:
         return OUTSIDE
     index = layer_of(name)
@@ -95,7 +95,7 @@ def part_of(name: str, spec: Spec) -> str:
 
 
 def by_part(times: Mapping[str, float], spec: Spec) -> dict[str, float]:
-    """Measured seconds of each part."""
+    """Return the measured seconds of each part."""
     out: defaultdict[str, float] = defaultdict(float)
     for name, seconds in times.items():
         out[part_of(name, spec)] += seconds
@@ -105,9 +105,9 @@ def by_part(times: Mapping[str, float], spec: Spec) -> dict[str, float]:
 def by_kind(
     times: Mapping[str, float], costs: Sequence[NodeCost], roof: Roof
 ) -> tuple[dict[str, float], bool]:
-    """(seconds of each kind of node, whether they are measured). Where only programs are shown, a
-    layer's time is split by the least times of its nodes, activations included; so is the time of
-    a node that is of several kinds."""
+    """Return (seconds of each kind of node, whether they are measured). Where only programs are
+    shown, a layer's time is split by the least times of its nodes, activations included; so is the
+    time of a node that is of several kinds."""
     measured = all(c.node in times for c in costs)
     place: Callable[[str], str] = (lambda name: name) if measured else _stage
     least: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -137,7 +137,7 @@ def _stage(name: str) -> str:
 def breakdown(
     engine: Engine, w: Workload, tokens: torch.Tensor, costs: Sequence[NodeCost], roof: Roof
 ) -> Breakdown:
-    """Milliseconds of a decode step by part (measured) and by kind (measured or estimated)."""
+    """Return milliseconds of a step by part (measured) and by kind (measured or estimated)."""
     times = step_times(engine, w, tokens)
     kinds, measured = by_kind(times, costs, roof)
     return Breakdown(
@@ -149,7 +149,7 @@ def breakdown(
 
 
 def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Largest first."""
+    """Convert seconds to milliseconds, largest first."""
     ordered = sorted(seconds.items(), key=lambda x: -x[1])
     return {name: s * 1e3 for name, s in ordered}
 
@@ -158,8 +158,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def calls_per_step(engine: Engine) -> dict[str, int]:
-    """What a decode step calls: compiled programs and views between them, or the interpreter's
-    nodes."""
+    """Count the calls of a decode step: compiled programs and views, or the interpreter's nodes."""
     if engine.manifest["backend"] != "torch":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
     steps = phase_steps(engine.program, engine.limits)["decode"]
@@ -168,7 +167,7 @@ def calls_per_step(engine: Engine) -> dict[str, int]:
 
 
 def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
-    """On CUDA: kernels that a step runs on the device, and milliseconds that they take."""
+    """Count the kernels that a step runs on CUDA, and the milliseconds that they take."""
     from torch.profiler import ProfilerActivity, profile
 
     step()

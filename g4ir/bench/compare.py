@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What else is not the same, the rows, and how many of them differ."""
+    """The other differences, the rows, and how many of the rows differ."""
 
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compare_reports(a: Report, b: Report, every: bool = False) -> Comparison:
-    """The runs that both have, side by side."""
+    """Compare the runs that both have, side by side."""
     rows = tuple(
         row for one, two in _pairs(a, b) for row in _rows(one, two) if every or row.metric in MAIN
     )
@@ -98,7 +98,7 @@ def _notes(a: Report, b: Report) -> Iterator[str]:
 
 
 def compare_text(found: Comparison) -> str:
-    """A table with a mark at every difference."""
+    """Return a table with a mark at every difference."""
     lines = [["", "A", "B", "B / A", ""]]
     for r in found.rows:
         mark = "VOID" if r.void else "differs" if r.differs else ""

@@ -43,7 +43,8 @@ Rounds = Sequence[Sequence[Request]]
 
 
 def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> Request:
-    """Each step ends with the chosen tokens on the host; going back to the depth is not timed."""
+    """Time a request. Each step ends with the chosen tokens on the host; going back to the depth is
+    not timed."""
     runner.rewind()
     marks = [time.perf_counter()]
     for piece in pieces(w, tokens):
@@ -54,20 +55,20 @@ def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> Request:
 
 
 def turn(runner: Runner, w: Workload, tokens: torch.Tensor, count: int) -> list[Request]:
-    """A runner's share of a round, without the garbage of the one before."""
+    """Run a runner's share of a round, without the garbage of the one before."""
     gc.collect()
     return [timed_request(runner, w, tokens) for _ in range(count)]
 
 
 def requests_per_round(seconds: float) -> int:
-    """From the time of one request."""
+    """Return how many requests a round takes, from the time of one."""
     return max(1, min(MOST_REQUESTS, math.ceil(ROUND_S / max(seconds, 1e-6))))
 
 
 def interleave(
     rounds: int, before: Callable[[], Any], runs: Mapping[str, Callable[[], Any]]
 ) -> tuple[list[Any], dict[str, list[Any]]]:
-    """A-B-A-B: each round calls `before`, then every run once; what they return, by round."""
+    """Run A-B-A-B: each round calls `before`, then every run once; return results by round."""
     each: list[Any] = []
     results: dict[str, list[Any]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -88,7 +89,7 @@ TAKE: dict[str, Take] = {
 
 
 def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
-    """Milliseconds: every statistic of ttft, itl, tpot and e2el."""
+    """Return every statistic of ttft, itl, tpot and e2el, in milliseconds."""
     return {
         f"{key}_ms": stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
         for key, take in TAKE.items()
@@ -96,7 +97,7 @@ def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
 
 
 def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
-    """Tokens per second: of prefill (all rows), of decode per row and in all, of whole requests.
+    """Return tokens a second: of prefill (all rows), of decode a row and in all, of whole requests.
 
     Decode is tokens over the time of decode steps; prefill is never part of it.
     """
@@ -119,13 +120,13 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
 def shares(
     rounds: Rounds, rates: Sequence[Rates], take: Take, seconds_at: Callable[[Rates], float]
 ) -> Stat:
-    """Least time at the measured rates over the median time; each round by its own rates."""
+    """Return least time at the measured rates over median time; each round by its own rates."""
     by_round = [seconds_at(r) / _median(many, take) for r, many in zip(rates, rounds, strict=True)]
     return around(seconds_at(middle(rates)) / _median(_all(rounds), take), by_round)
 
 
 def over(a: Rounds, b: Rounds, take: Take) -> Stat:
-    """Median time of one over that of the other, by round and over all."""
+    """Return the median time of one over that of the other, by round and over all."""
     by_round = [_median(x, take) / _median(y, take) for x, y in zip(a, b, strict=True)]
     return around(_median(_all(a), take) / _median(_all(b), take), by_round)
 

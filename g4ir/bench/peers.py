@@ -81,7 +81,7 @@ class HfRunner:
                 _put_back(layer, kept)
 
     def _copied(self) -> Any:
-        """Of a static cache its contents: compiled code is bound to its tensors."""
+        """Copy the cache, of a static one its contents: compiled code is bound to its tensors."""
         if not self.mode.static:
             return copy.deepcopy(self.cache)
         return [
@@ -115,7 +115,7 @@ def _put_back(layer: Any, kept: dict[str, Any]) -> None:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """InputError for an unknown peer, MissingError for one that is not installed."""
+    """Raise InputError for an unknown peer, MissingError for one that is not installed."""
     for name in names:
         if name not in MODES:
             raise InputError(f"--peer {name!r}: expected one of {', '.join(MODES)}")
@@ -124,13 +124,13 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def check_compiler(names: Sequence[str], device: str) -> None:
-    """MissingError where a peer is to be compiled and cannot be."""
+    """Raise MissingError where a peer is to be compiled and cannot be."""
     if any(MODES[name].compiled for name in names):
         check_toolchain(device)
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
-    """The transformers text model on an engine's weights, in its dtype and on its device."""
+    """Return the transformers text model on an engine's weights, in its dtype and on its device."""
     kept = engine.manifest["weights"]
     dtype = torch_dtype(engine.dtype)
     source: WeightSource
@@ -149,7 +149,7 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
 
 
 def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """The transformers text model of a spec with the weights of `source`."""
+    """Return the transformers text model of a spec with the weights of `source`."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = spec.to_hf()
@@ -168,7 +168,7 @@ def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str =
 
 
 def _restore_buffers(model: Any, config: Any) -> None:
-    """Constants that are no checkpoint tensors: rope frequencies and embedding scales."""
+    """Restore constants that are no checkpoint tensors: rope frequencies and embedding scales."""
     from transformers.models.gemma4 import modeling_gemma4 as m
 
     model.model.rotary_emb = m.Gemma4TextRotaryEmbedding(config)

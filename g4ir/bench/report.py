@@ -55,7 +55,7 @@ SAME_WORK = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is run, and who is told of it."""
+    """The things that are run, and who is told of it."""
 
     w: Workload
     tokens: torch.Tensor
@@ -93,7 +93,7 @@ def run_bench(
     progress: Progress = no_progress,
 ) -> Report:
     """Measure one engine, or two of the same variant, beside peers of transformers (keys of
-    peers.MODES); returns the report.
+    peers.MODES); return the report.
 
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
     requests of each before them, beside the one that its outputs are compared on. checkpoint:
@@ -121,7 +121,7 @@ def run_bench(
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
-    """What can be refused before an engine is loaded."""
+    """Refuse what can be refused before an engine is loaded."""
     if rounds < 2:
         raise InputError(f"bench: --rounds {rounds}: expected at least 2, or there is no spread")
     if warmup < 0:
@@ -132,7 +132,7 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 
 def check_engines(engines: Sequence[Engine], peers: Sequence[str]) -> None:
-    """What can be refused before anything is measured."""
+    """Refuse what can be refused before anything is measured."""
     first = engines[0]
     for other in engines[1:]:
         if other.spec.digest() != first.spec.digest():
@@ -154,8 +154,8 @@ def _contestant(
     load_s: Number,
     engine: Engine | None = None,
 ) -> Contestant:
-    """With the seconds of bringing the rows to their depth, and of the first request of all, in
-    which a peer compiles and CUDA graphs are captured."""
+    """Return a contestant with the seconds of bringing the rows to their depth, and of the first
+    request of all, in which a peer compiles and CUDA graphs are captured."""
     job.progress(f"first request of {role}")
     reset_peak(device)
     runner = make()
@@ -180,7 +180,7 @@ def _peer_contestants(
 
 
 def _agreements(job: Job, contestants: Sequence[Contestant]) -> list[Agreement]:
-    """Everybody against the first peer, or against the interpreter where there is none."""
+    """Compare everybody with the first peer, or with the interpreter where there is none."""
     w, tokens = job.w, job.tokens
     engines = [c.engine for c in contestants if c.engine]
     peers = [c.runner for c in contestants if isinstance(c.runner, HfRunner)]
@@ -265,7 +265,7 @@ def _run(job: Job, c: Contestant, measured: Measured, void: bool) -> Run:
 def _engine_part(
     job: Job, engine: Engine, runner: EngineRunner, measured: Measured
 ) -> dict[str, Any]:
-    """What only an engine knows of itself: its work, its share of the roof, its parts."""
+    """Return the keys that only an engine knows of itself: its work, share of the roof, parts."""
     rates, rounds = measured.rates, measured.requests[runner.role]
     roof = middle(rates).roof()
     work = find_work(engine, job.w, job.tokens)
@@ -355,7 +355,7 @@ def _report(
 
 
 def _vllm_keys(run: Run) -> dict[str, Number]:
-    """As vLLM's benchmark names them; nothing where the outputs disagree."""
+    """Return keys as vLLM's benchmark names them; nothing where the outputs disagree."""
     speed = run.tokens_per_s
     found = {
         "request_throughput": speed["request"].value,
@@ -378,7 +378,8 @@ def _roof_stats(rates: Sequence[Rates], dtype: str) -> schema.RoofStats:
 
 
 def _speedup(own: Run, other: Run, measured: Measured) -> Speedup | None:
-    """Median time of the other over our own, by round and over all; null where either is void."""
+    """Return the median time of the other over our own, by round and over all; null where either is
+    void."""
     if own.void or other.void:
         return None
     a, b = (measured.requests[r.role] for r in (own, other))

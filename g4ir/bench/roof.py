@@ -1,5 +1,5 @@
-"""What this machine can do now: bytes and FLOPs per second, measured in the process that uses
-them.
+"""The rates that this machine reaches now: bytes and FLOPs per second, measured in the process that
+uses them.
 
 On a GPU one pass over the buffer takes a quarter of a millisecond, of which starting it and waiting
 for it would be a tenth: there many passes lie between two events of the device. And its clock
@@ -54,7 +54,7 @@ class Rates:
 
 
 def middle(rates: Sequence[Rates]) -> Rates:
-    """The median of each rate."""
+    """Return the median of each rate."""
     return Rates(*(median([getattr(r, f.name) for r in rates]) for f in fields(Rates)))
 
 
@@ -74,7 +74,7 @@ class Meter:
         return make(*shape, device=self.device)
 
     def _largest(self, dtype: torch.dtype) -> torch.Tensor:
-        """The largest matrix whose product is quick enough."""
+        """Return the largest matrix whose product is quick enough."""
         for side in SIDES[self.device]:
             m = self._filled(side, side).to(dtype)
             self._seconds(lambda m=m: m @ m)  # type: ignore[misc]
@@ -83,7 +83,7 @@ class Meter:
         return m
 
     def measure(self) -> Rates:
-        """About half a second."""
+        """Measure the rates in about half a second."""
         m, source, target = self.matrix, *self.buffer.chunk(2)
         flops = 2 * m.shape[0] ** 3
         passes = min(MOST_PASSES, -(-TIMED_BYTES // self.buffer.nbytes))
@@ -98,7 +98,7 @@ class Meter:
         )
 
     def _typical(self, f: Callable[[], Any], passes: int) -> float:
-        """Seconds of one pass: the best that a CPU takes, the median of a GPU."""
+        """Measure the seconds of one pass: the best that a CPU takes, the median of a GPU."""
         if self.device == "cuda":
             return median([passes_seconds(f, passes) for _ in range(REPEATS)])
         return min(self._seconds(f) for _ in range(TRIES))
@@ -112,7 +112,7 @@ class Meter:
 
 
 def passes_seconds(f: Callable[[], Any], passes: int) -> float:
-    """Seconds that a GPU takes for one of so many passes, by its own clock."""
+    """Measure the seconds that a GPU takes for one of so many passes, by its own clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(passes):

@@ -26,8 +26,8 @@ class Runner(Protocol):
         """Hold again what was last given to `hold`."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B, n]; logits [B, vocab] after the last one, left on the device that made
-        them. They are good until the next step."""
+        """Append i64[B, n]; return logits [B, vocab] after the last one, left on the device that
+        made them. They are good until the next step."""
 
 
 class EngineRunner:
@@ -59,7 +59,7 @@ def prepare(runner: Runner, w: Workload, tokens: torch.Tensor) -> None:
 
 
 def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The steps of a request: the prompt, then single tokens."""
+    """Yield the steps of a request: the prompt, then single tokens."""
     start = w.context + w.input_len
     yield tokens[:, w.context : start]
     for at in range(start, w.fed):
@@ -67,7 +67,7 @@ def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def reference_runner(engine: Engine, batch: int) -> EngineRunner:
-    """The interpreter on the same graphs and params."""
+    """Return the interpreter on the same graphs and params."""
     runner = EngineRunner(reference_engine(engine, held=True), batch, "reference")
     runner.label = "the interpreter on the engine's params"
     return runner

@@ -43,7 +43,7 @@ class Has:
     keys: tuple[str, ...]
 
     def broken(self, value: dict[str, Any]) -> str | None:
-        """The key that is missing, or None."""
+        """Return the key that is missing, or None."""
         missing = [key for key in self.keys if key not in value]
         return f"must have the key {missing[0]}" if missing else None
 
@@ -56,7 +56,7 @@ class LeftOut:
     """A key that is left out where it has no value: it is never null."""
 
     def broken(self, value: Any) -> str | None:
-        """Said of null alone."""
+        """Return what is wrong: null alone is."""
         return "must not be null; leave it out" if value is None else None
 
     def schema(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Report:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a report, generated from the records."""
+    """Return the JSON Schema (2020-12) of a report, generated from the records."""
     defs: dict[str, Any] = {}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -257,7 +257,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A record as JSON values."""
+    """Return a record as JSON values."""
     if is_dataclass(value):
         hints = hints_of(type(value))  # type: ignore[arg-type]
         pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
@@ -272,7 +272,8 @@ def plain(value: Any) -> Any:
 
 
 def read_report(file: str | Path) -> Report:
-    """A report of this version; InputError names the file, what was found and what is expected."""
+    """Return a report of this version; InputError names the file, what was found and what is
+    expected."""
     try:
         report = json_object(Path(file).read_bytes())
     except ValueError as e:
@@ -288,7 +289,7 @@ def read_report(file: str | Path) -> Report:
 
 
 def report_of(values: Any, file: str = "report") -> Report:
-    """The report that JSON values are; InputError names the key where they are none."""
+    """Return the report that JSON values are; InputError names the key where they are none."""
     where = Where(file, 0)
     try:
         made: Report = build(Report, tree_of(values, where, exact=True))

@@ -42,7 +42,7 @@ class Stat:
 
 
 def percentile(samples: Samples, percent: float) -> float:
-    """With linear interpolation between the two nearest samples (numpy's default)."""
+    """Interpolate linearly between the two nearest samples (numpy's default)."""
     ordered = sorted(samples)
     at = (len(ordered) - 1) * percent / 100
     below = math.floor(at)
@@ -61,19 +61,19 @@ STATISTICS: dict[str, Callable[[Samples], float]] = {
 
 
 def stat(rounds: Sequence[Samples], statistic: Callable[[Samples], float]) -> Stat:
-    """One statistic of the samples of several rounds."""
+    """Return one statistic of the samples of several rounds."""
     value = statistic([x for samples in rounds for x in samples])
     return around(value, [statistic(samples) for samples in rounds])
 
 
 def around(value: float, rounds: Samples) -> Stat:
-    """A value and what it was in each round."""
+    """Return a value and what it was in each round."""
     largest = max(abs(x - value) for x in rounds)
     return Stat(value, max(largest, _interval(rounds), FLOOR * abs(value)))
 
 
 def _interval(rounds: Samples) -> float:
-    """Half of the interval that holds 95 % of rounds; 0 for a single one, which says nothing."""
+    """Return half of the interval that holds 95 % of rounds; 0 for one, which says nothing."""
     if len(rounds) < 2:
         return 0.0
     t = STUDENT_T[min(len(rounds) - 1, len(STUDENT_T)) - 1]
@@ -81,5 +81,5 @@ def _interval(rounds: Samples) -> float:
 
 
 def stats(rounds: Sequence[Samples]) -> dict[str, Stat]:
-    """Every statistic of STATISTICS."""
+    """Return every statistic of STATISTICS."""
     return {name: stat(rounds, f) for name, f in STATISTICS.items()}

@@ -29,7 +29,7 @@ PACKAGES = ("transformers", "triton")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """CPU or GPU model, clocks where they can be read, threads, versions, commit, date."""
+    """Return CPU or GPU model, clocks where they can be read, threads, versions, commit, date."""
     versions = {p: v for p in PACKAGES if (v := _version(p))}
     return {
         **(_gpu() if device == "cuda" else {}),
@@ -65,7 +65,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    """Of the current device; what nvidia-smi does not say is left out."""
+    """Describe the current device; what nvidia-smi does not say is left out."""
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     command = [
         "nvidia-smi",
@@ -82,7 +82,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout that runs; `unknown` where this is none."""
+    """Return the commit of the checkout that runs; `unknown` where this is none."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"
@@ -105,13 +105,13 @@ def reset_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> dict[str, int]:
-    """Bytes since `reset_peak`: the process's resident memory and the CUDA allocator's."""
+    """Return bytes since `reset_peak`: the process's resident memory and the CUDA allocator's."""
     cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
     return {"rss_bytes": _status("VmHWM"), **cuda}
 
 
 def _status(key: str) -> int:
-    """A size of /proc/self/status in bytes; the peak of the whole run where there is none."""
+    """Return a size of /proc/self/status in bytes; the peak of the run where there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{key}:"):
@@ -122,7 +122,7 @@ def _status(key: str) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that the system can give; 4 GiB where it does not say."""
+    """Count the bytes that the system can give; 4 GiB where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -35,8 +35,8 @@ ROWS = (
 
 
 def text(report: Report) -> str:
-    """Environment, roof, agreement, a table of the runs side by side, and what engines say of
-    themselves."""
+    """Return environment, roof, agreement, a table of the runs side by side, and the engines' own
+    facts."""
     lines = [*_head(report), "", _table(report.runs)]
     for role, s in report.speedup.items():
         lines.append(f"{'engine over ' + role:26}{_speedup(s)}")
@@ -67,7 +67,7 @@ def _head(r: Report) -> Iterator[str]:
 
 
 def machine(env: dict[str, Any]) -> str:
-    """The line of an environment."""
+    """Return the line of an environment."""
     gpu = f"{env['gpu']}, " if "gpu" in env else ""
     clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
     return (
@@ -111,7 +111,7 @@ def _shown(stat: Stat, factor: float = 1.0) -> str:
 
 
 def _short(x: float) -> str:
-    """About three digits."""
+    """Return a number as text of about three digits."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
@@ -122,7 +122,7 @@ def _speedup(s: Speedup | None) -> str:
 
 
 def _details(run: Run) -> Iterator[str]:
-    """What stands below the table for one run."""
+    """Yield the lines that stand below the table for one run."""
     yield f"{run.role}: {run.label}"
     if run.engine:
         yield from _engine_details(run)
@@ -170,7 +170,7 @@ COLUMNS = ("date", "model_id", "role", "metric", "value", "spread", "unit", "voi
 
 
 def csv_text(report: Report) -> str:
-    """One row for each measured thing."""
+    """Return one row for each measured thing."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -182,7 +182,7 @@ def csv_text(report: Report) -> str:
 
 
 def _measured(report: Report) -> Iterator[tuple[str, bool, str, str, Stat]]:
-    """(role, void, name, unit, stat) of the runs, then of the roof."""
+    """Return (role, void, name, unit, stat) of the runs, then of the roof."""
     for run in report.runs:
         for metric in metrics(run):
             yield run.role, run.void, *metric
@@ -192,7 +192,7 @@ def _measured(report: Report) -> Iterator[tuple[str, bool, str, str, Stat]]:
 
 
 def metrics(run: Run) -> Iterator[tuple[str, str, Stat]]:
-    """(name, unit, stat) of every measured thing of a run."""
+    """Return (name, unit, stat) of every measured thing of a run."""
     for key, stats in vars(run.stats).items():
         for name, stat in stats.items():
             yield f"{key.removesuffix('_ms')}_{name}", "ms", stat

@@ -1,4 +1,4 @@
-"""What a request costs: bytes and FLOPs of its steps by the cost model, experts counted.
+"""The cost of a request: bytes and FLOPs of its steps by the cost model, experts counted.
 
 The steps are those that a session makes: a prompt in chunks, of which only the last computes
 logits, and a chunk of one token is a decode step.
@@ -50,24 +50,24 @@ class Work:
     experts: dict[str, Any] | None
 
     def prefill_cost(self) -> Cost:
-        """The cost of a whole prompt."""
+        """Return the cost of a whole prompt."""
         return sum((total(c) for _, c in self.prefill), Cost())
 
     def decode_cost(self) -> Cost:
-        """The cost of a step, on average."""
+        """Return the cost of a step, on average."""
         whole = sum((total(c) for _, c in self.decode), Cost())
         return Cost(*(v // len(self.decode) for v in asdict(whole).values()))
 
     def prefill_floor(self, roof: Roof) -> float:
-        """Seconds: the chunks follow each other."""
+        """Return the seconds at the roof: the chunks follow each other."""
         return sum(floor(total(c), roof).seconds for _, c in self.prefill)
 
     def decode_floor(self, roof: Roof) -> float:
-        """Seconds of a step, on average."""
+        """Return the seconds of a step, on average."""
         return sum(floor(total(c), roof).seconds for _, c in self.decode) / len(self.decode)
 
     def facts(self, roof: Roof) -> WorkFacts:
-        """What a report keeps of it."""
+        """Return the part of the work that a report keeps."""
 
         def phase(cost: Cost, seconds: float) -> PhaseWork:
             return PhaseWork(**asdict(cost), floor_ms=seconds * 1e3, bound=floor(cost, roof).bound)
@@ -80,7 +80,7 @@ class Work:
 
 
 def request_chunks(w: Workload, size: int) -> Iterator[Chunk]:
-    """The runs of a request in an engine whose chunks have `size` tokens."""
+    """Yield the runs of a request in an engine whose chunks have `size` tokens."""
     end = w.context + w.input_len
     for at in range(w.context, end, size):
         new = min(size, end - at)
@@ -90,8 +90,8 @@ def request_chunks(w: Workload, size: int) -> Iterator[Chunk]:
 
 
 def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
-    """The cost of a request. Experts are counted by the interpreter, which runs the same tokens
-    once more; an engine without experts is not run."""
+    """Return the cost of a request. Experts are counted by the interpreter, which runs the same
+    tokens once more; an engine without experts is not run."""
     chunks = list(request_chunks(w, engine.limits.prefill_chunk))
     routed = any(flatten(engine.program.graphs["decode"]).find("router"))
     if routed:
@@ -108,7 +108,7 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
 
 
 def chunk_costs(engine: Engine, c: Chunk, batch: int) -> list[NodeCost]:
-    """Costs of the nodes that a run of a chunk needs."""
+    """Return the costs of the nodes that a run of a chunk needs."""
     g = engine.program.graphs[c.phase]
     costs = graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
     if c.logits:
@@ -118,7 +118,7 @@ def chunk_costs(engine: Engine, c: Chunk, batch: int) -> list[NodeCost]:
 
 
 def _state_nodes(g: Graph) -> set[str]:
-    """First results of the nodes that the caches follow from."""
+    """Return the first results of the nodes that the caches follow from."""
     wanted = {v.name for v in g.next.values()}
     live = set()
     for n in reversed(g.nodes):
@@ -132,7 +132,7 @@ def _state_nodes(g: Graph) -> set[str]:
 
 
 def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks with their `distinct`. Fused ops are opened, so that each router is a node."""
+    """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
     counts: defaultdict[Place, dict[str, int]] = defaultdict(dict)
@@ -150,7 +150,7 @@ def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chu
 
 
 def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:
-    """Of the layers that the chunk runs."""
+    """Return the chunk with the experts counted in the layers that it runs."""
     g = engine.program.graphs[c.phase]
     live = {n.outputs[0].name for n in g.nodes} if c.logits else _state_nodes(g)
     ran = [counts[n.outputs[1].name] for n in g.find("router") if n.outputs[0].name in live]
@@ -158,7 +158,7 @@ def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:
 
 
 def _described(engine: Engine, prompts: list[Chunk], steps: list[Chunk]) -> dict[str, Any]:
-    """How many there are, and how many were touched in a layer, on average."""
+    """Return how many experts there are, and how many were touched in a layer, on average."""
     moe = engine.spec.text.moe
     assert moe
     return {

@@ -1,4 +1,4 @@
-"""What is asked of every runner: the same tokens, whatever anybody would have chosen.
+"""The requests that every runner is asked: the same tokens, whatever anybody would have chosen.
 
 A request is a prompt of `input_len` tokens on rows that hold `context` tokens already, then
 `output_len - 1` single steps: `output_len` choices of a token. The tokens of the single steps are
@@ -48,7 +48,7 @@ def plan_workload(
     seed: int = 0,
     text: str | None = None,
 ) -> Workload:
-    """A workload that fits every engine; lengths left open become 512 and 64, or what fits.
+    """Return a workload that fits every engine; lengths left open become 512 and 64, or what fits.
 
     Raises InputError naming the size that is out of range and the limit.
     """
@@ -76,14 +76,14 @@ def plan_workload(
 
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
-    """i64[batch, fed]: the context, the prompt, then the token of each single step."""
+    """Return i64[batch, fed]: the context, the prompt, then the token of each single step."""
     if w.text is not None:
         return _text_tokens(w, w.text, engine)
     return random_ids(engine, (w.batch, w.fed), w.seed)
 
 
 def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
-    """Each row continues where the one before ended."""
+    """Return tokens of a text; each row continues where the one before ended."""
     import torch
 
     try:

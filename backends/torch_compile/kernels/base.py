@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What nodes of an op become on a GPU where `rule` says so.
+    """The kernel that nodes of an op become on a GPU where `rule` says so.
 
     starts   the kernels' names in the table of tunings, in order -> how often each is started
     rule     (graph, node, target) -> the shape by which settings are looked up, or None: not ours
@@ -77,7 +77,7 @@ class Kernel:
     ending: Callable[[Graph, Node], Node | None] = lambda g, n: None
 
     def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
-        """The settings of each kernel. LowerError where nobody has any for it."""
+        """Return the settings of each kernel. LowerError where nobody has any for it."""
         known = read_tunings()
         return {
             name: find_tuning(name, gpu, shape)
@@ -111,7 +111,7 @@ class Choice:
         return self.tunings[self.name].use
 
     def using(self, kernel: str, use: Use) -> Choice:
-        """The same with other settings of a kernel."""
+        """Return the same choice with other settings of a kernel."""
         tried = {kernel: Tuning(use, False)} if kernel in self.tunings else {}
         return replace(self, tunings={**self.tunings, **tried})
 
@@ -126,16 +126,16 @@ class Schedule:
     choices: Mapping[str, Choice]
 
     def find(self, n: Node) -> Choice | None:
-        """The kernel of a node of the graph, or of the parts of one; None: it is not ours."""
+        """Return the kernel of a node of the graph, or of the parts of one; None: not ours."""
         return self.choices.get(n.outputs[0].name)
 
     def using(self, kernel: str, use: Use) -> Schedule:
-        """The same with other settings of a kernel, whatever the table of tunings says."""
+        """Return the schedule with other settings of a kernel, whatever the table says."""
         return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
 
 
 def is_row(t: Type) -> bool:
-    """[B,1,...]: one token for each row of the batch."""
+    """Whether a tensor is [B,1,...]: one token for each row of the batch."""
     return t.rank >= 3 and t.shape[1] == 1
 
 
@@ -145,7 +145,7 @@ def is_skinny(n: Node, target: Target) -> bool:
 
 
 def size(t: Type, axis: int) -> int:
-    """A dim that is a number."""
+    """Return a dim that is a number."""
     found = t.shape[axis]
     assert isinstance(found, int)
     return found
@@ -157,12 +157,12 @@ def reads_blocks(n: Node) -> bool:
 
 
 def kv_heads(n: Node) -> int:
-    """How many heads an attention's caches have."""
+    """Count the heads of an attention's caches."""
     return size(n.caches[0].type, 2)
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """None for blocks of media, which are the library's: the kernels see the past alone."""
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
     q, heads = n.inputs[0].type, kv_heads(n)
     if reads_blocks(n):
         return None
@@ -175,7 +175,7 @@ def attention_shape(n: Node) -> dict[str, int] | None:
 
 
 def masking(n: Node) -> dict[str, Any]:
-    """The attributes that every attention has."""
+    """Return the attributes that every attention has."""
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
@@ -192,9 +192,9 @@ def attention_sample(
     form: str = "",
     pairs: int = 4,
 ) -> Sample:
-    """Rows of which `lengths` tokens are in caches of `slots`: the newest of these attends, or a
-    chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a latent
-    cache, and rotated."""
+    """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
+    or a chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a
+    latent cache, and rotated."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
     rows = {"": ["T", d, "T", d], "value": ["T", d + 2 * pairs], "raw": ["T", d, "f32", 1]}[form]
     kept = list(zip(rows[::2], rows[1::2]))
@@ -219,5 +219,5 @@ def attention_sample(
 
 
 def arrivals(name: str) -> str:
-    """Where a run's `env` has the counters that came with the queries of this name."""
+    """Return the name, in a run's `env`, of the counters that came with these queries."""
     return f"{name}/arrivals"

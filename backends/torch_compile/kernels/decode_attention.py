@@ -22,7 +22,7 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _counters(run: Run, n: Node, q: Any) -> Any:
-    """Zeros that came with the queries, or fresh ones."""
+    """Return the zeros that came with the queries, or fresh ones."""
     made = run.env.get(arrivals(n.inputs[0].name))
     return q.new_zeros((q.shape[0], kv_heads(n))).long() if made is None else made
 

@@ -51,7 +51,7 @@ SHORT, LONG = tl.constexpr(SHARES), tl.constexpr(SHARE_KEYS)
 
 
 def tree(splits: int, size: int) -> tuple[int, int]:
-    """(partial results of `size` bytes in a group, bits of a group's counter).
+    """Return (partial results of `size` bytes in a group, bits of a group's counter).
 
     One group where all are added at once. Else groups of about sqrt(splits), whose counters and
     that of the groups, above them, fit into 63 bits.
@@ -513,7 +513,7 @@ def _decode_raw(
 def _workspace(
     q: Tensor, kv_heads: int, splits: int
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
-    """Partial results and their maxima and sums, the result, and the constants of the sums."""
+    """Return partial results, their maxima and sums, the result, and the constants of the sums."""
     b, _, heads, d = q.shape
     group = heads // kv_heads
     size = 4 * group * d
@@ -545,7 +545,7 @@ def _prepared(
     rules: tuple[int, float, float],
     use: tuple[int, int, int, int],
 ) -> tuple[tuple[int, int, int], tuple[Any, ...], Tensor, dict[str, Any]]:
-    """The grid, the operands behind the caches, the result among them, and the constants."""
+    """Return the grid, the operands behind the caches, the result among them, and the constants."""
     (window, scale, softcap), (splits, block_n, warps, stages) = rules, use
     slots, b, n, _ = caches[0].shape
     parts, stats, out, sums = _workspace(q, n, splits)
@@ -556,12 +556,12 @@ def _prepared(
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """(inner, outer): the score in base 2 is inner * x, or, capped, outer * tanh(inner * x)."""
+    """Return (inner, outer): the base 2 score is inner * x, or, capped, outer * tanh(inner * x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
 
 
 def frequencies(n: Node, q: Tensor) -> Tensor:
-    """f32 [p]: the inverse frequencies of the pairs that a node's keys are rotated in."""
+    """Return f32 [p]: the inverse frequencies of the pairs that a node's keys are rotated in."""
     kind, d = n.word("kind"), int(q.shape[-1])
     theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     pairs = rotated_pairs(kind, d, fraction)
@@ -572,7 +572,7 @@ def frequencies(n: Node, q: Tensor) -> Tensor:
 def _of_raw(
     raw: Tensor, rms: Tensor, w: Tensor, freqs: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K and V of rows in the form `raw`, as the op's reference makes them."""
+    """Return K and V of rows in the form `raw`, as the op's reference makes them."""
     half, pairs = w.shape[0] // 2, freqs.shape[0]
     h = raw.float() * rms
     low, rest1, high, rest2 = (
@@ -599,7 +599,7 @@ def decode_attention(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """`attention` of the newest token of each row over its cache, [B,1,nq,d]
+    """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
     k, v [C,B,n,d], any strides but the last; arrivals i64[B,n], 0 before and after. A row without
@@ -634,7 +634,7 @@ def decode_attention_latent(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """`decode_attention` over caches in the form `value` or `raw` of `attention_latent`
+    """Compute `decode_attention` over caches in the form `value` or `raw` of `attention_latent`
 
     w [d] the weight of K's norm, of q's dtype as the table was; caches [C,B,n,d+2p], or [C,B,n,d]
     and f32 [C,B,n,1]; freqs f32[p] the inverse frequencies of the rotated pairs, which only the

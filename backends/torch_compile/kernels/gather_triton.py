@@ -34,8 +34,8 @@ def host_rows(address, ids, out, D, BLOCK: tl.constexpr):
 
 
 def gather_host_rows(address: int, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Rows `ids` (int64, any shape, in range) of a table at an address that the device of `ids`
-    may read: [*ids.shape, columns]."""
+    """Return rows `ids` (int64, any shape, in range) of a table at an address that the device of
+    `ids` may read: [*ids.shape, columns]."""
     out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
     grid = (ids.numel(), blocks(columns, BLOCK))
     start_untraced(

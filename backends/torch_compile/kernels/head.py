@@ -1,4 +1,4 @@
-"""From logits to the best tokens, exactly."""
+"""The best tokens from logits, exactly."""
 
 from __future__ import annotations
 

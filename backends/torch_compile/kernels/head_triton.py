@@ -1,4 +1,4 @@
-"""From logits to the best tokens, exactly: equal logits are ordered by their index.
+"""The best tokens from logits, exactly: equal logits are ordered by their index.
 
 A logit and its index become one int64, whose order is theirs: value first, then the lower index.
 So a maximum and a sort need no second operand, and the result does not depend on how the
@@ -81,8 +81,8 @@ def _top(top, values, index, count, k, KEPT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton_op("g4ir::block_argmax", mutates_args={})
 def block_argmax(logits: Tensor, block: int = 4096) -> Tensor:
-    """The lowest index of the largest logit: [B, V] -> int64 [B]; `block`: how many logits one
-    program of the first kernel reads."""
+    """Return the lowest index of the largest logit: [B, V] -> int64 [B]; `block`: how many logits
+    one program of the first kernel reads."""
     if not takes(logits):
         return logits.argmax(-1)
     rows, vocab = logits.shape
@@ -99,7 +99,7 @@ def block_argmax(logits: Tensor, block: int = 4096) -> Tensor:
 
 @triton_op("g4ir::top_candidates", mutates_args={})
 def top_candidates(logits: Tensor, k: int, block: int = 4096) -> tuple[Tensor, Tensor]:
-    """The k largest logits, descending, equal ones by index: fp32 [B, k] and int64 [B, k].
+    """Return the k largest logits, descending, equal ones by index: fp32 [B, k] and int64 [B, k].
 
     `block` as in `block_argmax`. ValueError unless 1 <= k <= V and k <= 64.
     """

@@ -30,7 +30,7 @@ _patched: set[int] = set()
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Within it kernels are interpreted, on tensors of the CPU.
+    """A context in which kernels are interpreted, on tensors of the CPU.
 
     Raises MissingError where TRITON_INTERPRET=1 was not set before triton was imported.
     """

@@ -1,4 +1,4 @@
-"""What the kernels share: starting them, seeing them started, arithmetic, activations."""
+"""The parts that kernels share: starting them, seeing them started, arithmetic, activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any
 
 
 def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
-    """`start` for what no tracer sees: a twentieth of the time, and torch keeps nothing of it."""
+    """Do `start` for what no tracer sees: a twentieth of the time, nothing kept by torch."""
     how = _START.get()
     (_direct if how is _traced else how)(kernel, grid, args, meta)
 
@@ -54,37 +54,38 @@ def _starting(how: Callable[..., None]) -> Iterator[None]:
 
 
 def directly() -> Any:
-    """Within it kernels start without a tracer: for the interpreter, and for timing."""
+    """Return a context in which kernels start without a tracer: for the interpreter, and for
+    timing."""
     return _starting(_direct)
 
 
 def by_default() -> Any:
-    """Within it kernels start as they do outside of `directly` and `recorded`."""
+    """Return a context in which kernels start as they do outside of `directly` and `recorded`."""
     return _starting(_traced)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within it no kernel runs; the list receives what would have been started."""
+    """A context in which no kernel runs; the list receives what would have been started."""
     seen: list[Launch] = []
     with _starting(lambda *launch: seen.append(launch)):
         yield seen
 
 
 def tile(block_n: int, block_k: int, warps: int, stages: int, block_m: int = 0) -> dict[str, int]:
-    """The settings of a product as a kernel takes them."""
+    """Return the settings of a product as a kernel takes them."""
     rows = {"BLOCK_M": block_m} if block_m else {}
     sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
     return rows | sizes | {"num_warps": warps, "num_stages": stages}
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def blocks(n: Any, size: int) -> Any:
-    """How many blocks of `size` cover n, which may be symbolic."""
+    """Count the blocks of `size` that cover n, which may be symbolic."""
     return (n + size - 1) // size
 
 

@@ -18,7 +18,7 @@ SUMS = {"norm_residual": (0,), "dual_norm_residual": (0, 2)}
 
 
 def _sum(g: Graph, n: Node) -> Node | None:
-    """The op that can add up partial sums, where the node's result goes nowhere else."""
+    """Return the op that can add up partial sums, where the node's result goes nowhere else."""
     users = g.users().get(n.out.name, [])
     if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
         return None
@@ -43,7 +43,7 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
 
 
 def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
-    """A stack of partial sums, which the norm behind it adds up."""
+    """Return a stack of partial sums, which the norm behind it adds up."""
     from .linear_triton import skinny_linear_parts
 
     return skinny_linear_parts(x, w, **choice.use)

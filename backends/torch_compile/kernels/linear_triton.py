@@ -153,7 +153,7 @@ def _start(
 
 
 def chunk(k: int, split: int, block_k: int) -> int:
-    """How many of the k products one of `split` parts adds: whole blocks, the last part fewer."""
+    """Count the products of k that one of `split` parts adds: whole blocks, the last part fewer."""
     return int(blocks(blocks(k, block_k), split) * block_k)
 
 
@@ -161,7 +161,7 @@ def chunk(k: int, split: int, block_k: int) -> int:
 def skinny_linear(
     x: Tensor, w: Tensor, block_m: int, block_n: int, block_k: int, warps: int, stages: int
 ) -> Tensor:
-    """The op `linear`: x [..., k], w [n, k] -> [..., n]."""
+    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]."""
     if not takes(x):
         return _linear(x, w)
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
@@ -180,7 +180,8 @@ def skinny_linear_parts(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds them."""
+    """Return fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds
+    them."""
     if not takes(x):
         step = chunk(w.shape[1], split, block_k)
         at = [slice(p * step, (p + 1) * step) for p in range(split)]
@@ -202,7 +203,7 @@ def skinny_linear_glu(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """The ops `linear`, then `glu_packed`, or `glu` with a given up.
+    """Compute the ops `linear`, then `glu_packed`, or `glu` with a given up.
 
     x [..., k], w [2n, k] -> [..., n]; or w [n, k] and up [..., n] -> [..., n].
     """

@@ -38,7 +38,7 @@ def _many(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
-    """(dense, experts): the dense MLP in the grids of the experts."""
+    """Return (dense, experts): the dense MLP in the grids of the experts."""
     from .moe_triton import moe_down, moe_gate_up
 
     x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
@@ -49,7 +49,7 @@ def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
 
 
 def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
-    """As `_by_row`: each expert in use is read once for all rows."""
+    """Return the results of `_by_row`, with each expert in use read once for all rows."""
     from .moe_triton import moe_down_sorted, moe_gate_up_sorted, moe_sort
 
     x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]

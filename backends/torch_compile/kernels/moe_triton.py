@@ -534,12 +534,12 @@ def _is_wide(logits: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Any:
-    """The product of the leading dims, which may be symbolic."""
+    """Return the product of the leading dims, which may be symbolic."""
     return x.numel() // x.shape[-1]
 
 
 def _most_in_use(listed: Tensor, index: Tensor) -> Any:
-    """How many experts can be in use: all, or one per slot of every row."""
+    """Count the experts that can be in use: all, or one per slot of every row."""
     return torch.sym_min(listed.shape[0], index.numel())
 
 
@@ -547,7 +547,7 @@ def _most_in_use(listed: Tensor, index: Tensor) -> Any:
 
 
 def _topk_reference(logits: Tensor, per_expert: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The second half of the op `router`, with an order among equals."""
+    """Compute the second half of the op `router`, with an order among equals."""
     scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
     index = index[..., :top_k].contiguous()
     return scores[..., :top_k].softmax(-1) * per_expert[index], index
@@ -564,14 +564,16 @@ def _sort_reference(
 
 
 def _per_slot(x: Tensor, w: Tensor) -> Tensor:
-    """x [rows, slots or 1, k], w [rows, slots, n, k] -> [rows, slots, n], rounded once."""
+    """Return products per slot: x [rows, slots or 1, k], w [rows, slots, n, k] -> [rows, slots, n],
+    rounded once."""
     return (wide(w) @ wide(x)[..., None])[..., 0].to(x.dtype)
 
 
 def _gate_up_reference(
     x_dense: Tensor, x_moe: Tensor, index: Tensor, w_dense: Tensor, gate_up: Tensor, act: str
 ) -> Tensor:
-    """`experts` up to its second product, and the dense MLP; the weights are gathered per slot."""
+    """Compute `experts` up to its second product, and the dense MLP; the weights are gathered per
+    slot."""
 
     def glu(packed: Tensor) -> Tensor:
         gate, up = packed.chunk(2, -1)
@@ -586,7 +588,7 @@ def _gate_up_reference(
 def _down_reference(
     act: Tensor, weights: Tensor, index: Tensor, w_dense: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rest of `experts` and of the dense MLP."""
+    """Compute the rest of `experts` and of the dense MLP."""
     lead, top_k = index.shape[:-1], index.shape[-1]
     _, hidden, inner = down.shape
     dense = torch.nn.functional.linear(act[:, top_k * inner :], w_dense)
@@ -609,8 +611,8 @@ def router_logits(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """Scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded, then
-    the product with proj [E, D]."""
+    """Return scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded,
+    then the product with proj [E, D]."""
     if not takes(x):
         return torch.nn.functional.linear(x * scale * root, proj)
     experts, hidden = proj.shape
@@ -633,8 +635,8 @@ def router_logits(
 def moe_sort(
     logits: Tensor, per_expert: Tensor, top_k: int, warps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights f32 and index i64 [..., top_k] of the op `router`, from scores [..., E], and i32[E]:
-    the experts that some row chose, ascending, then -1."""
+    """Return weights f32 and index i64 [..., top_k] of the op `router`, from scores [..., E], and
+    i32[E]: the experts that some row chose, ascending, then -1."""
     if not takes(logits):
         return _sort_reference(logits, per_expert, top_k)
     experts, rows = logits.shape[-1], _rows(logits)
@@ -672,7 +674,7 @@ def moe_gate_up(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
+    """Return act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
 
     x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first.
     """
@@ -713,7 +715,7 @@ def moe_down(
     warps: int,
     stages: int,
 ) -> tuple[Tensor, Tensor]:
-    """(w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
+    """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
     act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
     """
@@ -756,7 +758,7 @@ def moe_gate_up_sorted(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """`moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
+    """Compute `moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
     if not takes(x_moe):
         return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
     _, double, hidden = gate_up.shape
@@ -793,7 +795,7 @@ def moe_down_sorted(
     warps: int,
     stages: int,
 ) -> tuple[Tensor, Tensor]:
-    """`moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
+    """Compute `moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
     if not takes(act):
         return _down_reference(act, weights, index, w_dense, down)
     _, hidden, inner = down.shape

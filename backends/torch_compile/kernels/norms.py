@@ -19,7 +19,7 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 
 def _end(n: Node, given: tuple[Any, ...]) -> tuple[Any, list[Any], float]:
-    """The scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
+    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
     left = list(given)
     scalar = left.pop(0) if n.attrs["scaled"] else None
     weighted = n.attrs["weighted"]
@@ -42,7 +42,7 @@ def _norm_residual(
 
 
 def _dual_norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
-    """The first six inputs are a, w_a, b, w_b, w and the residual."""
+    """Start the kernel; the first six inputs are a, w_a, b, w_b, w and the residual."""
     from .norms_triton import dual_norm_residual
 
     return tuple(dual_norm_residual(*given[:6], *_end(n, given[6:]), **choice.use))

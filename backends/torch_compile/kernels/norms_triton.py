@@ -188,19 +188,19 @@ def _dual_norm_residual(
 
 
 def _parts(x: Tensor, like: Tensor) -> int:
-    """How many partial sums x [P, *like.shape] is a stack of; 0: x is like `like`."""
+    """Count the partial sums of which x [P, *like.shape] is a stack; 0: x is like `like`."""
     return x.shape[0] if x.dim() > like.dim() else 0
 
 
 def _three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The values of the pre-norms, then None for those that there are not."""
+    """Return the values of the pre-norms, then None for those that there are not."""
     if len(values) > PRE_NORMS:
         raise ValueError(f"{len(values)} pre-norms after a residual; a kernel makes {PRE_NORMS}")
     return [*values, *[None] * (PRE_NORMS - len(values))]
 
 
 def _whole(x: Tensor, like: Tensor) -> Tensor:
-    """Partial sums added in their order and rounded; anything else as it is."""
+    """Add partial sums in their order and round; return anything else as it is."""
     return reduce(operator.add, x.unbind()).to(like.dtype) if _parts(x, like) else x
 
 
@@ -212,7 +212,7 @@ def _reference(
     weights: Sequence[Tensor | None],
     eps: float,
 ) -> list[Tensor]:
-    """The expansion of the op `norm_residual`."""
+    """Compute the expansion of the op `norm_residual`."""
     h: Tensor = residual + norm.rms_norm.reference(_whole(x, residual), w_post, eps=eps)
     if scalar is not None:
         h = h * scalar
@@ -221,7 +221,7 @@ def _reference(
 
 @triton_op("g4ir::rms_norm", mutates_args={})
 def rms_norm(x: Tensor, w: Tensor | None, eps: float, warps: int) -> Tensor:
-    """y = x * (mean(x^2) + eps)^-0.5 [* w], rounded once; x, y [..., D], w [D]"""
+    """Return y = x * (mean(x^2) + eps)^-0.5 [* w], rounded once; x, y [..., D], w [D]"""
     if not takes(x):
         y: Tensor = norm.rms_norm.reference(x, w, eps=eps)
         return y
@@ -241,7 +241,8 @@ def norm_residual(
     eps: float,
     warps: int,
 ) -> list[Tensor]:
-    """h = (residual + rms_norm(x, w_post)) [* scalar], then rms_norm(h [, w]) per entry of weights
+    """Return h = (residual + rms_norm(x, w_post)) [* scalar], then rms_norm(h [, w]) per entry of
+    weights
 
     residual and results [..., D]; x like residual, or fp32 partial sums [P, ..., D], which are
     added in their order and rounded to the type of residual first; w_post, w [D]; scalar [1].
@@ -277,7 +278,7 @@ def dual_norm_residual(
     eps: float,
     warps: int,
 ) -> list[Tensor]:
-    """norm_residual of s = rms_norm(a, w_a) + rms_norm(b, w_b), rounded, with w_post = w_sum
+    """Return norm_residual of s = rms_norm(a, w_a) + rms_norm(b, w_b), rounded, with w_post = w_sum
 
     The end of a block with experts. a and b each like residual, or partial sums as there.
     """

@@ -36,7 +36,7 @@ def _value(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
 def _raw(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
 ) -> Any:
-    """K and V are made again, for all tiles of queries at once."""
+    """Attend over K and V that are made again, for all tiles of queries at once."""
     from ..attention import keys_values_of_chunk
 
     parts = len(n.caches)

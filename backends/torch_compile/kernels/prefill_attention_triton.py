@@ -296,7 +296,7 @@ def prefill_attention(
     stages: int,
     parts: int = 1,
 ) -> Tensor:
-    """The op `attention` for a chunk: q [B,S,nq,d]; caches [C,B,n,d]; fresh k, v [B,S,n,d].
+    """Compute the op `attention` for a chunk: q [B,S,nq,d]; caches [C,B,n,d]; fresh k, v [B,S,n,d].
 
     positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
     read. written i64[B] tokens are in the cache. Innermost dims are contiguous, others may be
@@ -327,8 +327,8 @@ def prefill_attention_latent(
     warps: int,
     stages: int,
 ) -> Tensor:
-    """The op `attention_latent`, form `value`, for a chunk: cache [C,B,n,d + 2p] and its own rows
-    [B,S,n,d + 2p]; w [d] the weight of K's norm; the rest as in `prefill_attention`.
+    """Compute the op `attention_latent`, form `value`, for a chunk: cache [C,B,n,d + 2p] and its
+    own rows [B,S,n,d + 2p]; w [d] the weight of K's norm; the rest as in `prefill_attention`.
 
     K is not made again: a tile of V serves both products. Its unrotated dims meet q * w, rounded
     to the dtype, where the op's reference rounds V * w.

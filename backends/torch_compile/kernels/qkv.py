@@ -1,4 +1,4 @@
-"""From a projection to attention: per-head norms, rotation and the write into the caches."""
+"""The steps from a projection to attention: per-head norms, rotation, the write into the caches."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def _write_shape(g: Graph, n: Node, target: Target) -> Shape:
 
 
 def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Of Q in a layer that reads another layer's cache."""
+    """Return the shape of Q in a layer that reads another layer's cache."""
     x = n.inputs[0].type
     return {"d": size(x, -1)} if is_row(x) and _reader(g, n) else None
 
 
 def _reader(g: Graph, n: Node) -> Node | None:
-    """The attention over a cache alone that reads a node's result as its queries."""
+    """Return the attention over a cache alone that reads a node's result as its queries."""
     users = g.users().get(n.out.name, [])
     found = [u for u in users if u.op.startswith("attention") and u.inputs[0] == n.out]
     return found[0] if len(found) == 1 and not found[0].chunk else None
 
 
 def _qkv_write(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
-    """The queries, and the caches, which follow seven other inputs and are written in place."""
+    """Return the queries and the caches, which follow seven other inputs, written in place."""
     from .qkv_triton import qkv_write
 
     held = given[7:]

@@ -1,4 +1,4 @@
-"""From a projection to attention: per-head norms, rotation and the write into the caches.
+"""The steps from a projection to attention: per-head norms, rotation, the write into the caches.
 
 One program per row and head; a head of the projection is read once and its norm, rotation and
 write are done on it in registers. It lies there as two tiles, elements i and i + d/2, so that the
@@ -12,7 +12,7 @@ two products, their sum. Two things differ: the order in which squares are added
 reciprocal root, within two fp32 units on a GPU. An fp32 result is within 1e-6 of the head's rms. A
 bf16 result equals the op's, except where the norm lies within about 2^-21 (relative) of the middle
 of two neighbours: one value in some thousand, by one unit, which a rotation passes on to both
-elements of the pair. What the form `raw` stores of the projection is the projection's bits.
+elements of the pair. The form `raw` stores the projection's bits.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _check(
     form: str,
     pairs: int,
 ) -> None:
-    """ValueError unless the projection and the caches are of this form."""
+    """Raise ValueError unless the projection and the caches are of this form."""
     widths = {"plain": (d, d), "value": (d + 2 * pairs,), "raw": (d, 1)}
     if form not in widths:
         raise ValueError(f"cache form {form!r}: expected plain or one of {', '.join(PARTS)}")
@@ -198,14 +198,14 @@ def _check(
 
 
 def _empty(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Room for the results: q [B,1,nq,d], arrivals i64[B,n]."""
+    """Return room for the results: q [B,1,nq,d], arrivals i64[B,n]."""
     rows = x.shape[0]
     q = x.new_empty((rows, 1, heads, d))
     return q, x.new_empty((rows, kv_heads), dtype=torch.int64)
 
 
 def _norm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """The expansion of the op `norm_rope`."""
+    """Compute the expansion of the op `norm_rope`."""
     y: Tensor = rope.reference(rms_norm.reference(x, w, eps=eps), cos, sin)
     return y
 
@@ -228,7 +228,7 @@ def _rows(
     pairs: int,
     eps: float,
 ) -> list[Any]:
-    """What the caches of a form hold of the projections k, v [B,1,n,d]."""
+    """Return the rows that the caches of a form hold of the projections k, v [B,1,n,d]."""
     if form == "raw":
         return [k, inverse_rms.reference(k, eps=eps)]
     key, value = _norm_rope(k, norm_k, cos, sin, eps), rms_norm.reference(v, eps=eps)
@@ -253,7 +253,8 @@ def qkv_write(
     eps: float,
     warps: int,
 ) -> tuple[Tensor, Tensor]:
-    """(norm_rope of the query heads [B,1,nq,d], zeros i32[B,n]); K and V go into their caches
+    """Return (norm_rope of the query heads [B,1,nq,d], zeros i32[B,n]); K and V go into their
+    caches
 
     qkv [B,1,(nq + n [+ n]) d]: query heads, key heads, value heads if `values`; otherwise V is of
     the keys' projection. norm_q, norm_k [d]; cos, sin [B,1,d]; start i64[B] the position of the
@@ -318,7 +319,7 @@ def q_heads(
     eps: float,
     warps: int,
 ) -> tuple[Tensor, Tensor]:
-    """The results of `qkv_write` on a layer that reads the caches of another; q [B,1,nq d]"""
+    """Return the results of `qkv_write` for a layer that reads other caches; q [B,1,nq d]."""
     if not takes(q):
         return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
     d = norm_q.shape[0]

@@ -1,4 +1,4 @@
-"""What a started kernel needs of a Hopper GPU: compiled for it, on any machine.
+"""The resources that a started kernel needs of a Hopper GPU: compiled for it, on any machine.
 
 Registers and spills are what ptxas says, shared memory what the compiler reserved.
 """
@@ -34,7 +34,7 @@ _ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one block of a kernel."""
+    """The resources of one block of a kernel."""
 
     kernel: str
     warps: int
@@ -65,7 +65,7 @@ def resources(launch: Launch, capability: int = 90) -> Resources:
 
 
 def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """The kernel with the types that a launcher would derive from the operands."""
+    """Return the kernel with the types that a launcher would derive from the operands."""
     signature: dict[str, str] = {}
     fixed = dict(constants)
     attrs: dict[tuple[int, ...], Any] = {}
@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
 
 
 def assembled(ptx: str, capability: int, ptxas: Path | None = None) -> tuple[int, int]:
-    """(registers of a thread, spilled bytes), by triton's assembler or another."""
+    """Return (registers of a thread, spilled bytes), by triton's assembler or another."""
     ptxas = ptxas or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

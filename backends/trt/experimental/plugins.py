@@ -52,7 +52,7 @@ _POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i32": "*i32", "wh
 
 
 def plugin_module(trt: Any) -> Any:
-    """`tensorrt.plugin` of a module."""
+    """Return `tensorrt.plugin` of a module."""
     module = getattr(trt, "plugin", None)
     return importlib.import_module(f"{trt.__name__}.plugin") if module is None else module
 
@@ -69,7 +69,7 @@ def register_plugins(trt: Any) -> None:
 
 
 def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
-    """(descriptors of the inputs, plan) -> descriptors of the outputs"""
+    """Return the function (descriptors of the inputs, plan) -> descriptors of the outputs."""
 
     def describe(*inputs: Any, plan: str) -> Any:
         made = Plan.parse(plan)
@@ -85,8 +85,8 @@ def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
 
 
 def _implementation(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
-    """(descriptors of the inputs, plan, those of the outputs, tactic) -> kernel, PTX, launch,
-    whole numbers"""
+    """Return the function (descriptors of the inputs, plan, those of the outputs, tactic) ->
+    kernel, PTX, launch, whole numbers"""
 
     def implement(*given: Any) -> Any:
         made, inputs = Plan.parse(given[-3]), given[:-3]
@@ -117,7 +117,7 @@ def _outputs(trtp: Any, plugin: Plugin) -> Any:
 
 
 def _sign(f: Any, given: Mapping[str, Any], result: Any) -> None:
-    """TensorRT reads the number and kinds of arguments off a function's signature."""
+    """Give a function the signature off which TensorRT reads the number and kinds of arguments."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     f.__signature__ = inspect.Signature(
         [inspect.Parameter(n, kind, annotation=a) for n, a in given.items()],
@@ -144,19 +144,19 @@ def _compiled(text: str) -> Kernel:
 
 
 def compiled(plan: Plan) -> Kernel:
-    """The kernel of a plan; layers of equal plans share it. MissingError without triton."""
+    """Return the kernel of a plan; layers of equal plans share it. MissingError without triton."""
     return _compiled(plan.text())
 
 
 def kernel_of(plugin: Plugin) -> Any:
-    """MissingError without triton."""
+    """Return the kernel of a plugin; MissingError without triton."""
     require_triton()
     module = importlib.import_module(f"{__package__}.{plugin.module}")
     return getattr(module, plugin.name)
 
 
 def tightened(plan: Plan, shared: int) -> Plan:
-    """With smaller tiles, where `shared` bytes are no more than every launch has."""
+    """Return the plan with smaller tiles where `shared` bytes are no more than a launch has."""
     most, stages = TIGHT.get(plan.plugin, ({}, plan.stages))
     if shared > SHARED_BYTES:
         return plan
@@ -165,7 +165,7 @@ def tightened(plan: Plan, shared: int) -> Plan:
 
 
 def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
-    """With tiles and stages, at most its own, that `shared` bytes have room for.
+    """Return the plan with tiles and stages, at most its own, that fit `shared` bytes.
 
     LowerError where there is no room for one stage.
     """
@@ -182,8 +182,8 @@ def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
 
 
 def add_plugin(e: TrtEmitter, plan: Plan, *inputs: Operand) -> tuple[Operand, ...]:
-    """A plugin layer and its results. LowerError where the kernel does not fit the GPU, or TensorRT
-    refuses the layer."""
+    """Add a plugin layer; return its results. LowerError where the kernel does not fit the GPU, or
+    TensorRT refuses the layer."""
     plugin, layer = PLUGINS[plan.plugin], f"{e.scope}/{plan.plugin}"
     types = dict(zip(plugin.inputs, (x.type for x in inputs), strict=True))
     wanted = plugin.kinds(plan.dtype)[: len(inputs)]
@@ -212,7 +212,7 @@ def result_types(plan: Plan, inputs: Mapping[str, Type]) -> list[Type]:
 
 
 def grid_of(plan: Plan, shapes: Shapes) -> tuple[int, ...]:
-    """The programs that TensorRT starts for inputs of these sizes."""
+    """Return the programs that TensorRT starts for inputs of these sizes."""
     return PLUGINS[plan.plugin].grid(Whole(), shapes, plan.constants)
 
 
@@ -243,7 +243,7 @@ class Experts:
         return {n: known[n] for n in names}
 
     def plans(self) -> tuple[Plan, Plan, Plan, Plan]:
-        """Sort, gate and up, down, weighted sum: sorted by expert."""
+        """Return the plans of sort, gate and up, down, weighted sum: sorted by expert."""
         block, warps, stages = self._tile()
         wide = {**block, "BLOCK_N": 2 * block["BLOCK_N"]}
         tiles = self.sizes("HIDDEN", "INNER", "EXPERTS", "E_P")
@@ -261,8 +261,8 @@ class Experts:
         )
 
     def _tile(self) -> tuple[dict[str, int], int, int]:
-        """Block sizes, warps, stages. A tile has room for twice the slots of an average expert, so
-        that few experts need a second one; fp32 has no tensor cores to feed."""
+        """Return block sizes, warps, stages. A tile has room for twice the slots of an average
+        expert, so that few experts need a second one; fp32 has no tensor cores to feed."""
         if self.dtype == "f32":
             return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32}, 4, 2
         average = self.tokens * self.top_k / self.experts
@@ -284,8 +284,8 @@ def experts(
     gate_up: Operand,
     down: Operand,
 ) -> Operand:
-    """Sorted by expert, whatever the number of tokens: a step with a conditional, which could
-    choose another form for single tokens, cannot be recorded."""
+    """Lower experts, sorted by expert, whatever the number of tokens: a step with a conditional,
+    which could choose another form for single tokens, cannot be recorded."""
     e = _emitter(net)
     sort, first, second, combine = experts_of(net, n, x.dtype).plans()
     listed = add_plugin(e, sort, e.cast(index, "i32"))
@@ -325,7 +325,7 @@ class Decode:
     softcap: float
 
     def plans(self, shared: int = SHARED_BYTES) -> tuple[Plan, Plan]:
-        """The shares, and their sum, which counts with the same blocks of keys."""
+        """Return the plans of the shares and of their sum, which counts in the same blocks."""
         shape = {
             "d": self.d,
             "kv_heads": self.heads,
@@ -357,7 +357,7 @@ class Decode:
         return first, Plan("decode_merge", self.dtype, both, 4, 4)
 
     def _factors(self) -> tuple[float, float]:
-        """The score in base 2 is inner * x, or, capped, outer * tanh(inner * x)."""
+        """Return (inner, outer): base 2 scores are inner * x; capped, outer * tanh(inner * x)."""
         if self.softcap:
             return self.scale / self.softcap, self.softcap * math.log2(math.e)
         return self.scale * math.log2(math.e), 0.0
@@ -372,8 +372,8 @@ def attention(
     *held: Operand,
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
-    """Over full-length caches by the decode kernels, by `form` over rings; and where the kernels
-    do not fit, which is said."""
+    """Attend over full-length caches by the decode kernels; by `form` over rings, and, noted, where
+    the kernels do not fit."""
     e = _emitter(net)
     if is_ring(n.caches[0].type) or len(held) != 2:
         return plain.attention(net, n, q, positions, written, *held, form=form)
@@ -392,7 +392,7 @@ def attention(
 def attention_latent(
     net: Network, n: Node, *operands: Operand, form: Callable[..., Operand] | None = None
 ) -> Operand:
-    """By `form`, and said so."""
+    """Attend by `form`, and say so in the notes."""
     _emitter(net).notes.append(
         f"{n.out}: explicit attention, since the decode kernels read K and V, not the form "
         f"{n.word('form')} of latent_kv"

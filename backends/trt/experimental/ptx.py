@@ -47,8 +47,8 @@ def compile_kernel(
     stages: int,
     capability: int,
 ) -> Kernel:
-    """For a GPU that need not be there. `kinds` are Triton's names of the types of the first
-    parameters; all others are `constants`.
+    """Compile a kernel for a GPU that need not be there. `kinds` are Triton's names of the types of
+    the first parameters; all others are `constants`.
 
     Tensors are taken to lie at multiples of 16 bytes, as TensorRT's do (of 256). MissingError
     without triton.
@@ -83,7 +83,7 @@ def has_triton() -> bool:
 
 
 def require_triton() -> Any:
-    """MissingError where it is not installed."""
+    """Return triton; MissingError where it is not installed."""
     try:
         import triton
         import triton.backends.compiler
@@ -96,7 +96,7 @@ def require_triton() -> Any:
 
 
 def trimmed(ptx: str, count: int) -> str:
-    """PTX whose entry has its first `count` parameters only, and without debug information.
+    """Return PTX whose entry has its first `count` parameters only, and without debug information.
 
     Triton adds pointers to scratch memory at the end, which TensorRT knows nothing of. LowerError
     where the kernel uses them, or where it has too few parameters.
@@ -123,7 +123,7 @@ def trimmed(ptx: str, count: int) -> str:
 
 
 def parameters(ptx: str) -> list[Parameter]:
-    """The parameters of the only entry, in order."""
+    """Return the parameters of the only entry, in order."""
     found = []
     for line in _entry(ptx)["params"].split(",\n"):
         match = _PARAM.match(line.strip())

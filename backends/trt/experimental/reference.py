@@ -18,19 +18,19 @@ Tensor = torch.Tensor
 
 
 def meaning(plugin: str, attributes: Mapping[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`run`, as the recorder asks for it."""
+    """Compute a plugin by `run`, as the recorder asks for it."""
     return run(Plan.parse(attributes["plan"]), *tensors)
 
 
 def run(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a plugin on these inputs."""
+    """Compute the outputs of a plugin on these inputs."""
     made = _MEANING[plan.plugin](plan.constants, *tensors)
     kinds = PLUGINS[plan.plugin].kinds(plan.dtype)[-len(made) :]
     return tuple(t.to(torch_dtype(kind)) for t, kind in zip(made, kinds, strict=True))
 
 
 def _per_slot(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
-    """x [..., K or 1, k], w [E, n, k], index [..., K] -> [..., K, n], rounded once."""
+    """Multiply x [..., K or 1, k], w [E, n, k], index [..., K] -> [..., K, n], rounded once."""
     chosen = w[index.long()]
     return (wide(chosen) @ wide(x)[..., None])[..., 0].to(x.dtype)
 
@@ -50,7 +50,7 @@ def _sort(c: Constants, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _index(order: Tensor, offsets: Tensor) -> Tensor:
-    """The experts of the slots, which `_sort` had."""
+    """Return the experts of the slots, which `_sort` had."""
     index = torch.empty_like(order).flatten()
     experts = torch.arange(len(offsets) - 1, dtype=torch.int32)
     index[order.flatten().long()] = experts.repeat_interleave(offsets.diff())
@@ -74,7 +74,7 @@ def _combine(c: Constants, parts: Tensor, weights: Tensor) -> tuple[Tensor, ...]
 
 
 def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
-    """[B, S, shares, SLOTS]: keys of each share of each token."""
+    """Return [B, S, shares, SLOTS]: keys of each share of each token."""
     shares = -(-c["SPLITS"] // positions.shape[1])
     end = (positions.clamp(max=min(len(slots), c["SLOTS"]) - 1) + 1).clamp(min=1)
     first = (end - c["WINDOW"]).clamp(min=0) if c["WINDOW"] else torch.zeros_like(end)
@@ -91,7 +91,7 @@ def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
 def _parts(
     c: Constants, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor
 ) -> tuple[Tensor, ...]:
-    """Shares without keys have maximum -inf and sum 0."""
+    """Return the partial results; shares without keys have maximum -inf and sum 0."""
     query = wide(q).view(*q.shape[:2], c["HEADS"], 1, c["GROUP"], c["D"])
     s = query @ wide(keys)[:, None, :, None].transpose(-1, -2) * c["INNER"]
     s = c["OUTER"] * s.tanh() if c["CAPPED"] else s

@@ -69,7 +69,7 @@ class Plugin:
     whole: Mapping[str, Callable[[Shapes, Constants], Any]]
 
     def kinds(self, dtype: str) -> list[str]:
-        """Dtypes of the parameters in order; `whole` for whole numbers."""
+        """Return the dtypes of the parameters in order; `whole` for whole numbers."""
         of = {T: dtype}
         return [
             *(of.get(k, k) for k in self.inputs.values()),
@@ -99,30 +99,30 @@ class Plan:
 
 
 def blocks(n: int, size: int) -> int:
-    """How many blocks of `size` cover n."""
+    """Count the blocks of `size` that cover n."""
     return -(-n // size)
 
 
 def _tokens(s: Shapes) -> Any:
-    """Rows times tokens of the first input."""
+    """Return rows times tokens of the first input."""
     first = next(iter(s.values()))
     return first[0] * first[1]
 
 
 def _count(s: Shapes, c: Constants) -> Any:
-    """How many slots."""
+    """Count the slots."""
     b, n, k = s["order" if "order" in s else "index"]
     return b * n * k
 
 
 def _columns(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    """A program for each token and block of columns of the result."""
+    """Return a grid: a program for each token and block of columns of the result."""
     return _tokens(s), blocks(c["HIDDEN"], c["BLOCK_N"] if "BLOCK_N" in c else c["BLOCK"])
 
 
 def _tiles(columns: str) -> Sizes:
     def grid(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-        """An expert in use has one tile that may not be full, and full ones."""
+        """Return the grid: an expert in use has one tile that may not be full, and full ones."""
         count = _count(s, c)
         tiles = count // c["BLOCK_M"] + a.min(count, c["EXPERTS"])
         return tiles, blocks(c[columns], c["BLOCK_N"])
@@ -135,7 +135,7 @@ def _looked_at(s: Shapes, c: Constants) -> Any:
 
 
 def _shares(a: Arithmetic, tokens: Shape, c: Constants) -> Any:
-    """Among how many programs a token's keys are split, of a tensor [B, S, ...]."""
+    """Count the programs that split a token's keys, of a tensor [B, S, ...]."""
     return a.cdiv(c["SPLITS"], tokens[1])
 
 

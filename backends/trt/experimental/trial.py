@@ -28,8 +28,8 @@ LARGEST = Decode("bf16", 1, 1, 8, 512, 256, 0, 1.0, 0.0)
 
 
 def shared_memory(api: Api, device: str, log: Any = None) -> int:
-    """Bytes of dynamic shared memory that kernels of plugins may use: more than every launch may
-    ask for only where a network of one such kernel is built, runs, and is right."""
+    """Return the bytes of dynamic shared memory that kernels of plugins may use: more than every
+    launch may ask for only where a network of one such kernel is built, runs, and is right."""
     plan = LARGEST.plans(MOST_SHARED_BYTES)[0]
     # What a share without keys has is not written.
     plan = replace(plan, constants={**plan.constants, "SPLITS": 1})
@@ -66,7 +66,7 @@ def _runs(api: Api, plan: Plan, device: str, log: Any) -> bool:
 
 
 def _example(plan: Plan) -> dict[str, torch.Tensor]:
-    """Inputs of a `decode_parts` for one token that sees every slot."""
+    """Return inputs of a `decode_parts` for one token that sees every slot."""
     c, g = plan.constants, torch.Generator().manual_seed(0)
     shapes = {"q": (1, 1, c["HEADS"] * c["GROUP"], c["D"])}
     shapes |= dict.fromkeys(("keys", "values"), (1, c["HEADS"], c["SLOTS"], c["D"]))

@@ -55,8 +55,8 @@ class Recorder(ModuleType):
 
 
 def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
-    """The module as of one of VERSIONS; each call gives a new one with an empty record. `meaning`
-    says what plugins compute; without it their networks can be checked, not run."""
+    """Return the module as of one of VERSIONS; each call gives a new one with an empty record.
+    `meaning` says what plugins compute; without it their networks can be checked, not run."""
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
     module = Recorder("tensorrt")
@@ -68,7 +68,7 @@ def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
 
 
 def _common() -> dict[str, Any]:
-    """Classes and enums that both versions have, by name."""
+    """Return the classes and enums that both versions have, by name."""
     return {
         name: thing
         for part in (enums, layers, network, engine)
@@ -80,8 +80,8 @@ def _common() -> dict[str, Any]:
 
 
 def recording(module: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A recorder of steps on the CPU: a step is run, and then run again under the rules of a CUDA
-    graph."""
+    """Return a recorder of steps on the CPU: a step is run, and then run again under the rules of a
+    CUDA graph."""
 
     def recorded(work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -96,7 +96,7 @@ def recording(module: Any) -> Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def _bound(name: str, thing: Any, module: Recorder) -> Any:
-    """A class that records into this module; other things as they are."""
+    """Return a class that records into this module; other things as they are."""
     if not (isinstance(thing, type) and issubclass(thing, Recorded)):
         return thing
     return type(name, (thing,), {"_calls": module.calls, "_module": module, "_api_name": name})

@@ -234,7 +234,7 @@ class Builder(Recorded):
         return all(writer.write(piece) == len(piece) for piece in (plan[:half], plan[half:]))
 
     def _plan(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
-        """None, and the reason in the log, where the network is refused."""
+        """Return the plan, or None, and the reason in the log, where the network is refused."""
         try:
             networks.check(network)
             _check_profiles(network, config)
@@ -266,8 +266,8 @@ def _told(monitor: Any, steps: int) -> bool:
 
 
 def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None:
-    """Every profile gives a range to every dim that is not known, and to no other; all layers take
-    the least and the largest shapes."""
+    """Check that every profile gives a range to every dim that is not known, and to no other; all
+    layers take the least and the largest shapes."""
     dynamic = [t for t in network._inputs if -1 in t._dims]
     need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
     for index, profile in enumerate(config._profiles):
@@ -279,7 +279,7 @@ def _check_profiles(network: INetworkDefinition, config: IBuilderConfig) -> None
 
 
 def _check_flags(config: IBuilderConfig) -> None:
-    """There is one way to refit; to strip a plan sets REFIT_IDENTICAL by default."""
+    """Check that there is one way to refit; to strip a plan sets REFIT_IDENTICAL by default."""
     ways = [f for f in ("REFIT", "REFIT_IDENTICAL") if config._named(f)]
     ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
     both = config._named("REFIT_INDIVIDUAL") and ways
@@ -287,7 +287,7 @@ def _check_flags(config: IBuilderConfig) -> None:
 
 
 def _check_launches(network: INetworkDefinition, room: int) -> None:
-    """Kernels of plugins ask for no more shared memory than their launch is given."""
+    """Check that kernels of plugins ask for no more shared memory than their launch is given."""
     for layer in network._layers:
         if isinstance(layer, IPluginV3Layer):
             types = [t._type for t in layer._inputs if t is not None]
@@ -308,7 +308,7 @@ def _check_range(profile: IOptimizationProfile, index: int, tensor: ITensor) -> 
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
-    """With copies of the weights: the caller's need not outlive the build."""
+    """Build with copies of the weights: the caller's need not outlive the build."""
     constants = [x for x in network._layers if isinstance(x, IConstantLayer)]
     names: dict[str, int] = {}
     if config._named("STRIP_PLAN"):
@@ -561,7 +561,7 @@ class IExecutionContext(Recorded):
         return self._shapes.get(name, self._engine._tensors[name]._dims)
 
     def _unready(self) -> str:
-        """Says what is missing, or wrong, before a step."""
+        """Say what is missing, or wrong, before a step."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
         if lacking:
@@ -580,7 +580,7 @@ class IExecutionContext(Recorded):
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
 
     def _unrecordable(self) -> str:
-        """Why the step cannot be recorded, where it is being."""
+        """Return why the step cannot be recorded, where it is being."""
         if not self._engine._module._capturing:
             return ""
         if self._engine._network._conditionals:
@@ -589,7 +589,7 @@ class IExecutionContext(Recorded):
         return "weights are streamed: the step waits, and cannot be captured" if streaming else ""
 
     def _misplaced(self) -> str:
-        """An aliased output lies where its input lies, any other where no input does."""
+        """Say which output is misplaced: an aliased one lies with its input, others apart."""
         spans = {
             n: range(at, at + prod(self._shape(n)) * TORCH[t._dtype].itemsize)
             for n, t in self._inputs().items()

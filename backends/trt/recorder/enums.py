@@ -100,7 +100,7 @@ class ExecutionContextAllocationStrategy(ApiEnum):
 
 
 class BuilderFlag(ApiEnum):
-    """Those that are used; each version has its own numbers."""
+    """The flags that are used; each version has its own numbers."""
 
 
 class BuilderFlag10(BuilderFlag):

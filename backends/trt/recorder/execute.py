@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 def execute(
     network: INetworkDefinition, feeds: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outputs by name; caches that are updated share the memory of what was fed.
+    """Return outputs by name; caches that are updated share the memory of what was fed.
 
     RuleError where a feed, or what a layer makes of it, is not what the network says.
     """
@@ -34,7 +34,7 @@ def execute(
 
 
 def _plan(network: INetworkDefinition) -> tuple[list[Layer], Any]:
-    """Layers outside of branches in order, and those of each branch; kept with the network."""
+    """Return layers outside branches in order, and those of each branch; kept in the network."""
     if "plan" not in network.__dict__:
         inside = interiors(network)
         hidden = {x for sides in inside.values() for side in sides for x in side}
@@ -68,7 +68,7 @@ class _Run:
             self.env[tensor] = value
 
     def branch(self, end: kinds.IIfConditionalOutputLayer) -> torch.Tensor:
-        """The branch that the condition asks for, and it alone."""
+        """Run the branch that the condition asks for, and it alone."""
         condition = end._conditional._condition
         assert condition
         side = 0 if bool(self.env[condition._in()]) else 1
@@ -104,7 +104,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pointwise(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`f` in fp32 at least, rounded to the operands' dtype."""
+    """Compute `f` in fp32 at least, rounded to the operands' dtype."""
     out = f(*map(_wide, tensors))
     return out if out.dtype == torch.bool else out.to(tensors[0].dtype)
 
@@ -127,7 +127,7 @@ _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whole numbers are cut off towards zero."""
+    """Divide; whole numbers are cut off towards zero."""
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
@@ -152,7 +152,7 @@ _ELEMENTWISE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 def _looked_up(
     table: Mapping[str, Callable[..., torch.Tensor]], member: str
 ) -> Callable[[Any, Tensors], Tensors]:
-    """Runs a layer that names its function by an enum."""
+    """Return a function that runs a layer which names its own by an enum."""
     return lambda layer, ins: [_pointwise(table[held(layer, member).name], *ins)]
 
 
@@ -202,7 +202,7 @@ def _shuffle(layer: Any, ins: Tensors) -> Tensors:
 
 
 def _slice(layer: Any, ins: Tensors) -> Tensors:
-    """A stride of 0 repeats one entry."""
+    """Slice; a stride of 0 repeats one entry."""
     given = iter(ins[1:])
     start, shape, stride = (
         next(given).tolist()
@@ -243,7 +243,7 @@ def _gather(layer: Any, ins: Tensors) -> Tensors:
 
 
 def _cache_update(layer: Any, ins: Tensors) -> Tensors:
-    """In place. TensorRT ignores what lies out of bounds silently; here it is an error."""
+    """Write in place. TensorRT ignores what lies out of bounds silently; here it is an error."""
     cache, new, at = ins
     for row, first in enumerate(at.tolist()):
         last = first + new.shape[2]
@@ -254,7 +254,7 @@ def _cache_update(layer: Any, ins: Tensors) -> Tensors:
 
 
 def _attention(layer: Any, ins: Tensors) -> Tensors:
-    """Scores and sums in fp32, probabilities rounded to the inputs' dtype."""
+    """Attend: scores and sums in fp32, probabilities rounded to the inputs' dtype."""
     q, k, v = ins[:3]
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

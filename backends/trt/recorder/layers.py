@@ -73,13 +73,13 @@ class Weights(Recorded):
     nbytes = Attribute(None, read=lambda w: w._count * TORCH[w._dtype].itemsize)
 
     def _tensor(self) -> torch.Tensor:
-        """The numbers that lie in that memory now."""
+        """Return the numbers that lie in that memory now."""
         need(self._pointer, "weights without memory: this network can be checked, not run")
         return memory_at(self._pointer, self._dtype, (self._count,))
 
 
 def memory_at(address: int, kind: Any, shape: Shape) -> torch.Tensor:
-    """The tensor that lies there; it is not copied."""
+    """Return the tensor that lies there; it is not copied."""
     dtype, count = TORCH[kind], math.prod(shape)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
@@ -142,7 +142,7 @@ class ITensor(Recorded):
         return f"{self._title}: {self._dtype.name}{list(self._dims)}"
 
     def _known(self) -> list[int | None] | None:
-        """The numbers of a shape tensor, None where they are known at run time only."""
+        """Return the numbers of a shape tensor, None where they are known at run time only."""
         return self._layer._values() if self._layer and self._index == 0 else None
 
 
@@ -192,7 +192,7 @@ class Layer(Recorded):
         return self._cached[1]
 
     def _look(self) -> None:
-        """Its rules, where they were not looked at before."""
+        """Check the layer's rules, where they were not looked at before."""
         assert self._types is not None
 
     def _infer(self) -> list[Output]:
@@ -226,7 +226,7 @@ class Layer(Recorded):
         return tuple(self._joined(dims, texts) for dims in zip(*(t._dims for t in tensors)))
 
     def _joined(self, dims: Sequence[int], texts: str) -> int:
-        """One dim of a result: equal ones, and ones that are 1."""
+        """Return one dim of a result: equal ones, and ones that are 1."""
         sizes = {d for d in dims if d not in (1, -1)}
         self._need(len(sizes) <= 1, f"{texts}: {list(dims)} cannot be broadcast")
         return sizes.pop() if sizes else -1 if -1 in dims else 1
@@ -243,7 +243,7 @@ def _bits(mask: int, rank: int) -> list[int]:
 
 
 def volume(dims: Shape) -> int:
-    """Elements, -1 where a dim is not known."""
+    """Count the elements, -1 where a dim is not known."""
     return -1 if -1 in dims else math.prod(dims)
 
 
@@ -325,7 +325,7 @@ class IElementWiseLayer(ILayer):
         return [(DataType.BOOL if op.name in compares else a._dtype, self._broadcast(a, b))]
 
     def _values(self) -> list[int | None] | None:
-        """The numbers of shape tensors, for what is done with sizes."""
+        """Return the numbers of shape tensors, for what is done with sizes."""
         f = ON_SIZES.get(held(self, "op").name)
         one, two = self._in(0)._known(), self._in(1)._known()
         if f is None or one is None or two is None or len(one) != len(two):
@@ -366,7 +366,7 @@ class ISoftMaxLayer(ILayer):
         return [self._in()._type]
 
     def _axes(self) -> int:
-        """By default the axis three from the end."""
+        """Return the mask of axes, by default of the axis three from the end."""
         axes = held(self, "axes")
         return 1 << max(len(self._in()._dims) - 3, 0) if axes is None else int(axes)
 
@@ -458,7 +458,7 @@ class IConcatenationLayer(ILayer):
     axis = Attribute("int", None)
 
     def _axis(self) -> int:
-        """By default the dim three from the end."""
+        """Return the axis, by default the dim three from the end."""
         axis, rank = held(self, "axis"), len(self._in()._dims)
         return max(rank - 3, 0) if axis is None else int(axis)
 
@@ -499,7 +499,7 @@ class ISliceLayer(ILayer):
         return [self._part(i, member) for i, member in self._MEMBERS]
 
     def _part(self, index: int, member: str) -> list[int | None]:
-        """Start, shape or stride: an input, or what was given when the layer was made."""
+        """Return start, shape or stride: an input, or what was given when the layer was made."""
         tensor = self._inputs[index] if index < len(self._inputs) else None
         if tensor is None:
             return list(held(self, member))
@@ -673,7 +673,7 @@ class IAttention(Layer):
 
 
 class IAttention11(IAttention):
-    """As of 11: the causal kind is an enum."""
+    """IAttention of version 11: the causal kind is an enum."""
 
     _api_name = "IAttention"
     causal_kind = Attribute("CausalMaskKind")

@@ -219,7 +219,7 @@ class INetworkDefinition(Recorded):
 
     @api
     def add_plugin(self, func: Callable, aot: bool) -> kinds.IPluginV3Layer:
-        """Adds one that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
+        """Add a plugin that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
         need(aot, "add_plugin: only plugins that are compiled ahead of time")
         inputs, shapes, plugin = func()
         need(not shapes, "add_plugin: no shape inputs")
@@ -233,7 +233,7 @@ class INetworkDefinition(Recorded):
 
 
 class INetworkDefinition11(INetworkDefinition):
-    """As of 11."""
+    """INetworkDefinition of version 11."""
 
     _attention = kinds.IAttention11
 
@@ -291,7 +291,7 @@ def _names(network: INetworkDefinition) -> set[str]:
 
 
 def check(network: INetworkDefinition) -> None:
-    """Looks at a network as the builder does before it builds; RuleError."""
+    """Check a network as the builder does before it builds; RuleError."""
     typed = network._module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
     always = not network._module.__version__.startswith("10.")
     need(always or network._flags >> int(typed) & 1, "the network is not STRONGLY_TYPED")
@@ -309,7 +309,7 @@ def check(network: INetworkDefinition) -> None:
 
 
 def _check_cache(network: INetworkDefinition, layer: Layer) -> None:
-    """Input and output of an update are one memory, so nobody else may look at the input."""
+    """Check that nobody else looks at an update's input: input and output are one memory."""
     layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
     cache = layer._inputs[0]
     readers = [x for x in network._layers if x is not layer and cache in x._inputs]
@@ -318,7 +318,7 @@ def _check_cache(network: INetworkDefinition, layer: Layer) -> None:
 
 
 def aliases(network: INetworkDefinition) -> dict[str, str]:
-    """Output -> the input whose memory it is."""
+    """Return, by output, the input whose memory it is."""
     updates = [x for x in network._layers if isinstance(x, kinds.IKVCacheUpdateLayer)]
     return {held(x._outputs[0], "name"): held(x._in(0), "name") for x in updates}
 
@@ -327,8 +327,8 @@ Branches = dict[kinds.IIfConditionalOutputLayer, tuple[list[Layer], list[Layer]]
 
 
 def interiors(network: INetworkDefinition) -> Branches:
-    """The layers of both branches of each conditional output; RuleError where a branch reads what
-    did not come in through an input layer, or something else reads what is inside."""
+    """Return the layers of both branches of each conditional output; RuleError where a branch reads
+    what did not come in through an input layer, or something else reads what is inside."""
     found: Branches = {}
     for conditional in network._conditionals:
         name = held(conditional, "name") or "a conditional"
@@ -382,7 +382,7 @@ def _check_enclosed(network: INetworkDefinition, found: Branches) -> None:
 
 @contextmanager
 def bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[None]:
-    """Inputs have these shapes."""
+    """A context in which inputs have these shapes."""
     network._bound = inputs
     network._epoch += 1
     try:
@@ -393,7 +393,7 @@ def bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[
 
 
 def volumes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> dict[str, int]:
-    """Elements of each tensor where inputs have these shapes: name, or layer name, -> count."""
+    """Count the elements of each tensor, by name or layer name, where inputs have these shapes."""
     with bound(network, inputs):
         return _volumes(network)
 
@@ -407,9 +407,9 @@ def _volumes(network: INetworkDefinition) -> dict[str, int]:
 
 
 def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dict[str, int], int]:
-    """`volumes`, and the most bytes of tensors that exist at a time, where no two layers are fused
-    and each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
-    elsewhere."""
+    """Return `volumes`, and the most bytes of tensors that exist at a time, where no two layers are
+    fused and each tensor is there from its layer to its last reader. Inputs, outputs and constants
+    lie elsewhere."""
     with bound(network, inputs):
         return _volumes(network), _live_bytes(network)
 
@@ -437,7 +437,7 @@ def _live_bytes(network: INetworkDefinition) -> int:
 
 
 def _is_view(layer: Layer) -> bool:
-    """Whether its output is its input's memory."""
+    """Whether the output of a layer is its input's memory."""
     if isinstance(layer, kinds.IShuffleLayer):
         return held(layer, "first_transpose") is None and held(layer, "second_transpose") is None
     return isinstance(layer, kinds.IIdentityLayer | kinds.IKVCacheUpdateLayer)

@@ -149,14 +149,14 @@ class Instance:
         self.of, self.attributes = of, attributes
 
     def output_types(self, inputs: Sequence[Described]) -> list[Described]:
-        """(dtype, dims) of the outputs; -1 are dims that are not known."""
+        """Return (dtype, dims) of the outputs; -1 are dims that are not known."""
         return [
             (x.dtype, tuple(-1 if d.value is None else d.value for d in x.shape_expr))
             for x in self._described(_descriptions(inputs))
         ]
 
     def launch(self, inputs: Sequence[Described], tactic: int = 0) -> SimpleNamespace:
-        """name, ptx, params (by name) and whole numbers for inputs of these sizes."""
+        """Return name, ptx, params (by name) and whole numbers for inputs of these sizes."""
         if self.of.implement is None:
             raise ValueError(f"{self.of.plugin_id} has no ahead-of-time implementation")
         given = _descriptions(inputs)
@@ -169,7 +169,7 @@ class Instance:
         return SimpleNamespace(name=name, ptx=ptx, params=numbers, whole=[n.value for n in whole])
 
     def run(self, *tensors: Any) -> tuple[Any, ...]:
-        """Its outputs, as whoever made the module says that they are."""
+        """Compute the outputs as whoever made the module says that they are."""
         meaning: Meaning | None = self.of.module.meaning
         need(meaning, f"{self.of.plugin_id}: say what it computes, recorder(meaning=...)")
         assert meaning
@@ -188,8 +188,8 @@ def _descriptions(inputs: Sequence[Described]) -> list[TensorDesc]:
 
 
 def _parsed(describe: Callable[..., Any]) -> tuple[list[str], dict[str, Any], int]:
-    """Names of tensors, attributes with their types, and how many outputs; ValueError on other
-    signatures."""
+    """Return names of tensors, attributes with their types, and how many outputs; ValueError on
+    other signatures."""
     tensors: list[str] = []
     attributes: dict[str, Any] = {}
     signature = inspect.signature(describe)
@@ -215,7 +215,7 @@ def _count(annotation: Any) -> int:
 
 
 def plugin_module(meaning: Meaning | None = None) -> Any:
-    """A module like `tensorrt.plugin`, in which nothing is registered."""
+    """Return a module like `tensorrt.plugin`, in which nothing is registered."""
     module: Any = ModuleType("tensorrt.plugin")
     module.op, module.meaning = SimpleNamespace(), meaning
 
@@ -253,7 +253,7 @@ def plugin_module(meaning: Meaning | None = None) -> Any:
 
 
 def _check_implementation(plugin: Registered, implement: Callable[..., Any]) -> None:
-    """ValueError where the signature does not follow from the plugin's."""
+    """Raise ValueError where the signature does not follow from the plugin's."""
     signature = inspect.signature(implement)
     expected = [*plugin.tensors, *plugin.attributes, "outputs", "tactic"]
     if list(signature.parameters) != expected:

@@ -17,7 +17,7 @@ class RuleError(ValueError):
 
 
 def need(condition: Any, message: str) -> None:
-    """RuleError with the message where the condition does not hold."""
+    """Raise RuleError with the message where the condition does not hold."""
     if not condition:
         raise RuleError(message)
 
@@ -34,7 +34,7 @@ class Call:
 
 
 class Recorded:
-    """A class of the module. What its `api` and `Attribute` members are asked goes to `_calls`."""
+    """A class of the module. The uses of its `api` and `Attribute` members go to `_calls`."""
 
     #: the class's name in the real module, where this one has a version of its own
     _api_name: ClassVar[str] = ""
@@ -45,7 +45,7 @@ class Recorded:
         self._calls.append(Call(owner, member, kind, tuple(args), kwargs or None))
 
     def _changed(self, member: str) -> None:
-        """A member was set."""
+        """Note that a member was set."""
 
 
 def _is_whole(x: Any) -> bool:
@@ -87,7 +87,7 @@ def fits(value: Any, kind: str) -> bool:
 
 
 def api(f: F) -> F:
-    """A method of the real class: its use is recorded, its arguments are checked.
+    """Return a method of the real class: its use is recorded, its arguments are checked.
 
     TypeError on arguments that the real binding would not take.
     """
@@ -136,7 +136,7 @@ class Attribute:
         instance._changed(self.name)
 
     def held(self, instance: Recorded) -> Any:
-        """The value, without a record of the look."""
+        """Return the value, without a record of the look."""
         return instance.__dict__.get(f"attribute {self.name}", self.default)
 
     def keep(self, instance: Recorded, value: Any) -> None:
@@ -144,7 +144,7 @@ class Attribute:
 
 
 def held(instance: Recorded, name: str) -> Any:
-    """The value of an `Attribute`, without a record of the look."""
+    """Return the value of an `Attribute`, without a record of the look."""
     owner: Any = type(instance)
     return _attribute(owner, name).held(instance)
 
@@ -157,7 +157,7 @@ def keep(instance: Recorded, name: str, value: Any) -> None:
 
 @lru_cache(maxsize=4096)
 def _attribute(owner: type, name: str) -> Attribute:
-    """The descriptor itself; looking for it is slow, and happens for every layer's every look."""
+    """Return the descriptor itself; its slow search happens for every look at every layer."""
     descriptor = inspect.getattr_static(owner, name)
     assert isinstance(descriptor, Attribute)
     return descriptor
