@@ -149,7 +149,7 @@ class TrtBackend(Backend):
         )
 
     def _spare(self, task: Task) -> int:
-        """Count the free bytes of the device, without what caches, tables and the reserve will take."""
+        """Count the free bytes of the device, without what caches and tables will take."""
         tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
         caches = self.cache_bytes(task.program, task.limits)
         taken = caches + tables + reserve(self.host.memory(task.device))

@@ -64,7 +64,7 @@ class Range:
 
 
 def _finite(limits: dict[str, float]) -> dict[str, Any]:
-    """Without those that limit nothing."""
+    """Keep the keys that limit something."""
     return {name: n for name, n in limits.items() if n < math.inf}
 
 
