@@ -10,7 +10,6 @@ import torch
 from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
-from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import FLOATS, Type, torch_dtype
 
@@ -70,7 +69,7 @@ def cache_write(
     """Return the written cache. A chunk is appended whole to a full-length cache. Each slot of a
     ring takes the token of the chunk that ends up there, or stays; no slot is written twice, which
     TensorRT leaves undefined."""
-    e, kind = net.e, n.inputs[0].type
+    e, kind = net.e, n["cache"].type
     if not is_ring(kind):
         return e.append(cache, e.transpose(new, 0, 2, 1, 3), start)
     kept, index = net.shared(
@@ -153,31 +152,29 @@ def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] |
     return net.shared(("held", cache, fresh and fresh[0]), make)
 
 
-def held_rows(
-    net: Network, n: Node, held: tuple[Operand, ...], first: int, parts: int
-) -> list[Operand]:
-    """Return the rows that an attention reads; its inputs from `first` on are `parts` caches, then,
-    where given, as many tensors of the chunk."""
-    values = n.inputs[first : first + 2 * parts]
-    fresh = [*zip(values[parts:], held[parts : len(values)], strict=True)]
-    return [_rows(net, values[i], held[i], fresh[i] if fresh else None) for i in range(parts)]
+def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]:
+    """Return the rows that an attention reads: `held` are its caches, then, where given, as many
+    tensors of the chunk."""
+    parts = len(n.caches)
+    chunk, _ = split_chunk(n.chunk, parts)
+    fresh = [*zip(chunk, held[parts : parts + len(chunk)], strict=True)]
+    return [_rows(net, v, held[i], fresh[i] if fresh else None) for i, v in enumerate(n.caches)]
 
 
-def key_positions(net: Network, n: Node, first: int, parts: int) -> Operand:
+def key_positions(net: Network, n: Node) -> Operand:
     """Return the positions of the rows of `held_rows`."""
-    cache, fresh = n.inputs[first].type, len(n.inputs) > first + parts
-    positions, written = n.inputs[1:3]
+    cache, fresh = n.caches[0].type, bool(n.chunk)
+    positions, written = n["positions"], n["written"]
     return net.shared(
         ("keys", cache.shape[0], fresh, positions, written),
         lambda: _key_positions(net, cache, net.operand(positions), net.operand(written), fresh),
     )
 
 
-def mask(net: Network, n: Node, key: Operand, first: int, parts: int) -> Operand:
-    """Return the mask [B, 1, 1, S, T] of an attention whose keys are at these positions; its inputs
-    from `first` on are `parts` caches, the chunk's rows, and block ids, where given."""
-    positions, window = n.inputs[1], n.whole("window")
-    _, block_ids = split_chunk(n.inputs[first + parts :], parts)
+def mask(net: Network, n: Node, key: Operand) -> Operand:
+    """Return the mask [B, 1, 1, S, T] of an attention whose keys are at these positions."""
+    positions, window = n["positions"], n.whole("window")
+    _, block_ids = split_chunk(n.chunk, len(n.caches))
     return net.shared(
         ("mask", id(key), positions, window, block_ids),
         lambda: _mask(net.e, key, net.operand(positions), window, _last(net, positions, block_ids)),
@@ -206,8 +203,8 @@ def attention(
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
     """Attend over K and V as cached; `form` stands for `attend` where a target has its own."""
-    keys, values = held_rows(net, n, held, 3, 2)
-    seen = mask(net, n, key_positions(net, n, 3, 2), 3, 2)
+    keys, values = held_rows(net, n, held)
+    seen = mask(net, n, key_positions(net, n))
     return (form or attend)(net, n, q, keys, values, seen)
 
 
@@ -222,12 +219,10 @@ def attention_latent(
     form: Callable[..., Operand] | None = None,
 ) -> Operand:
     """Attend over K and V that are made again from one cached tensor; `form` as in `attention`."""
-    kept = n.word("form")
-    parts = len(PARTS[kept])
-    at = key_positions(net, n, 4, parts)
-    rows = held_rows(net, n, held, 4, parts)
-    made = _of_value(net, n, rows, w) if kept == "value" else _of_raw(net, n, rows, w, at)
-    return (form or attend)(net, n, q, *made, mask(net, n, at, 4, parts))
+    at, rows = key_positions(net, n), held_rows(net, n, held)
+    value = n.word("form") == "value"
+    made = _of_value(net, n, rows, w) if value else _of_raw(net, n, rows, w, at)
+    return (form or attend)(net, n, q, *made, mask(net, n, at))
 
 
 def _of_value(net: Network, n: Node, rows: list[Operand], w: Operand) -> tuple[Operand, Operand]:

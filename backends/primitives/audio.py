@@ -87,8 +87,8 @@ def chunked_attention(
     e, (b, t, heads, d) = net.e, map(int, q.shape)
     chunk, cap = n.whole("chunk"), n.number("cap")
     seen = net.shared(
-        ("seen frames", n.inputs[5], chunk, n.whole("left"), n.whole("right")),
-        lambda: _seen(net, n, n.inputs[5]),
+        ("seen frames", n["mask"], chunk, n.whole("left"), n.whole("right")),
+        lambda: _seen(net, n, n["mask"]),
     )
     soft = e.cast(softplus(e, dim_scale), "f32")
     q = e.mul(e.mul(e.cast(q, "f32"), d**-0.5 / math.log(2)), weight_like(e, soft, q))

@@ -98,7 +98,7 @@ def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
         last = e.binary("max", e.sub(lengths, 1), 0)
         return e.unsqueeze(last, 1)
 
-    return e.gather_rows(x, net.shared(("last", n.inputs[1]), index))
+    return e.gather_rows(x, net.shared(("last", n["lengths"]), index))
 
 
 def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
@@ -130,7 +130,7 @@ def _latent_row(net: Network, n: Node, v: Operand, k: Operand) -> Operand:
     e, pairs, last = net.e, n.whole("pairs"), v.rank - 1
     if not pairs:
         return v
-    half = n.inputs[1].type.shape[-1] // 2  # type: ignore[operator]
+    half = n["k"].type.shape[-1] // 2  # type: ignore[operator]
     rotated = [e.slice(k, last, at, at + pairs) for at in (0, half)]
     return e.concat([v, *rotated], last)
 

@@ -44,7 +44,7 @@ def _padding(net: Network, positions: Value) -> Operand:
 
 
 def valid_patches(net: Network, n: Node, positions: Operand) -> Operand:
-    return net.e.unary("not", _padding(net, n.inputs[0]))
+    return net.e.unary("not", _padding(net, n["positions"]))
 
 
 def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -> Operand:
@@ -59,7 +59,7 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
         at = e.mul(e.binary("max", _place(e, positions, i), 0), step)
         return e.gather(rows, e.add(at, i * second), 0)
 
-    kept = e.unsqueeze(e.unary("not", _padding(net, n.inputs[1])), 2)
+    kept = e.unsqueeze(e.unary("not", _padding(net, n["positions"])), 2)
     return e.where(kept, e.add(entry(0), entry(1)), 0.0)
 
 
@@ -107,7 +107,7 @@ def encoder_attention(
     """Attend; `form` stands for products and a softmax where a target has its own."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
-    seen = net.shared(("valid keys", n.inputs[3]), lambda: e.unsqueeze(valid, 1, 2, 3))
+    seen = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2, 3))
     return (form or in_parts)(net, n, q, keys, values, seen)
 
 

@@ -107,7 +107,7 @@ def _mask(
 
 def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
     """Whether this is a decode step of an engine for one row."""
-    return not fresh and n.inputs[0].type.shape[:2] == (1, 1)
+    return not fresh and n["q"].type.shape[:2] == (1, 1)
 
 
 def _is_long(n: Node) -> bool:
@@ -129,7 +129,7 @@ def _scale(n: Node) -> float:
 
 
 def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
-    ring_of_one_row = n.attrs["window"] and n.inputs[0].type.shape[0] == 1
+    ring_of_one_row = n.attrs["window"] and n["q"].type.shape[0] == 1
     form = _per_head if chunk and ring_of_one_row else _grouped
     return form(q, k, v, mask, _scale(n))
 
@@ -169,7 +169,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Ten
 def _pairs(n: Node) -> int:
     """Count the rotated pairs of a node that reads a latent cache."""
     kind, fraction = n.word("kind"), n.number("fraction")
-    return rotated_pairs(kind, int(n.inputs[0].type.shape[-1]), fraction)
+    return rotated_pairs(kind, int(n["q"].type.shape[-1]), fraction)
 
 
 def _split(x: Tensor, pairs: int) -> tuple[Tensor, ...]:
@@ -251,7 +251,7 @@ def keys_values_of_chunk(
 
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
     """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded like `rope_table`, `rope`."""
-    d, kind, dtype = int(n.inputs[0].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
+    d, kind, dtype = int(n["q"].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
     with torch.device(key_pos.device):
         table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]

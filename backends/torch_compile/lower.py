@@ -126,12 +126,12 @@ def _cache_write(
     chunk fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may
     stay: there the chunk is gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
-    if n.inputs[1].type.shape[1] == 1:
+    if n["new"].type.shape[1] == 1:
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
         return cache
-    if m.device != "cpu" and isinstance(n.inputs[0].type.shape[0], str):
+    if m.device != "cpu" and isinstance(n["cache"].type.shape[0], str):
         return _list_write(cache, new, start, lengths)
     source = slot_positions(start + lengths, cache.shape[0]) - start
     picked = new[rows, source.clamp(min=0)]

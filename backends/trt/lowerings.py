@@ -33,7 +33,7 @@ def slots_of(n: Node, limits: Limits) -> int:
 
 def row_bytes(n: Node, limits: Limits) -> int:
     """Count the bytes of the scores of one query of every row."""
-    heads = n.inputs[0].type.shape[2]
+    heads = n["q"].type.shape[2]
     assert isinstance(heads, int)
     return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
 
@@ -47,7 +47,7 @@ def score_bytes(g: Graph, limits: Limits) -> int:
     """Count the bytes of scores of the largest attention of a graph, where nothing is fused."""
     return max(
         (
-            row_bytes(n, limits) * (block_rows(n, limits) if n.inputs[0].type.shape[1] != 1 else 1)
+            row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
             for n in g.find("attention", "attention_latent")
         ),
         default=0,

@@ -163,7 +163,7 @@ def kv_heads(n: Node) -> int:
 
 def attention_shape(n: Node) -> dict[str, int] | None:
     """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
-    q, heads = n.inputs[0].type, kv_heads(n)
+    q, heads = n["q"].type, kv_heads(n)
     if reads_blocks(n):
         return None
     return {

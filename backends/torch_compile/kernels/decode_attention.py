@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     shape = attention_shape(n)
-    if shape is None or n.chunk or not is_row(n.inputs[0].type):
+    if shape is None or n.chunk or not is_row(n["q"].type):
         return None
     return shape | {"programs": target.rows * shape["kv_heads"]}
 
 
 def _counters(run: Run, n: Node, q: Any) -> Any:
     """Return the zeros that came with the queries, or fresh ones."""
-    made = run.env.get(arrivals(n.inputs[0].name))
+    made = run.env.get(arrivals(n["q"].name))
     return q.new_zeros((q.shape[0], kv_heads(n))).long() if made is None else made
 
 

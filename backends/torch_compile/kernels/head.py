@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    return {"vocab": size(n.inputs[0].type, -1)}
+    return {"vocab": size(n["logits"].type, -1)}
 
 
 def _few(g: Graph, n: Node, target: Target) -> Shape | None:

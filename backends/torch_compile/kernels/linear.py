@@ -27,7 +27,7 @@ def _sum(g: Graph, n: Node) -> Node | None:
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    w = n.inputs[1].type
+    w = n["w"].type
     found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
     return found if is_skinny(n, target) else None
 

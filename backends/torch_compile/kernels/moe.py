@@ -19,7 +19,7 @@ UNSORTED = 3
 
 
 def _shape(n: Node, target: Target) -> Shape:
-    x, dense, gate_up = n.inputs[1].type, n.inputs[6].type, n.inputs[8].type
+    x, dense, gate_up = n["x_moe"].type, n["w_dense"].type, n["gate_up"].type
     return {
         "rows": target.rows,
         "d": size(x, -1),

@@ -19,7 +19,7 @@ def _write_shape(g: Graph, n: Node, target: Target) -> Shape:
 
 def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     """Return the shape of Q in a layer that reads another layer's cache."""
-    x = n.inputs[0].type
+    x = n["x"].type
     return {"d": size(x, -1)} if is_row(x) and _reader(g, n) else None
 
 

@@ -295,13 +295,13 @@ def experts(
 
 
 def experts_of(net: Network, n: Node, dtype: str) -> Experts:
-    count, double, hidden = map(int, n.inputs[3].type.shape)
+    count, double, hidden = map(int, n["gate_up"].type.shape)
     return Experts(
         dtype,
         hidden,
         double // 2,
         count,
-        int(n.inputs[2].type.shape[-1]),
+        int(n["index"].type.shape[-1]),
         n.word("act"),
         net.limits.max_batch * net.limits.prefill_chunk,
     )
@@ -383,7 +383,7 @@ def attention(
     except LowerError as reason:
         e.notes.append(f"{n.out}: explicit attention, since {str(reason).partition(':')[0]}")
         return plain.attention(net, n, q, positions, written, *held, form=form)
-    at = net.shared(("i32", n.inputs[1]), lambda: e.cast(positions, "i32"))
+    at = net.shared(("i32", n["positions"]), lambda: e.cast(positions, "i32"))
     slots = net.shared(("i32", SLOTS), lambda: e.cast(net.env[SLOTS], "i32"))
     parts, stats = add_plugin(e, plans[0], q, *held, at, slots)
     return add_plugin(e, plans[1], parts, stats, at, slots)[0]
