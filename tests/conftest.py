@@ -24,8 +24,9 @@ from hypothesis import HealthCheck, settings
 from tests.covering import left_out
 from tests.durations import Durations, longest_first
 
-# A shell starts what runs in the background with interrupts ignored, and tests send some.
+# What runs in the background of a shell, or under nohup, ignores signals that tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Graphs, traces and sessions are many small objects: at the default, looking for dead ones among
 # them takes a twentieth of the run.

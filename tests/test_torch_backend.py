@@ -426,6 +426,23 @@ def test_damaged_cache_entry_is_compiled_again(
     assert len(done) == 2
 
 
+def test_what_was_kept_first_counts(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another process compiles the same program at the same time."""
+
+    def compiled(text: str, target: Target, path: Path) -> None:
+        if path.parent.name == "late":
+            compiler.compile_all([TEXT], target, tmp_path / "first", 1, no_progress)
+        path.write_text(path.parent.name)
+
+    monkeypatch.setattr(compiler, "compile_program", compiled)
+    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
+    for folder in ("late", "first"):
+        assert [p.name for p in (tmp_path / folder).iterdir()] == [made[TEXT]]
+        assert (tmp_path / folder / made[TEXT]).read_text() == "first"
+
+
 def test_cache_that_cannot_be_written_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

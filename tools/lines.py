@@ -17,7 +17,7 @@ MOST = {
     "g4ir/model": 1630,
     "g4ir/weights": 1500,
     "g4ir/plan": 2610,
-    "backends": 13760,
+    "backends": 13770,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2840,
     "backends/trt/experimental": 1280,
@@ -27,7 +27,7 @@ MOST = {
     "g4ir/bench": 2390,
     "g4ir/cli": 2200,
     "bench": 1260,
-    "tests": 31440,
+    "tests": 31460,
     "tools": 250,
 }
 

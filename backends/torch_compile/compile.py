@@ -179,11 +179,17 @@ def _from_cache(name: str, out: Path) -> bool:
         return False
     for file in (kept, digest):
         check_private(file.parent)
+    copy = out / f"{name}.kept"
     try:
-        shutil.copyfile(kept, out / name)
-        return sha256(out / name) == digest.read_text()
+        shutil.copyfile(kept, copy)
+        right = sha256(copy) == digest.read_text()
+        if right:
+            copy.replace(out / name)
+        return right
     except (OSError, UnicodeDecodeError):
         return False
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _digest_file(name: str) -> Path:
@@ -193,8 +199,11 @@ def _digest_file(name: str) -> Path:
 
 
 def _keep(path: Path) -> None:
-    """Keep a program, by best effort: a full or read-only cache directory fails no build."""
+    """Keep a program, by best effort: a full or read-only cache directory fails no build. Where
+    another process kept it meanwhile, that one counts: equal builds have equal files."""
     try:
+        if _from_cache(path.name, path.parent):
+            return
         kept, digest = private(cache_dir()), private(_digest_file(path.name).parent)
         write_file(kept / path.name, [path.read_bytes()])
         write_file(digest / path.name, [sha256(path).encode()])
