@@ -311,7 +311,9 @@ def test_a_network_with_blocks(form: str) -> None:
     ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 10 + [-1]])
     feeds = {
         **{
-            v.name: torch.randn([int(d) for d in v.type.bind({"B": 2, "S": 11}).shape])
+            v.name: torch.randn(
+                [int(d) for d in v.type.bind({"B": 2, "S": 11}).shape], generator=random
+            )
             for v in g.inputs
             if v.type.dtype != "i64"
         },
