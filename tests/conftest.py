@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -91,6 +92,13 @@ def full(request: pytest.FixtureRequest) -> bool:
 def rewrite_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written, not compared."""
     return bool(request.config.getoption("--rewrite-golden"))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Each test draws the same numbers, whatever ran before it in its process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
