@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ class Task:
     progress: Progress
 
 
-class Backend:
+class Backend(ABC):
     """One way to make a program run. What is not said here again compiles nothing and needs
     nothing."""
 
@@ -133,7 +134,7 @@ class Backend:
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
-    def check(self, device: str) -> None:
+    def check(self, device: str) -> None:  # noqa: B027  (most lack nothing)
         """Raise MissingError where the environment lacks something. Not asked in a dry run."""
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -161,10 +162,10 @@ class Backend:
         """Return the instruction set that the files need; an engine refuses any other machine."""
         return "any"
 
+    @abstractmethod
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Runtime:
         """Return a runtime; `kept` is of the type `record`. EngineError where compiled files are
         not those of the program, before any of them is opened."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

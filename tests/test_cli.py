@@ -828,4 +828,5 @@ def test_show_ops_knows_every_op() -> None:
     assert found["rms_norm"]["attributes"] == {"eps": "float"}
     assert found["qkv_write"]["fused"] and found["qkv_write"]["writes_caches"] == 2
     assert all(o["budget"]["reason"] and o["meaning"] for o in found.values())
-    assert "leave out" in refused("show", "--ops", "--variant", "e2b")
+    assert "leave out variant" in refused("show", "--ops", "--variant", "e2b")
+    assert "leave out layer, cost" in refused("show", "--ops", "--cost", "--layer", "0")

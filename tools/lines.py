@@ -28,7 +28,7 @@ MOST = {
     "g4ir/cli": 2200,
     "bench": 1260,
     "tests": 31460,
-    "tools": 250,
+    "tools": 270,
 }
 
 

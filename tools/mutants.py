@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import random
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ COPIED = (*PRODUCT, "specs", "tests", "tools", "docs", "bench", "README.md", "py
 #: seconds that the tests of one mutant may take, and how many are tried
 LIMIT_S, MOST_TESTS = 180, 40
 NO_TESTS = 5  # exit code of pytest
+TOO_LONG = "the run ends otherwise"
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -109,25 +111,37 @@ def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
     return sorted(found, key=lambda t: (sizes[t.split("::")[0]], t))[:MOST_TESTS]
 
 
-def caught(tree: Path, mutant: Mutant, tests: list[str]) -> bool:
-    """Whether a test fails, or does not end, on the mutant in a copy of the tree."""
+def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
+    """Return those of the tests that fail in a copy of the tree: the first where time is limited;
+    `TOO_LONG` where it is over."""
+    cache = tree / ".failed"
+    shutil.rmtree(cache, ignore_errors=True)
+    stop = [] if limit_s is None else ["-x"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *stop, *tests],
+            cwd=tree,
+            env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return [TOO_LONG]
+    kept = cache / "v/cache/lastfailed"
+    names = list(json.loads(kept.read_text())) if kept.exists() else []
+    return names or ([] if done.returncode in (0, NO_TESTS) else [TOO_LONG])
+
+
+def noticed(tree: Path, mutant: Mutant, tests: list[str]) -> list[str]:
+    """Return the tests that fail on the mutant in a copy of the tree."""
     path = tree / mutant.file
     right = path.read_text()
     parsed = ast.parse(right)
     list(changed(parsed, mutant.index))
     path.write_text(ast.unparse(ast.fix_missing_locations(parsed)))
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests],
-            cwd=tree,
-            env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=LIMIT_S,
-        )
-        return done.returncode not in (0, NO_TESTS)
-    except subprocess.TimeoutExpired:
-        return True
+        return failed(tree, tests, LIMIT_S)
     finally:
         path.write_text(right)
 
@@ -140,11 +154,15 @@ def copied(folder: Path) -> Path:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name)
-        else:
+        elif source.exists():
             shutil.copy(source, folder / name)
     for name in ("passes", "backends", "specs"):
         (folder / "g4ir" / name).symlink_to(folder / name)
     return folder
+
+
+def told(mutant: Mutant, why: str) -> None:
+    print(f"{mutant.file}:{mutant.line}: {mutant.what}: {why}", flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -162,19 +180,25 @@ def main(words: list[str]) -> int:
     for i in range(args.jobs):
         trees.put(copied(ROOT / f"build/mutants{i}"))
 
-    def tried(mutant: Mutant) -> bool:
+    def tried(mutant: Mutant) -> tuple[Mutant, list[str]]:
         tests = tests_of(data, mutant)
         tree = trees.get()
-        found = bool(tests) and caught(tree, mutant, tests)
+        names = noticed(tree, mutant, tests) if tests else []
         trees.put(tree)
-        if not found:
-            why = "survives" if tests else "no test executes it"
-            print(f"{mutant.file}:{mutant.line}: {mutant.what}: {why}", flush=True)
-        return found
+        if not names:
+            told(mutant, "survives" if tests else "no test executes it")
+        return mutant, names
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        total = sum(pool.map(tried, drawn))
-    print(f"{total} of {args.count} caught: {total / args.count:.1%}")
+        found = list(pool.map(tried, drawn))
+    # A test that fails on the right product too has noticed nothing.
+    named = sorted({n for _, names in found for n in names if "::" in n})
+    wrong = set(failed(trees.get(), named)) if named else set()
+    caught = sum(bool(set(names) - wrong) for _, names in found)
+    for mutant, names in found:
+        if names and not set(names) - wrong:
+            told(mutant, f"survives; {names[0]} fails without it")
+    print(f"{caught} of {args.count} caught: {caught / args.count:.1%}")
     return 0
 
 

@@ -31,6 +31,11 @@ COST_OPTIONS = (
 )
 #: and those that `--kernels` has too
 KERNEL_OPTIONS = ("batch", "gpu")
+#: what chooses a graph, or something else to show than ops
+NOT_WITH_OPS = (
+    *("engine", "variant", "spec", "skip", "all_logits", "after", "latent_kv", "layer"),
+    *("why", "diff", "against", "kernels", "provenance", "cost"),
+)
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     "prefill": (),
@@ -134,10 +139,10 @@ def _show(args: argparse.Namespace) -> int:
     if args.engine is not None and (args.variant or args.spec or args.all_logits):
         raise InputError("an engine has its own spec: leave out --variant, --spec, --all-logits")
     _check_cost(args)
-    if args.provenance:
-        return _show_provenance(args)
     if args.ops:
         return _show_ops(args)
+    if args.provenance:
+        return _show_provenance(args)
     if args.diff or args.against is not None:
         from .show_diff import show_diff
 
@@ -206,8 +211,11 @@ def _show_why(args: argparse.Namespace) -> int:
 def _show_ops(args: argparse.Namespace) -> int:
     from .show_ops import show_ops
 
-    if args.engine or args.variant or args.spec:
-        raise InputError("--ops shows the ops of every graph: leave out engine, variant and spec")
+    def meant(value: object) -> bool:
+        return value is not None and value is not False and value != []
+
+    if given := [name for name in NOT_WITH_OPS if meant(getattr(args, name))]:
+        raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(given)}")
     return show_ops(args)
 
 
