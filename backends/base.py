@@ -131,6 +131,9 @@ class Backend(ABC):
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
+    #: ops on params alone that it has no kernel for: they run at build, so that a quantised weight
+    #: takes the room of its dtype
+    folded: tuple[str, ...] = ()
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 

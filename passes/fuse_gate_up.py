@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from .match import Note, ignore, is_free_projection, maker
+from .match import Note, base, held_as, ignore, is_free_projection, maker, makers, stacked
 
 AFTER = "fuse_qkv"  # it packs weights too
 
 
 def fuse_gate_up(g: Graph, note: Note = ignore) -> Graph:
     """Make one matrix product of the two halves of a gated MLP."""
-    producers, users = g.producers(), g.users()
-    params = {v.name for v in g.params}
+    producers = g.producers()
     edits: list[tuple[list[Node], list[Node]]] = []
     for act in g.find("glu"):
         pair = [producers.get(v.name) for v in act.inputs]
-        reason = _refusal(act, pair, users, params)
+        reason = _refusal(g, act, pair)
         if reason:
             note(act.out.name, f"left: {reason}")
             continue
         gate, up = (n for n in pair if n)
-        edits.append(([gate, up, act], _packed(gate, up, act)))
+        edits.append(([gate, up, act, *makers(g, (gate, up))], _packed(g, gate, up, act)))
         note(act.out.name, "packed")
     return splice_all(g, edits)
 
 
-def _refusal(
-    act: Node, pair: list[Node | None], users: Mapping[str, list[Node]], params: set[str]
-) -> str | None:
+def _refusal(g: Graph, act: Node, pair: list[Node | None]) -> str | None:
     gate, up = pair
     if any(n is not None and n.op == "linear_clipped" for n in pair):
         return "each projection clamps its input to bounds of its own"
@@ -39,18 +34,21 @@ def _refusal(
         return f"{' and '.join(map(str, other))} is no projection"
     if gate["x"] != up["x"]:
         return f"{gate.out} and {up.out} project different inputs"
-    if any(n["w"].name not in params for n in (gate, up)):
+    held = [held_as(g, n["w"]) for n in (gate, up)]
+    if None in held:
         return "a weight is no parameter"
-    if any(len(users[n.out.name]) > 1 for n in (gate, up)):
+    if held[0] != held[1]:
+        return "the weights are not held alike"
+    if any(len(g.users()[n.out.name]) > 1 for n in (gate, up)):
         return "a projection has another user"
     return None
 
 
-def _packed(gate: Node, up: Node, act: Node) -> list[Node]:
+def _packed(g: Graph, gate: Node, up: Node, act: Node) -> list[Node]:
     b = Builder()
     weights = (gate["w"], up["w"])
-    scope = weights[0].name.rpartition(".")[0]
-    w = b.emit("concat", *weights, axis=0, name=f"{scope}.w_gate_up")
+    scope = base(weights[0]).rpartition(".")[0]
+    w = stacked(b, g, weights, f"{scope}.w_gate_up")
     y = b.emit("linear", gate["x"], w, name=f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return b.nodes
@@ -68,5 +66,6 @@ def left(g: Graph, n: Node) -> bool:
         gate
         and up
         and gate["x"] == up["x"]
+        and held_as(g, gate["w"]) == held_as(g, up["w"])
         and all(is_free_projection(g, m, "glu") for m in (gate, up))
     )

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from .match import Note, ignore, is_free_projection, maker
+from .match import Note, base, held_as, ignore, is_free_projection, maker, makers, stacked
 
 AFTER = "share_rope_tables"  # the last of what layers repeat is gone
 
 
 def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
     """Make one matrix product of the attention projections of one input."""
-    users, params = g.users(), {v.name for v in g.params}
-    groups: dict[str, list[Node]] = {}
+    users = g.users()
+    groups: dict[object, list[Node]] = {}
     for n in g.find("linear"):
         if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
-            if n["w"].name not in params:
+            held = held_as(g, n["w"])
+            if held is None:
                 note(n.out.name, f"left: its weight {n['w']} is no parameter")
                 continue
-            groups.setdefault(n["x"].name, []).append(n)
+            groups.setdefault((n["x"].name, held), []).append(n)
     for n in g.find("linear_clipped"):
         if [u.op for u in users.get(n.out.name, [])] == ["heads"]:
             note(n.out.name, "left: its input is clamped to bounds of its own")
@@ -30,14 +31,14 @@ def fuse_qkv(g: Graph, note: Note = ignore) -> Graph:
         if len(group) == 1:
             note(group[0].out.name, "left: the only projection of its input")
             continue
-        edits.append((group, _packed(group)))
+        edits.append(([*group, *makers(g, group)], _packed(g, group)))
         note(group[0].out.name, f"packed with {', '.join(str(n.out) for n in group[1:])}")
     return splice_all(g, edits)
 
 
-def _packed(group: list[Node]) -> list[Node]:
+def _packed(g: Graph, group: list[Node]) -> list[Node]:
     b, outs, weights = Builder(), [n.out for n in group], [n["w"] for n in group]
-    w = b.emit("concat", *weights, axis=0, name=join([v.name for v in weights]))
+    w = stacked(b, g, weights, join([base(v) for v in weights]))
     y = b.emit("linear", group[0]["x"], w, name=join([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
@@ -62,6 +63,7 @@ def left(g: Graph, n: Node) -> bool:
         m.op == "linear"
         and m is not source
         and m["x"] == source["x"]
+        and held_as(g, m["w"]) == held_as(g, source["w"])
         and is_free_projection(g, m, "heads")
         for m in g.nodes
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Builder, Graph, Node, Value
 
 #: sees a value's name, and what a pass did there or why it left it
 Note = Callable[[str, str], None]
@@ -54,8 +54,9 @@ def after(g: Graph, values: Iterable[Value]) -> list[Node]:
 
 
 def is_free_projection(g: Graph, n: Node, user: str) -> bool:
-    """Whether it is a product with a parameter, read by one node of that op and nothing else."""
-    return n["w"] in g.params and [u.op for u in g.users().get(n.out.name, [])] == [user]
+    """Whether it is a product with a weight, read by one node of that op and nothing else."""
+    users = [u.op for u in g.users().get(n.out.name, [])]
+    return held_as(g, n["w"]) is not None and users == [user]
 
 
 def normed(g: Graph, v: Value) -> Value:
@@ -65,3 +66,40 @@ def normed(g: Graph, v: Value) -> Value:
         return made["x"]
     fused = made is not None and made.op in ("norm_residual", "dual_norm_residual")
     return made.outputs[0] if made is not None and fused else v
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
+    """Return how a weight is held: those of equal tuples can be one weight. None for a value that
+    is neither a param nor made of codes."""
+    if w in g.params:
+        return (w.type.dtype,)
+    made = g.producers().get(w.name)
+    if made is None or made.op != "dequantize":
+        return None
+    parts = ((v.type.dtype, v.type.shape[1:]) for v in made.inputs)
+    return (*parts, *made.attrs.items())
+
+
+def stacked(b: Builder, g: Graph, weights: Sequence[Value], name: str) -> Value:
+    """Return weights held alike as one, rows after rows: codes and scales, where they have them."""
+    made = [g.producers().get(w.name) for w in weights]
+    if not made[0]:
+        return b.emit("concat", *weights, axis=0, name=name)
+    rows = zip(*(n.inputs for n in made if n), strict=True)
+    names = [f"{name}.{made[0].definition.operands[i]}" for i in range(2)]
+    parts = [b.emit("concat", *vs, axis=0, name=n) for vs, n in zip(rows, names, strict=True)]
+    return b.emit("dequantize", *parts, name=f"{name}.dense", **made[0].attrs)
+
+
+def base(w: Value) -> str:
+    """Return the name of a weight however it is held."""
+    return w.name.removesuffix(".dense")
+
+
+def makers(g: Graph, products: Iterable[Node]) -> list[Node]:
+    """Return the nodes that make weights of these products of codes, for nobody else."""
+    found = (g.producers().get(n["w"].name) for n in products)
+    return [m for m in found if m and len(g.users()[m.out.name]) == 1]

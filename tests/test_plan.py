@@ -742,7 +742,14 @@ def check(name: str, memory: int, **changes: Any) -> None:
         program = split_program(program).program
     options = {"latent_kv": {"form": form}}
     r = Resolved(
-        spec, limits=limits, all_logits=False, skip=(), options=options, media=media, **given
+        spec,
+        limits=limits,
+        all_logits=False,
+        skip=(),
+        options=options,
+        media=media,
+        recipe=None,
+        **given,
     )
     require_fit(program, r, memory)
 

@@ -35,6 +35,7 @@ class OnnxBackend(Backend):
     """Exports through the tensor primitives; runs on onnxruntime."""
 
     name = "onnx"
+    folded = ("dequantize",)
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")

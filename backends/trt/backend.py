@@ -68,6 +68,7 @@ class TrtBackend(Backend):
     """
 
     name: str = "trt"
+    folded: tuple[str, ...] = ("dequantize",)
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True

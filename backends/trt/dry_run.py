@@ -189,7 +189,9 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     if dtype in ROUNDED:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-    packing = make_packing(spec, p.all_logits, dtype, media, p.skip, p.options)
+    packing = make_packing(
+        spec, p.all_logits, dtype, media, p.skip, p.options, p.recipe, p.backend.folded
+    )
     source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     return packing, MadeParams(packing, source)
 

@@ -27,24 +27,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
-from g4ir.ir.text import parse_graph
 from g4ir.model.text import BLOCKS, TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
+from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.ui.progress import Progress, no_progress
 from g4ir.weights.pack import Packing, split_program
+from g4ir.weights.unpack import Unpacked
 
 from .media import Item, smallest_items
+from .params import Plain, StageWeights, plain_params
 from .pass_report import CLOSE_EXPERTS, Comparison, Made, StageReport, StagesReport
 from .report import engine_name
 from .tokens import given_tokens, random_tokens
-from .unpack import Plain, StageWeights, Unpacked, plain_params
 from .watch import first_not_finite
 
 if TYPE_CHECKING:
@@ -346,7 +348,10 @@ def _stages(
 ) -> Iterator[Stage]:
     """Yield the model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version). Only `graphs` can be run."""
-    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
+    folded = find_backend(engine.manifest["backend"]).folded
+    plain = _written(engine, folded)
+    if isinstance(weights.plain, Unpacked):
+        plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
 
     def keep(name: str, g: Graph) -> None:
@@ -360,11 +365,20 @@ def _stages(
     )
     packing = None
     for name, made in after.items():
-        packing = split_program(Program(made))
+        packing = split_program(Program(made), folded)
         yield _stage(engine, name, packing, weights, graphs)
-    stored = Packing(engine.program, parse_graph((engine.path / "prologue.g4ir").read_text()))
+    prologue = engine.prologue
+    if isinstance(weights.plain, Unpacked):
+        prologue = from_codes(prologue)
+    stored = Packing(engine.program, prologue)
     if packing != stored:
         yield _stage(engine, STORED, stored, weights, graphs)
+
+
+def _written(engine: Engine, folded: tuple[str, ...]) -> Program:
+    """Return the model as it is written, its weights as the engine's recipe says."""
+    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
+    return quantised(plain, engine.spec, engine.recipe, engine.dtype, "dequantize" not in folded)
 
 
 def _stage(

@@ -15,8 +15,10 @@ from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import LocalError, local_errors
-from g4ir.model.tensors import text_tensors
+from g4ir.model.names import checkpoint_name
+from g4ir.model.tensors import HEAD, text_tensors
 from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.hub import hub_snapshot
@@ -231,7 +233,9 @@ def find_peer(
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
         agreed_spec(engine.spec, directory)
         progress(f"transformers loads {directory}")
-        yield HfPeer(_load_hf(directory, engine.dtype))
+        model = _load_hf(directory, engine.dtype)
+        _requantise(model, engine)
+        yield HfPeer(model)
 
 
 @contextmanager
@@ -282,6 +286,19 @@ def _load_hf(directory: Path, dtype: str) -> Any:
     finally:
         logging.set_verbosity(level)
         logging.enable_progress_bar()
+
+
+def _requantise(model: Any, engine: Engine) -> None:
+    """Give the model the weights that a quantised engine computes with."""
+    import torch
+
+    if engine.recipe is None:
+        return
+    held = dict(model.get_decoder().named_parameters())
+    held |= {HEAD: model.get_output_embeddings().weight}
+    with torch.no_grad():
+        for name in engine.recipe.schemes(weights_of(engine.spec)):
+            held[checkpoint_name(name)].copy_(engine.param(name))
 
 
 def _checkpoint(

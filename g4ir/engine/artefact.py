@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
+from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, SpecError
 from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
@@ -34,6 +35,8 @@ from g4ir.passes.latent_kv import FORMS
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.plan.settings import DEVICES, find_placement
+from g4ir.quant.recipe import Recipe
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import (
     Line,
     OneOf,
@@ -51,7 +54,7 @@ from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import sha256
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -148,6 +151,7 @@ class Manifest:
     settings: dict[str, str]
     ple_placement: str | None
     media: Media
+    quant: Recipe | None
     graphs: tuple[str, ...]
     weights: Any  # one of WEIGHTS
     compiled: Any  # what the backend's `record` says
@@ -395,16 +399,20 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
         if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")
         check_media(m.media, spec, MOST_SIZES)
+        if m.quant:
+            m.quant.schemes(weights_of(spec))
         for name in m.skipped_passes:
             find_pass(name)
+        find_backend(m.backend)
     except G4Error as e:
         raise EngineError(f"{where}: {e}; build the engine again") from None
 
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
+    folded = find_backend(m.backend).folded
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, folded
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)
@@ -469,6 +477,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)
+    words += ["--quant", m.quant.name] if m.quant else []
     weights = {
         "random": ["--random-weights", getattr(m.weights, "seed", "")],
         "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "directory", "")],

@@ -31,6 +31,7 @@ from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import find_dtype, find_latent, find_placement
+from g4ir.quant.recipe import find_recipe
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.ui.files import new_folder, write_file
@@ -108,7 +109,9 @@ def prepare(
     if not dry:
         backend.check(device)
     r = resolved
-    packing = make_packing(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, dump)
+    packing = make_packing(
+        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.folded, dump
+    )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source, weights = _open_source(resolved, options, directory)
     if backend.packs_weights and isinstance(weights, RandomWeights):
@@ -145,6 +148,7 @@ def _resolved(
         {"latent_kv": {"form": form}},
         find_placement(o.ple_placement, spec, device),
         media,
+        find_recipe(o.quant),
     )
 
 
@@ -300,6 +304,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
         media=p.media,
+        quant=p.recipe,
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
         compiled=compiled,

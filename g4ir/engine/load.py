@@ -92,6 +92,8 @@ def load_artefact(
         runtime,
         tables,
         m.media,
+        m.quant,
+        found.packing.prologue,
     )
 
 
@@ -125,7 +127,7 @@ def _table(
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
-    placement = ple if v.name == PLE_TABLE and ple else packings.DEFAULT_PLACEMENT
+    placement = ple if v.name.startswith(PLE_TABLE) and ple else packings.DEFAULT_PLACEMENT
     if device == "cuda" and placement != "device" and find_spec("triton"):
         from g4ir.backends.torch_compile.host_table import open_host_table
 

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.base import Runtime
 from g4ir.errors import InputError
-from g4ir.ir.graph import Program
+from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
+from g4ir.model.text import build_program
 from g4ir.plan.limits import Limits
+from g4ir.quant.recipe import Recipe
+from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
+from g4ir.weights.unpack import Unpacked
 
 if TYPE_CHECKING:
     import torch
+
+#: made no params
+NOTHING = Graph("prologue", (), (), (), (), ())
 
 
 @dataclass(repr=False)
@@ -36,6 +43,9 @@ class EngineParts:
     tables: dict[str, Any] = field(repr=False)
     #: what its towers were compiled for
     media: Media = field(default_factory=Media)
+    #: how its weights are held, and the graph that made its params of the model's
+    recipe: Recipe | None = None
+    prologue: Graph = field(default=NOTHING, repr=False)
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
@@ -45,6 +55,24 @@ class EngineParts:
             f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
             f"{self.dtype}, {sizes}>"
         )
+
+    def param(self, name: str) -> torch.Tensor:
+        """Return a weight of the model as the engine computes with it, on the host and in its
+        dtype: `L0.mlp.w_gate`, of a quantised one what its codes and scales mean. InputError for a
+        name that the model does not have."""
+        import torch
+
+        plain = build_program(self.spec, self.all_logits, self.dtype, self.media).params()
+        if name not in plain:
+            near = did_you_mean(name, plain)
+            raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
+        with torch.no_grad():
+            return self.unpacked().weight(plain[name]).cpu()
+
+    def unpacked(self) -> Unpacked:
+        """Return the model's own params, as far as they follow from what the engine holds."""
+        held = self.runtime.source
+        return Unpacked(held, frozenset(self.program.params()), self.prologue, self.path)
 
     def check_process(self) -> None:
         """Raise InputError in a forked child: the runtime would wait for threads of the parent."""

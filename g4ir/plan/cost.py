@@ -266,8 +266,12 @@ class _Meter:
         moved = {"weight": 0, "state": 0, "other": 0}
         reads, writes = op.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
         for v, t, size in zip(values, types, (*reads, *writes), strict=True):
-            role, size = bill.take(v, size)
-            moved[role] += self._stored(n, t, size) if role == "weight" else size
+            role, share, size = bill.take(v, size)
+            if share is not None:
+                size = round(size * share)
+            elif role == "weight":
+                size = self._stored(n, t, size)
+            moved[role] += size
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 
     def _stored(self, n: Node, t: Type, size: int) -> int:
@@ -301,23 +305,26 @@ class _Bill:
     owners: Mapping[str, Value]
     left: Counter[str] = field(default_factory=Counter)  # bytes of each operand yet to be moved
 
-    def take(self, v: Value, size: int) -> tuple[str, int]:
-        """Return (role, bytes) that a part moves of a value that alone would take `size`."""
+    def take(self, v: Value, size: int) -> tuple[str, float | None, int]:
+        """Return (role, share, bytes) that a part moves of a value that alone would take `size`;
+        the share is what codes and scales take of a weight that is made of them."""
         owner = self.owners.get(v.name)
         if owner is None:
-            return "other", 0
+            return "other", None, 0
         size = min(size, self.left[owner.name])
         self.left[owner.name] -= size
-        return self.roles.role(owner), size
+        return self.roles.role(owner), self.roles.coded.get(owner.name), size
 
 
 @dataclass(frozen=True)
 class _Roles:
-    """The roles of a graph's values: params, caches before their write, caches after it."""
+    """The roles of a graph's values: params, caches before their write, caches after it; weights
+    that are made of codes, and what these take of their bytes."""
 
     params: frozenset[str]
     before: frozenset[str]
     after: frozenset[str]
+    coded: Mapping[str, float]
 
     @staticmethod
     def of(g: Graph) -> _Roles:
@@ -325,16 +332,20 @@ class _Roles:
             frozenset(v.name for v in g.params),
             frozenset(v.name for v in g.state),
             frozenset(v.name for v in g.next.values()),
+            {n.out.name: _coded_share(n) for n in g.find("dequantize")},
         )
 
     def role(self, v: Value) -> str:
-        if v.name in self.params:
+        if v.name in self.params or v.name in self.coded:
             return "weight"
         return "state" if v.name in self.before or v.name in self.after else "other"
 
     def signature(self, n: Node) -> tuple[Any, ...]:
         """Return what bears on a node's cost: its operands' types and roles."""
-        return tuple((v.type, self.role(v), v.name in self.after) for v in (*n.inputs, *n.outputs))
+        return tuple(
+            (v.type, self.role(v), v.name in self.after, self.coded.get(v.name))
+            for v in (*n.inputs, *n.outputs)
+        )
 
     def bound(self, v: Value, step: Step) -> Type:
         """Return the type with its dims as they are at a step; a cache with its slots in use."""
@@ -344,6 +355,10 @@ class _Roles:
         tokens = step.C + (step.S if v.name in self.after else 0)
         slots = t.shape[0]
         return t.with_shape(min(slots, tokens) if isinstance(slots, int) else tokens, *t.shape[1:])
+
+
+def _coded_share(n: Node) -> float:
+    return sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
 
 
 # --- the roof ---------------------------------------------------------------------------------

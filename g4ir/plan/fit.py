@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from g4ir.errors import PlanError
-from g4ir.ir.graph import Program
-from g4ir.model.text import BLOCKS, build_graph
+from g4ir.ir.graph import Program, split_prologue
+from g4ir.model.text import BLOCKS, PLE_TABLE, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
+from g4ir.quant.rewrite import quantised
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, split_program
 
@@ -73,6 +75,8 @@ class _Build:
     made: Footprint
     limits: Limits
     remake: Callable[[str], Needs]
+    #: dtype -> bytes of the table of per-layer embeddings
+    table: Callable[[str], int]
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
     def row(self) -> Row:
@@ -80,7 +84,15 @@ class _Build:
         return self.made.row(limits.max_seq, limits.max_batch, limits.prefill_chunk)
 
     def need(self) -> int:
-        return self.made.need(self.row(), self.made.dtype, "built")
+        row = self.row()
+        return self.resident() + row.built + row.activations + row.workspace
+
+    def resident(self) -> int:
+        """Return bytes of weights in the device's memory; on the CPU that is the host's."""
+        made = self.made
+        placed = ("device", "host") if made.device == "cpu" else ("device",)
+        table = self.table(made.dtype) if made.ple_placement in placed else 0
+        return made.params + table
 
     def with_limits(self, **changes: int) -> _Build:
         limits = replace(self.limits, **changes)
@@ -123,10 +135,12 @@ def require_fit(
     """
 
     def remake(dtype: str) -> Needs:
-        graphs = [build_graph(r.spec, "prefill", r.all_logits, dtype)]
-        graphs += build_towers(r.spec, r.media, dtype).values()
-        made = {g.name: run_passes(g, skip=r.skip, options=r.options) for g in graphs}
-        return _needs(Program(made))
+        text = build_graph(r.spec, "prefill", r.all_logits, dtype)
+        graphs = Program(
+            {g.name: g for g in (text, *build_towers(r.spec, r.media, dtype).values())}
+        )
+        held = quantised(graphs, r.spec, r.recipe, dtype)
+        return _needs(held.map(lambda g: run_passes(g, skip=r.skip, options=r.options)))
 
     build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch
@@ -147,7 +161,14 @@ def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Bu
     least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
     needs = _needs(program)
     made = Footprint(r.spec, r.dtype, r.device, r.ple_placement, needs, needs)
-    return _Build(made, r.limits, remake, least)
+    return _Build(made, r.limits, remake, partial(_table_bytes, r), least)
+
+
+def _table_bytes(r: Resolved, dtype: str) -> int:
+    embed = Program({"embed": build_graph(r.spec, "embed", dtype=dtype)})
+    (g,) = quantised(embed, r.spec, r.recipe, dtype).graphs.values()
+    parts = split_prologue(g)[1].params
+    return sum(v.type.nbytes() for v in parts if v.name.startswith(PLE_TABLE))
 
 
 def _needs(program: Program) -> Needs:
@@ -158,7 +179,7 @@ def _needs(program: Program) -> Needs:
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
     row, limits, made = build.row(), build.limits, build.made
     parts = {
-        "weights": made.resident(made.dtype),
+        "weights": build.resident(),
         "caches": row.built + more,
         "activations": row.activations,
         "workspace": row.workspace + scratch,

@@ -12,6 +12,7 @@ from typing import Any
 
 from g4ir.model.media import Media
 from g4ir.passes import Options
+from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
 
 from .limits import Limits
@@ -34,6 +35,11 @@ class BuildOptions:
     device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")
     dtype: str | None = option(
         None, "float32, bfloat16 or float16 (default: the spec's)", metavar="T"
+    )
+    quant: str | Path | None = option(
+        None,
+        "weights in fewer bits: int8, int4, fp8, or a recipe FILE.yaml\n(default none)",
+        metavar="Q",
     )
     max_batch: int = option(Limits.max_batch, "rows (default 1)", metavar="N")
     max_seq: int | None = option(
@@ -103,3 +109,4 @@ class Resolved:
     options: Options
     ple_placement: str | None
     media: Media
+    recipe: Recipe | None

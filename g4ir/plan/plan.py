@@ -14,7 +14,7 @@ params, so both are what the runtime allocates; activations and workspace are es
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -293,8 +293,12 @@ class Footprint:
     @cached_property
     def towers(self) -> int:
         """Bytes of the packed weights of the towers that the engine has."""
-        graphs = [g for g in self.needs.graphs if is_tower(g.name)]
-        return sum(t.nbytes() for t in {v.name: v.type for g in graphs for v in g.params}.values())
+        return param_bytes(g for g in self.needs.graphs if is_tower(g.name))
+
+    @cached_property
+    def params(self) -> int:
+        """Bytes of all packed weights but tables that are only gathered from."""
+        return param_bytes(self.needs.graphs)
 
     @cached_property
     def naive_per_token(self) -> int:
@@ -319,6 +323,11 @@ class Footprint:
         """Return bytes in the device's memory with one of TOTALS, without the reserve."""
         cache: int = getattr(row, kind)
         return self.resident(form) + cache + row.activations + row.workspace
+
+
+def param_bytes(graphs: Iterable[Graph]) -> int:
+    """Return the bytes of the params that graphs share."""
+    return sum(t.nbytes() for t in {v.name: v.type for g in graphs for v in g.params}.values())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,8 @@ from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
+from g4ir.quant.recipe import Recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
@@ -38,16 +40,22 @@ class Packing:
     prologue: Graph
 
     def recipe(self, param: str) -> Graph:
-        """Return the part of the prologue that makes one param; no nodes for a plain tensor."""
+        """Return the part of the prologue that makes one param, and those that the same tensors
+        are made into; no nodes for a plain tensor."""
         v = self.program.params()[param]
-        if any(v in n.outputs for n in self.prologue.nodes):
-            return drop_dead(replace(self.prologue, outputs=(v,)))
-        return Graph("prologue", (), (v,), (), (), (v,))
+        if v.name not in self.prologue.producers():
+            return Graph("prologue", (), (v,), (), (), (v,))
+        known = {x.name for x in drop_dead(replace(self.prologue, outputs=(v,))).params}
+        for n in self.prologue.nodes:
+            if all(x.name in known for x in n.inputs):
+                known |= {x.name for x in n.outputs}
+        made = tuple(x for x in self.prologue.outputs if x.name in known)
+        return drop_dead(replace(self.prologue, outputs=made))
 
 
-def split_program(program: Program) -> Packing:
-    """Move what depends on params alone out of every graph of the program."""
-    parts = {name: split_prologue(g) for name, g in program.graphs.items()}
+def split_program(program: Program, folded: Collection[str] = ()) -> Packing:
+    """Move what depends on params alone out of every graph of the program; see `split_prologue`."""
+    parts = {name: split_prologue(g, folded) for name, g in program.graphs.items()}
     mains = Program({name: main for name, (_, main) in parts.items()})
     params: dict[str, Value] = {}
     nodes: dict[str, Node] = {}
@@ -69,12 +77,15 @@ def make_packing(
     media: Media,
     skip: Iterable[str],
     options: Options,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
     dump: Dump | None = None,
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
     and options."""
     plain = build_program(spec, all_logits, dtype, media)
-    return split_program(run_program(plain, skip=skip, dump=dump, options=options))
+    plain = quantised(plain, spec, recipe, dtype, gather="dequantize" not in folded)
+    return split_program(run_program(plain, skip=skip, dump=dump, options=options), folded)
 
 
 class ParamSource(Protocol):
@@ -98,21 +109,34 @@ class MadeParams:
 
     packing: Packing
     source: WeightSource
+    #: results of the last recipe that nobody has asked for yet: codes are made with their scales
+    _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def tensor(self, param: str) -> torch.Tensor:
-        recipe = self.packing.recipe(param)
-        given = {}
-        for v in recipe.params:
-            name = checkpoint_name(v.name)
-            given[v.name] = cast(self.source.tensor(name), v.type.dtype, name)
-        outputs, _ = interpret(recipe, {}, given, {})
-        out: torch.Tensor = outputs[param]
-        return out
+        if param not in self._made:
+            self._made.clear()
+            recipe = self.packing.recipe(param)
+            given = {v.name: self.given(v) for v in recipe.params}
+            self._made.update(interpret(recipe, {}, given, {})[0])
+        return self._made.pop(param)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        v = self.packing.program.params()[param]
-        name = checkpoint_name(param)
-        return cast(self.source.rows(name, ids), v.type.dtype, name)
+        """Return rows of a table, or of its codes or scales, which follow from that row alone."""
+        recipe = self.packing.recipe(param)
+        flat = ids.reshape(-1)
+        given = {
+            v.name: self._given(v, lambda name: self.source.rows(name, flat)) for v in recipe.params
+        }
+        made: torch.Tensor = interpret(recipe, {}, given, {})[0][param]
+        return made.view(*ids.shape, -1)
+
+    def given(self, v: Value) -> torch.Tensor:
+        """Return a tensor of the checkpoint, in the dtype of the param that it is."""
+        return self._given(v, self.source.tensor)
+
+    def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        name = checkpoint_name(v.name)
+        return cast(read(name), v.type.dtype, name)
 
     def release(self, param: str) -> None:
         for v in self.packing.recipe(param).params:

@@ -1,8 +1,4 @@
-"""Makes a model's own params again from what an engine holds: undoes the weight prologue.
-
-The graphs before all passes take the checkpoint's tensors. An engine that refers to a checkpoint
-or to a seed still has them; a packed one has slices of what its prologue joined.
-"""
+"""Params of any stage of an engine's pipeline."""
 
 from __future__ import annotations
 
@@ -11,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4ir.errors import EngineError
-from g4ir.ir.graph import Graph, Node, Value, drop_dead
+from g4ir.ir.graph import Graph, Value, drop_dead
 from g4ir.ir.interpret import interpret
-from g4ir.ir.text import parse_graph
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.pack import MadeParams, Packing, ParamSource
+from g4ir.weights.pack import MadeParams, Packing
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +32,7 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
     if checkpoint is not None:
         return _named(Checkpoint.open(checkpoint, engine.spec, engine.media.kinds))
     held = engine.runtime.source
-    if isinstance(held, MadeParams):
-        return _named(held.source)
-    prologue = parse_graph((engine.path / "prologue.g4ir").read_text())
-    return Unpacked(held, frozenset(engine.program.params()), prologue, engine.path)
+    return _named(held.source) if isinstance(held, MadeParams) else engine.unpacked()
 
 
 def _named(source: WeightSource) -> Plain:
@@ -49,40 +40,6 @@ def _named(source: WeightSource) -> Plain:
         return source.tensor(checkpoint_name(v.name)).to(torch_dtype(v.type.dtype))
 
     return tensor
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """The inputs of a prologue from its results: `concat` is undone by slices, without a copy."""
-
-    held: ParamSource
-    names: frozenset[str]
-    prologue: Graph
-    path: Path
-
-    def holds(self, v: Value) -> bool:
-        """Whether the tensor of a param follows from what is held."""
-        joins = (n for n in self.prologue.find("concat") if v in n.inputs)
-        return v.name in self.names or any(self.holds(n.out) for n in joins)
-
-    def __call__(self, v: Value) -> torch.Tensor:
-        """Return the tensor of a param; EngineError where what is held does not say what it was."""
-        if v.name in self.names:
-            return self.held.tensor(v.name)
-        for n in self.prologue.find("concat"):
-            if v in n.inputs:
-                return _slice(n, v, self(n.out))
-        raise EngineError(
-            f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
-            f"DIR"
-        )
-
-
-def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
-    axis = join.attrs["axis"]
-    assert isinstance(axis, int)
-    sizes = [int(x.type.shape[axis]) for x in join.inputs]
-    return joined.split(sizes, axis)[join.inputs.index(v)]
 
 
 @dataclass

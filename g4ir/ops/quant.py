@@ -1,0 +1,309 @@
+"""Weights held in fewer bits: codes, and a scale for each row or each group of a row.
+
+One definition serves every format: w = round(code * scale), rounded once to the model's dtype.
+Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
+element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Sample, Traffic, nothing, op, require, wide
+from .budgets import MOVES, Budget
+from .types import ITEMSIZE, Type, torch_dtype
+
+#: elements that `quantize` looks at together: few enough to stay in a core's cache
+PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a number is held: dtype of the codes, codes in one element of it, the largest code."""
+
+    codes: str
+    packed: int
+    largest: float
+
+
+FORMS = {"int8": Form("i8", 1, 127), "int4": Form("u8", 2, 8), "fp8": Form("f8e4m3", 1, 448)}
+_PACKED = {f.codes: f.packed for f in FORMS.values()}
+
+
+def _values(codes: Type) -> int:
+    """Return the numbers of a row of codes."""
+    return int(codes.shape[-1]) * _PACKED[codes.dtype]
+
+
+def _require_fit(name: str, codes: Type, scales: Type) -> None:
+    ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
+    fits = bool(ints) and codes.dtype in _PACKED and codes.shape[:-1] == scales.shape[:-1]
+    groups = int(scales.shape[-1]) if fits else 0
+    fits = groups > 0 and _values(codes) % groups == 0
+    require(fits, f"{name}: scales {scales} do not fit codes {codes}")
+
+
+@op
+class quantize:
+    """codes, scales of a weight: `group` numbers of a row share a scale, all of it where group is 0
+
+    Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
+    magnitude by the largest code; int4 finds the scale whose numbers are the weight's, where there
+    is one (weights trained on that grid), else one of small square error (quant.py: `int4_scales`).
+    """
+
+    budget = MOVES
+
+    @staticmethod
+    def infer(w: Type, *, form: str, group: int, scale: str) -> tuple[Type, Type]:
+        require(form in FORMS, f"quantize: form {form!r}: one of {', '.join(FORMS)}")
+        size = w.shape[-1]
+        require(isinstance(size, int), f"quantize: rows of {w} have no size")
+        each = group or int(size)
+        fits = group >= 0 and int(size) % each == 0 and int(size) % FORMS[form].packed == 0
+        require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
+        codes = Type(FORMS[form].codes, (*w.shape[:-1], int(size) // FORMS[form].packed))
+        return codes, Type(scale, (*w.shape[:-1], int(size) // each))
+
+    @staticmethod
+    def reference(w: Any, *, form: str, group: int, scale: str) -> tuple[Any, Any]:
+        import torch
+
+        rows = w.reshape(-1, w.shape[-1])
+        pieces = rows.split(max(1, PIECE // w.shape[-1]))
+        made = [_quantized(x, form, group or w.shape[-1], scale) for x in pieces]
+        codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
+        return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [
+        Sample(("f32[6,64]",), {"form": "int8", "group": 0, "scale": "f32"}),
+        Sample(("f32[2,3,64]",), {"form": "int4", "group": 32, "scale": "bf16"}),
+        Sample(("f32[4,48]",), {"form": "fp8", "group": 0, "scale": "f32"}),
+    ]
+
+
+@op
+class dequantize:
+    """w = round(codes * scales) to the dtype `to`; the product is exact unless scales are fp32"""
+
+    budget = Budget(1, 0, "one product, rounded once")
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, *, to: str) -> Type:
+        _require_fit("dequantize", codes, scales)
+        return Type(to, (*codes.shape[:-1], _values(codes)))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, *, to: str) -> Any:
+        return _dequantized(codes, scales, to)
+
+    # It belongs to the product that takes it (plan/cost.py).
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
+    samples = [
+        Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)}),
+        Sample(("u8[2,3,16]", "f32[2,3,1]"), {"to": "f32"}, {0: (0, 256)}),
+        Sample(("f8e4m3[4,48]", "f32[4,2]"), {"to": "f32"}),
+    ]
+
+
+@op
+class embedding_quantized:
+    """embedding(dequantize(codes, scales), ids): only the rows that are asked for are read"""
+
+    budget = Budget(2, 0, "two products, each rounded once")
+    kind = "embed"
+    rows = (2,)
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, ids: Type, *, scale: float, to: str) -> Type:
+        _require_fit("embedding_quantized", codes, scales)
+        require(codes.rank == 2 and ids.dtype == "i64", f"embedding_quantized: {codes}, ids {ids}")
+        return Type(to, (*ids.shape, _values(codes)))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
+        import torch
+
+        rows = _dequantized(codes[ids], scales[ids], to)
+        return rows * torch.tensor(scale).to(rows.dtype)
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Count the rows of the tables that are asked for."""
+        codes, scales, ids = ins
+        per_row = (int(t.shape[1]) * ITEMSIZE[t.dtype] for t in (codes, scales))
+        return (*(n * ids.numel() for n in per_row), ids.nbytes()), (outs[0].nbytes(),)
+
+    samples = [
+        Sample(
+            ("i8[11,64]", "f32[11,1]", "i64[2,3]"),
+            {"scale": 39.191835884530846, "to": "f32"},
+            {0: (-127, 128), 2: (0, 11)},
+        ),
+        Sample(
+            ("u8[11,32]", "f32[11,2]", "i64[2,3]"),
+            {"scale": 16.0, "to": "f32"},
+            {0: (0, 256), 2: (0, 11)},
+        ),
+    ]
+
+
+# --- codes to numbers --------------------------------------------------------------------------
+
+
+def _dequantized(codes: Any, scales: Any, to: str) -> Any:
+    import torch
+
+    factor = wide(scales)
+    numbers = (unpacked(codes) if codes.dtype == torch.uint8 else codes).to(factor.dtype)
+    w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
+    return w if w.dtype == torch.float64 else w.to(torch_dtype(to))
+
+
+def packed(codes: Any) -> Any:
+    """Return 4-bit codes [.., K], -8 to 7, two in a byte: u8 [.., K/2]."""
+    import torch
+
+    even, odd = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return even | odd << 4
+
+
+def unpacked(codes: Any) -> Any:
+    """Return the 4-bit codes of bytes u8 [.., K/2]: i8 [.., K], -8 to 7."""
+    import torch
+
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
+
+
+# --- numbers to codes --------------------------------------------------------------------------
+
+
+def _quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
+    """Return codes and scales of rows [n, K]. float64 stays float64, but for codes in integers."""
+    import torch
+
+    x = wide(w).unflatten(-1, (-1, group))
+    dtype = torch_dtype(scale)
+    find = int4_scales if form == "int4" else _largest
+    scales = find(x, dtype, FORMS[form].largest)
+    y = x / scales[..., None]
+    kept = scales if w.dtype == torch.float64 else scales.to(dtype)
+    codes = _CODES[form](y).flatten(-2)
+    return (codes.to(w.dtype) if form == "fp8" and w.dtype == torch.float64 else codes), kept
+
+
+def _fp8(y: Any) -> Any:
+    import torch
+
+    return y.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _int8(y: Any) -> Any:
+    import torch
+
+    return y.round().clamp(-127, 127).to(torch.int8)
+
+
+_CODES: dict[str, Callable[[Any], Any]] = {
+    "int8": _int8,
+    "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
+    "fp8": _fp8,
+}
+
+
+def _rounded(scales: Any, dtype: Any) -> Any:
+    """Return scales as `dtype` holds them; 1 where that is zero, so that its codes are."""
+    made = scales.to(dtype).to(scales.dtype)
+    return made.where(made != 0, 1.0)
+
+
+def _largest(x: Any, dtype: Any, largest: float) -> Any:
+    return _rounded(x.abs().amax(-1) / largest, dtype)
+
+
+#: on the grid of weights trained for 4 bits, a group's extremum has one of these codes
+_EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
+#: elsewhere the extremum is divided by these first
+_STARTS = (-8.0, -7.0, 7.4)
+#: numbers of a group that are looked at first
+_FIRST = 3
+#: how far a number of the grid and what bf16 makes of it and of its scale lie apart at most
+_NEAR = 2.0**-6
+
+
+def int4_scales(x: Any, dtype: Any, largest: float) -> Any:
+    """Return one scale [n, G] for each group of x [n, G, g].
+
+    Where bf16(code * scale) of some scale are the numbers of a group, bit for bit, that scale;
+    elsewhere the best of a few, each bettered by least squares with its codes held fixed.
+    """
+    import torch
+
+    extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = _fitted(x, extreme, dtype)
+    on, found = grid_scales(x, extreme, dtype)
+    return torch.where(on, found, scales)
+
+
+def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return whether each group of x [n, G, g] lies on a 4-bit grid, and its scale there."""
+    import torch
+
+    groups, ends = x.flatten(0, 1), extreme.flatten()
+    on, found = ends == 0, torch.ones_like(ends)
+    tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)
+    # Few groups that are off it come near in their first numbers: the rest need no look.
+    first = groups[:, :_FIRST].t()[..., None]
+    near = (_on_grid_of(tried, first) - first).abs_() <= first.abs() * _NEAR
+    group, nth = near.all(0).nonzero().unbind(-1)
+    for d in _neighbours(tried[group, nth], dtype):
+        good = _matches(groups[group], d) & ~on[group]
+        # Of several candidates that fit, the first: the lowest of a group.
+        best = torch.full_like(ends, len(_EXTREMES)).long()
+        best.scatter_reduce_(0, group[good], nth[good], "amin")
+        good &= best[group] == nth
+        found[group[good]], on[group[good]] = d[good], True
+    return on.view_as(extreme), found.view_as(extreme)
+
+
+def _on_grid_of(d: Any, w: Any) -> Any:
+    return (w / d).round_().clamp_(-8, 7).mul_(d)
+
+
+def _matches(w: Any, d: Any) -> Any:
+    """Return whether the numbers of each row of w [n, k] are bf16(code * d) for its d [n]."""
+    import torch
+
+    return (_on_grid_of(d[:, None], w).to(torch.bfloat16).to(w.dtype) == w).all(-1) & (d != 0)
+
+
+def _neighbours(d: Any, dtype: Any) -> list[Any]:
+    """Return numbers as a dtype holds them, then those above and below each."""
+    import torch
+
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    near = d.to(dtype).view(ints)
+    return [n.view(dtype).to(d.dtype) for n in (near, near + 1, near - 1)]
+
+
+def _fitted(x: Any, extreme: Any, dtype: Any) -> Any:
+    import torch
+
+    best = error = None
+    for start in _STARTS:
+        d = _rounded(extreme / start, dtype)
+        for _ in range(2):
+            q = (x / d[..., None]).round_().clamp_(-8, 7)
+            dot, square = (x * q).sum(-1), (q * q).sum(-1)
+            d = _rounded(torch.where(square > 0, dot / square.clamp(min=1), d), dtype)
+        q = (x / d[..., None]).round_().clamp_(-8, 7)
+        e = (q.mul_(d[..., None]).sub_(x)).square_().sum(-1)
+        best = d if best is None else torch.where(e < error, d, best)
+        error = e if error is None else torch.minimum(e, error)
+    return best

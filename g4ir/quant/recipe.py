@@ -1,0 +1,135 @@
+"""Reads recipes: YAML files that say which weights are held in which form.
+
+    rules:
+    - tensors: [embed.table, head.w]     # names of the graph's params; * stands for anything
+      form: int8
+    - tensors: [L*.attn.w*, L*.mlp.w_*]
+      form: int4
+      otherwise: int8                    # where the groups do not divide a row
+
+A tensor that no rule names stays as it is. The built-in recipes are such files, beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+from g4ir.errors import InputError
+from g4ir.ops.types import Type
+from g4ir.spec.reader import Length, OneOf, Shaped, build, fail, parse_tree, read_tree
+
+SUFFIXES = (".yaml", ".yml")
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a weight is held: a form (ops/quant.py), how many numbers share a scale (0: a row), and
+    the scales' dtype (None: the engine's)."""
+
+    form: str
+    group: int
+    scale: str | None
+
+    def attrs(self, dtype: str) -> Mapping[str, str | int]:
+        """Return the attributes of `quantize` in an engine of this dtype."""
+        return {"form": self.form, "group": self.group, "scale": self.scale or dtype}
+
+    def fits(self, t: Type) -> bool:
+        """Whether groups divide the rows of a weight."""
+        return not self.group or int(t.shape[-1]) % self.group == 0
+
+
+#: what rules may name. Weights trained for 4 bits have scales in bf16
+SCHEMES = {
+    "int8": Scheme("int8", 0, None),
+    "int4": Scheme("int4", 32, "bf16"),
+    "fp8": Scheme("fp8", 0, None),
+}
+_Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
+_Form = Annotated[str, OneOf(tuple(SCHEMES))]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Weights by name, and their form; another one where that does not divide their rows."""
+
+    tensors: Annotated[tuple[_Pattern, ...], Length(1, 64)]
+    form: _Form
+    otherwise: _Form | None = None
+
+    def matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.tensors)
+
+    def scheme(self, name: str, t: Type) -> str:
+        """Return the form of a weight; InputError where groups do not divide its rows."""
+        forms = [f for f in (self.form, self.otherwise) if f and SCHEMES[f].fits(t)]
+        if not forms:
+            each = SCHEMES[self.form].group
+            raise InputError(
+                f"{name}: rows of {t.shape[-1]} do not divide into the groups of {each} of "
+                f"{self.form}; leave it out, or add `otherwise: int8`"
+            )
+        return forms[0]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The rules of a build; `name` is what the user called them."""
+
+    rules: Annotated[tuple[Rule, ...], Length(1, 64)]
+    name: str = ""
+
+    def schemes(self, weights: Mapping[str, Type]) -> dict[str, str]:
+        """Return weight -> form. InputError for a rule that names none of the weights, and for a
+        weight that two rules name."""
+        found: dict[str, str] = {}
+        for rule in self.rules:
+            names = [n for n in weights if rule.matches(n)]
+            if not names:
+                raise InputError(self._says(rule, f"names no weight; {_known(weights)}"))
+            if twice := sorted(found.keys() & set(names)):
+                raise InputError(self._says(rule, f"names {twice[0]}, as another rule does"))
+            found |= {n: rule.scheme(n, weights[n]) for n in names}
+        return found
+
+    def _says(self, rule: Rule, what: str) -> str:
+        return f"recipe {self.name}: [{', '.join(rule.tensors)}] {what}"
+
+
+def _known(weights: Iterable[str]) -> str:
+    kinds = dict.fromkeys(
+        n.replace(n.split(".")[0], "L*", 1) if n[0] == "L" else n for n in weights
+    )
+    return f"weights are {', '.join(kinds)}"
+
+
+@cache
+def built_in() -> tuple[str, ...]:
+    """Return the names of the recipes that come with the program."""
+    found = (Path(f.name) for f in files(__package__).iterdir())
+    return tuple(sorted(p.stem for p in found if p.suffix == ".yaml"))
+
+
+def find_recipe(given: str | Path | None) -> Recipe | None:
+    """Return the recipe of a name or a file; None for none at all. InputError lists the names,
+    SpecError names file, line and key."""
+    if given is None or str(given) == NONE:
+        return None
+    name = str(given)
+    if name in built_in():
+        data = (files(__package__) / f"{name}.yaml").read_bytes()
+        return Recipe(build(Recipe, parse_tree(data, f"{name}.yaml")).rules, name)
+    if not name.endswith(SUFFIXES):
+        names = ", ".join((NONE, *built_in()))
+        raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
+    tree = read_tree(Path(name))
+    if "name" in tree.entries:
+        raise fail(tree.keys["name"], "name", "is the file's own; leave it out")
+    return Recipe(build(Recipe, tree).rules, Path(name).name)

@@ -1,0 +1,96 @@
+"""w  ->  dequantize(quantize(w)), for the weights that a recipe names.
+
+`quantize` depends on params alone and runs at build; `dequantize` stays in the graph, before the
+product that takes it. A table is gathered from in codes: `embedding` becomes `embedding_quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value
+from g4ir.model.text import build_graph
+from g4ir.ops.types import Type
+from g4ir.spec.record import Spec
+
+from .recipe import SCHEMES, Recipe
+
+#: op -> its operands that may be held in fewer bits
+WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
+#: what the parts of weight `w` are called: `w.codes`, `w.scales`, and `w.dense` made of both
+CODES, SCALES, DENSE = ".codes", ".scales", ".dense"
+
+
+@lru_cache(maxsize=32)
+def weights_of(spec: Spec) -> Mapping[str, Type]:
+    """Return the params of the text model that a recipe may name."""
+    graphs = [build_graph(spec, phase, all_logits=True) for phase in ("embed", "prefill")]
+    used = [v for g in graphs for n in g.nodes for v in _weights(n)]
+    return {v.name: v.type for v in used}
+
+
+def quantised(
+    program: Program,
+    spec: Spec,
+    recipe: Recipe | None,
+    dtype: str,
+    gather: bool = True,
+) -> Program:
+    """Return the program of a spec with weights as the recipe says; as it is without one.
+
+    `gather`: rows of tables are gathered in codes; otherwise tables are made dense, too. InputError
+    where the recipe does not fit the spec.
+    """
+    if recipe is None:
+        return program
+    schemes = recipe.schemes(weights_of(spec))
+    return program.map(lambda g: _rewritten(g, schemes, dtype, gather))
+
+
+def _weights(n: Node) -> list[Value]:
+    return [n[operand] for operand in WEIGHTS.get(n.op, ())]
+
+
+def _rewritten(g: Graph, schemes: Mapping[str, str], dtype: str, gather: bool) -> Graph:
+    chosen = [v for v in g.params if v.name in schemes]
+    b = Builder(g.name)
+    parts = {v.name: _parts(b, v, schemes[v.name], dtype) for v in chosen}
+    dense: dict[str, Value] = {}
+
+    def taken(v: Value) -> Value:
+        if v.name not in dense:
+            name = f"{v.name}{DENSE}"
+            dense[v.name] = b.emit("dequantize", *parts[v.name], to=dtype, name=name)
+        return dense[v.name]
+
+    for n in g.nodes:
+        names = {v.name for v in _weights(n)} & parts.keys()
+        if n.op == "embedding" and names and gather:
+            codes, scales = parts[n["table"].name]
+            ids, scale = n["ids"], n.number("scale")
+            b.emit(
+                "embedding_quantized", codes, scales, ids, scale=scale, to=dtype, name=n.out.name
+            )
+        else:
+            inputs = tuple(taken(v) if v.name in names else v for v in n.inputs)
+            b.nodes.append(replace(n, inputs=inputs))
+    return replace(g, nodes=tuple(b.nodes))
+
+
+def _parts(b: Builder, v: Value, form: str, dtype: str) -> tuple[Value, ...]:
+    """Emit codes and scales of a weight."""
+    names = [f"{v.name}{CODES}", f"{v.name}{SCALES}"]
+    return b.emit_all("quantize", v, name=names, **SCHEMES[form].attrs(dtype))
+
+
+def from_codes(g: Graph) -> Graph:
+    """Return a graph that takes codes and scales in the place of the weights they are made of: one
+    for an engine that holds nothing else."""
+    made = tuple(v for n in g.find("quantize") for v in n.outputs)
+    nodes = tuple(n for n in g.nodes if n.op != "quantize")
+    outputs = tuple(v for v in g.outputs if v not in made)
+    read = {v.name for n in nodes for v in n.inputs} | {v.name for v in g.results()}
+    params = tuple(v for v in (*g.params, *made) if v.name in read)
+    return replace(g, params=params, nodes=nodes, outputs=outputs)

@@ -1,0 +1,88 @@
+"""Makes a model's own weights again from what an engine holds: undoes the weight prologue.
+
+An engine that refers to a checkpoint or to a seed still has them; a packed one has slices of what
+its prologue joined. Of a quantised weight it has codes and scales, and what they mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g4ir.errors import EngineError
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.interpret import run_node
+from g4ir.quant.rewrite import CODES
+
+from .pack import MadeParams, ParamSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """The inputs of a prologue from its results: `concat` is undone by slices, without a copy."""
+
+    held: ParamSource
+    names: frozenset[str]
+    prologue: Graph
+    path: Path
+
+    def holds(self, v: Value) -> bool:
+        """Whether the tensor of a param follows from what is held."""
+        joins = (n for n in self.prologue.find("concat") if v in n.inputs)
+        return v.name in self.names or any(self.holds(n.out) for n in joins)
+
+    def __call__(self, v: Value) -> torch.Tensor:
+        """Return the tensor of a param; EngineError where what is held does not say what it was."""
+        if isinstance(self.held, MadeParams):
+            return self.held.given(v)
+        if v.name in self.names:
+            return self.held.tensor(v.name)
+        for n in self.prologue.find("concat"):
+            if v in n.inputs:
+                return _slice(n, v, self(n.out))
+        raise EngineError(
+            f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
+            f"DIR"
+        )
+
+    def weight(self, v: Value) -> torch.Tensor:
+        """Return a weight of the model as the engine computes with it: of a quantised one what its
+        codes and scales mean."""
+        quantize = self.prologue.producers().get(f"{v.name}{CODES}")
+        if quantize is None:
+            return self(v)
+        made = self._codes_of(quantize)
+        if made is None:
+            return self._dense(v, quantize)
+        dequantize = Node("dequantize", quantize.outputs, (v,), {"to": v.type.dtype})
+        (dense,) = run_node(dequantize, list(made))
+        return dense
+
+    def _codes_of(self, quantize: Node) -> tuple[torch.Tensor, ...] | None:
+        """Return codes and scales; None where the engine holds what was made of them."""
+        if isinstance(self.held, MadeParams):
+            return run_node(quantize, [self.held.given(quantize["w"])])
+        if all(map(self.holds, quantize.outputs)):
+            return tuple(map(self, quantize.outputs))
+        return None
+
+    def _dense(self, v: Value, quantize: Node) -> torch.Tensor:
+        """Slice a weight from what codes and scales were made into at build."""
+        for n in self.prologue.find("dequantize"):
+            joined = self.prologue.producers().get(n["codes"].name)
+            if joined is quantize:
+                return self(n.out)
+            if joined and joined.op == "concat" and quantize.outputs[0] in joined.inputs:
+                return _slice(joined, quantize.outputs[0], self(n.out))
+        raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
+
+
+def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
+    axis = join.attrs["axis"]
+    assert isinstance(axis, int)
+    sizes = [int(x.type.shape[axis]) for x in join.inputs]
+    return joined.split(sizes, axis)[join.inputs.index(v)]
