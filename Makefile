@@ -93,9 +93,13 @@ lines:
 
 # Summaries go to bench/results by hand: what this prints, or what a script's --save writes.
 BENCH       = build/bench
-RANDOM      = $(BIN)/g4ir build --backend torch --random-weights 0
+RANDOM      = rm -rf $@ && $(BIN)/g4ir build --backend torch --random-weights 0
 TINY        = $(addprefix $(BENCH)/,tiny-dense tiny-moe tiny-ple)
 WIDE        = $(RANDOM) --spec bench/wide-ple.yaml
+ENGINES     = $(TINY) $(addprefix $(BENCH)/,e2b-ple8k wide wide-long wide-rows)
+
+# Built again each time, so that a report is of the programs of its commit.
+.PHONY: $(ENGINES)
 
 $(TINY): | $(READY)
 	$(RANDOM) --variant $(@F) --max-seq 256 --prefill-chunk 32 --out $@
@@ -112,7 +116,7 @@ $(BENCH)/wide-long: | $(READY)
 $(BENCH)/wide-rows: | $(READY)
 	$(WIDE) --max-seq 256 --prefill-chunk 32 --max-batch 8 --out $@
 
-bench: $(TINY) $(BENCH)/e2b-ple8k $(BENCH)/wide $(BENCH)/wide-long $(BENCH)/wide-rows
+bench: $(ENGINES)
 	for engine in $(TINY); do \
 	    $(BIN)/g4ir bench $$engine --input-len 24 --output-len 65 --peer hf-static || exit; done
 	for n in 32 512 2048; do \

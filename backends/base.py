@@ -57,6 +57,9 @@ class Nothing:
 class State(Protocol):
     """The caches of one session."""
 
+    def views(self, context: int) -> Tensors:
+        """Return the parts in use while rows hold at most `context` tokens."""
+
     def nbytes(self) -> int:
         """Count the allocated bytes."""
 
@@ -69,7 +72,7 @@ class Runtime(Protocol):
     #: where its params come from
     source: ParamSource
 
-    def new_state(self, batch: int) -> Any: ...
+    def new_state(self, batch: int) -> State: ...
 
     def run(
         self,

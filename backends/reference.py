@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from g4ir.weights.pack import ParamSource
 
 from .base import Backend, Runtime, Task, Watch
 from .caches import Caches
-
-if TYPE_CHECKING:
-    pass
 
 
 class ReferenceRuntime:

@@ -32,18 +32,23 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Each pass behind the one that its AFTER names, or at the beginning without one."""
-    found: dict[str, ModuleType] = {}
-
-    def place(after: str | None) -> None:
-        for name, module in modules.items():
-            if after == module.AFTER:
-                found[name] = module
-                place(name)
-
-    place(None)
-    assert found.keys() == modules.keys(), "an AFTER names no pass"
-    return found
+    """Return the passes in order, each behind the one that its AFTER names. PassError unless they
+    are one chain."""
+    follower: dict[str | None, str] = {}
+    for name, module in modules.items():
+        other = follower.setdefault(module.AFTER, name)
+        if other != name:
+            raise PassError(
+                f"passes {other} and {name} both have AFTER = {module.AFTER!r}: change that of the "
+                f"one to run later to the other's name"
+            )
+    names: list[str] = []
+    while (after := names[-1] if names else None) in follower:
+        names.append(follower.pop(after))
+    if follower:
+        after, name = next(iter(follower.items()))
+        raise PassError(f"pass {name}: AFTER = {after!r} is no pass, or one that comes after it")
+    return {name: modules[name] for name in names}
 
 
 #: pass -> its module, in the order of the pipeline: every file of this folder but `match`
@@ -55,7 +60,7 @@ _BY_NAME = _ordered(
     }
 )
 PASSES = tuple(_BY_NAME)
-CHANGES_STATE = {name for name, m in _BY_NAME.items() if getattr(m, "CHANGES_STATE", False)}
+CHANGES_STATE = frozenset(n for n, m in _BY_NAME.items() if getattr(m, "CHANGES_STATE", False))
 
 
 def find_pass(name: str) -> Callable[[Graph, Note], Graph]:

@@ -22,7 +22,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
     """Fuse everything between the projection of a token and attention into one op."""
     edits: list[tuple[list[Node], list[Node]]] = []
     seen = set[tuple[Value, ...]]()
-    for n in g.find("attention", "attention_latent"):
+    for n in (n for n in g.nodes if n.definition.held):
         caches, form = n.caches, str(n.attrs.get("form", "plain"))
         try:
             if caches in seen:

@@ -503,6 +503,8 @@ def test_calls_are_counted(engines: Any) -> None:
 def test_the_schema_is_one() -> None:
     jsonschema.Draft202012Validator.check_schema(json_schema())
     assert json.loads(g4ir("bench", "--schema").out) == json_schema()
+    left_out = json_schema()["$defs"]["Run"]["properties"]["mbu"]
+    assert left_out == {"$ref": "#/$defs/Stat"}, "never null"
 
 
 def test_keys_of_vllm_are_what_its_formulas_say(report: Report) -> None:
@@ -604,6 +606,8 @@ def test_reports_that_lack_or_change_something_are_refused(report: Report, tmp_p
             with pytest.raises(InputError):
                 report_of(bad)
     assert refusals > 500
+    with pytest.raises(InputError, match="runs: must have at least 1 items, has 0"):
+        report_of(changed(values, ("runs",), []))
     bad = changed(values, ("runs", 0, "stats", "itl_ms", "p50", "value"), "gone")
     message = refused("bench-compare", saved(tmp_path, bad), saved(tmp_path, bad))
     assert "r.json: runs[0].stats.itl_ms.p50.value: is missing" in message

@@ -262,6 +262,9 @@ def test_dump_ir(tmp_path: Path) -> None:
     assert {p.name for p in folder.iterdir()} == expected
     shown = ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
     assert (folder / "06-plan_cache.decode.g4ir").read_text() == shown
+    for wrong in (("--max-seq", "many"), ("--set", "x"), ("--memory", "h1"), ("--dtype", "f8")):
+        refused(*BUILD, *words, "--dump-ir", tmp_path / "none", *wrong)
+    assert not (tmp_path / "none").exists()
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -828,5 +831,10 @@ def test_show_ops_knows_every_op() -> None:
     assert found["rms_norm"]["attributes"] == {"eps": "float"}
     assert found["qkv_write"]["fused"] and found["qkv_write"]["writes_caches"] == 2
     assert all(o["budget"]["reason"] and o["meaning"] for o in found.values())
-    assert "leave out variant" in refused("show", "--ops", "--variant", "e2b")
-    assert "leave out layer, cost" in refused("show", "--ops", "--cost", "--layer", "0")
+    for words, said in (
+        (("--variant", "e2b"), "--variant"),
+        (("--cost", "--layer", "0"), "--layer, --cost"),
+        (("--phase", "decode", "--all-logits"), "--all-logits, --phase"),
+        (("engine", "--batch", "2"), "the engine, --batch"),
+    ):
+        assert refused("show", "--ops", *words).rstrip().endswith(f"leave out {said}")

@@ -174,6 +174,18 @@ def test_numbers_reach_kernels_as_fp32() -> None:
     assert {type_of_number(a) for a in numbers} == {"fp64"}
 
 
+def test_a_case_with_other_settings() -> None:
+    """They reach the launches of the kernel that was named, and no other."""
+    for case in tiny_cases(1):
+        before = [meta for *_, meta in launches_of_case(case)]
+        for at, (kernel, use) in enumerate(case.choice.uses.items()):
+            warps = 2 * use["warps"]
+            tried = case.using(kernel, {**use, "warps": warps})
+            want = [*before]
+            want[at] = {**want[at], "num_warps": warps}
+            assert [meta for *_, meta in launches_of_case(tried)] == want, kernel
+
+
 # --- Hopper -----------------------------------------------------------------------------------
 
 

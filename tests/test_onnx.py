@@ -28,6 +28,7 @@ from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
 from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
+from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -255,6 +256,11 @@ def test_greedy_text_of_the_torch_backend(tmp_path: Path, name: str) -> None:
 
 
 # --- sessions ---------------------------------------------------------------------------------
+
+
+def test_each_pass_looks_at_no_slot_behind_the_last_token(engines: Any) -> None:
+    """Where a chunk's padding lies in a full cache, until the next chunk is written."""
+    assert verify_each_pass(engines("onnx", "tiny-ple"), [*range(5, 17)]).ok
 
 
 @pytest.fixture

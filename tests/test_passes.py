@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +19,7 @@ from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
-from g4ir.passes import CHANGES_STATE, PASSES, find_pass, run_passes, run_program
+from g4ir.passes import CHANGES_STATE, PASSES, _ordered, find_pass, run_passes, run_program
 from g4ir.passes.match import Note
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
@@ -544,6 +545,20 @@ def test_an_unknown_pass_is_refused_with_the_list(how: dict[str, Any]) -> None:
         run_passes(program("tiny-dense").graphs["decode"], **how)
     with pytest.raises(InputError, match="unknown pass"):
         find_pass("fuse_all")
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({"a": None, "b": "a", "c": "a"}, "passes b and c both have AFTER = 'a': change that of"),
+        ({"a": None, "b": "c", "c": "b"}, "pass b: AFTER = 'c' is no pass, or one that comes aft"),
+        ({"a": None, "b": "d"}, "pass b: AFTER = 'd' is no pass"),
+    ],
+)
+def test_passes_are_one_chain(after: dict[str, str | None], said: str) -> None:
+    modules: Any = {name: SimpleNamespace(AFTER=other) for name, other in after.items()}
+    with pytest.raises(PassError, match=said):
+        _ordered(modules)
 
 
 def test_a_cache_read_with_two_windows_is_refused() -> None:

@@ -1054,7 +1054,7 @@ def test_help_is_quick() -> None:
 
 
 def test_counts_and_sizes() -> None:
-    assert parse_counts("4096,4K, 1m", "--ctx") == [4096, 4096, 1 << 20]
+    assert parse_counts("4096,4_096,4K, 1m", "--ctx") == [4096, 4096, 4096, 1 << 20]
     assert [count_text(n) for n in (1, 1000, 4096, 5000, 262_144, 1 << 20)] == [
         "1",
         "1000",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from g4ir.backends.torch_compile import tunings
+from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.target import Target, gpu_name
 from g4ir.backends.torch_compile.tune import COPIES, ROOM, SPREAD, VALUES, copies
 from g4ir.backends.torch_compile.tunings import (
@@ -72,6 +73,18 @@ def test_measured_entries_come_first_and_replace_older_ones(table: Path) -> None
     assert find_tuning("gemv", "h100", {"n": 8, "k": 63}) == Tuning({"block": 2}, False)
     assert find_tuning("new", "h100", {"d": 3}).measured
     assert table.read_text().count("us: ") == 3 and table.read_text().startswith("#")
+
+
+@pytest.mark.usefixtures("table")
+def test_settings_of_its_own_wherever_no_entry_fits() -> None:
+    """One measured shape changes nothing for another shape or GPU."""
+    kernel = next(k for k in KERNELS if k.use is not None)
+    (name,), shape = kernel.starts, {"n": 8}
+    own = {name: Tuning(kernel.use or {}, False)}
+    assert kernel.settings("h200", shape) == own
+    add_measured(name, "h200", shape, {"warps": 2}, 1.0)
+    assert kernel.settings("h200", shape) == {name: Tuning({"warps": 2}, True)}
+    assert kernel.settings("h200", {"n": 9}) == kernel.settings("h100", shape) == own
 
 
 def test_a_shape_may_have_a_size_of_nothing(table: Path) -> None:

@@ -13,7 +13,7 @@ MOST = {
     "g4ir/ops": 3520,
     "g4ir/ir": 1250,
     "passes": 1520,
-    "g4ir/spec": 2300,
+    "g4ir/spec": 2330,
     "g4ir/model": 1630,
     "g4ir/quant": 240,
     "g4ir/weights": 1610,

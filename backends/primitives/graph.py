@@ -56,7 +56,7 @@ def tower_graphs(program: Program) -> dict[str, Graph]:
 
 def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
     """Return the full-length caches that an attention reads as they were before its chunk."""
-    if n.op not in ("attention", "attention_latent"):
+    if not n.definition.held:
         return ()
     old = all(v in g.state for v in n.caches) and n.chunk
     return n.caches if old and not is_ring(n.caches[0].type) else ()

@@ -249,12 +249,17 @@ def keys_values_of_chunk(
     return old, tuple(x.transpose(0, 1) for x in new)
 
 
+def frequencies(n: Node, device: torch.device) -> Tensor:
+    """Return f32 [p]: the inverse frequencies of the pairs that a node's keys are rotated in."""
+    kind, d = n.word("kind"), int(n["q"].type.shape[-1])
+    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
+    with torch.device(device):  # made there: a recorded step may copy nothing from the host
+        return inverse_frequencies(kind, theta, d, fraction, factor)[: _pairs(n)]
+
+
 def _rotate(n: Node, low: Tensor, high: Tensor, key_pos: Tensor) -> tuple[Tensor, Tensor]:
     """Turn pairs (low, high) [T,B,n,p] by key_pos i64[T,B], rounded like `rope_table`, `rope`."""
-    d, kind, dtype = int(n["q"].type.shape[-1]), n.word("kind"), torch_dtype(n.word("dtype"))
-    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
-    with torch.device(key_pos.device):
-        table = inverse_frequencies(kind, theta, d, fraction, factor)[: low.shape[-1]]
+    dtype, table = torch_dtype(n.word("dtype")), frequencies(n, key_pos.device)
     if key_pos.device.type == "cpu":
         # A product, so that the compiler fuses the positions' integer arithmetic, which it does not
         # vectorise, with nothing: sums of one term are exact.

@@ -17,7 +17,7 @@ from g4ir.ui.progress import Progress
 from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
-from .programs import KERNELS, choice_texts, phase_steps, phases
+from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import schedule
 from .segment import Segment
 from .target import find_target
@@ -65,7 +65,7 @@ class TorchBackend(Backend):
                 progress(note)
         files = compiler.compile_all(texts, target, task.folder / "programs", JOBS, progress)
         if device == "cpu":
-            compiler.compile_kernels(task.folder / "programs" / KERNELS)
+            compiler.compile_kernels(task.folder / "programs" / KERNELS_FILE)
         kept = {
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()

@@ -13,7 +13,7 @@ from .segment import Step, graph_steps
 
 #: the graphs that a step may run; an engine without pictures has no `prefill_media`
 PHASES = ("prefill", "decode", "prefill_media")
-KERNELS = "kernels.so"
+KERNELS_FILE = "kernels.so"
 
 
 def phases(program: Program) -> list[str]:

@@ -25,7 +25,7 @@ from ..base import Tensors, Watch
 from ..caches import Caches
 from . import pyops
 from .cuda_graph import Captured, OrLaunched, recorded
-from .programs import CANDIDATES, KERNELS, phase_steps
+from .programs import CANDIDATES, KERNELS_FILE, phase_steps
 from .schedule import schedule
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
@@ -83,7 +83,7 @@ class TorchRuntime:
             calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":  # on a GPU kernels are read when they are first used
             self.unpacked.close()
-            _load_kernels(folder / KERNELS)
+            _load_kernels(folder / KERNELS_FILE)
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }

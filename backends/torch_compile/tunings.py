@@ -35,11 +35,16 @@ class Tuning:
     measured: bool
 
 
-def find_tuning(kernel: str, gpu: str, shape: Mapping[str, int]) -> Tuning:
-    """Return the first entry that fits; LowerError where there is none, not even an estimate."""
+def find_tuning(
+    kernel: str, gpu: str, shape: Mapping[str, int], otherwise: Mapping[str, int] | None = None
+) -> Tuning:
+    """Return the first entry that fits, or else these settings; LowerError where there is neither,
+    not even an estimate."""
     for entry in read_tunings().get(kernel, ()):
         if _fits(entry, gpu, shape):
             return Tuning(entry["use"], "us" in entry)
+    if otherwise is not None:
+        return Tuning(otherwise, False)
     raise LowerError(
         f"{TABLE.name}: kernel {kernel} has no entry for {gpu} and {dict(shape)}; restore the "
         f"file, or add one"

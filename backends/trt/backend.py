@@ -87,7 +87,6 @@ class TrtBackend(Backend):
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
             return build_apart(task, settings)
-        # Imported late: it looks for triton.
         from .make import make
 
         return make(self.host, task, settings)

@@ -129,7 +129,7 @@ def _ending(code: int) -> str:
 
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
     """Do the job and return the last line of the child process."""
-    # Imported late: the parent has no use for it, and it looks for triton.
+    # Imported late: the parent has no use for it.
     from .make import make
 
     job = Job(**json.loads((folder / JOB).read_text()))

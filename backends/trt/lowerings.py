@@ -48,7 +48,8 @@ def score_bytes(g: Graph, limits: Limits) -> int:
     return max(
         (
             row_bytes(n, limits) * (block_rows(n, limits) if n["q"].type.shape[1] != 1 else 1)
-            for n in g.find("attention", "attention_latent")
+            for n in g.nodes
+            if n.definition.held
         ),
         default=0,
     )

@@ -17,7 +17,7 @@ def attention_graphs(graph: Graph) -> list[Graph]:
     """Return a graph for each distinct attention of a graph: it alone, which reads caches and
     writes none."""
     kinds: dict[Any, Graph] = {}
-    for n in graph.find("attention", "attention_latent"):
+    for n in (n for n in graph.nodes if n.definition.held):
         key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
         kinds.setdefault(key, _alone(n))
     return [*kinds.values()]

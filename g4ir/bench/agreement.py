@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,7 +60,7 @@ class Agreement:
 
 
 def _number(x: Number) -> float:
-    """Return x, or None: a report has null for what was no number."""
+    """Return x, or NaN for the null that a report has for it."""
     return math.nan if x is None else x
 
 
@@ -112,7 +112,7 @@ def compare_runners(
 
 def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> Agreement:
     """Judge all the choices together."""
-    columns = zip(*(astuple(errors) for errors, _, _ in steps), strict=True)
+    columns = zip(*(vars(errors).values() for errors, _, _ in steps), strict=True)
     errors = Errors(*map(torch.cat, columns))
     equal, close = sum(s[1] for s in steps), sum(s[2] for s in steps)
     holds = budget.all_hold(errors) and equal + close == len(errors.cosine)

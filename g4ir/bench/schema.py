@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from g4ir.errors import InputError, SpecError
 from g4ir.spec.reader import (
+    LEFT_OUT,
     Length,
     Line,
     OneOf,
@@ -51,20 +52,7 @@ class Has:
         return {"required": list(self.keys)}
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A key that is left out where it has no value: it is never null."""
-
-    def broken(self, value: Any) -> str | None:
-        """Return what is wrong: null alone is."""
-        return "must not be null; leave it out" if value is None else None
-
-    def schema(self) -> dict[str, Any]:
-        return {"not": {"type": "null"}}
-
-
 T = TypeVar("T")
-LEFT_OUT = LeftOut()
 #: what only engines know of themselves
 Own = Annotated[T | None, LEFT_OUT]
 Stats = dict[str, Stat]
@@ -277,7 +265,7 @@ def read_report(file: str | Path) -> Report:
     try:
         report = json_object(Path(file).read_bytes())
     except ValueError as e:
-        raise InputError(f"{file}: no JSON object: {e}") from e
+        raise InputError(f"{file}: {e}") from e
     if report.get("kind") != KIND:
         raise InputError(f'{file}: no report of g4ir bench (key "kind" is not {KIND!r})')
     if report.get("schema") != VERSION:

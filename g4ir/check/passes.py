@@ -590,7 +590,9 @@ def _show(
     for name, v in recording.graphs[1].next.items():
         want = run.state[name]
         cache = state.tensors[name][: want.shape[0]]
-        shown.compare(v, cache, want)
+        # Nobody reads what a backend leaves behind the last token, such as a chunk's padding.
+        held = chunk.end if v.type.shape[0] == "C" else want.shape[0]
+        shown.compare(v, cache[:held], want[:held])
         cache.copy_(want)
 
 

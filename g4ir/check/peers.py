@@ -15,8 +15,8 @@ from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import LocalError, local_errors
-from g4ir.model.names import checkpoint_name
-from g4ir.model.tensors import HEAD, text_tensors
+from g4ir.model.names import HEAD, checkpoint_name
+from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress

@@ -36,7 +36,7 @@ ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
 Step = Callable[["Session"], object]
 
 
-def nothing() -> None:
+def _idle() -> None:
     """Before a run there is nothing to do."""
 
 
@@ -47,7 +47,7 @@ class Watched:
 
     runtime: Runtime
     watch: ChunkWatch
-    begin: Callable[[], object] = nothing
+    begin: Callable[[], object] = _idle
     hidden: tuple[str, ...] = ()
 
     def new_state(self, batch: int) -> Any:

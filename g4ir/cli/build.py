@@ -79,12 +79,12 @@ def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
 
 
 def _dump_to(folder: Path) -> Dump:
-    """Write one file per phase and pass, in the order of the pipeline."""
+    """Write one file per phase and pass, in the order of the pipeline; the folder with the first,
+    so that none is left of a build that is refused before."""
     from g4ir.passes import PASSES
 
-    folder.mkdir(parents=True, exist_ok=True)
-
     def dump(name: str, graph: Graph) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{PASSES.index(name) + 1:02}-{name}.{graph.name}.g4ir"
         file.write_text(str(graph))
 

@@ -94,27 +94,17 @@ def add_source(parser: Parser) -> None:
     add_options(parser, SOURCE_OPTIONS)
 
 
-#: what argparse needs to know of a field beside its own flag, by the field's type
-_BY_TYPE: dict[str, dict[str, Any]] = {
-    "int": {"type": int},
-    "bool": {"action": "store_true"},
-    "Iterable[str]": {"action": "append"},
-}
-
-
 def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = ()) -> None:
     """Add the flags of these fields of BuildOptions, in this order."""
     known = {f.name: f for f in fields(BuildOptions)}
     for name in names:
         f = known[name]
-        flag = {"name": f"--{name.replace('_', '-')}", **f.metadata["flag"]}
-        how = {} if name in _READ else _BY_TYPE.get(str(f.type).removesuffix(" | None"), {})
+        how = {"dest": name, "default": f.default, "help": f.metadata["help"], **f.metadata["flag"]}
         if name in required:
-            flag["required"] = True
-        how = {"dest": name, "default": f.default, "help": f.metadata["help"], **how, **flag}
+            how["required"] = True
         if how.get("action") == "append":
-            how["default"] = []
-        parser.add_argument(how.pop("name"), **how)
+            how |= {"default": [], "help": f"{how['help']} (repeat)"}
+        parser.add_argument(how.pop("name", f"--{name.replace('_', '-')}"), **how)
 
 
 def given_options(args: argparse.Namespace) -> BuildOptions:

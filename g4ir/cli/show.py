@@ -31,11 +31,8 @@ COST_OPTIONS = (
 )
 #: and those that `--kernels` has too
 KERNEL_OPTIONS = ("batch", "gpu")
-#: what chooses a graph, or something else to show than ops
-NOT_WITH_OPS = (
-    *("engine", "variant", "spec", "skip", "all_logits", "after", "latent_kv", "layer"),
-    *("why", "diff", "against", "kernels", "provenance", "cost"),
-)
+#: what goes with `--ops`; the rest chooses a graph, or something else to show
+WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     "prefill": (),
@@ -52,7 +49,7 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
     p.set_defaults(stored=None)
     add_source(p)
-    p.add_argument("--phase", choices=PHASES, default="decode")
+    p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
     )
@@ -138,9 +135,10 @@ def _check_cost(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace) -> int:
     if args.engine is not None and (args.variant or args.spec or args.all_logits):
         raise InputError("an engine has its own spec: leave out --variant, --spec, --all-logits")
-    _check_cost(args)
     if args.ops:
         return _show_ops(args)
+    args.phase = args.phase or "decode"
+    _check_cost(args)
     if args.provenance:
         return _show_provenance(args)
     if args.diff or args.against is not None:
@@ -214,7 +212,10 @@ def _show_ops(args: argparse.Namespace) -> int:
     def meant(value: object) -> bool:
         return value is not None and value is not False and value != []
 
-    if given := [name for name in NOT_WITH_OPS if meant(getattr(args, name))]:
+    def flag(name: str) -> str:
+        return "the engine" if name == "engine" else f"--{name.replace('_', '-')}"
+
+    if given := [flag(n) for n, value in vars(args).items() if n not in WITH_OPS and meant(value)]:
         raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(given)}")
     return show_ops(args)
 

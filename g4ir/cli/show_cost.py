@@ -17,12 +17,12 @@ from g4ir.plan.cost import (
     Roof,
     Step,
     by_kind,
-    find_format,
     floor,
     graph_costs,
     prefill_chunks,
     total,
 )
+from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si

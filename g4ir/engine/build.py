@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from g4ir import __version__
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
@@ -70,7 +71,6 @@ from .load import linked_files, load_engine
 from .prompts import read_defaults
 from .trust import record_built
 
-VERSION = "0.1.0"
 SHARD_BYTES = 4 << 30
 
 #: room for what an engine directory holds beside weights
@@ -290,7 +290,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     form = p.options["latent_kv"]["form"]
     return Manifest(
-        g4ir=VERSION,
+        g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
         backend=p.backend.name,

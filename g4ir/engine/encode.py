@@ -144,7 +144,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 
 def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Run frames in parts of any length, since each frame stands alone."""
+    """Run a sound of any length in parts, since each frame stands alone."""
     step = max(engine.media.lengths)
     parts = []
     for at in range(0, len(clip.features), step):

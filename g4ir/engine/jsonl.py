@@ -84,7 +84,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         return json_object(line)
     except ValueError as e:
-        raise InputError(f"{where}: no JSON object: {e}") from None
+        raise InputError(f'{where}: {e}; expected a line such as {{"tokens": [2, 5]}}') from None
 
 
 def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Runtime, Task, checked_settings
 from g4ir.errors import EngineError, InputError
 from g4ir.ir.graph import Value
-from g4ir.model.text import PLE_TABLE
+from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.settings import find_placement
 from g4ir.ui.progress import Progress, no_progress, prefixed
@@ -127,7 +127,7 @@ def _table(
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
-    placement = ple if v.name.startswith(PLE_TABLE) and ple else packings.DEFAULT_PLACEMENT
+    placement = ple if v.name.startswith(PLE_PARAM) and ple else packings.DEFAULT_PLACEMENT
     if device == "cuda" and placement != "device" and find_spec("triton"):
         from g4ir.backends.torch_compile.host_table import open_host_table
 

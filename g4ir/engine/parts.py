@@ -88,7 +88,7 @@ class EngineParts:
         found: set[tuple[int, int]] = set()
         for g in self.program.graphs.values():
             caches = {*g.state, *g.next.values()}
-            for n in g.find("attention", "attention_latent"):
+            for n in (n for n in g.nodes if n.definition.held):
                 slots = {v.type.shape[0] for v in n.inputs if v in caches}
                 window = n.whole("window")
                 found |= {(window, size) for size in slots if isinstance(size, int)}

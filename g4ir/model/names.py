@@ -11,13 +11,16 @@ import re
 from g4ir.errors import WeightsError
 from g4ir.ir.names import split_name
 
+#: tensors of the checkpoint that others than the graphs know
+TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
+HEAD = "lm_head.weight"
 _TOP = {
-    "embed.table": "embed_tokens.weight",
-    "ple.table": "embed_tokens_per_layer.weight",
+    "embed.table": TOKEN_TABLE,
+    "ple.table": PLE_TABLE,
     "ple.w": "per_layer_model_projection.weight",
     "ple.norm": "per_layer_projection_norm.weight",
     "final.w": "norm.weight",
-    "head.w": "lm_head.weight",
+    "head.w": HEAD,
 }
 _LAYER = {
     "norm_in": "input_layernorm.weight",

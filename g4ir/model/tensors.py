@@ -22,7 +22,6 @@ from .towers import PARTS, default_tower
 Shape = tuple[int, ...]
 Tensors = dict[str, Shape]
 
-HEAD = "lm_head.weight"
 #: of a clipped linear: 0-d tensors
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 #: of a layer, what is absent where it reads the keys and values of another

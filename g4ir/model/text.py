@@ -22,7 +22,7 @@ PHASES = ("embed", *TEXT_GRAPHS)
 #: prefill of chunks in which the tokens of a picture see each other
 BLOCKS = "prefill_media"
 #: the table of per-layer embeddings, gathered from and never multiplied with
-PLE_TABLE = "ple.table"
+PLE_PARAM = "ple.table"
 
 
 def build_program(
@@ -90,7 +90,7 @@ class _Embed:
         outs = [b.emit("embedding", table, tokens, scale=text.hidden_size**0.5, name="embeds")]
         if text.ple:
             shape = (text.ple.vocab_size, text.num_hidden_layers * text.ple.dim)
-            table = b.param(PLE_TABLE, Type(self.dtype, shape))
+            table = b.param(PLE_PARAM, Type(self.dtype, shape))
             rows = b.emit("embedding", table, tokens, scale=text.ple.dim**0.5, name="ple_rows")
             outs.append(rows)
         return b.graph(*outs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from g4ir.model.names import PLE_TABLE
 from g4ir.model.tensors import Tensors, dead_tensors, layer_tensors, numel, text_tensors
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
@@ -125,7 +126,7 @@ class PleParts:
 
 
 _PLE_ENDINGS = {
-    "table": "embed_tokens_per_layer.weight",
+    "table": PLE_TABLE,
     "model_proj": "per_layer_model_projection.weight",
     "proj_norm": "per_layer_projection_norm.weight",
     "gates": ".per_layer_input_gate.weight",

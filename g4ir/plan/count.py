@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import (
-    HEAD,
     Shape,
     Tensors,
     dead_tensors,
@@ -112,8 +112,8 @@ def _text_part(name: str) -> str:
 
 
 TOP_PARTS = {
-    "embed_tokens.weight": "embed",
-    "embed_tokens_per_layer.weight": "ple_table",
+    TOKEN_TABLE: "embed",
+    PLE_TABLE: "ple_table",
     "norm.weight": "final_norm",
     HEAD: "head",
 }

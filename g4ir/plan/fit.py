@@ -17,7 +17,7 @@ from typing import Any
 
 from g4ir.errors import PlanError
 from g4ir.ir.graph import Program, split_prologue
-from g4ir.model.text import BLOCKS, PLE_TABLE, build_graph
+from g4ir.model.text import BLOCKS, PLE_PARAM, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
@@ -168,7 +168,7 @@ def _table_bytes(r: Resolved, dtype: str) -> int:
     embed = Program({"embed": build_graph(r.spec, "embed", dtype=dtype)})
     (g,) = quantised(embed, r.spec, r.recipe, dtype).graphs.values()
     parts = split_prologue(g)[1].params
-    return sum(v.type.nbytes() for v in parts if v.name.startswith(PLE_TABLE))
+    return sum(v.type.nbytes() for v in parts if v.name.startswith(PLE_PARAM))
 
 
 def _needs(program: Program) -> Needs:

@@ -6,6 +6,8 @@ keep everything else (norm weights, scalars, routers) in the engine's dtype:
     fp8    one byte an element
     int8   one byte an element, one 16-bit scale for each row of the last dim
     int4   32 elements of 4 bits and one 16-bit scale (18 bytes); token tables and head as int8
+
+FORMATS is the estimate that costs are made of; `tensor_bytes` is the exact size.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from dataclasses import dataclass
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
-from g4ir.model.tensors import HEAD, Shape, numel, text_tensors, tower_tensors
+from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
+from g4ir.model.tensors import Shape, numel, text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.spec.record import Spec
 
 #: what engines compute in, the most common first
 DTYPES = ("bf16", "f16", "f32")
+#: bytes of a scale; elements of a group of int4, and its bytes
 SCALE, GROUP = 2, 32
+GROUP_BYTES = GROUP // 2 + SCALE
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,14 @@ class Format:
 
 
 FORMATS = {
-    **{d: Format(*[ITEMSIZE[d]] * 4) for d in ("f32", "bf16", "f16")},
+    **{d: Format(n, n, n, n) for d, n in ITEMSIZE.items() if d in DTYPES},
     "fp8": Format(1, 1, nominal=1),
     "int8": Format(1, 1, nominal=1),
-    "int4": Format(GROUP / 2 / GROUP + SCALE / GROUP, 1, nominal=0.5),
+    "int4": Format(GROUP_BYTES / GROUP, 1, nominal=0.5),
 }
 #: narrow formats that a plan shows beside the engine's dtype
 INTEGERS = ("int8", "int4")
-PLANNED = (*DTYPES, *INTEGERS)
+SHOWN = (*DTYPES, *INTEGERS)
 
 
 def find_format(name: str) -> Format:
@@ -56,7 +61,6 @@ def find_format(name: str) -> Format:
 
 # --- weights ----------------------------------------------------------------------------------
 
-TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 TABLES = (TOKEN_TABLE, PLE_TABLE, HEAD)
 
 
@@ -83,8 +87,8 @@ class WeightSizes:
 def weight_sizes(spec: Spec, form: str, dtype: str | None = None) -> WeightSizes:
     """Return sizes in a format; `dtype` is the engine's (default: the spec's). InputError for a
     format that no plan shows."""
-    if form not in PLANNED:
-        raise InputError(f"weights {form!r}: expected one of {', '.join(PLANNED)}")
+    if form not in SHOWN:
+        raise InputError(f"weights {form!r}: expected one of {', '.join(SHOWN)}")
     sizes = {
         name: tensor_bytes(name, shape, form, dtype or spec.dtype)
         for name, shape in text_tensors(spec).items()
@@ -102,7 +106,7 @@ def tensor_bytes(name: str, shape: Shape, form: str, dtype: str) -> int:
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if form == "int8" or name in TABLES:
         return rows * (columns + SCALE)
-    return rows * math.ceil(columns / GROUP) * (GROUP // 2 + SCALE)
+    return rows * math.ceil(columns / GROUP) * GROUP_BYTES
 
 
 def tower_bytes(spec: Spec, dtype: str | None = None) -> int:

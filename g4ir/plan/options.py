@@ -19,7 +19,7 @@ from .limits import Limits
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
-    """Return a field with its help; `flag` holds what its flag needs beside it (cli/common.py)."""
+    """Return a field with its help; `flag` holds what argparse needs beside it (cli/common.py)."""
     return field(default=default, metadata={"help": help, "flag": flag})
 
 
@@ -30,7 +30,7 @@ class BuildOptions:
     checkpoint: str | Path | None = option(
         None, "a Hugging Face directory (default: the local hub cache)", metavar="DIR"
     )
-    random_weights: int | None = option(None, "weights made from a seed", metavar="SEED")
+    random_weights: int | None = option(None, "weights made from a seed", type=int, metavar="SEED")
     backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")
     device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")
     dtype: str | None = option(
@@ -41,15 +41,23 @@ class BuildOptions:
         "weights in fewer bits: int8, int4, fp8, or a recipe FILE.yaml\n(default none)",
         metavar="Q",
     )
-    max_batch: int = option(Limits.max_batch, "rows (default 1)", metavar="N")
+    max_batch: int = option(
+        Limits.max_batch, f"rows (default {Limits.max_batch})", type=int, metavar="N"
+    )
     max_seq: int | None = option(
-        None, "tokens of a row, new ones too (default 8192, or the model's limit)", metavar="N"
+        None,
+        f"tokens of a row, new ones too (default {Limits.max_seq}, or the model's limit)",
+        metavar="N",
     )
     prefill_chunk: int = option(
-        Limits.prefill_chunk, "tokens of a prompt at a time (default 1024)", metavar="N"
+        Limits.prefill_chunk,
+        f"tokens of a prompt at a time (default {Limits.prefill_chunk})",
+        metavar="N",
     )
-    all_logits: bool = option(False, "prefill can return the logits of every token")
-    skip: Iterable[str] = option((), "leave a pass out (repeat)", metavar="PASS")
+    all_logits: bool = option(
+        False, "prefill can return the logits of every token", action="store_true"
+    )
+    skip: Iterable[str] = option((), "leave a pass out", action="append", metavar="PASS")
     latent_kv: str = option(
         "auto", "what layers with K=V cache: off, value, raw or auto", metavar="FORM"
     )
@@ -78,15 +86,19 @@ class BuildOptions:
     )
     settings: Mapping[str, str] | None = option(
         None,
-        "a choice of the backend's (repeat)",
+        "a choice of the backend's",
         name="--set",
         metavar="NAME=VALUE",
         action="append",
     )
     memory: int | None = option(
-        None, "what it must fit (default: all of the device's memory)", metavar="GPU|BYTES"
+        None,
+        "bytes that it must fit, or those of a GPU (default: all of the device's\nmemory)",
+        metavar="GPU|BYTES",
     )
-    link_weights: bool = option(False, "refer to the checkpoint's files instead of copying them")
+    link_weights: bool = option(
+        False, "refer to the checkpoint's files instead of copying them", action="store_true"
+    )
 
 
 def options_text() -> str:

@@ -387,6 +387,9 @@ def make_plan(
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
     every row on every device of `memory`.
 
+    Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device,
+    prefill_chunk, all_logits, skip, latent_kv, ple_placement and media.
+
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
     contexts = _contexts(spec, ctx)

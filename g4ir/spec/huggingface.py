@@ -292,8 +292,8 @@ def _bytes(file: Path) -> bytes:
 def _parse(data: bytes, file: Path) -> Any:
     try:
         return json_object(data)
-    except ValueError as err:  # an integer too long to convert too
-        raise SpecError(f"{file}: is no JSON object ({str(err)[:120]}); fix it") from None
+    except ValueError as err:
+        raise SpecError(f"{file}: {err}; fix it") from None
 
 
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -99,7 +99,8 @@ class Length:
         """Return what is wrong with the list, or None."""
         if self.lo <= len(value) <= self.hi:
             return None
-        want = f"{self.lo}" if self.lo == self.hi else f"{self.lo} to {self.hi}"
+        most = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
+        want = self.lo if self.lo == self.hi else most
         return f"must have {want} items, has {len(value)}"
 
     def schema(self) -> dict[str, Any]:
@@ -119,6 +120,21 @@ class Shaped:
 
     def schema(self) -> dict[str, Any]:
         return {"pattern": f"^{self.form}$"}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A key, `T | None` in Python, that is left out where it has no value: it is never null."""
+
+    def broken(self, value: Any) -> str | None:
+        """Return what is wrong: null alone is."""
+        return "must not be null; leave it out" if value is None else None
+
+    def schema(self) -> dict[str, Any]:
+        return {}  # see schema_of
+
+
+LEFT_OUT = LeftOut()
 
 
 class Line(str):
@@ -447,7 +463,8 @@ def _leaf(node: Node, kind: type, path: str) -> Any:
         raise fail(node.where, path, f"expected {noun}, found {_kind(node)}")
     value = parse(node)
     if value is None:
-        quoted = "" if node.plain else " (leave the quotes out)"
+        unquoted = parse(replace(node, plain=True))
+        quoted = "" if unquoted is None else " (leave the quotes out)"
         raise fail(node.where, path, f"expected {noun}, found {shown(node.text)}{quoted}")
     return value
 
@@ -494,24 +511,35 @@ LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in `raw`. ValueError says in a few words why there is none; a key that
-    is given twice is one reason."""
+    """Return the JSON object in `raw`. ValueError says what is wrong, to be put behind the name of
+    the file: `is no JSON object: found a list`, `key 'x' is given twice`."""
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except _GivenTwice:
+        raise
     except UnicodeDecodeError as err:
-        raise ValueError(f"not UTF-8 at byte {err.start}") from None
+        reason = f"not UTF-8 at byte {err.start}"
     except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"found {type(value).__name__}")
-    return value
+        reason = "nested too deep"
+    except ValueError as err:  # an integer too long to convert too
+        reason = str(err)[:120]
+    else:
+        if isinstance(value, dict):
+            return value
+        found = "a list" if isinstance(value, list) else json.dumps(value)[:MAX_SHOWN]
+        reason = f"found {found}"
+    raise ValueError(f"is no JSON object: {reason}")
+
+
+class _GivenTwice(ValueError):
+    """An object has a key twice."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
         names = Counter(k for k, _ in pairs)
-        raise ValueError(f"key {shown(names.most_common(1)[0][0])} is given twice")
+        raise _GivenTwice(f"key {shown(names.most_common(1)[0][0])} is given twice")
     return out
 
 
@@ -618,7 +646,8 @@ def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
         return {}
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        out = schema_of(args[0], partial, defs)
+        base = get_args(args[0])[0] if LEFT_OUT in args[1:] else args[0]
+        out = schema_of(base, partial, defs)
         for rule in args[1:]:
             out |= rule.schema()
         return out

@@ -8,12 +8,12 @@ import re
 from g4ir.errors import InputError
 
 KIB = 1 << 10
-_COUNT = re.compile(r"([0-9]{1,15})([kKmM]?)")
+_COUNT = re.compile(r"([0-9](?:_?[0-9]){0,14})([kKmM]?)")
 _FACTORS = {"": 1, "k": KIB, "m": KIB * KIB}
 
 
 def parse_count(text: str, what: str) -> int:
-    """`4096`, `4K` (4096), `1M` -> int; InputError that names `what` unless it is positive."""
+    """`4096`, `4_096`, `4K` (4096), `1M` -> int; InputError naming `what` unless it is positive."""
     match = _COUNT.fullmatch(text.strip())
     value = int(match[1]) * _FACTORS[match[2].lower()] if match else 0
     if value < 1:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.tensors import CLIP_BOUNDS, HEAD, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.model.names import HEAD, TOKEN_TABLE
+from g4ir.model.tensors import CLIP_BOUNDS, Tensors, dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-EMBED = "embed_tokens.weight"
 SHOWN = 5  # problems listed in one message
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
@@ -121,7 +121,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        return tensorfile.torch_dtype(self.entries[EMBED][1])
+        return tensorfile.torch_dtype(self.entries[TOKEN_TABLE][1])
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
@@ -168,7 +168,7 @@ class Checkpoint:
     def _entry(self, name: str) -> tuple[Header, Entry]:
         if name not in self.entries:
             raise WeightsError(f"{self.directory}: no text tensor {quoted(name)} in the spec")
-        if name == EMBED and self._tied:
+        if name == TOKEN_TABLE and self._tied:
             self._compare_tied(self._tied)
         return self.entries[name]
 
@@ -181,7 +181,7 @@ class Checkpoint:
 
     def _compare_tied(self, head: tuple[Header, Entry]) -> None:
         """Compare a stored head with the embedding it is tied to, bit for bit (in even samples)."""
-        (h1, e1), (h2, e2) = self.entries[EMBED], head
+        (h1, e1), (h2, e2) = self.entries[TOKEN_TABLE], head
         one, two = self._map(h1), self._map(h2)
         for at in range(0, e1.nbytes, max(TIED_BYTES, e1.nbytes // TIED_CHUNKS)):
             size = min(TIED_BYTES, e1.nbytes - at)
@@ -398,7 +398,7 @@ def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
     hits = {p: sum(p + name in names for name in valid) for p in spec.prefixes.text}
     best = max(hits, key=lambda p: hits[p])
     if not hits[best]:
-        accepted = ", ".join(f"{p}{EMBED}" for p in hits)
+        accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
         raise WeightsError(
             f"{directory}: no text tensor of spec {spec.name} under any accepted prefix "
             f"(expected {accepted}; found {', '.join(map(quoted, sorted(names)[:3])) or 'none'}); "
@@ -441,7 +441,7 @@ def _classify(
     valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
     head = next((name for name in spec.prefixes.head if name in names), None)
     live: Found = {} if head is None else {HEAD: names[head]}
-    ignored = {head: f"tied to {EMBED}"} if head and spec.text.tie_word_embeddings else {}
+    ignored = {head: f"tied to {TOKEN_TABLE}"} if head and spec.text.tie_word_embeddings else {}
     problems: list[Problem] = []
     for name, found in names.items():
         bare = name.removeprefix(prefix) if name.startswith(prefix) else None
@@ -499,7 +499,7 @@ def _missing(
 
 def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
     shapes = text_tensors(spec) | towers
-    shapes.setdefault(HEAD, shapes[EMBED])
+    shapes.setdefault(HEAD, shapes[TOKEN_TABLE])
     for name, (header, entry) in live.items():
         if entry.dtype not in tensorfile.FLOATS:
             text = f"expected dtype {' or '.join(tensorfile.FLOATS)}, found {entry.dtype}"
@@ -507,13 +507,13 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
         elif entry.shape != tuple(shapes[name]):
             text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
             yield Problem(header.path.name, entry.name, text, "spec")
-        elif name == HEAD and spec.text.tie_word_embeddings and EMBED in live:
-            yield from _tied_dtype(header, entry, live[EMBED][1])
+        elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
+            yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
 
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
     if head.dtype != embed.dtype:
-        text = f"tied to {EMBED}: expected dtype {embed.dtype}, found {head.dtype}"
+        text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
         yield Problem(header.path.name, head.name, text, "tie")
 
 

@@ -24,6 +24,7 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.model.media import KINDS
+from g4ir.model.names import PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import check_rows
@@ -69,8 +70,8 @@ DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
     (r"norm(_\d)?\.weight$", lambda shape: 1.0, lambda shape: 0.3),
     (r"router\.(scale|per_expert_scale)$", lambda shape: 1.0, lambda shape: 0.3),
     (r"router\.proj\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0)),
-    (r"embed_tokens_per_layer\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0) / 16.0),
-    (r"embed_tokens\.weight$", lambda shape: 0.0, lambda shape: 0.25 * _fan_in(shape)),
+    (f"{re.escape(PLE_TABLE)}$", lambda shape: 0.0, lambda shape: sqrt(3.0) / 16.0),
+    (f"{re.escape(TOKEN_TABLE)}$", lambda shape: 0.0, lambda shape: 0.25 * _fan_in(shape)),
     (r"", lambda shape: 0.0, _fan_in),
 )
 

@@ -138,8 +138,7 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         return json_object(raw)
     except ValueError as error:
-        reason = str(error)[:120]
-        raise WeightsError(f"{path}: is no JSON object ({reason}); {DOWNLOAD}") from None
+        raise WeightsError(f"{path}: {error}; {DOWNLOAD}") from None
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
@@ -221,7 +220,7 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
 
 
 def _check_library(path: Path) -> None:
-    """The library that others read such files with takes it too."""
+    """Raise unless the library that others read such files with takes it too."""
     try:
         with safe_open(path, framework="numpy"):
             pass

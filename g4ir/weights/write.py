@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.tensors import HEAD, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.model.names import HEAD
+from g4ir.model.tensors import Tensors, dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec
 from g4ir.ui.files import new_folder, write_file
 

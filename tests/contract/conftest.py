@@ -20,10 +20,13 @@ from tests.contract.flows import FLOWS, Flow  # noqa: E402
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Whoever can choose tokens does, and each variant that the flow has the time for."""
+    """Whoever can choose tokens does, and each variant and dtype that the flow has time for."""
     flow = FLOWS[metafunc.module.FLOW]
     if "any_engine" in metafunc.fixturenames:
         metafunc.parametrize("any_engine", flow.specs, indirect=True)
+    if "half" in metafunc.fixturenames:
+        marks = pytest.mark.full if flow.slow else ()
+        metafunc.parametrize("half", [pytest.param(flow.half, marks=marks, id=flow.half[0])])
     if "chooser" in metafunc.fixturenames:
         choosers = flow.choosers
         metafunc.parametrize("chooser", choosers.values(), ids=choosers.keys(), indirect=True)
@@ -55,7 +58,7 @@ def any_engine(request: pytest.FixtureRequest, flow: Flow, engines: Any) -> Engi
 @pytest.fixture
 def chooser(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, flow: Flow, engines: Any
-) -> list[Any]:
+) -> list[Any] | None:
     """Turns a way to choose tokens on for the engines of a test; the steps prepared for it."""
     used = {"any_engine", "engine"} & set(request.fixturenames)
     return request.param(request.getfixturevalue(min(used)), monkeypatch)

@@ -34,12 +34,10 @@ def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.Monke
         assert str(caught.value) == message, why
 
 
-def test_another_dtype(flow: Flow, engines: Any, full: bool) -> None:
+def test_another_dtype(flow: Flow, engines: Any, half: tuple[str, float]) -> None:
     """Logits are made in the engine's dtype, and handed out in float32; they are the reference's up
     to rounding."""
-    if flow.slow and not full:
-        return
-    dtype, budget = flow.half
+    dtype, budget = half
     ours = engines(flow.backend, "tiny-ple", dtype=dtype)
     tokens, want = some_tokens(2, 30), engines("reference", "tiny-ple", dtype=dtype)
     session = ours.session(2)

@@ -15,13 +15,12 @@ from g4ir.engine.engine import Engine
 
 #: options of a build, and the first line of what is said of them
 Refusal = tuple[dict[str, Any], str]
-#: turns on another way to choose tokens; returns the steps that were prepared for it
-Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any]]
+#: turns on another way to choose tokens; returns the steps that are prepared for it, or None
+Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any] | None]
 
 
-def on_the_host(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
+def on_the_host(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Logits are copied and the host chooses."""
-    return []
 
 
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:

@@ -41,15 +41,6 @@ def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def off_the_gpu(kernels_are_interpreted: None) -> Iterator[None]:
-    """Ops compute their references, as they do on a CPU outside of these tests."""
-    from g4ir.backends.torch_compile.kernels.launch import by_default
-
-    with by_default():
-        yield
-
-
 @pytest.fixture(autouse=True)
 def quick_xor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """tl.topk exchanges by sums of XOR, which the interpreter adds one element at a time."""

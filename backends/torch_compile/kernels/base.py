@@ -18,7 +18,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.types import Type
 
 from ..target import Target
-from ..tunings import Tuning, find_tuning, read_tunings
+from ..tunings import Tuning, find_tuning
 
 #: most rows that products with few rows take; more are the library's
 SKINNY = 32
@@ -62,7 +62,7 @@ class Kernel:
     error    of fp32 results against float64: the most, in units of their rms
     differ   share of bf16 results that may differ from the op's; None: their error against float64
              is compared with that of the op
-    use      settings where the table of tunings has none
+    use      settings where no entry of the table of tunings fits
     ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
     """
 
@@ -78,13 +78,7 @@ class Kernel:
 
     def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
         """Return the settings of each kernel. LowerError where nobody has any for it."""
-        known = read_tunings()
-        return {
-            name: find_tuning(name, gpu, shape)
-            if name in known or self.use is None
-            else Tuning(self.use, False)
-            for name in self.starts
-        }
+        return {name: find_tuning(name, gpu, shape, self.use) for name in self.starts}
 
 
 @dataclass(frozen=True)

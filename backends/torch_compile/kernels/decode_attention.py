@@ -23,8 +23,12 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 def _counters(run: Run, n: Node, q: Any) -> Any:
     """Return the zeros that came with the queries, or fresh ones."""
+    import torch
+
     made = run.env.get(arrivals(n["q"].name))
-    return q.new_zeros((q.shape[0], kv_heads(n))).long() if made is None else made
+    if made is None:
+        made = q.new_zeros((q.shape[0], kv_heads(n)), dtype=torch.int64)
+    return made
 
 
 def _attention(
@@ -38,12 +42,13 @@ def _attention(
 def _latent(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
 ) -> Any:
-    from .decode_attention_triton import decode_attention_latent, frequencies
+    from ..attention import frequencies
+    from .decode_attention_triton import decode_attention_latent
 
     options = {"form": n.word("form"), **masking(n), **choice.use}
     counters = _counters(run, n, q)
     return decode_attention_latent(
-        q, written, w, list(held), counters, frequencies(n, q), **options
+        q, written, w, list(held), counters, frequencies(n, q.device), **options
     )
 
 

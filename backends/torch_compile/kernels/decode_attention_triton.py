@@ -30,10 +30,8 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from g4ir.ir.graph import Node
 from g4ir.ops.attention import attention, slot_positions
 from g4ir.ops.latent import keys_values_of_value
-from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 
 from .base import SHARE_KEYS, SHARES
 from .launch import blocks, power_of_2, rounded, start, takes, tanh
@@ -558,15 +556,6 @@ def _prepared(
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
     """Return (inner, outer): the base 2 score is inner * x, or, capped, outer * tanh(inner * x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
-
-
-def frequencies(n: Node, q: Tensor) -> Tensor:
-    """Return f32 [p]: the inverse frequencies of the pairs that a node's keys are rotated in."""
-    kind, d = n.word("kind"), int(q.shape[-1])
-    theta, fraction, factor = (n.number(a) for a in ("theta", "fraction", "factor"))
-    pairs = rotated_pairs(kind, d, fraction)
-    with torch.device(q.device):  # made there: a recorded step may copy nothing from the host
-        return inverse_frequencies(kind, theta, d, fraction, factor)[:pairs]
 
 
 def _of_raw(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import RESULT, Graph, Node
 
 from ..target import Target
 from .base import Choice, Kernel, Sample, Shape, arrivals, is_row, kv_heads, size
@@ -26,7 +26,7 @@ def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:
 def _reader(g: Graph, n: Node) -> Node | None:
     """Return the attention over a cache alone that reads a node's result as its queries."""
     users = g.users().get(n.out.name, [])
-    found = [u for u in users if u.op.startswith("attention") and u.inputs[0] == n.out]
+    found = [u for u in users if u != RESULT and u.definition.held and u.inputs[0] == n.out]
     return found[0] if len(found) == 1 and not found[0].chunk else None
 
 

@@ -6,8 +6,8 @@ are shared by SPLITS programs, those of a token of a chunk by fewer: there are e
 So one form serves decode and prefill, and no conditional, which cannot be recorded, chooses. It is
 made for decode: tokens of a chunk read K and V each for itself. A plugin has no memory of its own
 that is 0 before it starts, so the counter by which the last program of
-`torch_compile/kernels/decode_attention.py` does this in the first kernel has no place here. A
-program computes the same as that kernel, with the same numerics.
+`torch_compile/kernels/decode_attention_triton.py` does this in the first kernel has no place here.
+A program computes the same as that kernel, with the same numerics.
 
 Key j is visible if j <= position and j < C, the slots that this step looks at; a position that
 means nothing, as when somebody times the kernels, is put into this range.

@@ -8,7 +8,7 @@ last, in fp32 and in the order of rank. Nothing is added by atomics: equal input
 Whoever times a plugin may do so with indices that mean nothing, so each one is put into its range
 before anything is read by it.
 
-The products are those of `torch_compile/kernels/moe.py`, with their error budgets.
+The products are those of `torch_compile/kernels/moe_triton.py`, with their error budgets.
 """
 
 from __future__ import annotations

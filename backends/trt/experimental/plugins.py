@@ -33,7 +33,7 @@ from ..emitter import TrtEmitter
 from ..probe import data_type
 from ..recorder import SHARED_BYTES
 from .ptx import Kernel, compile_kernel, require_triton
-from .table import PLUGINS, Named, Plan, Plugin, Shapes, Whole
+from .table import PLUGINS, Named, Plan, Plugin, Shapes
 
 NAMESPACE = "g4ir"
 #: plugin -> most of some constants, and of stages, with which 16-bit kernels keep to SHARED_BYTES
@@ -209,11 +209,6 @@ def result_types(plan: Plan, inputs: Mapping[str, Type]) -> list[Type]:
     shapes = plugin.shapes(Named(), {n: t.shape for n, t in inputs.items()}, plan.constants)
     kinds = plugin.kinds(plan.dtype)[-len(shapes) :]
     return [Type(kind, tuple(shape)) for kind, shape in zip(kinds, shapes, strict=True)]
-
-
-def grid_of(plan: Plan, shapes: Shapes) -> tuple[int, ...]:
-    """Return the programs that TensorRT starts for inputs of these sizes."""
-    return PLUGINS[plan.plugin].grid(Whole(), shapes, plan.constants)
 
 
 # --- experts ----------------------------------------------------------------------------------

@@ -384,7 +384,6 @@ class ICudaEngine(Recorded):
 
     num_io_tensors = Attribute(None, read=lambda e: len(e._tensors))
     num_layers = Attribute(None, read=lambda e: len(e._network._layers))
-    num_optimization_profiles = Attribute(None, read=lambda e: len(e._built.profiles))
     device_memory_size_v2 = Attribute(None, read=lambda e: SCRATCH)
     refittable = Attribute(None, read=lambda e: bool(e._built.refittable))
     weight_streaming_budget_v2 = Attribute("int", 0)

@@ -51,7 +51,6 @@ class INetworkDefinition(Recorded):
     builder = Attribute(None, read=lambda n: n._builder)
     flags = Attribute(None, read=lambda n: n._flags)
     num_inputs = Attribute(None, read=lambda n: len(n._inputs))
-    num_outputs = Attribute(None, read=lambda n: len(n._outputs))
     num_layers = Attribute(None, read=lambda n: len(n._layers))
 
     @api

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from g4ir.backends.trt.experimental.table import PLUGINS, Plan, Shapes, Whole
 from tests.recorder.bindings import WHEELS, find_wheel
 
 Described = tuple[Any, tuple[int, ...]]
@@ -137,6 +138,11 @@ def real_plugins(version: str, folder: Path) -> Iterator[Any]:
         yield trt
 
 
+def grid_of(plan: Plan, shapes: Shapes) -> tuple[int, ...]:
+    """The programs that TensorRT starts for inputs of these sizes."""
+    return PLUGINS[plan.plugin].grid(Whole(), shapes, plan.constants)
+
+
 class RealLayer:
     """A plugin as the builder would use it; the interface of recorder.plugin.Instance."""
 
@@ -162,7 +168,7 @@ class RealLayer:
         assert [x.type for x in found] == [x.desc.type for x in both]
         self.plugin.configure_plugin(both[: len(inputs)], both[len(inputs) :])
         self.plugin.set_tactic(0)
-        params, whole = SimpleNamespace(), _Whole()
+        params, whole = SimpleNamespace(), _Numbers()
         self.plugin.get_launch_params(
             self._dims(inputs), both, len(inputs), params, whole, ExprBuilder()
         )
@@ -181,7 +187,7 @@ class RealLayer:
         return [[*map(DimensionExpr, dims)] for _, dims in inputs]
 
 
-class _Whole(dict[int, Any]):
+class _Numbers(dict[int, Any]):
     """Takes the whole numbers of a kernel."""
 
     nbSymExprs = 0

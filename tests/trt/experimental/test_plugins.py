@@ -40,7 +40,7 @@ from tests.oracle import find_oracle, random_tokens, relative
 from tests.recorder.bindings import WHEELS
 from tests.runner import Session, built_program, open_session
 from tests.trt import running
-from tests.trt.experimental.plugin_bindings import RealLayer, real_plugins
+from tests.trt.experimental.plugin_bindings import RealLayer, grid_of, real_plugins
 from tests.trt.running import prepared
 
 ROOT = Path(__file__).parents[3]
@@ -274,7 +274,7 @@ def test_launches(trt: Any) -> None:
             assert [t.name for t, _ in made] == [DTYPES[t.dtype] for t in results], plan
             launch = layer.launch(given)
             kernel = plugins.compiled(plan)
-            grid = plugins.grid_of(plan, {n: t.shape for n, t in types.items()})
+            grid = grid_of(plan, {n: t.shape for n, t in types.items()})
             x, y, z = (*grid, 1, 1)[:3]
             assert launch.params == {
                 "grid_x": x,
@@ -296,7 +296,7 @@ def test_tiles_suffice() -> None:
     plan = experts_of_26b("bf16").plans()[1]
     block, g = plan.constants["BLOCK_M"], torch.Generator().manual_seed(0)
     for tokens in (1, 5, 64, 512):
-        tiles = plugins.grid_of(plan, {"x": (1, tokens, 2816), "order": (1, tokens, 8)})[0]
+        tiles = grid_of(plan, {"x": (1, tokens, 2816), "order": (1, tokens, 8)})[0]
         for favourites in (8, 9, 128):
             scores = torch.rand(tokens, favourites, generator=g)
             counts = scores.topk(8, -1).indices.flatten().bincount()

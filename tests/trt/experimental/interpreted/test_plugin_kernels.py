@@ -19,7 +19,6 @@ import torch
 from g4ir.backends.trt.experimental.plugins import (
     Decode,
     Experts,
-    grid_of,
     kernel_of,
     result_types,
     tightened,
@@ -30,6 +29,7 @@ from g4ir.backends.trt.recorder import SHARED_BYTES
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
 from g4ir.ops.types import Type, dtype_name, torch_dtype
+from tests.trt.experimental.plugin_bindings import grid_of
 
 pytestmark = pytest.mark.covering
 
