@@ -21,6 +21,7 @@ ROOMS = (
     "passes",
     "spec",
     "model",
+    "quant",
     "weights",
     "plan",
     "backends",
@@ -31,7 +32,18 @@ ROOMS = (
     "cli",
 )
 #: reading, building, rewriting, planning and printing a graph needs no torch, and `--help` is fast
-NO_TORCH_ON_IMPORT = ("errors", "ui", "ops", "ir", "passes", "spec", "model", "plan", "cli")
+NO_TORCH_ON_IMPORT = (
+    "errors",
+    "ui",
+    "ops",
+    "ir",
+    "passes",
+    "spec",
+    "model",
+    "quant",
+    "plan",
+    "cli",
+)
 #: modules of these that compute
 COMPUTE = {"g4ir.ops.finite", "g4ir.ir.interpret", "g4ir.ir.wide", "g4ir.ir.distance"}
 

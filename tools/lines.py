@@ -15,8 +15,8 @@ MOST = {
     "passes": 1520,
     "g4ir/spec": 2330,
     "g4ir/model": 1630,
-    "g4ir/quant": 240,
-    "g4ir/weights": 1610,
+    "g4ir/quant": 260,
+    "g4ir/weights": 1630,
     "g4ir/plan": 2680,
     "backends": 13770,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
@@ -28,7 +28,7 @@ MOST = {
     "g4ir/bench": 2390,
     "g4ir/cli": 2200,
     "bench": 1260,
-    "tests": 31460,
+    "tests": 32000,
     "tools": 270,
 }
 

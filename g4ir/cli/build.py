@@ -151,6 +151,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "ple_placement": p.ple_placement,
         "settings": dict(p.settings),
         "media": p.media.to_dict(),
+        "quant": p.recipe.name if p.recipe else None,
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),

@@ -1,13 +1,9 @@
 """Counts bytes of weights in a format and of caches, before anything is allocated.
 
-f32, bf16 and f16 hold every element in that type. The narrow formats hold matrices smaller and
-keep everything else (norm weights, scalars, routers) in the engine's dtype:
-
-    fp8    one byte an element
-    int8   one byte an element, one 16-bit scale for each row of the last dim
-    int4   32 elements of 4 bits and one 16-bit scale (18 bytes); token tables and head as int8
-
-FORMATS is the estimate that costs are made of; `tensor_bytes` is the exact size.
+f32, bf16 and f16 hold every element in that type. Any other format is a recipe (quant/recipe.py),
+which holds matrices in codes and scales and everything else in the engine's dtype. FORMATS is the
+estimate of the built-in ones that costs of graphs before quantising are made of; `weight_sizes` is
+exact.
 """
 
 from __future__ import annotations
@@ -17,9 +13,11 @@ from dataclasses import dataclass
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
-from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
-from g4ir.model.tensors import Shape, numel, text_tensors, tower_tensors
+from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
+from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE, Type
+from g4ir.quant.recipe import SCHEMES, Recipe, find_recipe
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 
 #: what engines compute in, the most common first
@@ -49,7 +47,6 @@ FORMATS = {
 }
 #: narrow formats that a plan shows beside the engine's dtype
 INTEGERS = ("int8", "int4")
-SHOWN = (*DTYPES, *INTEGERS)
 
 
 def find_format(name: str) -> Format:
@@ -60,8 +57,6 @@ def find_format(name: str) -> Format:
 
 
 # --- weights ----------------------------------------------------------------------------------
-
-TABLES = (TOKEN_TABLE, PLE_TABLE, HEAD)
 
 
 @dataclass(frozen=True)
@@ -84,29 +79,18 @@ class WeightSizes:
         return self.token_table if self.head else 0
 
 
-def weight_sizes(spec: Spec, form: str, dtype: str | None = None) -> WeightSizes:
-    """Return sizes in a format; `dtype` is the engine's (default: the spec's). InputError for a
-    format that no plan shows."""
-    if form not in SHOWN:
-        raise InputError(f"weights {form!r}: expected one of {', '.join(SHOWN)}")
-    sizes = {
-        name: tensor_bytes(name, shape, form, dtype or spec.dtype)
-        for name, shape in text_tensors(spec).items()
-    }
+def weight_sizes(spec: Spec, form: str | Recipe, dtype: str | None = None) -> WeightSizes:
+    """Return sizes in a format, a dtype or a recipe; `dtype` is the engine's (default: the spec's).
+    InputError for a format that there is not."""
+    recipe = None if form in DTYPES else form if isinstance(form, Recipe) else find_recipe(form)
+    own = (dtype or spec.dtype) if recipe else str(form)
+    sizes = {n: math.prod(s) * ITEMSIZE[own] for n, s in text_tensors(spec).items()}
+    if recipe:
+        weights = weights_of(spec)
+        for name, scheme in recipe.schemes(weights).items():
+            sizes[checkpoint_name(name)] = SCHEMES[scheme].nbytes(weights[name], own)
     tables = [sizes.pop(name, 0) for name in (TOKEN_TABLE, HEAD, PLE_TABLE)]
-    return WeightSizes(form, sum(sizes.values()), *tables)
-
-
-def tensor_bytes(name: str, shape: Shape, form: str, dtype: str) -> int:
-    """Return the bytes of one tensor of the checkpoint."""
-    if form not in INTEGERS:
-        return math.prod(shape) * ITEMSIZE[form]
-    if len(shape) < 2 or ".router." in name:
-        return math.prod(shape) * ITEMSIZE[dtype]
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    if form == "int8" or name in TABLES:
-        return rows * (columns + SCALE)
-    return rows * math.ceil(columns / GROUP) * GROUP_BYTES
+    return WeightSizes(recipe.name if recipe else own, sum(sizes.values()), *tables)
 
 
 def tower_bytes(spec: Spec, dtype: str | None = None) -> int:

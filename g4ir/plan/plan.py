@@ -20,13 +20,15 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, split_prologue
+from g4ir.ir.graph import Graph, Program, split_prologue
 from g4ir.model.media import Media, find_media
-from g4ir.model.tensors import numel, tower_tensors
+from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES, run_passes
+from g4ir.quant.recipe import Recipe, find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
@@ -262,15 +264,22 @@ class Footprint:
     ple_placement: str | None
     needs: Needs
     plain: Needs
+    recipe: Recipe | None = None
     _rows: dict[tuple[int, int, int], Row] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def weights(self) -> dict[str, Weights]:
         """Bytes by format, for every format that a plan may ask for."""
         forms = dict.fromkeys(("f32", "bf16", self.dtype, *INTEGERS))
-        return {form: self._weights(form) for form in forms}
+        own = {self.recipe.name: self._weights(self.recipe)} if self.recipe else {}
+        return {form: self._weights(form) for form in forms} | own
 
-    def _weights(self, form: str) -> Weights:
+    @property
+    def form(self) -> str:
+        """The format of its weights."""
+        return self.recipe.name if self.recipe else self.dtype
+
+    def _weights(self, form: str | Recipe) -> Weights:
         sizes = weight_sizes(self.spec, form, self.dtype)
         places = {"device": 0, "host": 0, "mmap": sizes.tables}
         places[self.ple_placement or DEFAULT_PLACEMENT] += sizes.ple_table
@@ -282,8 +291,13 @@ class Footprint:
             places["host"],
             places["mmap"],
             tower_bytes(self.spec, self.dtype),
-            int(quoted * FORMATS[form].nominal),
+            int(quoted * self._nominal(sizes)),
         )
+
+    def _nominal(self, sizes: WeightSizes) -> float:
+        if sizes.format in FORMATS:
+            return FORMATS[sizes.format].nominal
+        return sizes.total / numel(text_tensors(self.spec))
 
     def resident(self, form: str) -> int:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
@@ -335,6 +349,8 @@ class DecodeCosts:
     """The cost of a decode step; its graph is made for the first who asks."""
 
     make: Callable[[], Graph]
+    #: whether its weights are held in a format already
+    quantised: bool = False
     _known: dict[Any, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -343,10 +359,12 @@ class DecodeCosts:
 
     def at(self, ctx: int, batch: int, form: str, dtype: str) -> Cost:
         """Return a cost: FLOPs and caches depend on the context, weights on the format."""
+        if self.quantised:
+            return self._cost(ctx, batch, None)
         step, weights = self._cost(ctx, batch, dtype), self._cost(None, batch, form)
         return Cost(step.flops, weights.weight_bytes, step.state_bytes)
 
-    def _cost(self, ctx: int | None, batch: int, form: str) -> Cost:
+    def _cost(self, ctx: int | None, batch: int, form: str | None) -> Cost:
         key = (ctx, batch, form)
         if key not in self._known:
             self._known[key] = total(decode_costs(self.graph, ctx or 1, B=batch, weights=form))
@@ -400,13 +418,16 @@ def make_plan(
     placement = find_placement(options.ple_placement, spec, device)
     skip, kinds = tuple(options.skip), options.media
     media = find_media(spec, kinds if isinstance(kinds, str) else tuple(kinds))
-    made, costs = _footprint(spec, dtype, device, placement, form, options.all_logits, skip, media)
+    recipe = find_recipe(options.quant)
+    made, costs = _footprint(
+        spec, dtype, device, placement, form, options.all_logits, skip, media, recipe
+    )
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     if options.ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
         placement = DEFAULT_PLACEMENT
         made = replace(made, ple_placement=placement)
-    formats = (dtype, *INTEGERS)
+    formats = (recipe.name,) if recipe else (dtype, *INTEGERS)
     return Plan(
         spec,
         dtype,
@@ -431,7 +452,7 @@ def make_plan(
 def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
     """Whether every row fits on every device."""
     rooms = [gpu.memory_bytes - reserve(gpu.memory_bytes) for gpu in gpus]
-    return all(made.need(r, made.dtype, "built") <= room for r in rows for room in rooms)
+    return all(made.need(r, made.form, "built") <= room for r in rows for room in rooms)
 
 
 def _many(value: Any) -> list[Any]:
@@ -479,6 +500,7 @@ def _footprint(
     all_logits: bool,
     skip: tuple[str, ...],
     media: Media,
+    recipe: Recipe | None,
 ) -> tuple[Footprint, DecodeCosts]:
     """Measure prefill: it has each param and cache of decode, and needs more of everything else."""
     options = {"latent_kv": {"form": form}}
@@ -489,12 +511,14 @@ def _footprint(
     planned = run_passes(plain, skip=others) if form != "off" else built
 
     def decode() -> Graph:
-        graph = build_graph(spec, "decode", all_logits, dtype)
+        plain = Program({"decode": build_graph(spec, "decode", all_logits, dtype)})
+        graph = quantised(plain, spec, recipe, dtype).graphs["decode"]
         return split_prologue(run_passes(graph, skip=skip, options=options))[1]
 
     towers = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
     needs = [Needs(tuple(split_prologue(x)[1] for x in (g, *towers))) for g in (built, planned)]
-    return Footprint(spec, dtype, device, placement, needs[0], needs[1]), DecodeCosts(decode)
+    made = Footprint(spec, dtype, device, placement, needs[0], needs[1], recipe)
+    return made, DecodeCosts(decode, recipe is not None)
 
 
 def _rates(made: Footprint) -> CacheRates:

@@ -9,8 +9,6 @@ from g4ir.ops.types import ITEMSIZE
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, rounded_count, size_text
 
-from .formats import INTEGERS
-
 if TYPE_CHECKING:
     from .plan import Fit, Most, Plan
 
@@ -212,7 +210,7 @@ def _devices(plan: Plan) -> str:
             f"{forms[0]} naive",
             "planned",
             "as built",
-            *(f"{f} as built" for f in INTEGERS),
+            *(f"{f} as built" for f in forms[1:]),
         ]
     ]
     for name in dict.fromkeys(f.device for f in plan.fits):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 from g4ir.errors import InputError
+from g4ir.ops import OPS
 from g4ir.ops.types import Type
 from g4ir.spec.reader import Length, OneOf, Shaped, build, fail, parse_tree, read_tree
 
@@ -40,6 +41,11 @@ class Scheme:
     def attrs(self, dtype: str) -> Mapping[str, str | int]:
         """Return the attributes of `quantize` in an engine of this dtype."""
         return {"form": self.form, "group": self.group, "scale": self.scale or dtype}
+
+    def nbytes(self, t: Type, dtype: str) -> int:
+        """Return the bytes of the codes and scales of a weight in an engine of this dtype."""
+        made = OPS["quantize"].infer_types((t,), self.attrs(dtype))
+        return sum(part.nbytes() for part in made)
 
     def fits(self, t: Type) -> bool:
         """Whether groups divide the rows of a weight."""
@@ -128,7 +134,7 @@ def find_recipe(given: str | Path | None) -> Recipe | None:
         return Recipe(build(Recipe, parse_tree(data, f"{name}.yaml")).rules, name)
     if not name.endswith(SUFFIXES):
         names = ", ".join((NONE, *built_in()))
-        raise InputError(f"--quant {name}: expected {names}, or a file that ends in .yaml")
+        raise InputError(f"quant {name}: expected {names}, or a file that ends in .yaml")
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is the file's own; leave it out")

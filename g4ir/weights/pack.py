@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from g4ir.errors import EngineError, VerifyError
+from g4ir.errors import EngineError, VerifyError, WeightsError
 from g4ir.ir.graph import Graph, Node, Program, Value, drop_dead, split_prologue
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
@@ -18,7 +18,7 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
 from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.rewrite import SCALES, quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
@@ -118,7 +118,18 @@ class MadeParams:
             recipe = self.packing.recipe(param)
             given = {v.name: self.given(v) for v in recipe.params}
             self._made.update(interpret(recipe, {}, given, {})[0])
+            self._require_finite(recipe)
         return self._made.pop(param)
+
+    def _require_finite(self, recipe: Graph) -> None:
+        """Raise WeightsError for scales that are not: what they were made of is not either."""
+        for name, t in self._made.items():
+            if name.endswith(SCALES) and not bool(t.isfinite().all()):
+                names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
+                raise WeightsError(
+                    f"{names}: NaN or infinite, which no code stands for; fix: download the "
+                    f"checkpoint again, or build without --quant"
+                )
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales, which follow from that row alone."""
