@@ -6,6 +6,7 @@ import ctypes
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops, scratch
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
+from g4ir.ops.quant import dequantized
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
+QUANTIZE: Any = OPS["quantize"].reference
 SHAPES = ((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515))
 
 
@@ -36,6 +39,70 @@ def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     got = pyops.linear(x.view(1, rows, k), w)
     assert got.dtype == dtype and got.shape == (1, rows, n)
     assert (got[0].double() - want).abs().max() <= BUDGET[dtype] * want.abs().max().clamp(min=1)
+
+
+CODED = {"int8": (0, 32), "int4": (32, 64), "fp8": (0, 96)}
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
+@pytest.mark.parametrize("form", CODED)
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 192), (130, 1024)])
+def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: int) -> None:
+    """Scales of rows and of groups, of either dtype; rows of no whole blocks go another way."""
+    g = torch.Generator().manual_seed(n * k + rows)
+    x, w = (torch.randn(s, k, generator=g).to(dtype) for s in (rows, n))
+    for group in CODED[form]:
+        for scale in ("bf16", "f32"):
+            if group and k % group:
+                continue
+            codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
+            exact = dequantized(codes, scales.double(), dtype)
+            want = x.double() @ exact.t()
+            got = pyops.linear_coded(x.view(1, rows, k), codes, scales)
+            assert got.dtype == dtype and got.shape == (1, rows, n)
+            # Where a part of the weight is made first, it is rounded too.
+            budget = 2 * BUDGET[dtype] * want.abs().max().clamp(min=1)
+            assert (got[0].double() - want).abs().max() <= budget
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("form", CODED)
+def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None:
+    """Bit for bit, for every code there is."""
+    if form == "int4":
+        codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    else:
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
+    if form == "fp8":  # without the two that are no number
+        codes = codes.view(torch.float8_e4m3fn)
+        codes = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(codes.dtype)
+    for groups in (1, 2):
+        scales = torch.rand(codes.shape[0], groups).to(torch.bfloat16) * 2**-6
+        got = pyops.decoded(codes, scales, dtype)
+        assert torch.equal(got, dequantized(codes, scales, dtype))
+
+
+def test_codes_of_an_unknown_dtype_are_made_dense() -> None:
+    w, x = torch.randn(8, 64), torch.randn(2, 64).half()
+    codes, scales = QUANTIZE(w, form="int8", group=0, scale="f16")
+    got = pyops.linear_coded(x, codes, scales)
+    torch.testing.assert_close(got, x @ dequantized(codes, scales, torch.float16).t())
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("form", CODED)
+def test_experts_of_codes(form: str, tokens: int) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(1, tokens, 64, generator=g)
+    weights = torch.rand(1, tokens, 2, generator=g)
+    index = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(tokens)])[None]
+    gate_up, down = torch.randn(4, 64, 64, generator=g), torch.randn(4, 64, 32, generator=g)
+    parts = [QUANTIZE(w, form=form, group=CODED[form][0], scale="f32") for w in (gate_up, down)]
+    dense = [dequantized(*p, torch.float32) for p in parts]
+    want = experts_op.reference(x, weights, index, *dense, act="silu")
+    got = pyops.experts_coded(x, weights, index, *parts[0], *parts[1], "silu")
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_rows_that_are_not_contiguous() -> None:

@@ -50,7 +50,8 @@ def tensors(types: tuple[Type, ...], s: Sample, dtype: torch.dtype | None = None
         elif t.dtype == "bool":
             out.append(torch.rand(shape, generator=g) < 0.7)
         else:
-            out.append(torch.randint(*s.ints.get(i, (0, 1)), shape, generator=g))
+            ints = torch.randint(*s.ints.get(i, (0, 1)), shape, generator=g)
+            out.append(ints.to(torch_dtype(t.dtype)))
     return out
 
 
@@ -153,8 +154,10 @@ NO_FLOPS = {
     "stack_layers",
     "unstack_layers",
     "latent_row",
+    "quantize",
+    "dequantize",
 }
-VIEWS = {"split", "heads", "merge_heads", "unstack_layers"}
+VIEWS = {"split", "heads", "merge_heads", "unstack_layers", "dequantize"}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not OPS[c[0]].flops])

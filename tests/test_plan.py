@@ -447,16 +447,18 @@ def test_formats_add_up(name: str) -> None:
 
 
 def test_integer_formats_to_the_byte() -> None:
-    """A dense block by hand: rows of scales, groups of 32, vectors as they are."""
+    """A dense block by hand: scales of rows in the engine's dtype, of groups of 32 in bf16,
+    vectors as they are."""
     spec = load_spec("tiny-dense")
     shapes = text_tensors(spec)
     vectors = sum(4 * numel({k: s}) for k, s in shapes.items() if len(s) == 1)
     matrices = [s for k, s in shapes.items() if len(s) == 2 and k != "embed_tokens.weight"]
     rows, columns = shapes["embed_tokens.weight"]
     int8, int4 = weight_sizes(spec, "int8"), weight_sizes(spec, "int4")
-    assert int8.token_table == int4.token_table == rows * (columns + 2)
-    assert int8.layers == vectors + sum(r * (c + 2) for r, c in matrices)
-    assert int4.layers == vectors + sum(r * math.ceil(c / 32) * 18 for r, c in matrices)
+    assert int8.token_table == int4.token_table == rows * (columns + 4)
+    assert int8.layers == vectors + sum(r * (c + 4) for r, c in matrices)
+    assert all(c % 32 == 0 for _, c in matrices)
+    assert int4.layers == vectors + sum(r * c // 32 * 18 for r, c in matrices)
 
 
 def test_routers_keep_their_dtype() -> None:
@@ -473,7 +475,7 @@ def test_routers_keep_their_dtype() -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(InputError, match="weights 'int2': expected one of bf16"):
+    with pytest.raises(InputError, match="quant int2: expected none, fp8, int4, int8"):
         weight_sizes(load_spec("e2b"), "int2")
 
 

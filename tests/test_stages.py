@@ -14,10 +14,10 @@ import torch
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.check import pass_report
+from g4ir.check.params import StageWeights, plain_params
 from g4ir.check.pass_report import Comparison, StagesReport, joint_budget, local_errors
 from g4ir.check.passes import BACKEND, STORED, Run, Shown, _chunks, _stages, verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.unpack import StageWeights, plain_params
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError
 from g4ir.ir.graph import Graph, Node, Value, rebuild
@@ -685,10 +685,8 @@ def test_weights_that_are_gone(tmp_path: Path) -> None:
     """A packed engine whose prologue did more than join: the checkpoint is asked for."""
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
     engine = built(tmp_path / "e", None, "bfloat16", checkpoint=checkpoint)
-    prologue = engine.path / "prologue.g4ir"
-    prologue.write_text(
-        "\n".join(line for line in prologue.read_text().splitlines() if "L3.attn.wqkv" not in line)
-    )
+    nodes = [n for n in engine.prologue.nodes if n.out.name != "L3.attn.wqkv"]
+    engine = replace(engine, prologue=replace(engine.prologue, nodes=tuple(nodes)))
     with pytest.raises(EngineError, match=r"no longer holds %L3.attn.wq, .*--checkpoint DIR"):
         verify_each_pass(engine)
     v = Value("L3.attn.wq", Type("bf16", (128, 64)))

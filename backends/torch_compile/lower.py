@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ir.interpret import expansion
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
+from g4ir.ops.quant import dequantized
 from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
@@ -22,13 +24,15 @@ from .towers import encoder_attention
 def run_node(run: Run, n: Node) -> None:
     """Add what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
     choice = run.schedule.find(n)
-    tensors = [run.env[v.name] for v in n.inputs]
+    tensors = (run.env[v.name] for v in n.inputs)
     if choice:
-        results = as_tuple(choice.kernel.call(run, n, choice, *tensors))
-    elif n.op in LOWERINGS:
+        results = as_tuple(choice.kernel.call(run, n, choice, *map(dense, tensors)))
+    elif n.op in TAKES_CODES:
         results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
+    elif n.op in LOWERINGS:
+        results = as_tuple(LOWERINGS[n.op](run, n, *map(dense, tensors)))
     elif n.definition.reference:
-        results = as_tuple(n.definition.reference(*tensors, **n.attrs))
+        results = as_tuple(n.definition.reference(*map(dense, tensors), **n.attrs))
     else:
         nodes, values = expansion(n)
         for inner in nodes:
@@ -51,7 +55,7 @@ class SegmentModule(torch.nn.Module):
         _unify_dims(g.sources(), run.env)
         for n in g.nodes:
             run_node(run, n)
-        return tuple(run.env[v.name].contiguous() for v in g.outputs)
+        return tuple(dense(run.env[v.name]).contiguous() for v in g.outputs)
 
 
 def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
@@ -64,7 +68,31 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
                 torch._check(size == sizes.setdefault(d, size))
 
 
-def _linear(m: Run, n: Node, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Coded:
+    """A weight in codes, for lowerings that take it so."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+def dense(value: Any) -> Any:
+    """Return the weight that codes stand for; anything else as it is."""
+    if not isinstance(value, Coded):
+        return value
+    return dequantized(value.codes, value.scales, value.dtype)
+
+
+def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    coded = Coded(codes, scales, torch_dtype(n.word("to")))
+    return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
+
+
+def _linear(m: Run, n: Node, x: torch.Tensor, w: torch.Tensor | Coded) -> torch.Tensor:
+    if isinstance(w, Coded):
+        made: torch.Tensor = torch.ops.g4ir.linear_coded(x, w.codes, w.scales)
+        return made
     if m.device == "cpu" and w.numel() >= pyops.FROM:
         out: torch.Tensor = torch.ops.g4ir.linear(x, w)
         return out
@@ -77,14 +105,19 @@ def _experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     index: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Coded,
+    down: torch.Tensor | Coded,
 ) -> torch.Tensor:
     act = n.word("act")
+    if isinstance(gate_up, Coded) and isinstance(down, Coded):
+        parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
+        made: torch.Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act)
+        return made
+    w_gate_up, w_down = dense(gate_up), dense(down)
     if m.device == "cpu":
-        out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, gate_up, down, act)
+        out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, w_gate_up, w_down, act)
         return out
-    return grouped_experts(x, weights, index, gate_up, down, act)
+    return grouped_experts(x, weights, index, w_gate_up, w_down, act)
 
 
 def grouped_experts(
@@ -153,10 +186,13 @@ def _list_write(
     return cache
 
 
+#: ops whose lowerings take a weight in codes
+TAKES_CODES = ("linear", "experts")
 #: op -> (run, node, *tensors) -> result, for nodes that become no kernel; an op that is not here
 #: runs its reference
 LOWERINGS: dict[str, Lowering] = {
     "linear": _linear,
+    "dequantize": _dequantize,
     "experts": _experts,
     "cache_write": _cache_write,
     "attention": attention,

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
+from g4ir.ops.quant import dequantized
 
 from .scratch import empty_f32
 from .target import cpu_flags
@@ -30,6 +31,10 @@ ROWS = 4
 #: the same where the CPU cannot multiply the dtype (measured at 12288 x 1536 in bf16, beside the
 #: faster of the library in bf16 and in fp32: 2.7x at 8 rows, 1.3x at 16, 1.03x at 24, 0.88x at 32)
 EMULATED_ROWS = 24
+#: most rows that are multiplied with codes as they are
+CODED_ROWS = 8
+#: codes in a block of kernels.c
+BLOCK = 32
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
@@ -57,7 +62,18 @@ class Kernel:
     rows: torch.dtype
 
 
+@dataclass(frozen=True)
+class CodedKernel:
+    """Functions of kernels.c on codes: the product with a few rows, and the weight's rows."""
+
+    product: Callable[..., None]
+    decode: Callable[..., None]
+
+
 _kernels: dict[torch.dtype, Kernel] = {}
+_coded: dict[torch.dtype, CodedKernel] = {}
+#: dtype of codes -> their name in kernels.c
+CODED = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
 def load_kernels(path: Path) -> None:
@@ -65,13 +81,20 @@ def load_kernels(path: Path) -> None:
     library = ctypes.CDLL(str(path.resolve()))
     emulated = ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value
     most, rows = (EMULATED_ROWS, torch.float32) if emulated else (ROWS, torch.bfloat16)
-    _kernels[torch.bfloat16] = Kernel(_typed(library.g4ir_linear_bf16), most, rows)
-    _kernels[torch.float32] = Kernel(_typed(library.g4ir_linear_f32), ROWS, torch.float32)
+    _kernels[torch.bfloat16] = Kernel(_typed(library.g4ir_linear_bf16, "pppsss"), most, rows)
+    _kernels[torch.float32] = Kernel(_typed(library.g4ir_linear_f32, "pppsss"), ROWS, torch.float32)
+    for dtype, name in CODED.items():
+        product = _typed(library[f"g4ir_coded_{name}"], "ppippissss")
+        _coded[dtype] = CodedKernel(product, _typed(library[f"g4ir_decode_{name}"], "ppipisss"))
 
 
-def _typed(kernel: Any) -> Callable[..., None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int]
+#: letter -> type of an argument
+_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
+
+
+def _typed(kernel: Any, arguments: str) -> Callable[..., None]:
+    """Declare the arguments of a function, before the number of threads."""
+    kernel.argtypes = [_TYPES[a] for a in arguments + "i"]
     kernel.restype = None
     typed: Callable[..., None] = kernel
     return typed
@@ -87,6 +110,57 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((*x.shape[:-1], n))
     x = x.to(kernel.rows).contiguous()
     kernel.run(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, n, k, torch.get_num_threads())
+    return out
+
+
+def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
+    are multiplied with the exact products, more with w rounded to x's dtype."""
+    (n, groups), k = scales.shape, x.shape[-1]
+    rows = x.numel() // k
+    if not (0 < rows <= CODED_ROWS and _has_kernel(x.dtype, codes, scales, k)):
+        return _decoded_linear(x, codes, scales)
+    out = x.new_empty((*x.shape[:-1], n))
+    x = x.reshape(rows, k).float()
+    if codes.dtype == torch.uint8:  # even elements of a block, then odd ones
+        x = x.view(rows, -1, BLOCK // 2, 2).transpose(2, 3)
+    x = x.contiguous()
+    _coded[codes.dtype].product(
+        *(codes.data_ptr(), scales.data_ptr(), scales.dtype == torch.float32, x.data_ptr()),
+        *(out.data_ptr(), out.dtype == torch.float32, rows, n, k, groups),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _has_kernel(dtype: torch.dtype, codes: torch.Tensor, scales: torch.Tensor, k: int) -> bool:
+    """Whether kernels.c takes such codes: of whole blocks, in its dtypes."""
+    known = (torch.float32, torch.bfloat16)
+    whole = (k // scales.shape[-1]) % BLOCK == 0 and codes.is_contiguous()
+    return whole and codes.dtype in _coded and dtype in known and scales.dtype in known
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of codes, rounded to a dtype."""
+    n, groups = scales.shape
+    k = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    if not _has_kernel(dtype, codes, scales, k):
+        return dequantized(codes, scales, dtype)
+    w = scales.new_empty((n, k), dtype=dtype)
+    _coded[codes.dtype].decode(
+        *(codes.data_ptr(), scales.data_ptr(), scales.dtype == torch.float32, w.data_ptr()),
+        *(dtype == torch.float32, n, k, groups, torch.get_num_threads()),
+    )
+    return w
+
+
+def _decoded_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return a library's product; a part of the weight is made of its codes at a time."""
+    out = x.new_empty((*x.shape[:-1], codes.shape[0]))
+    step = max(1, WIDE_BLOCK // x.shape[-1])
+    for at in range(0, codes.shape[0], step):
+        part = slice(at, at + step)
+        out[..., part] = _library_linear(x, decoded(codes[part], scales[part], x.dtype))
     return out
 
 
@@ -134,6 +208,35 @@ def experts(
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
         return linear(activate(gate, act) * up, down[e])
 
+    return _each_expert(x, weights, index, gate_up.shape[0], one)
+
+
+def experts_coded(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
+    """Compute the op `experts` on codes, as `linear_coded` does."""
+
+    def one(rows: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e]).chunk(2, -1)
+        return linear_coded(activate(gate, act) * up, down[e], down_scales[e])
+
+    return _each_expert(x, weights, index, gate_up.shape[0], one)
+
+
+def _each_expert(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    experts: int,
+    one: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
     tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
     scale = weights.flatten(0, -2)
     if tokens.shape[0] == 1:
@@ -141,7 +244,7 @@ def experts(
         return (wide(made) * scale[0, :, None]).sum(0).to(x.dtype).view_as(x)
     ids = slots.flatten()
     order = ids.argsort(stable=True)
-    counts = torch.bincount(ids, minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(ids, minlength=experts).tolist()
     gathered = tokens[order // slots.shape[1]]
     made = torch.cat([one(p, e) for e, p in enumerate(gathered.split(counts)) if p.shape[0]])
     out = torch.empty_like(wide(made))
@@ -195,6 +298,13 @@ def _attention(
 _LIBRARY = torch.library.Library("g4ir", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
 _LIBRARY.impl("linear", linear, "CPU")
+_LIBRARY.define("linear_coded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
+_LIBRARY.impl("linear_coded", linear_coded, "CPU")
+_LIBRARY.define(
+    "experts_coded(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor gate_up_scales,"
+    " Tensor down, Tensor down_scales, str act) -> Tensor"
+)
+_LIBRARY.impl("experts_coded", experts_coded, "CPU")
 _LIBRARY.define(
     "experts(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor down, str act)"
     " -> Tensor"
@@ -212,6 +322,16 @@ _LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")
 @torch.library.register_fake("g4ir::linear")
 def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@torch.library.register_fake("g4ir::linear_coded")
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+@torch.library.register_fake("g4ir::experts_coded")
+def _(x: torch.Tensor, *operands: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("g4ir::encoder_attention")

@@ -99,7 +99,7 @@ class dequantize:
 
     @staticmethod
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
-        return _dequantized(codes, scales, to)
+        return dequantized(codes, scales, torch_dtype(to))
 
     # It belongs to the product that takes it (plan/cost.py).
     flops = staticmethod(lambda ins, outs, **_: 0)
@@ -130,7 +130,7 @@ class embedding_quantized:
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
         import torch
 
-        rows = _dequantized(codes[ids], scales[ids], to)
+        rows = dequantized(codes[ids], scales[ids], torch_dtype(to))
         return rows * torch.tensor(scale).to(rows.dtype)
 
     @staticmethod
@@ -157,13 +157,14 @@ class embedding_quantized:
 # --- codes to numbers --------------------------------------------------------------------------
 
 
-def _dequantized(codes: Any, scales: Any, to: str) -> Any:
+def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
+    """Return the numbers of codes in a dtype; float64 where scales are."""
     import torch
 
     factor = wide(scales)
     numbers = (unpacked(codes) if codes.dtype == torch.uint8 else codes).to(factor.dtype)
     w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
-    return w if w.dtype == torch.float64 else w.to(torch_dtype(to))
+    return w if w.dtype == torch.float64 else w.to(dtype)
 
 
 def packed(codes: Any) -> Any:
