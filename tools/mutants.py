@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from queue import Queue
 
@@ -104,11 +105,18 @@ def mutants() -> list[Mutant]:
 
 
 def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
-    """Return the tests that execute the mutant's line, those of the smallest files first."""
+    """Return the tests that execute the mutant's line: one of each file in turn, small files
+    first."""
     lines = data.contexts_by_lineno(str(ROOT / mutant.file))
     found = {c.split("|")[0] for c in lines.get(mutant.line, []) if "|run" in c}
-    sizes = {name: (ROOT / name).stat().st_size for name in {t.split("::")[0] for t in found}}
-    return sorted(found, key=lambda t: (sizes[t.split("::")[0]], t))[:MOST_TESTS]
+    by_file: dict[str, list[str]] = {}
+    for test in sorted(found):
+        by_file.setdefault(test.split("::")[0], []).append(test)
+    files = sorted(
+        by_file.values(), key=lambda tests: (ROOT / tests[0].split("::")[0]).stat().st_size
+    )
+    turns = [t for turn in zip_longest(*files) for t in turn if t]
+    return turns[:MOST_TESTS]
 
 
 def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
