@@ -27,7 +27,7 @@ from g4ir.bench.report import check_engines, check_options, run_bench
 from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
 from g4ir.bench.schema import VERSION, Report, json_schema, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
-from g4ir.bench.text import COLUMNS, csv_text, metrics, text
+from g4ir.bench.text import COLUMNS, _shown, csv_text, metrics, text
 from g4ir.bench.work import chunk_costs, find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.check.reference import reference_engine
@@ -125,6 +125,12 @@ def test_a_spread_has_a_floor() -> None:
 def test_values_differ_beyond_both_spreads() -> None:
     assert not Stat(10, 1).differs(Stat(12, 1))
     assert Stat(10, 1).differs(Stat(12.1, 1))
+
+
+def test_a_value_and_its_spread_as_text() -> None:
+    assert _shown(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
+    assert _shown(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
+    assert _shown(Stat(31.4159, 0.0)) == "31.4 ± 0"
 
 
 def test_rates_and_latencies_of_a_request() -> None:

@@ -18,6 +18,7 @@ from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.places import hub_cache
+from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.random import RandomCheckpoint
@@ -88,6 +89,20 @@ def test_reads_back_what_was_written(tmp_path: Path, name: str, shards: int, pre
     assert not opened.ignored and not opened.defaults
     for tensor in text_tensors(spec):
         assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
+
+
+def test_pages_of_a_tensor_are_given_back(
+    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    monkeypatch.setattr(tensorfile, "drop_pages", lambda mapped, entry: given.append(entry.name))
+    opened = Checkpoint.open(write_checkpoint(tmp_path / "ckpt", dense, source(dense)), dense)
+    name = Q0.removeprefix(PREFIX)
+    opened.release(name)  # nothing is mapped yet
+    opened.tensor(name)
+    opened.release(name)
+    opened.release("no such tensor")
+    assert [n.removeprefix(PREFIX) for n in given] in ([name], [f"model.{name}"])
 
 
 def test_written_files_are_what_the_safetensors_library_reads(tmp_path: Path, dense: Spec) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams
 from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.tensorfile import read_header
 from g4ir.weights.write import write_checkpoint
 from tests.engines import agrees, random_checkpoint, some_tokens
 
@@ -150,7 +152,11 @@ def test_weights_in_shards(
 ) -> None:
     monkeypatch.setattr("g4ir.engine.build.SHARD_BYTES", 100_000)
     sharded = small(tmp_path / "sharded", checkpoint=checkpoint)
-    assert sum(n.startswith("weights-") for n in names(sharded.path)) > 3
+    shards = [read_header(f) for f in sorted(sharded.path.glob("weights-*.safetensors"))]
+    sizes = [[e.nbytes for e in h.entries.values()] for h in shards]
+    assert len(sizes) > 3 and all(sum(s) <= 100_000 or len(s) == 1 for s in sizes)
+    # No shard has room for the first tensor of the next.
+    assert all(sum(a) + b[0] > 100_000 for a, b in pairwise(sizes))
     agrees(answer(sharded), answer(built))
 
 

@@ -105,6 +105,15 @@ def test_experts_of_codes(form: str, tokens: int) -> None:
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(pyops, "_library_linear", lambda x, w: seen.append(len(x)))
+    w = torch.randn(8, 64)
+    for rows in (0, 1, pyops.ROWS, pyops.ROWS + 1, 100):
+        pyops.linear(torch.randn(rows, 64), w)
+    assert seen == [0, pyops.ROWS + 1, 100]
+
+
 def test_rows_that_are_not_contiguous() -> None:
     x, w = torch.randn(2, 8, 64)[:, 3], torch.randn(16, 64)
     torch.testing.assert_close(pyops.linear(x, w), torch.nn.functional.linear(x, w))

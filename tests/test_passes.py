@@ -19,7 +19,7 @@ from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
-from g4ir.passes import CHANGES_STATE, PASSES, _ordered, find_pass, run_passes, run_program
+from g4ir.passes import CHANGES_STATE, PASSES, _leaves, _ordered, find_pass, run_passes, run_program
 from g4ir.passes.match import Note
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
@@ -55,6 +55,7 @@ def test_golden(path: Path, rewrite_golden: bool) -> None:
     out = run(g, lambda value, reason: notes.append(f"# %{value}: {reason}\n"))
     verify(out)
     assert (out == g) == case.startswith("refuse")
+    _leaves(out, name, asked(before))
     assert run(out, lambda *_: None) == out
     if rewrite_golden:
         path.write_text(before + CUT + "".join(notes) + print_graph(out))

@@ -20,7 +20,7 @@ from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import LEVELS, Report, Saturation, curve
+from g4ir.check.report import LEVELS, Position, Report, Saturation, _row, curve
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
@@ -373,6 +373,18 @@ def test_close_calls_may_go_either_way(engines: Any) -> None:
     wide = greedy_report(engines, Budget(relative=1e-1), tokens)
     assert (wide.equal, wide.differs) == (3, None)
     assert greedy_report(engines, Budget(cosine=0.999), [1] * 30).equal == 16
+
+
+def test_the_worst_position_of_each_measure() -> None:
+    positions = [Position(4, 0.1, 0.2, 0.9, True), Position(7, 0.3, 0.1, 0.75, True)]
+    for label, key, sign, value, at in (
+        ("absolute", "absolute", 1, 0.3, 7),
+        ("relative", "relative", 1, 0.2, 4),
+        ("cosine", "cosine", -1, 0.25, 7),
+    ):
+        assert _row(positions, label, key, sign).split() == [label, f"{value:.2e}", str(at)]
+    nan = [positions[0], replace(positions[1], relative=float("nan"))]
+    assert _row(nan, "relative", "relative", 1).split() == ["relative", "nan", "7"]
 
 
 def test_row_errors() -> None:

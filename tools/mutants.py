@@ -17,9 +17,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from queue import Queue
 
@@ -104,11 +105,28 @@ def mutants() -> list[Mutant]:
 
 
 def tests_of(data: coverage.CoverageData, mutant: Mutant) -> list[str]:
-    """Return the tests that execute the mutant's line, those of the smallest files first."""
-    lines = data.contexts_by_lineno(str(ROOT / mutant.file))
-    found = {c.split("|")[0] for c in lines.get(mutant.line, []) if "|run" in c}
-    sizes = {name: (ROOT / name).stat().st_size for name in {t.split("::")[0] for t in found}}
-    return sorted(found, key=lambda t: (sizes[t.split("::")[0]], t))[:MOST_TESTS]
+    """Return the tests that execute the mutant's line; where none is seen to (it runs at import, or
+    in a kernel that Triton rewrites), those that execute any of its file, or of the file that
+    launches the kernel. One of each test file in turn, small files first."""
+    path = str(ROOT / mutant.file)
+    lines = data.contexts_by_lineno(path)
+    found = _running(lines.get(mutant.line, []))
+    for near in (path, path.replace("_triton.py", ".py")):
+        found = found or _running(c for cs in data.contexts_by_lineno(near).values() for c in cs)
+    by_file: dict[str, list[str]] = {}
+    for test in sorted(found):
+        by_file.setdefault(test.split("::")[0], []).append(test)
+    files = sorted(by_file.values(), key=lambda tests: _size(tests[0]))
+    turns = [t for turn in zip_longest(*files) for t in turn if t]
+    return turns[:MOST_TESTS]
+
+
+def _running(contexts: Iterable[str]) -> set[str]:
+    return {c.split("|")[0] for c in contexts if "|run" in c}
+
+
+def _size(test: str) -> int:
+    return (ROOT / test.split("::")[0]).stat().st_size
 
 
 def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
