@@ -34,6 +34,8 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, Op
 from g4ir.ops.types import Type
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec, load_spec
 from tests.cli_tools import g4ir as command
 from tests.media_tools import mp4, png, wav
@@ -622,11 +624,21 @@ def test_the_example_of_a_variant(tmp_path: Path) -> None:
 
 
 def test_the_guide_s_example_of_a_variant(tmp_path: Path) -> None:
-    (text,) = blocks("guide.md", "yaml")
+    text, _ = blocks("guide.md", "yaml")
     spec = read_spec(tmp_path, text)
     base = load_spec("26b-a4b")
     assert spec.text.num_hidden_layers == 12 and spec.text.sliding.window == 512
     assert spec.text.moe == base.text.moe and spec.hub is None
+
+
+def test_the_guide_s_example_of_a_recipe(tmp_path: Path) -> None:
+    _, text = blocks("guide.md", "yaml")
+    (tmp_path / "own.yaml").write_text(text)
+    recipe = find_recipe(tmp_path / "own.yaml")
+    assert recipe and set(recipe.schemes(weights_of(load_spec("26b-a4b"))).values()) == {
+        "int4",
+        "int8",
+    }
 
 
 def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

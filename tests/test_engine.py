@@ -113,6 +113,7 @@ def test_manifest(built: Engine) -> None:
         "settings",
         "ple_placement",
         "media",
+        "quant",
         "graphs",
         "weights",
         "compiled",
