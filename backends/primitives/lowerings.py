@@ -211,7 +211,12 @@ LOWERINGS: Mapping[str, Lowering] = {
 
 #: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside,
 #: and what depends on weights alone is made at build
-OUTSIDE = frozenset({"embedding", "greedy", "candidates", "relative_keys"})
+OUTSIDE = frozenset(
+    {
+        *("embedding", "greedy", "candidates", "relative_keys"),
+        *("quantize", "dequantize", "embedding_quantized"),
+    }
+)
 
 
 def missing() -> set[str]:
