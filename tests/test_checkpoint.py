@@ -105,6 +105,23 @@ def test_pages_of_a_tensor_are_given_back(
     assert [n.removeprefix(PREFIX) for n in given] in ([name], [f"model.{name}"])
 
 
+def test_data_that_is_not_aligned(tmp_path: Path) -> None:
+    """The format allows it: an element size need not divide where a tensor begins."""
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    want = torch.tensor([1.5, -2.25, 3e-9])
+    raw = len(text).to_bytes(8, "little") + text + b"\x07" + want.numpy().tobytes()
+    (tmp_path / "odd.safetensors").write_bytes(raw)
+    found = read_header(tmp_path / "odd.safetensors")
+    mapped = tensorfile.map_file(found)
+    assert torch.equal(tensorfile.view(mapped, found.entries["b"]), want)
+    assert tensorfile.view(mapped, found.entries["a"]).tolist() == [7]
+
+
 def test_written_files_are_what_the_safetensors_library_reads(tmp_path: Path, dense: Spec) -> None:
     path = write_checkpoint(tmp_path / "ckpt", dense, source(dense), config=False)
     loaded = load_file(path / "model.safetensors")
