@@ -71,6 +71,7 @@ static inline float same(float f) { return f; }
         int64_t i = 0;                                                                          \
         for (; i + UNROLL * LANES <= k; i += UNROLL * LANES)                                    \
             for (int u = 0; u < UNROLL; u++) {                                                  \
+                __builtin_prefetch((const char *)(w + i + u * LANES) + AHEAD, 0, 2);            \
                 __m512bh v = LOAD(w + i + u * LANES);                                           \
                 for (int r = 0; r < ROWS; r++)                                                  \
                     sum[r][u] = _mm512_dpbf16_ps(sum[r][u], v, LOAD(x + r * k + i + u * LANES)); \
