@@ -16,20 +16,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.errors import G4Error, WeightsError
-from g4ir.ir.graph import Program
+from g4ir.ir.graph import Builder, Program, split_prologue
+from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.quant import packed, unpacked
+from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
 from g4ir.quant.recipe import Recipe, Rule, built_in, find_recipe
 from g4ir.quant.rewrite import from_codes, quantised, weights_of
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
+from tests.cli_tools import g4ir as command
 from tests.configs import NAMES, few, spec_called
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
@@ -330,6 +337,42 @@ def random_weight(name: str) -> torch.Tensor:
     reference = OPS["quantize"].reference
     assert reference
     return dequantize(*reference(w, form=scheme, group=group, scale=scale))
+
+
+@pytest.mark.parametrize("form", SCHEMES)
+def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, through a fused op too; what takes no codes gets the weight."""
+    b = Builder()
+    x, weight = b.input("x", Type("f32", (1, 1, 64))), b.param("w", Type("f32", (96, 64)))
+    parts = b.emit_all("quantize", weight, form=form, group=0, scale="f32")
+    w = b.emit("dequantize", *parts, to="f32", name="w.dense")
+    h = b.emit("linear_glu", x, w, act="silu", name="h")
+    prologue, g = split_prologue(b.graph(h, b.emit("heads", w, n=2, name="as it is")))
+    tensors = {"w": torch.randn(96, 64)}
+    made = {**interpret(prologue, {}, tensors, {})[0], "x": torch.randn(1, 1, 64)}
+    want, _ = interpret(g, {"x": made["x"]}, {v.name: made[v.name] for v in g.params}, {})
+    asked = []
+
+    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        asked.append(codes.dtype)
+        return pyops.linear_coded(x, codes, scales)
+
+    monkeypatch.setattr(pyops, "FROM", 1)
+    monkeypatch.setattr(torch.ops.g4ir, "linear_coded", counted)
+    got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
+    assert asked == [made[parts[0].name].dtype]
+    for v, t in zip(g.outputs, got, strict=True):
+        torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+
+
+def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:
+    file = tmp_path / "gates.yaml"
+    file.write_text("rules:\n- tensors: [L*.mlp.w_gate]\n  form: int4\n")
+    g4ir.build(
+        "tiny-dense", tmp_path / "e", backend="reference", random_weights=0, quant=file, **LIMITS
+    )
+    shown = command("show", str(tmp_path / "e"), "--why", "fuse_gate_up").out
+    assert "%L0.mlp.act: left: the weights are not held alike" in shown
 
 
 @pytest.mark.full

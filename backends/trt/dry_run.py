@@ -182,16 +182,14 @@ def _kinds(network: Any) -> Counter[str]:
 
 def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     """Return the variant in small (shrink.py) through the same passes, with random weights. It
-    takes the same kinds of media, each in one size. In 16 bits all experts are taken, so that
-    rounding says how far two runs may lie apart."""
+    takes the same kinds of media, each in one size, and dense weights, as all networks do. In 16
+    bits all experts are taken, so that rounding says how far two runs may lie apart."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     if dtype in ROUNDED:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-    packing = make_packing(
-        spec, p.all_logits, dtype, media, p.skip, p.options, p.recipe, p.backend.folded
-    )
+    packing = make_packing(spec, p.all_logits, dtype, media, p.skip, p.options)
     source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     return packing, MadeParams(packing, source)
 

@@ -378,7 +378,7 @@ def _stages(
 def _written(engine: Engine, folded: tuple[str, ...]) -> Program:
     """Return the model as it is written, its weights as the engine's recipe says."""
     plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
-    return quantised(plain, engine.spec, engine.recipe, engine.dtype, "dequantize" not in folded)
+    return quantised(plain, engine.spec, engine.recipe, engine.dtype, folded)
 
 
 def _stage(

@@ -63,14 +63,20 @@ def _of_part(media: Media, part: str) -> Media:
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
+    from g4ir.backends import find_backend
+    from g4ir.ir.graph import Program
+    from g4ir.quant.rewrite import quantised
+
     spec = spec_of(args)
     if args.engine is None:
         return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
-    graph = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
-    return graph, {*m.skipped_passes, *args.skip}
+    plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
+    folded = find_backend(m.backend).folded
+    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype, folded)
+    return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.base import Runtime
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Program
+from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
@@ -62,7 +64,7 @@ class EngineParts:
         name that the model does not have."""
         import torch
 
-        plain = build_program(self.spec, self.all_logits, self.dtype, self.media).params()
+        plain = _plain_params(self.spec, self.dtype, self.media)
         if name not in plain:
             near = did_you_mean(name, plain)
             raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
@@ -105,6 +107,11 @@ class EngineParts:
         self.check_process()
         rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
+
+
+@lru_cache(maxsize=8)
+def _plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
+    return build_program(spec, dtype=dtype, media=media).params()
 
 
 def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:

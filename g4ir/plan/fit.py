@@ -134,12 +134,16 @@ def require_fit(
     need beyond the planned one.
     """
 
+    # Of a backend that makes weights of codes at build nothing is left in codes.
+    coded = any(True for _ in program.graphs["prefill"].find("dequantize"))
+    recipe = r.recipe if coded else None
+
     def remake(dtype: str) -> Needs:
         text = build_graph(r.spec, "prefill", r.all_logits, dtype)
         graphs = Program(
             {g.name: g for g in (text, *build_towers(r.spec, r.media, dtype).values())}
         )
-        held = quantised(graphs, r.spec, r.recipe, dtype)
+        held = quantised(graphs, r.spec, recipe, dtype)
         return _needs(held.map(lambda g: run_passes(g, skip=r.skip, options=r.options)))
 
     build = _build(program, r, remake)
@@ -161,14 +165,15 @@ def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Bu
     least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
     needs = _needs(program)
     made = Footprint(r.spec, r.dtype, r.device, r.ple_placement, needs, needs)
-    return _Build(made, r.limits, remake, partial(_table_bytes, r), least)
+    return _Build(made, r.limits, remake, partial(_table_bytes, program, r.dtype), least)
 
 
-def _table_bytes(r: Resolved, dtype: str) -> int:
-    embed = Program({"embed": build_graph(r.spec, "embed", dtype=dtype)})
-    (g,) = quantised(embed, r.spec, r.recipe, dtype).graphs.values()
-    parts = split_prologue(g)[1].params
-    return sum(v.type.nbytes() for v in parts if v.name.startswith(PLE_PARAM))
+def _table_bytes(program: Program, own: str, dtype: str) -> int:
+    """Return the bytes of the table of per-layer embeddings with another dtype in the place of the
+    engine's own; codes keep theirs."""
+    parts = split_prologue(program.graphs["embed"])[1].params
+    types = (v.type for v in parts if v.name.startswith(PLE_PARAM))
+    return sum(t.numel() * ITEMSIZE[dtype if t.dtype == own else t.dtype] for t in types)
 
 
 def _needs(program: Program) -> Needs:

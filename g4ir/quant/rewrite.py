@@ -6,7 +6,7 @@ product that takes it. A table is gathered from in codes: `embedding` becomes `e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -36,16 +36,18 @@ def quantised(
     spec: Spec,
     recipe: Recipe | None,
     dtype: str,
-    gather: bool = True,
+    folded: Collection[str] = (),
 ) -> Program:
     """Return the program of a spec with weights as the recipe says; as it is without one.
 
-    `gather`: rows of tables are gathered in codes; otherwise tables are made dense, too. InputError
-    where the recipe does not fit the spec.
+    Rows of tables are gathered in codes, unless `dequantize` is among the ops that are folded into
+    the prologue: tables are made dense there, too. InputError where the recipe does not fit the
+    spec.
     """
     if recipe is None:
         return program
     schemes = recipe.schemes(weights_of(spec))
+    gather = "dequantize" not in folded
     return program.map(lambda g: _rewritten(g, schemes, dtype, gather))
 
 

@@ -83,8 +83,7 @@ def make_packing(
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
     and options."""
-    plain = build_program(spec, all_logits, dtype, media)
-    plain = quantised(plain, spec, recipe, dtype, gather="dequantize" not in folded)
+    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype, folded)
     return split_program(run_program(plain, skip=skip, dump=dump, options=options), folded)
 
 
