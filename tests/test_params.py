@@ -15,9 +15,11 @@ from g4ir.spec.record import Spec, load_spec
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", RELEASED)
-def test_parts_are_the_tables(name: str) -> None:
+def test_parts_are_the_tables(name: str, tied: bool) -> None:
     spec = load_spec(name)
+    spec = replace(spec, text=replace(spec.text, tie_word_embeddings=tied))
     count = counts(spec)
     assert count.text == numel(text_tensors(spec)) == weight_sizes(spec, spec.dtype).total // 2
     assert count.loaded - count.text == numel(tower_tensors(spec))

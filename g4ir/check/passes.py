@@ -496,7 +496,10 @@ class ForcedChoices:
         if old == t:
             return value
         axis = _narrowed(old, t)
-        return None if axis is None else value.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+        return None if axis is None else self._last(value, axis)
+
+    def _last(self, t: torch.Tensor, axis: int) -> torch.Tensor:
+        return t.narrow(axis, self.chunk.valid - 1, 1)
 
     def _look(self, v: Value) -> torch.Tensor:
         if v.name in self.state:
@@ -545,7 +548,7 @@ class ForcedChoices:
         out = self.trace.in_float64(self.was, self.was.cone(name, given & self.given), name)
         axis = _narrowed(self.was.types[name], made.value.type)
         if axis is not None:
-            return out.narrow(axis, max(self.chunk.valid - 1, 0), 1)
+            return self._last(out, axis)
         return self.chunk.rows(out, made.value.type)
 
 

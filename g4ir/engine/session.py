@@ -326,10 +326,9 @@ class Session:
         return tokens, lengths
 
     def _check_ids(self, tokens: torch.Tensor) -> None:
-        text, pad = self.engine.spec.text, self.engine.spec.tokens.pad or 0
         for i in self._media.values():  # whose rows no table is asked for
-            tokens = tokens.masked_fill(tokens == i, pad)
-        vocab = text.readable_ids
+            tokens = tokens.masked_fill(tokens == i, 0)
+        vocab = self.engine.spec.text.readable_ids
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
             row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
             raise InputError(

@@ -298,7 +298,7 @@ RULES: dict[str, tuple[Build, str]] = {
         "a branch takes",
     ),
     "branch reads from outside": (_outer_read, "did not come in as an input"),
-    "outside reads from a branch": (_inner_read, "inside a conditional"),
+    "outside reads from a branch": (_inner_read, r"reads \S.*, inside a conditional"),
     "branches share": (_shared_inside, "both branches hold"),
     "output without a name": (
         lambda n: _checked(n, lambda: n.network.mark_output(n.exp(n.x(2)))),
