@@ -101,8 +101,8 @@ GROUPS = (
 def test_groups_and_outliers(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
-    """Some numbers of x are 3,000 times the others, in one row all but one are tiny: what is lost of
-    them is 2^-13 of the largest product of their block, less than its rounding to bf16."""
+    """Some numbers of x are 3,000 times the others, in one row all but one are tiny: what is lost
+    of them is 2^-13 of the largest product of their block, less than its rounding to bf16."""
     g = torch.Generator().manual_seed(n + k)
     x, w = torch.randn(6, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000

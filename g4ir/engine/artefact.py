@@ -54,12 +54,16 @@ from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import sha256
 
+from .digests import has_digest
+
 FORMAT = 6
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
 #: bytes of a manifest; one of a large model with towers has some hundred thousand
 LARGEST = 16 << 20
+#: how names of weight files end
+WEIGHT_FILES = ".safetensors"
 #: towers of one kind that an engine may have; more than anybody builds
 MOST_SIZES = 64
 
@@ -355,10 +359,16 @@ def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> 
             raise EngineError(
                 f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
             )
-        if name.endswith(".safetensors") and not weights:
+        if name.endswith(WEIGHT_FILES) and not weights:
             continue
-        if sha256(file) != kept.sha256:
+        # Compiled programs are read each time.
+        same = has_digest if name.endswith(WEIGHT_FILES) else _reads_as
+        if not same(file, kept.sha256):
             raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
+
+
+def _reads_as(file: Path, digest: str) -> bool:
+    return sha256(file) == digest
 
 
 def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
@@ -437,7 +447,7 @@ def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
 ) -> packings.StoredParams | None:
     """Return the packed params, if there are any; EngineError where the graphs take others."""
-    files = [path / n for n in sorted(m.files) if n.endswith(".safetensors")]
+    files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
         raise EngineError(

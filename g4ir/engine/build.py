@@ -54,6 +54,7 @@ from g4ir.weights.random import RandomCheckpoint
 from .artefact import (
     BUILDING,
     MANIFEST,
+    WEIGHT_FILES,
     LatentOptions,
     LinkedWeights,
     Manifest,
@@ -66,6 +67,7 @@ from .artefact import (
     graph_texts,
     require_readable,
 )
+from .digests import remembered_digest
 from .engine import TOKENIZER, Engine, read_tokenizer
 from .load import linked_files, load_engine
 from .prompts import read_defaults
@@ -314,13 +316,18 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
             {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
         ),
         files={
-            f.relative_to(folder).as_posix(): StoredFile(sha256(f), f.stat().st_size) for f in files
+            f.relative_to(folder).as_posix(): StoredFile(_digest(f), f.stat().st_size)
+            for f in files
         },
     )
 
 
+def _digest(file: Path) -> str:
+    return (remembered_digest if file.name.endswith(WEIGHT_FILES) else sha256)(file)
+
+
 def _linked(source: Checkpoint) -> LinkedWeights:
-    files = {name: sha256(p) for name, p in linked_files(source).items()}
+    files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
