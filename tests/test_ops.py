@@ -156,8 +156,17 @@ NO_FLOPS = {
     "latent_row",
     "quantize",
     "dequantize",
+    "dequantize_columns",
+    "columns",
 }
-VIEWS = {"split", "heads", "merge_heads", "unstack_layers", "dequantize"}
+VIEWS = {
+    "split",
+    "heads",
+    "merge_heads",
+    "unstack_layers",
+    "dequantize",
+    "dequantize_columns",
+}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not OPS[c[0]].flops])
@@ -331,6 +340,7 @@ def test_an_op_class_must_be_complete() -> None:
 
 CACHE_WRITES = ("cache_write", "cache_write")
 EXPANSIONS = {
+    "dense": [["dequantize"]],
     "norm_rope": [["rms_norm", "rope"]],
     "norm_residual": [
         ["rms_norm", "add", "mul", "rms_norm"],

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 70,
     "g4ir/ui": 770,
-    "g4ir/ops": 3520,
+    "g4ir/ops": 3600,
     "g4ir/ir": 1250,
     "passes": 1520,
     "g4ir/spec": 2330,
@@ -18,7 +18,7 @@ MOST = {
     "g4ir/quant": 260,
     "g4ir/weights": 1630,
     "g4ir/plan": 2680,
-    "backends": 13930,
+    "backends": 14120,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2840,
     "backends/trt/experimental": 1280,

@@ -17,6 +17,7 @@ from g4ir.weights.pack import StoredParams
 
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
+from ..primitives.weights import made_dense
 from . import probe
 from .child import build_apart
 from .files import ENGINE, files, networks
@@ -68,7 +69,6 @@ class TrtBackend(Backend):
     """
 
     name: str = "trt"
-    folded: tuple[str, ...] = ("dequantize",)
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True
@@ -83,6 +83,9 @@ class TrtBackend(Backend):
 
     def machine(self, device: str) -> str:
         return self.host.machine(device)
+
+    def stored(self, program: Program) -> Program:
+        return program.map(lambda g: made_dense(g, lambda g, n: False))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:

@@ -410,9 +410,9 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
-    folded = find_backend(m.backend).folded
+    stored = find_backend(m.backend).stored
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, folded
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, stored
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)

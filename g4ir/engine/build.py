@@ -110,7 +110,7 @@ def prepare(
         backend.check(device)
     r = resolved
     packing = make_packing(
-        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.folded, dump
+        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source, weights = _open_source(resolved, options, directory)

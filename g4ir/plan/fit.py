@@ -134,8 +134,8 @@ def require_fit(
     need beyond the planned one.
     """
 
-    # Of a backend that makes weights of codes at build nothing is left in codes.
-    coded = any(True for _ in program.graphs["prefill"].find("dequantize"))
+    # A backend may make weights of codes at build, so that nothing is left in codes.
+    coded = any(True for _ in program.graphs["prefill"].find("dequantize", "dequantize_columns"))
     recipe = r.recipe if coded else None
 
     def remake(dtype: str) -> Needs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,9 +53,9 @@ class Packing:
         return drop_dead(replace(self.prologue, outputs=made))
 
 
-def split_program(program: Program, folded: Collection[str] = ()) -> Packing:
+def split_program(program: Program) -> Packing:
     """Move what depends on params alone out of every graph of the program; see `split_prologue`."""
-    parts = {name: split_prologue(g, folded) for name, g in program.graphs.items()}
+    parts = {name: split_prologue(g) for name, g in program.graphs.items()}
     mains = Program({name: main for name, (_, main) in parts.items()})
     params: dict[str, Value] = {}
     nodes: dict[str, Node] = {}
@@ -70,6 +70,10 @@ def split_program(program: Program, folded: Collection[str] = ()) -> Packing:
     return Packing(mains, prologue)
 
 
+def _as_it_is(program: Program) -> Program:
+    return program
+
+
 def make_packing(
     spec: Spec,
     all_logits: bool,
@@ -78,13 +82,13 @@ def make_packing(
     skip: Iterable[str],
     options: Options,
     recipe: Recipe | None = None,
-    folded: Collection[str] = (),
+    stored: Callable[[Program], Program] = _as_it_is,
     dump: Dump | None = None,
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
-    and options."""
-    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype, folded)
-    return split_program(run_program(plain, skip=skip, dump=dump, options=options), folded)
+    and options. `stored` is the backend's (Backend.stored)."""
+    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype)
+    return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 
 
 class ParamSource(Protocol):

@@ -62,6 +62,7 @@ TORCH = {
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
