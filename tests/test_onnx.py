@@ -66,7 +66,7 @@ from tests.test_numerics_torch import (
     last_tokens_agree,
     ragged_rows_agree,
 )
-from tests.test_ops import CASES, node, sample, tensors
+from tests.test_ops import CASES, OF_CODES, node, sample, tensors
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 SHORT = ("e2b-small", "26b-a4b-small", "combined", "tiny-dense")
@@ -78,8 +78,6 @@ GREEDY = 64
 #: of each row, and the difference relative to the rms of 95 % of the rows. A row whose last expert
 #: is another one, chosen by rounding, differs by more
 F16_COSINE, F16_RELATIVE, F16_ROWS = 0.9995, 0.02, 0.95
-#: they make no tensor by themselves (primitives/weights.py)
-WEIGHTS = {"dense", "dequantize", "dequantize_columns"}
 #: an op in f32 and in f16, relative to the result's largest value
 OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
 
@@ -531,7 +529,7 @@ def ring(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", OP_BUDGET)
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE | WEIGHTS])
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE | OF_CODES])
 def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
     """Every op alone, on its samples, as its reference computes it."""
     s = sample(case)

@@ -32,6 +32,8 @@ from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+#: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
+OF_CODES = {"dense", "dequantize", "dequantize_columns"}
 CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
 
 

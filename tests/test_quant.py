@@ -438,7 +438,7 @@ def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str
 
 
 def test_onnxruntime_multiplies_codes(tmp_path: Path) -> None:
-    """It makes one product of codes of 4 and of 8 bits, whatever their scales' dtype, and is told to
+    """It makes one product of codes of 4 and of 8 bits, and is told to
     leave the other side as it is."""
     g4ir.build(
         "tiny-dense", tmp_path / "e", backend="onnx", random_weights=3, quant="int4", **LIMITS

@@ -29,7 +29,7 @@ from g4ir.weights import tensorfile
 from ..primitives.emitter import SHARED, Operand
 from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.lowerings import LOWERINGS
-from ..primitives.network import Network, full_slots
+from ..primitives.network import Lowering, Network, full_slots
 from ..primitives.weights import gathered
 from .allow_list import check_model
 from .emitter import OPSET, OnnxEmitter, Place
@@ -160,8 +160,11 @@ def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
 def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
     """Return the model from token ids to rows of the tables."""
     graph, e = program.graphs["embed"], OnnxEmitter(storage)
-    own = {"embedding": _embedding, "embedding_quantized": _embedding_quantized}
-    net = Network(e, graph, limits, LOWERINGS | own)
+    own: dict[str, Lowering] = {
+        "embedding": _embedding,
+        "embedding_quantized": _embedding_quantized,
+    }
+    net = Network(e, graph, limits, {**LOWERINGS, **own})
     net.env.update({v.name: e.input(v.name, v.type) for v in graph.inputs})
     for n in graph.nodes:
         net.node(n)

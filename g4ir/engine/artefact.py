@@ -410,9 +410,9 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
-    stored = find_backend(m.backend).stored
+    layout = find_backend(m.backend).stored
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, stored
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)
