@@ -4,8 +4,9 @@ hold what the codes mean."""
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
+from g4ir.check.quality import divergences, measured
 from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program, split_prologue
@@ -381,6 +383,77 @@ def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:
     )
     shown = command("show", str(tmp_path / "e"), "--why", "fuse_gate_up").out
     assert "%L0.mlp.act: left: the weights are not held alike" in shown
+
+
+# --- against the weights as they were ----------------------------------------------------------
+
+
+def test_formulas_of_quality() -> None:
+    """By hand: two tokens at odds of 3 to 1 and of 1 to 1."""
+    want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
+    kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert divergences(got, want).tolist() == pytest.approx([kl, kl])
+    assert divergences(want, want + 7).tolist() == pytest.approx([0, 0], abs=1e-12)
+    q = measured(got, want, torch.tensor([0, 0, 1]), [0, 1])
+    assert (q.positions, q.same_top, q.divergence) == (2, 0.5, pytest.approx(kl))
+    assert q.nll == pytest.approx((math.log(2), -(math.log(0.75) + math.log(0.75)) / 2))
+    assert measured(got[:1], want[:1], torch.tensor([0]), [0]).nll is None
+
+
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_quality_of_an_engine(tmp_path: Path, against: str) -> None:
+    """How far it lies from the checkpoint is told apart: the fewer bits, the farther."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple", seed=3)
+    found = {}
+    for recipe in ("int8", "int4", "none"):
+        engine = g4ir.build(
+            None, tmp_path / recipe, backend="onnx", checkpoint=checkpoint, quant=recipe, **LIMITS
+        )
+        report = verify_engine(engine, against, checkpoint=checkpoint)
+        assert report.ok
+        found[recipe] = report.quality
+        assert report.to_dict()["quality"] == (report.quality and asdict(report.quality))
+    assert found["none"] is None
+    assert 1e-7 < found["int8"].divergence < found["int4"].divergence < 5
+    assert found["int8"].same_top > 0.5
+    dense = verify_engine(engine, against, checkpoint=checkpoint).nll
+    assert found["int8"].nll[1] == pytest.approx(dense[0], abs=1e-4)
+
+
+def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
+    engine = g4ir.build(
+        None, tmp_path / "e", backend="reference", checkpoint=checkpoint, quant="int8", **LIMITS
+    )
+    report = verify_engine(engine)
+    assert report.ok and "quality     not measured: give --checkpoint DIR" in report.text()
+    monkeypatch.setattr("g4ir.check.quality.device_memory", lambda device: 1 << 20)
+    report = verify_engine(engine, checkpoint=checkpoint)
+    assert report.ok and "free" in report.text()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
+    """Weights on a grid come out as they were, and that is said; of others too."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    for name, t in tensors.items():
+        if exact and t.dim() == 2 and t.shape[1] % 32 == 0:
+            codes, scales = quantize(t, "int4")
+            tensors[name] = dequantize(codes, scales, "bf16").float()
+    save_file(tensors, file, {"format": "pt"})
+    out = tmp_path / "e"
+    words = ["build", "--checkpoint", str(checkpoint), "--backend", "reference", "--quant", "int4"]
+    done = command(*words, "--out", str(out))
+    share, kind = ("100.0%", "trained for 4 bits") if exact else ("0.0%", "rounded")
+    assert f"int4: {share} of " in done.err and f"on a 4-bit grid: {kind} weights" in done.err
+    engine = g4ir.load_engine(out)
+    weights, rules = weights_of(engine.spec), recipe_called("int4")
+    groups = [weights[n].numel() // 32 for n, s in rules.schemes(weights).items() if s == "int4"]
+    grid = engine.manifest["notes"]["grid"]
+    assert grid == {"groups": sum(groups), "exact": sum(groups) if exact else grid["exact"]}
+    assert f"{share} of " in command("show", str(out), "--provenance").out
 
 
 # --- ONNX --------------------------------------------------------------------------------------

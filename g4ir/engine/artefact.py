@@ -54,7 +54,7 @@ from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import sha256
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -125,12 +125,31 @@ class Versions:
     python: str
 
 
+Count = Annotated[int, Range(0, 1 << 60)]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Groups of numbers that were made into 4-bit codes, and those that these stand for bit for
+    bit."""
+
+    groups: Count
+    exact: Count
+
+    def __str__(self) -> str:
+        share = self.exact / self.groups
+        kind = "trained for 4 bits" if share > 0.9 else "rounded" if share < 0.1 else "mixed"
+        return f"{share:.1%} of {self.groups:,} groups lie on a 4-bit grid: {kind} weights"
+
+
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; of a
+    build that made 4-bit codes, how many are exact."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
+    grid: Grid | None
 
 
 @dataclass(frozen=True)

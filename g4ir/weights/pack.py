@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ from g4ir.model.media import Media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
+from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
 from g4ir.quant.recipe import Recipe
@@ -112,6 +113,8 @@ class MadeParams:
 
     packing: Packing
     source: WeightSource
+    #: where it is to be known how weights lie on a 4-bit grid: name -> groups that do, groups
+    grids: dict[str, tuple[int, int]] | None = None
     #: results of the last recipe that nobody has asked for yet: codes are made with their scales
     _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -120,9 +123,24 @@ class MadeParams:
             self._made.clear()
             recipe = self.packing.recipe(param)
             given = {v.name: self.given(v) for v in recipe.params}
-            self._made.update(interpret(recipe, {}, given, {})[0])
+            seen: dict[str, torch.Tensor] = {}
+
+            def keep(v: Value, t: torch.Tensor) -> None:
+                seen[v.name] = t
+
+            watch = None if self.grids is None else keep
+            self._made.update(interpret(recipe, {}, given, {}, watch)[0])
             self._require_finite(recipe)
+            self._count_grids(recipe, {**given, **seen})
         return self._made.pop(param)
+
+    def _count_grids(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
+        if self.grids is None:
+            return
+        for n in recipe.find("quantize"):
+            if n.word("form") == "int4":
+                codes, scales = (made[v.name] for v in n.outputs)
+                self.grids[n["w"].name] = on_grid(made[n["w"].name], codes, scales), scales.numel()
 
     def _require_finite(self, recipe: Graph) -> None:
         """Raise WeightsError for scales that are not: what they were made of is not either."""
