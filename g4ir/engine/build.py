@@ -173,7 +173,7 @@ def _fitted(
     if o.ple_placement is None and r.ple_placement == "device":
         r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
     try:
-        require_fit(program, r, memory, more, scratch)
+        require_fit(program, r, memory, more, scratch, backend.stored)
     except PlanError as e:
         if not dry:
             raise

@@ -71,7 +71,8 @@ def split_program(program: Program) -> Packing:
     return Packing(mains, prologue)
 
 
-def _as_it_is(program: Program) -> Program:
+def as_it_is(program: Program) -> Program:
+    """Return the program: most backends store weights as the passes leave them."""
     return program
 
 
@@ -83,7 +84,7 @@ def make_packing(
     skip: Iterable[str],
     options: Options,
     recipe: Recipe | None = None,
-    stored: Callable[[Program], Program] = _as_it_is,
+    stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
