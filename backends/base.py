@@ -134,14 +134,16 @@ class Backend(ABC):
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
-    #: ops on params alone that it has no kernel for: they run at build, so that a quantised weight
-    #: takes the room of its dtype
-    folded: tuple[str, ...] = ()
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
     def check(self, device: str) -> None:  # noqa: B027  (most lack nothing)
         """Raise MissingError where the environment lacks something. Not asked in a dry run."""
+
+    def stored(self, program: Program) -> Program:
+        """Return optimised graphs whose weights lie as its products take them: those in codes by
+        columns, say, or made dense at build."""
+        return program
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         """Write compiled files into the folder; returns what the manifest keeps of them."""

@@ -32,6 +32,8 @@ from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+#: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
+OF_CODES = {"dense", "dequantize", "dequantize_columns"}
 CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
 
 
@@ -156,8 +158,17 @@ NO_FLOPS = {
     "latent_row",
     "quantize",
     "dequantize",
+    "dequantize_columns",
+    "columns",
 }
-VIEWS = {"split", "heads", "merge_heads", "unstack_layers", "dequantize"}
+VIEWS = {
+    "split",
+    "heads",
+    "merge_heads",
+    "unstack_layers",
+    "dequantize",
+    "dequantize_columns",
+}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not OPS[c[0]].flops])
@@ -331,6 +342,7 @@ def test_an_op_class_must_be_complete() -> None:
 
 CACHE_WRITES = ("cache_write", "cache_write")
 EXPANSIONS = {
+    "dense": [["dequantize"]],
     "norm_rope": [["rms_norm", "rope"]],
     "norm_residual": [
         ["rms_norm", "add", "mul", "rms_norm"],

@@ -348,8 +348,8 @@ def _stages(
 ) -> Iterator[Stage]:
     """Yield the model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version). Only `graphs` can be run."""
-    folded = find_backend(engine.manifest["backend"]).folded
-    plain = _written(engine, folded)
+    stored = find_backend(engine.manifest["backend"]).stored
+    plain = _written(engine)
     if isinstance(weights.plain, Unpacked):
         plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
@@ -365,20 +365,20 @@ def _stages(
     )
     packing = None
     for name, made in after.items():
-        packing = split_program(Program(made), folded)
+        packing = split_program(stored(Program(made)))
         yield _stage(engine, name, packing, weights, graphs)
     prologue = engine.prologue
     if isinstance(weights.plain, Unpacked):
         prologue = from_codes(prologue)
-    stored = Packing(engine.program, prologue)
-    if packing != stored:
-        yield _stage(engine, STORED, stored, weights, graphs)
+    own = Packing(engine.program, prologue)
+    if packing != own:
+        yield _stage(engine, STORED, own, weights, graphs)
 
 
-def _written(engine: Engine, folded: tuple[str, ...]) -> Program:
+def _written(engine: Engine) -> Program:
     """Return the model as it is written, its weights as the engine's recipe says."""
     plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
-    return quantised(plain, engine.spec, engine.recipe, engine.dtype, folded)
+    return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
 
 def _stage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +67,12 @@ def _build(args: argparse.Namespace) -> int:
     seconds = written.compile_s
     if seconds >= console.QUIET_S:
         console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
+    if written.grid:
+        console.say(f"int4: {written.grid}")
     if args.verify:
         return verified(str(out), args, trust=not written.known)
-    emit({"engine": str(out), "compile_s": seconds}) if args.json else print(out)
+    made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
+    emit(made) if args.json else print(out)
     return 0
 
 
@@ -135,8 +138,6 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     """Return what a build would make; sizes in bytes."""
-    from dataclasses import asdict
-
     from g4ir.engine.build import disk_bytes, free_bytes
 
     return {

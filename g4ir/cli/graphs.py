@@ -63,7 +63,6 @@ def _of_part(media: Media, part: str) -> Media:
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
-    from g4ir.backends import find_backend
     from g4ir.ir.graph import Program
     from g4ir.quant.rewrite import quantised
 
@@ -74,8 +73,7 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
     plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
-    folded = find_backend(m.backend).folded
-    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype, folded)
+    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
 

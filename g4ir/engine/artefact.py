@@ -56,7 +56,7 @@ from g4ir.weights.checkpoint import sha256
 
 from .digests import has_digest
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -129,12 +129,31 @@ class Versions:
     python: str
 
 
+Count = Annotated[int, Range(0, 1 << 60)]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Groups of numbers that were made into 4-bit codes, and those that these stand for bit for
+    bit."""
+
+    groups: Count
+    exact: Count
+
+    def __str__(self) -> str:
+        share = self.exact / self.groups
+        kind = "trained for 4 bits" if share > 0.9 else "rounded" if share < 0.1 else "mixed"
+        return f"{share:.1%} of {self.groups:,} groups lie on a 4-bit grid: {kind} weights"
+
+
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; of a
+    build that made 4-bit codes, how many are exact."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
+    grid: Grid | None
 
 
 @dataclass(frozen=True)
@@ -420,9 +439,9 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
-    folded = find_backend(m.backend).folded
+    layout = find_backend(m.backend).stored
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, folded
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)

@@ -55,6 +55,7 @@ from .artefact import (
     BUILDING,
     MANIFEST,
     WEIGHT_FILES,
+    Grid,
     LatentOptions,
     LinkedWeights,
     Manifest,
@@ -112,7 +113,7 @@ def prepare(
         backend.check(device)
     r = resolved
     packing = make_packing(
-        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.folded, dump
+        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source, weights = _open_source(resolved, options, directory)
@@ -174,7 +175,7 @@ def _fitted(
     if o.ple_placement is None and r.ple_placement == "device":
         r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
     try:
-        require_fit(program, r, memory, more, scratch)
+        require_fit(program, r, memory, more, scratch, backend.stored)
     except PlanError as e:
         if not dry:
             raise
@@ -241,11 +242,13 @@ def check_absent(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Facts of a build that its manifest does not keep, as that is the same for equal builds:
-    seconds that compiling took; whether it could be kept that this user built the engine."""
+    """Facts of a build: seconds that compiling took, and whether it could be kept that this user
+    built the engine, which the manifest does not say, as that is the same for equal builds; how
+    4-bit codes fit the weights."""
 
     compile_s: float
     known: bool
+    grid: Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -254,8 +257,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
-        if p.backend.packs_weights:
-            _pack(p, folder, progress)
+        grid = _pack(p, folder, progress) if p.backend.packs_weights else None
         start = time.perf_counter()
         params, told = _params_of(p, folder), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told)
@@ -263,21 +265,25 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         seconds = time.perf_counter() - start
         # After compiling where that needs none of them: it fails sooner.
         if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:
-            _pack(p, folder, progress)
+            grid = _pack(p, folder, progress)
         for name, text in graph_texts(p.packing).items():
             _write_text(folder / name, text)
         _write_text(folder / "spec.yaml", p.spec.to_yaml())
         for name, raw in p.side_files.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, folder, compiled)
+        manifest = _manifest(p, folder, compiled, grid)
         require_readable(manifest)
         _write_text(folder / MANIFEST, manifest.text())
-    return Written(seconds, record_built(manifest, out))
+    return Written(seconds, record_built(manifest, out), grid)
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
-    params = packings.MadeParams(p.packing, p.source)
+def _pack(p: Prepared, folder: Path, progress: Progress) -> Grid | None:
+    """Write the params; return how 4-bit codes fit the weights, where any were made."""
+    grids: dict[str, tuple[int, int]] = {}
+    params = packings.MadeParams(p.packing, p.source, grids)
     packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+    exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
+    return Grid(groups, exact) if groups else None
 
 
 def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
@@ -286,7 +292,7 @@ def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
     return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
 
 
-def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
+def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | None) -> Manifest:
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file())
@@ -314,6 +320,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         notes=Notes(
             {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
             {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
+            grid,
         ),
         files={
             f.relative_to(folder).as_posix(): StoredFile(_digest(f), f.stat().st_size)

@@ -64,6 +64,7 @@ TORCH = {
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
@@ -311,9 +312,10 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function  # type: ignore[no-any-return]
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function: Callable[[int, int, int], int] = found
+    return function
 
 
 def write_tensors(
