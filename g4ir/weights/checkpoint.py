@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import HEAD, TOKEN_TABLE
+from g4ir.model.names import FINAL_NORM, HEAD, TOKEN_TABLE
 from g4ir.model.tensors import CLIP_BOUNDS, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
+from g4ir.weights.coded import CodedWeight, forms_of, split_part
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding table (norms of a checkpoint may be wider)."""
+        """Dtype of the embedding table (norms of a checkpoint may be wider); of the final norm
+        where the table is in codes."""
 
     @property
     def ignored(self) -> Mapping[str, str]:
@@ -50,11 +53,17 @@ class WeightSource(Protocol):
     def defaults(self) -> Mapping[str, float]:
         """Tensors absent -> the value used instead."""
 
+    @property
+    def forms(self) -> Mapping[str, Scheme]:
+        """Weights in codes already -> how. `X.codes` and `X.scales` of such a weight X are tensors
+        (ops/quant.py says their layout); X itself is what they mean, in f32."""
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of a name (without the checkpoint's prefix); do not write to it."""
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
+        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]. Of codes
+        no other rows are converted."""
 
     def release(self, name: str) -> None:
         """Give a tensor's memory back: the caller is done with it for now."""
@@ -91,6 +100,7 @@ class Checkpoint:
     headers: tuple[Header, ...]
     ignored: Mapping[str, str]
     defaults: Mapping[str, float]
+    coded: Mapping[str, CodedWeight] = field(default_factory=dict)
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
     _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
     _closed: bool = False
@@ -121,7 +131,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        return tensorfile.torch_dtype(self.entries[TOKEN_TABLE][1])
+        name = FINAL_NORM if TOKEN_TABLE in self.coded else TOKEN_TABLE
+        return tensorfile.torch_dtype(self.entries[name][1])
+
+    @property
+    def forms(self) -> Mapping[str, Scheme]:
+        return forms_of(self.coded)
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
@@ -140,18 +155,29 @@ class Checkpoint:
         if name in self.defaults:
             shape = () if name.endswith(CLIP_BOUNDS) else (1,)
             return torch.full(shape, self.defaults[name], dtype=self.dtype)
+        weight, suffix = split_part(name)
+        if weight in self.coded:
+            return self.coded[weight].part(suffix)
         header, entry = self._entry(name)
         return tensorfile.view(self._map(header), entry)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Gather rows from the mapped file: only their pages are read."""
+        weight, suffix = split_part(name)
+        if weight in self.coded:
+            check_rows(weight, self.coded[weight].shape, ids)
+            made = self.coded[weight].part(suffix, ids.reshape(-1).cpu())
+            return made.view(*ids.shape, -1)
         header, entry = self._entry(name)
         check_rows(name, entry.shape, ids)
         flat = tensorfile.view_rows(self._map(header), entry, ids.reshape(-1).cpu())
         return flat.view(*ids.shape, entry.shape[1])
 
     def release(self, name: str) -> None:
-        if name in self.entries:
+        weight, _ = split_part(name)
+        if weight in self.coded:
+            self.coded[weight].release()
+        elif name in self.entries:
             header, entry = self.entries[name]
             if header.path in self._maps:
                 tensorfile.drop_pages(self._maps[header.path], entry)
