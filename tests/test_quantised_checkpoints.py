@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.engine.engine import Engine
 from g4ir.spec.record import load_spec
 from tests.oracle import Oracle, find_oracle, relative
 from tests.packing import (
@@ -118,10 +120,12 @@ def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
     return made
 
 
-def ours(folder: Path, out: Path, oracle: Oracle, **options: Any) -> torch.Tensor:
-    engine = g4ir.build(
-        None, out, checkpoint=folder, **{"backend": "reference", **LIMITS, **options}
-    )
+def built(folder: Path, out: Path, **options: Any) -> Engine:
+    given = {"backend": "reference", **LIMITS, **options}
+    return g4ir.build(None, out, checkpoint=folder, **given)
+
+
+def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
     return engine.session().prefill(oracle.tokens[:1, :40], all_logits=True)
 
 
@@ -130,6 +134,7 @@ def ours(folder: Path, out: Path, oracle: Oracle, **options: Any) -> torch.Tenso
 def test_transformers_on_the_same_files(case: str, name: str, tmp_path: Path) -> None:
     oracle, c = find_oracle(load_spec(name)), CASES[case]
     folder = c.write(oracle, tmp_path / "c")
-    got = ours(folder, tmp_path / "e", oracle)
+    engine = built(folder, tmp_path / "e")
     want = theirs(folder, oracle)
-    assert relative(got, want).max().item() < oracle.budget
+    assert relative(logits(engine, oracle), want).max().item() < oracle.budget
+    assert verify_engine(engine, against="hf", checkpoint=folder).ok

@@ -25,14 +25,23 @@ METHODS: Mapping[str, Callable[[Any, Files], Coded]] = {
 }
 
 
+def is_coded(config: Path) -> bool:
+    """Whether a config.json says that weights are in codes."""
+    return _config(config) is not None
+
+
+def _config(config: Path) -> Any:
+    with open_regular(config) as file:
+        return parse_json(config, file.read(LIMIT)).get(KEY)
+
+
 def read_coded(config: Path, files: Files) -> Coded:
     """Return what a checkpoint holds in codes, by the `quantization_config` of its config.json.
 
     Raises SpecError for a key that is not understood, WeightsError for a method that is not read
     and for tensors that do not fit.
     """
-    with open_regular(config) as file:
-        values = parse_json(config, file.read(LIMIT)).get(KEY)
+    values = _config(config)
     if values is None:
         return nothing_coded(files)
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
