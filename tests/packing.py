@@ -175,3 +175,23 @@ def mobile_weight(bits: Callable[[str], int]) -> Pack:
 def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
     parts = (codes + 2).to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
     return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+
+
+# ---- what they mean ---------------------------------------------------------------------------
+
+
+def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> torch.Tensor:
+    """The numbers [N, K] of a module packed as above, whose scales serve blocks of rows x columns;
+    0: all of them."""
+    named = {name.rpartition(".")[2]: t for name, t in parts.items()}
+    (scale,) = (t.float() for name, t in named.items() if "scale" in name)
+    codes = named.get("weight_packed")
+    if codes is None:
+        codes = named["weight"].float()
+    else:
+        bits = 32 * codes.shape[1] // shape[1]
+        at = torch.arange(32 // bits) * bits
+        codes = ((codes[..., None] >> at & (1 << bits) - 1) - (1 << bits - 1)).flatten(1).float()
+    scale = scale.view(-1, 1) if scale.dim() < 2 else scale
+    spread = scale.repeat_interleave(rows or shape[0], 0)[: shape[0]]
+    return codes * spread.repeat_interleave(columns or shape[1], 1)[:, : shape[1]]

@@ -113,6 +113,10 @@ class Modules:
             else:
                 self.parts.setdefault(name.removesuffix(suffix), {})[suffix] = found
 
+    def named(self, parts: Mapping[str, Found]) -> Found:
+        """Return the tensor that stands for a module in messages."""
+        return next(parts[s] for s in self.suffixes if s in parts)
+
     def add(self, module: str, found: Found, weight: CodedWeight) -> None:
         """Take a module's weight, of which `found` is one tensor."""
         name = module if _STACKED.fullmatch(module) else f"{module}.weight"

@@ -55,7 +55,7 @@ ACTIVATIONS = (
     ".k_scale",
     ".v_scale",
 )
-SUFFIXES = (WORDS, SCALE, SHAPE, ZERO, INDEX, WEIGHT, *ACTIVATIONS)
+SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
 #: modules that are no Linear, by the end of their name
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
@@ -223,7 +223,7 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Choice
         return
     kind = _kind(module, parts)
     group, ignored = choice.group(module, kind), choice.ignored(module, kind)
-    held, found = SCALE in parts or WORDS in parts, next(iter(parts.values()))
+    held, found = SCALE in parts or WORDS in parts, modules.named(parts)
     if held and ignored:
         raise wrong(found, "is in codes, but `ignore` names its module", FIX)
     if held and (group is None or group.weights is None):
@@ -251,7 +251,9 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
             raise wrong(found, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
     for suffix in known:
         if suffix not in parts:
-            raise wrong(next(iter(parts.values())), f"its module has no {suffix[1:]}")
+            raise wrong(
+                next(f for s in SUFFIXES if (f := parts.get(s))), f"its module has no {suffix[1:]}"
+            )
     codes, scales, grid = parts[own[0]], parts[SCALE], numbers.grid
     assert grid
     if form == PACKED:

@@ -27,10 +27,8 @@ RANGES = (".input_activation_scale", ".output_activation_scale")
 CACHES = (".k_cache_scale", ".v_cache_scale")
 SUFFIXES = (SCALE, TABLE, TABLE_SCALE, *RANGES, *CACHES, WEIGHT)
 FIX = "fix: correct quantization_config of config.json, or download the checkpoint again"
-OTHERWISE = (
-    "fix: set the activation scales to 0, which leaves another function, or take the bf16 weights "
-    "with --quant"
-)
+ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
+OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]
 _Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 100_000)]
@@ -86,7 +84,7 @@ def _take(
         modules.plain |= {f[1].name: f for f in parts.values()}
         return
     if scales is None or codes is None or len(parts) > 2:
-        raise wrong(next(iter(parts.values())), "expected codes and their scales, and no others")
+        raise wrong(modules.named(parts), "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
         raise wrong(codes, "is in codes, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
@@ -94,9 +92,7 @@ def _take(
     for found in ranges:
         modules.ignored[found[1].name] = "0: activations are not rounded"
         if _is_set(modules.files, found):
-            modules.faults[codes[1]] = str(
-                wrong(found, "activations have a grid, which is not followed", OTHERWISE)
-            )
+            modules.faults[codes[1]] = str(wrong(found, ROUNDED, OTHERWISE))
     bits = config.bits(module, where)
     if bits not in FORMS:
         raise WeightsError(
