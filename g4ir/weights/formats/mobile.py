@@ -36,7 +36,7 @@ _Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 100_000
 
 @dataclass(frozen=True)
 class Own:
-    """What is said of some modules."""
+    """Settings of some modules."""
 
     num_bits: _Bits | None = None
 
