@@ -635,10 +635,8 @@ def test_the_guide_s_example_of_a_recipe(tmp_path: Path) -> None:
     _, text = blocks("guide.md", "yaml")
     (tmp_path / "own.yaml").write_text(text)
     recipe = find_recipe(tmp_path / "own.yaml")
-    assert recipe and set(recipe.schemes(weights_of(load_spec("26b-a4b"))).values()) == {
-        "int4",
-        "int8",
-    }
+    schemes = recipe and recipe.schemes(weights_of(load_spec("26b-a4b")))
+    assert schemes and {s.form for s in schemes.values()} == {"int4", "int8"}
 
 
 def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

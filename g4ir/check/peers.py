@@ -21,10 +21,13 @@ from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import CONFIG, Checkpoint
+from g4ir.weights.formats import is_coded
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
+from .hf import hf_model
 from .reference import reference_engine, wide_engine
 from .tokens import positions_of
 from .watch import Place, watched
@@ -233,9 +236,7 @@ def find_peer(
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
         agreed_spec(engine.spec, directory)
         progress(f"transformers loads {directory}")
-        model = _load_hf(directory, engine.dtype)
-        _requantise(model, engine)
-        yield HfPeer(model)
+        yield HfPeer(_model(engine, directory))
 
 
 @contextmanager
@@ -267,6 +268,22 @@ def need_transformers(asked: str) -> None:
         raise MissingError(
             f"{asked} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
         ) from e
+
+
+def _model(engine: Engine, directory: Path) -> Any:
+    """Return the transformers model with the weights that the engine should compute with."""
+    if not is_coded(directory / CONFIG):
+        model = _load_hf(directory, engine.dtype)
+        _requantise(model, engine)
+        return model
+    source = Checkpoint.open(directory, engine.spec)
+    try:
+        model = hf_model(engine.spec, source, torch_dtype(engine.dtype), attention="eager")
+    finally:
+        source.close()
+    if engine.recipe and not engine.recipe.held:
+        _requantise(model, engine)
+    return model
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:

@@ -506,7 +506,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)
-    words += ["--quant", m.quant.name] if m.quant else []
+    words += ["--quant", m.quant.name] if m.quant and not m.quant.held else []
     weights = {
         "random": ["--random-weights", getattr(m.weights, "seed", "")],
         "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "directory", "")],

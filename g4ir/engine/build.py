@@ -32,7 +32,8 @@ from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import find_dtype, find_latent, find_placement
-from g4ir.quant.recipe import find_recipe
+from g4ir.quant.recipe import Recipe, find_recipe
+from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.ui.files import new_folder, write_file
@@ -111,12 +112,13 @@ def prepare(
     resolved = _resolved(agreed_spec(spec, directory), options, backend, device, directory)
     if not dry:
         backend.check(device)
-    r = resolved
+    source = _open_source(resolved, options, directory)
+    r = resolved = replace(resolved, recipe=_recipe(resolved, source, directory))
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
-    source, weights = _open_source(resolved, options, directory)
+    weights = _kept(source, options)
     if backend.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
@@ -183,15 +185,31 @@ def _fitted(
     return r, ""
 
 
-def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> tuple[WeightSource, Any]:
-    """Return where the weights come from, and what the manifest says of them."""
+def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> WeightSource:
+    """Return where the weights come from."""
     if directory is None:
-        seed = o.random_weights
-        source = RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
-        return source, None if seed is None else RandomWeights("random", seed)
+        return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
     checkpoint = Checkpoint.open(directory, r.spec, r.media.kinds)
     read_defaults(directory / GENERATION, r.spec.text.vocab_size)
-    return checkpoint, _linked(checkpoint) if o.link_weights else PackedWeights("packed")
+    return checkpoint
+
+
+def _kept(source: WeightSource, o: BuildOptions) -> Any:
+    """Return what the manifest says of the weights."""
+    if isinstance(source, Checkpoint):
+        return _linked(source) if o.link_weights else PackedWeights("packed")
+    return None if o.random_weights is None else RandomWeights("random", o.random_weights)
+
+
+def _recipe(r: Resolved, source: WeightSource, directory: Path | None) -> Recipe | None:
+    """Return the recipe that was given, or that of a checkpoint in codes; InputError for both."""
+    held = held_recipe(r.spec, source.forms)
+    if held and r.recipe:
+        raise InputError(
+            f"--quant {r.recipe.name}: {directory} is quantised already; leave --quant out, or "
+            f"give the checkpoint that it was made from"
+        )
+    return held or r.recipe
 
 
 def _shows_options(function: F) -> F:

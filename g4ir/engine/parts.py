@@ -74,7 +74,7 @@ class EngineParts:
     def unpacked(self) -> Unpacked:
         """Return the model's own params, as far as they follow from what the engine holds."""
         held = self.runtime.source
-        return Unpacked(held, frozenset(self.program.params()), self.prologue, self.path)
+        return Unpacked(held, self.program.params(), self.prologue, self.path)
 
     def check_process(self) -> None:
         """Raise InputError in a forked child: the runtime would wait for threads of the parent."""

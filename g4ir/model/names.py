@@ -13,13 +13,15 @@ from g4ir.ir.names import split_name
 
 #: tensors of the checkpoint that others than the graphs know
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
-HEAD = "lm_head.weight"
+HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
+#: what the parts of a weight `w` in codes are called on both sides: `w.codes`, `w.scales`
+CODES, SCALES = ".codes", ".scales"
 _TOP = {
     "embed.table": TOKEN_TABLE,
     "ple.table": PLE_TABLE,
     "ple.w": "per_layer_model_projection.weight",
     "ple.norm": "per_layer_projection_norm.weight",
-    "final.w": "norm.weight",
+    "final.w": FINAL_NORM,
     "head.w": HEAD,
 }
 _LAYER = {
@@ -125,7 +127,10 @@ _BOUNDS = {
 
 
 def checkpoint_name(param: str) -> str:
-    """`L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`."""
+    """`L3.attn.wq` -> `layers.3.self_attn.q_proj.weight`; `.codes` and `.scales` are kept."""
+    for part in (CODES, SCALES):
+        if param.endswith(part):
+            return f"{checkpoint_name(param.removesuffix(part))}{part}"
     if found := _TOP.get(param) or _TOWERS.get(param):
         return found
     tower, layer, rest = split_name(param)

@@ -16,7 +16,7 @@ from g4ir.ir.graph import Program
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE, Type
-from g4ir.quant.recipe import SCHEMES, Recipe, find_recipe
+from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 
@@ -88,7 +88,7 @@ def weight_sizes(spec: Spec, form: str | Recipe, dtype: str | None = None) -> We
     if recipe:
         weights = weights_of(spec)
         for name, scheme in recipe.schemes(weights).items():
-            sizes[checkpoint_name(name)] = SCHEMES[scheme].nbytes(weights[name], own)
+            sizes[checkpoint_name(name)] = scheme.nbytes(weights[name], own)
     tables = [sizes.pop(name, 0) for name in (TOKEN_TABLE, HEAD, PLE_TABLE)]
     return WeightSizes(recipe.name if recipe else own, sum(sizes.values()), *tables)
 

@@ -5,13 +5,17 @@
       form: int8
     - tensors: [L*.attn.w*, L*.mlp.w_*]
       form: int4
+      group: 64                          # numbers that share a scale; 0: all of a row
+      scale: f16                         # dtype of the scales; `engine`: what it computes in
       otherwise: int8                    # where the groups do not divide a row
 
 A tensor that no rule names stays as it is. The built-in recipes are such files, beside this one.
+The recipe of a checkpoint that is in codes already says what it holds: nothing is quantised.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,11 +26,16 @@ from typing import Annotated
 
 from g4ir.errors import InputError
 from g4ir.ops import OPS
+from g4ir.ops.quant import FORMS
 from g4ir.ops.types import Type
-from g4ir.spec.reader import Length, OneOf, Shaped, build, fail, parse_tree, read_tree
+from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tree, read_tree
 
 SUFFIXES = (".yaml", ".yml")
 NONE = "none"
+#: name of the recipe of a checkpoint that is in codes already; no file is called so
+HELD = "checkpoint"
+#: names of one rule: room for each weight of a model
+MOST_NAMES = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,13 @@ class Scheme:
         return sum(part.nbytes() for part in made)
 
     def fits(self, t: Type) -> bool:
-        """Whether groups divide the rows of a weight."""
-        return not self.group or int(t.shape[-1]) % self.group == 0
+        """Whether groups divide the rows of a weight, and codes fill bytes."""
+        return int(t.shape[-1]) % self.least == 0
+
+    @property
+    def least(self) -> int:
+        """Numbers that a row must be a multiple of."""
+        return math.lcm(self.group or 1, FORMS[self.form].packed)
 
 
 #: what rules may name. Weights trained for 4 bits have scales in bf16
@@ -60,29 +74,44 @@ SCHEMES = {
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]
+#: scales in what the engine computes in
+ENGINE = "engine"
+_Scale = Annotated[str, OneOf(("bf16", "f16", "f32", ENGINE))]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Weights by name, and their form; another one where that does not divide their rows."""
+    """Weights by name, and their form, with a group and a dtype of scales other than the form's
+    own; another form where groups do not divide their rows."""
 
-    tensors: Annotated[tuple[_Pattern, ...], Length(1, 64)]
+    tensors: Annotated[tuple[_Pattern, ...], Length(1, MOST_NAMES)]
     form: _Form
     otherwise: _Form | None = None
+    group: Index | None = None
+    scale: _Scale | None = None
 
     def matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.tensors)
+        patterns = (p for p in self.tensors if "*" in p or "?" in p)
+        return name in self.tensors or any(fnmatchcase(name, p) for p in patterns)
 
-    def scheme(self, name: str, t: Type) -> str:
-        """Return the form of a weight; InputError where groups do not divide its rows."""
-        forms = [f for f in (self.form, self.otherwise) if f and SCHEMES[f].fits(t)]
-        if not forms:
-            each = SCHEMES[self.form].group
-            raise InputError(
-                f"{name}: rows of {t.shape[-1]} do not divide into the groups of {each} of "
-                f"{self.form}; leave it out, or add `otherwise: int8`"
-            )
-        return forms[0]
+    @property
+    def first(self) -> Scheme:
+        """The scheme of weights whose rows it divides."""
+        own = SCHEMES[self.form]
+        group = own.group if self.group is None else self.group
+        scale = self.scale or own.scale
+        return Scheme(self.form, group, None if scale == ENGINE else scale)
+
+    def scheme(self, name: str, t: Type) -> Scheme:
+        """Return how a weight is held; InputError where groups do not divide its rows."""
+        schemes = [self.first, *([SCHEMES[self.otherwise]] if self.otherwise else [])]
+        for scheme in schemes:
+            if scheme.fits(t):
+                return scheme
+        raise InputError(
+            f"{name}: rows of {t.shape[-1]} do not divide into the groups of {self.first.least} of "
+            f"{self.form}; leave it out, or add `otherwise: int8`"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,10 +121,15 @@ class Recipe:
     rules: Annotated[tuple[Rule, ...], Length(1, 64)]
     name: str = ""
 
-    def schemes(self, weights: Mapping[str, Type]) -> dict[str, str]:
-        """Return weight -> form. InputError for a rule that names none of the weights, and for a
+    @property
+    def held(self) -> bool:
+        """Whether weights come in codes, so that none is quantised at build."""
+        return self.name == HELD
+
+    def schemes(self, weights: Mapping[str, Type]) -> dict[str, Scheme]:
+        """Return weight -> scheme. InputError for a rule that names none of the weights, and for a
         weight that two rules name."""
-        found: dict[str, str] = {}
+        found: dict[str, Scheme] = {}
         for rule in self.rules:
             names = [n for n in weights if rule.matches(n)]
             if not names:

@@ -2,6 +2,7 @@
 
 `quantize` depends on params alone and runs at build; `dequantize` stays in the graph, before the
 product that takes it. A table is gathered from in codes: `embedding` becomes `embedding_quantized`.
+Where the checkpoint holds codes already, they and their scales are params.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from dataclasses import replace
 from functools import lru_cache
 
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
+from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .recipe import SCHEMES, Recipe
+from .recipe import ENGINE, HELD, Recipe, Rule, Scheme
 
 #: op -> its operands that may be held in fewer bits
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
-#: what the parts of weight `w` are called: `w.codes`, `w.scales`, and `w.dense` made of both
-CODES, SCALES, DENSE = ".codes", ".scales", ".dense"
+#: what codes and scales of a weight are made into
+DENSE = ".dense"
 
 
 @lru_cache(maxsize=32)
@@ -37,14 +39,28 @@ def quantised(program: Program, spec: Spec, recipe: Recipe | None, dtype: str) -
     if recipe is None:
         return program
     schemes = recipe.schemes(weights_of(spec))
-    return program.map(lambda g: _rewritten(g, schemes, dtype))
+    made = program.map(lambda g: _rewritten(g, schemes, dtype))
+    return made.map(from_codes) if recipe.held else made
+
+
+def held_recipe(spec: Spec, forms: Mapping[str, Scheme]) -> Recipe | None:
+    """Return the recipe of a checkpoint whose weights `forms` (by the checkpoint's names) are in
+    codes already; None where no weight that a recipe may name is."""
+    names: dict[Scheme, list[str]] = {}
+    for param in weights_of(spec):
+        if scheme := forms.get(checkpoint_name(param)):
+            names.setdefault(scheme, []).append(param)
+    rules = (
+        Rule(tuple(found), s.form, None, s.group, s.scale or ENGINE) for s, found in names.items()
+    )
+    return Recipe(tuple(rules), HELD) if names else None
 
 
 def _weights(n: Node) -> list[Value]:
     return [n[operand] for operand in WEIGHTS.get(n.op, ())]
 
 
-def _rewritten(g: Graph, schemes: Mapping[str, str], dtype: str) -> Graph:
+def _rewritten(g: Graph, schemes: Mapping[str, Scheme], dtype: str) -> Graph:
     chosen = [v for v in g.params if v.name in schemes]
     b = Builder(g.name)
     parts = {v.name: _parts(b, v, schemes[v.name], dtype) for v in chosen}
@@ -70,10 +86,10 @@ def _rewritten(g: Graph, schemes: Mapping[str, str], dtype: str) -> Graph:
     return replace(g, nodes=tuple(b.nodes))
 
 
-def _parts(b: Builder, v: Value, form: str, dtype: str) -> tuple[Value, ...]:
+def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...]:
     """Emit codes and scales of a weight."""
     names = [f"{v.name}{CODES}", f"{v.name}{SCALES}"]
-    return b.emit_all("quantize", v, name=names, **SCHEMES[form].attrs(dtype))
+    return b.emit_all("quantize", v, name=names, **scheme.attrs(dtype))
 
 
 def from_codes(g: Graph) -> Graph:

@@ -12,14 +12,14 @@ from g4ir.errors import EngineError, VerifyError, WeightsError
 from g4ir.ir.graph import Graph, Node, Program, Value, drop_dead, split_prologue
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
-from g4ir.model.names import checkpoint_name
+from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
 from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import SCALES, quantised
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile

@@ -26,6 +26,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import KINDS
 from g4ir.model.names import PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import media_tensors, text_tensors
+from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import check_rows
 
@@ -201,6 +202,7 @@ class RandomCheckpoint:
     device: torch.device | str = "cpu"
     ignored: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    forms: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
 
     def tensor(self, name: str) -> torch.Tensor:
         return random_tensor(self.seed, name, self._shape(name), self.dtype, self.device)

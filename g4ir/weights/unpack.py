@@ -6,6 +6,7 @@ its prologue joined or turned. Of a quantised weight it has codes and scales, or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import run_node
+from g4ir.model.names import CODES, SCALES
 from g4ir.ops.quant import by_rows
-from g4ir.quant.rewrite import CODES
 
 from .pack import MadeParams, ParamSource
 
@@ -27,20 +28,20 @@ class Unpacked:
     """The inputs of a prologue from its results: `concat` is undone by slices, without a copy."""
 
     held: ParamSource
-    names: frozenset[str]
+    params: Mapping[str, Value]
     prologue: Graph
     path: Path
 
     def holds(self, v: Value) -> bool:
         """Whether the tensor of a param follows from what is held."""
         after = (n for n in self.prologue.find("concat", "columns") if v in n.inputs)
-        return v.name in self.names or any(self.holds(n.out) for n in after)
+        return v.name in self.params or any(self.holds(n.out) for n in after)
 
     def __call__(self, v: Value) -> torch.Tensor:
         """Return the tensor of a param; EngineError where what is held does not say what it was."""
         if isinstance(self.held, MadeParams):
             return self.held.given(v)
-        if v.name in self.names:
+        if v.name in self.params:
             return self.held.tensor(v.name)
         for n in self.prologue.find("concat", "columns"):
             if v in n.inputs and self.holds(n.out):
@@ -54,32 +55,40 @@ class Unpacked:
     def weight(self, v: Value) -> torch.Tensor:
         """Return a weight of the model as the engine computes with it: of a quantised one what its
         codes and scales mean."""
-        quantize = self.prologue.producers().get(f"{v.name}{CODES}")
-        if quantize is None:
+        parts = self._parts(v)
+        if not parts:
             return self(v)
-        made = self._codes_of(quantize)
+        made = self._codes_of(parts)
         if made is None:
-            return self._dense(v, quantize)
-        dequantize = Node("dequantize", quantize.outputs, (v,), {"to": v.type.dtype})
+            return self._dense(v, parts[0])
+        dequantize = Node("dequantize", parts, (v,), {"to": v.type.dtype})
         (dense,) = run_node(dequantize, list(made))
         return dense
 
-    def _codes_of(self, quantize: Node) -> tuple[torch.Tensor, ...] | None:
-        """Return codes and scales; None where the engine holds what was made of them."""
-        if isinstance(self.held, MadeParams):
-            return run_node(quantize, [self.held.given(quantize["w"])])
-        if all(map(self.holds, quantize.outputs)):
-            return tuple(map(self, quantize.outputs))
-        return None
+    def _parts(self, v: Value) -> tuple[Value, ...]:
+        """Return codes and scales of a weight: made of it, or params; none where it has none."""
+        made = (x for n in self.prologue.nodes for x in n.outputs)
+        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made)}
+        names = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
+        return tuple(known[name] for name in names if name in known)
 
-    def _dense(self, v: Value, quantize: Node) -> torch.Tensor:
+    def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Return codes and scales; None where the engine holds what was made of them."""
+        quantize = self.prologue.producers().get(parts[0].name)
+        if isinstance(self.held, MadeParams):
+            if quantize:
+                return run_node(quantize, [self.held.given(quantize["w"])])
+            return tuple(map(self.held.given, parts))
+        return tuple(map(self, parts)) if all(map(self.holds, parts)) else None
+
+    def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         """Slice a weight from what codes and scales were made into at build."""
         for n in self.prologue.find("dense"):
             joined = self.prologue.producers().get(n["codes"].name)
-            if joined is quantize:
+            if n["codes"] == codes:
                 return self(n.out)
-            if joined and joined.op == "concat" and quantize.outputs[0] in joined.inputs:
-                return _slice(joined, quantize.outputs[0], self(n.out))
+            if joined and joined.op == "concat" and codes in joined.inputs:
+                return _slice(joined, codes, self(n.out))
         raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
 
 

@@ -1,0 +1,68 @@
+"""A weight that a file holds in codes already, as its reader hands it on: for each format the codes
+and scales of ops/quant.py, and the names by which a source answers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from g4ir.errors import WeightsError
+from g4ir.model.names import CODES, SCALES
+from g4ir.ops.quant import dequantized
+from g4ir.quant.recipe import Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+#: rows -> codes or scales of these rows of a table, in canonical form; None: of the whole weight
+Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+
+
+def _nothing() -> None:
+    """Hold nothing that could be given back."""
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight of `shape` in a scheme. `rows` i64[n] are of a table, [rows, columns]; `release`
+    gives back the pages of what was read."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]
+    codes: Part
+    scales: Part
+    release: Callable[[], None] = _nothing
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return codes or scales, by the suffix of their name; f32 numbers where it has none."""
+        if suffix:
+            return {CODES: self.codes, SCALES: self.scales}[suffix](rows)
+        import torch
+
+        return dequantized(self.codes(rows), self.scales(rows), torch.float32)
+
+
+def split_part(name: str) -> tuple[str, str]:
+    """Split the name of a weight's codes or scales: (weight, suffix); no suffix for a weight."""
+    suffix = next((s for s in (CODES, SCALES) if name.endswith(s)), "")
+    return name.removesuffix(suffix), suffix
+
+
+def forms_of(weights: Mapping[str, CodedWeight]) -> dict[str, Scheme]:
+    """Return how each weight is held."""
+    return {name: w.scheme for name, w in weights.items()}
+
+
+def checked_scales(scales: torch.Tensor, where: str, signed: bool = False) -> torch.Tensor:
+    """Return scales; WeightsError, which says where they lie, for one that is zero, not finite or,
+    unless they may be `signed`, negative."""
+    size = scales.float().abs() if signed else scales.float()
+    good = (size > 0) & size.isfinite()
+    if not bool(good.all()):
+        value = float(scales[~good].flatten()[0])
+        raise WeightsError(
+            f"{where}: a scale is {value:g}, expected {'non-zero' if signed else 'positive'} and "
+            f"finite numbers; fix: download the file again"
+        )
+    return scales
