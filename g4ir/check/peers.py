@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from g4ir.engine.artefact import linked_path
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.ops.types import torch_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.place import find_place
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
@@ -40,7 +43,7 @@ Rows = dict[str, dict[int, "torch.Tensor"]]
 Shown = tuple["torch.Tensor", "Rows"]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
-#: random weights up to this many bytes are written to disk for transformers
+#: weights up to this many bytes, random or of a GGUF file, are written to disk for transformers
 TEMPORARY_BYTES = 1 << 30
 
 
@@ -231,7 +234,7 @@ def find_peer(
     with _temporary_folder() as folder:
         with _room_in(folder):
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
-        agreed_spec(engine.spec, directory)
+        agreed_spec(engine.spec, find_place(directory))
         progress(f"transformers loads {directory}")
         model = _load_hf(directory, engine.dtype)
         _requantise(model, engine)
@@ -307,15 +310,22 @@ def _checkpoint(
     """The directory that transformers loads."""
     kept = engine.manifest["weights"]
     if given is None and kept["kind"] == "random":
-        return _write_random(engine, kept["seed"], temporary, progress)
-    return known_checkpoint(engine, given, "verify --against hf")
+        dtype = torch_dtype(engine.dtype)
+        source: WeightSource = RandomCheckpoint(engine.spec, kept["seed"], dtype)
+    else:
+        known = known_checkpoint(engine, given, "verify --against hf")
+        if not known.is_file():
+            return known
+        source = find_place(known).open(engine.spec, (), engine.dtype)
+    return _write_weights(engine, source, temporary, progress)
 
 
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
-    """The given directory, or the one that the engine refers to, or that of the local hub cache.
+    """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
     InputError, which says what asked for it, where there is none."""
-    found = given or engine.manifest["weights"].get("directory")
-    found = found or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    kept = engine.manifest["weights"]
+    linked = linked_path(kept["directory"], kept["files"]) if "directory" in kept else None
+    found = given or linked or (engine.spec.hub and hub_snapshot(engine.spec.hub))
     if not found:
         raise InputError(
             f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR"
@@ -323,14 +333,15 @@ def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Pa
     return Path(found)
 
 
-def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress) -> Path:
+def _write_weights(
+    engine: Engine, source: WeightSource, directory: Path, progress: Progress
+) -> Path:
     count = sum(math.prod(shape) for shape in text_tensors(engine.spec).values())
-    size = count * ITEMSIZE[engine.dtype]
+    size = count * source.dtype.itemsize
     if size > TEMPORARY_BYTES:
         raise InputError(
-            f"verify --against hf: the random weights are {size_text(size)}, and up to "
+            f"verify --against hf: the weights are {size_text(size)}, and up to "
             f"{size_text(TEMPORARY_BYTES)} are written for transformers; use --against reference"
         )
-    progress(f"writing {size_text(size)} of random weights")
-    source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
+    progress(f"writing {size_text(size)} of weights")
     return write_checkpoint(directory, engine.spec, source)

@@ -21,7 +21,7 @@ from g4ir.model.tensors import CLIP_BOUNDS, Tensors, dead_tensors, media_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, forms_of, split_part
+from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ FIXES = {
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "media": "complete the download, or leave the towers out (--media none)",
+    "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
+    "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
     "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
 }
 
@@ -100,7 +102,7 @@ class Checkpoint:
     headers: tuple[Header, ...]
     ignored: Mapping[str, str]
     defaults: Mapping[str, float]
-    coded: Mapping[str, CodedWeight] = field(default_factory=dict)
+    coded: Mapping[str, CodedWeight | MadeWeight] = field(default_factory=dict)
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
     _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
     _closed: bool = False
@@ -119,14 +121,14 @@ class Checkpoint:
         towers = media_tensors(spec, media)
         live, ignored, problems = _classify(spec, prefix, names, towers)
         absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
-        defaults = {name: d for name in absent if (d := _default(name)) is not None}
+        defaults = {name: d for name in absent if (d := absent_value(name)) is not None}
         problems += _missing(
             spec, directory, problems, [n for n in absent if n not in defaults], towers
         )
         problems += _mismatches(spec, live, towers)
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
-            raise WeightsError(_report(directory, spec, problems))
+            raise WeightsError(report(directory, spec, problems))
         return cls(directory, live, headers, ignored, defaults, _tied=tied)
 
     @property
@@ -159,7 +161,7 @@ class Checkpoint:
         if weight in self.coded:
             return self.coded[weight].part(suffix)
         header, entry = self._entry(name)
-        return tensorfile.view(self._map(header), entry)
+        return tensorfile.view(self.mapped(header), entry)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Gather rows from the mapped file: only their pages are read."""
@@ -170,7 +172,7 @@ class Checkpoint:
             return made.view(*ids.shape, -1)
         header, entry = self._entry(name)
         check_rows(name, entry.shape, ids)
-        flat = tensorfile.view_rows(self._map(header), entry, ids.reshape(-1).cpu())
+        flat = tensorfile.view_rows(self.mapped(header), entry, ids.reshape(-1).cpu())
         return flat.view(*ids.shape, entry.shape[1])
 
     def release(self, name: str) -> None:
@@ -198,7 +200,8 @@ class Checkpoint:
             self._compare_tied(self._tied)
         return self.entries[name]
 
-    def _map(self, header: Header) -> mmap.mmap:
+    def mapped(self, header: Header) -> mmap.mmap:
+        """Return the mapping of a file; WeightsError where the checkpoint is closed."""
         if self._closed:
             raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
         if header.path not in self._maps:
@@ -208,7 +211,7 @@ class Checkpoint:
     def _compare_tied(self, head: tuple[Header, Entry]) -> None:
         """Compare a stored head with the embedding it is tied to, bit for bit (in even samples)."""
         (h1, e1), (h2, e2) = self.entries[TOKEN_TABLE], head
-        one, two = self._map(h1), self._map(h2)
+        one, two = self.mapped(h1), self.mapped(h2)
         for at in range(0, e1.nbytes, max(TIED_BYTES, e1.nbytes // TIED_CHUNKS)):
             size = min(TIED_BYTES, e1.nbytes - at)
             i, j = e1.start + at, e2.start + at
@@ -440,7 +443,7 @@ def _tower(spec: Spec, name: str) -> str | None:
     return next((part for part in others if name.startswith(parts[part])), None)
 
 
-def _default(name: str) -> float | None:
+def absent_value(name: str) -> float | None:
     """Return the reference's value for a tensor that a checkpoint lacks, or None."""
     if name.endswith(".layer_scalar"):
         return 1.0
@@ -557,13 +560,14 @@ def _nearest(name: str, candidates: list[str], prefix: str) -> str:
     return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
 
 
-def _report(directory: Path, spec: Spec, problems: list[Problem]) -> str:
+def report(place: Path, spec: Spec, problems: list[Problem]) -> str:
+    """Return the message of an error that lists the first problems, and what mends them."""
     lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in problems[:SHOWN]]
     more = len(problems) - SHOWN
     lines += [f"  and {more} more"] * (more > 0)
     fixes = dict.fromkeys(FIXES[p.fix] for p in problems[:SHOWN])
     return (
-        f"{directory}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
+        f"{place}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
         + "\n".join(lines)
         + f"\nfix: {'; or '.join(fixes)}"
     )
