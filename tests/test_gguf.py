@@ -35,7 +35,7 @@ from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.gguf.tokenizer import side_files
 from g4ir.weights.gguf.types import TYPES
-from g4ir.weights.place import find_place
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
@@ -358,7 +358,7 @@ def test_codes_are_not_quantised_again(model: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--checkpoint")
-    assert "no such directory or GGUF file" in refused(*words, tmp_path / "absent")
+    assert "absent.gguf: no such file" in refused(*words, tmp_path / "absent.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     assert "no GGUF file" in refused(*words, tmp_path / "model.safetensors")
 
@@ -734,9 +734,9 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def survives(path: Path) -> None:
     """Read all of it; only a G4Error, in printable ASCII, may come out."""
     try:
-        place = find_place(path)
-        source = place.open(place.spec(), (), "bf16")
-        place.side_files()
+        origin = find_origin(path)
+        source = origin.open(origin.spec(), (), "bf16")
+        origin.side_files()
         for name in source.entries.keys() | source.coded.keys():
             source.tensor(name)
     except G4Error as error:

@@ -437,7 +437,7 @@ REFUSED = {
     "- tensors: [L*.mlp.w_up]\n  form: int5": "must be int8 or int4 or fp8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: 48": "groups of 48 of int8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: -1": "group: must be",
-    "- tensors: [L*.mlp.w_up]\n  form: int8\n  scale: f64": "must be bf16 or f16 or f32",
+    "- tensors: [L*.mlp.w_up]\n  form: int8\n  scale: f64": "must be bf16 or f16 or f32 or engine",
     "- tensors: []\n  form: int8": "must have 1 to 10000 items",
     "- tensors: ['L* mlp']\n  form: int8": "L* mlp",
     "- tensors: [ple.w]\n  form: int8\n  bits: 4": "unknown key",

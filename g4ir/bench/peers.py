@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from g4ir.backends.torch_compile.compile import check_toolchain
+from g4ir.check.hf import hf_model
 from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ops.types import torch_dtype
-from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.place import find_place
+from g4ir.weights.origin import existing_origin
 from g4ir.weights.random import RandomCheckpoint
 
 
@@ -138,39 +138,10 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     if kept["kind"] == "random" and checkpoint is None:
         source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
     else:
-        place = find_place(known_checkpoint(engine, checkpoint, "bench --peer"))
-        agreed_spec(engine.spec, place)
-        source = place.open(engine.spec, (), engine.dtype)
+        origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
+        agreed_spec(engine.spec, origin)
+        source = origin.open(engine.spec, (), engine.dtype)
     try:
         return hf_model(engine.spec, source, dtype, engine.device)
     finally:
         source.close()
-
-
-def hf_model(spec: Spec, source: WeightSource, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """Return the transformers text model of a spec with the weights of `source`."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    config = spec.to_hf()
-    config = Gemma4TextConfig(**config.get("text_config", config))
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = Gemma4ForCausalLM(config)
-    model = model.to(dtype).to_empty(device=device).eval()
-    with torch.no_grad():
-        for name, t in model.model.state_dict().items():
-            t.copy_(source.tensor(name))
-            source.release(name)
-        _restore_buffers(model, config)
-    model.tie_weights()
-    return model.to(device)
-
-
-def _restore_buffers(model: Any, config: Any) -> None:
-    """Restore constants that are no checkpoint tensors: rope frequencies and embedding scales."""
-    from transformers.models.gemma4 import modeling_gemma4 as m
-
-    model.model.rotary_emb = m.Gemma4TextRotaryEmbedding(config)
-    for module in model.modules():
-        if isinstance(module, m.Gemma4TextScaledWordEmbedding):
-            module.embed_scale = torch.tensor(module.scalar_embed_scale)

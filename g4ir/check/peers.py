@@ -18,16 +18,17 @@ from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
-from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.formats import is_coded
 from g4ir.weights.hub import hub_snapshot
-from g4ir.weights.place import find_place
+from g4ir.weights.origin import Directory, Origin, find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
+from .hf import hf_model
 from .reference import reference_engine, wide_engine
 from .tokens import positions_of
 from .watch import Place, watched
@@ -43,7 +44,7 @@ Rows = dict[str, dict[int, "torch.Tensor"]]
 Shown = tuple["torch.Tensor", "Rows"]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
-#: weights up to this many bytes, random or of a GGUF file, are written to disk for transformers
+#: random weights up to this many bytes are written to disk for transformers
 TEMPORARY_BYTES = 1 << 30
 
 
@@ -234,11 +235,10 @@ def find_peer(
     with _temporary_folder() as folder:
         with _room_in(folder):
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
-        agreed_spec(engine.spec, find_place(directory))
+        origin = find_origin(directory)
+        agreed_spec(engine.spec, origin)
         progress(f"transformers loads {directory}")
-        model = _load_hf(directory, engine.dtype)
-        _requantise(model, engine)
-        yield HfPeer(model)
+        yield HfPeer(_model(engine, origin))
 
 
 @contextmanager
@@ -270,6 +270,22 @@ def need_transformers(asked: str) -> None:
         raise MissingError(
             f"{asked} needs transformers 5.17 or newer: `pip install 'g4ir[hf]'`"
         ) from e
+
+
+def _model(engine: Engine, origin: Origin) -> Any:
+    """Return the transformers model with the weights that the engine should compute with."""
+    if isinstance(origin, Directory) and not is_coded(origin.stated):
+        model = _load_hf(origin.path, engine.dtype)
+        _requantise(model, engine)
+        return model
+    source = origin.open(engine.spec, (), engine.dtype)
+    try:
+        model = hf_model(engine.spec, source, torch_dtype(engine.dtype), attention="eager")
+    finally:
+        source.close()
+    if engine.recipe and not engine.recipe.held:
+        _requantise(model, engine)
+    return model
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:
@@ -307,17 +323,11 @@ def _requantise(model: Any, engine: Engine) -> None:
 def _checkpoint(
     engine: Engine, given: str | Path | None, temporary: Path, progress: Progress
 ) -> Path:
-    """The directory that transformers loads."""
+    """The checkpoint whose weights transformers has."""
     kept = engine.manifest["weights"]
     if given is None and kept["kind"] == "random":
-        dtype = torch_dtype(engine.dtype)
-        source: WeightSource = RandomCheckpoint(engine.spec, kept["seed"], dtype)
-    else:
-        known = known_checkpoint(engine, given, "verify --against hf")
-        if not known.is_file():
-            return known
-        source = find_place(known).open(engine.spec, (), engine.dtype)
-    return _write_weights(engine, source, temporary, progress)
+        return _write_random(engine, kept["seed"], temporary, progress)
+    return known_checkpoint(engine, given, "verify --against hf")
 
 
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
@@ -333,15 +343,14 @@ def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Pa
     return Path(found)
 
 
-def _write_weights(
-    engine: Engine, source: WeightSource, directory: Path, progress: Progress
-) -> Path:
+def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress) -> Path:
     count = sum(math.prod(shape) for shape in text_tensors(engine.spec).values())
-    size = count * source.dtype.itemsize
+    size = count * ITEMSIZE[engine.dtype]
     if size > TEMPORARY_BYTES:
         raise InputError(
-            f"verify --against hf: the weights are {size_text(size)}, and up to "
+            f"verify --against hf: the random weights are {size_text(size)}, and up to "
             f"{size_text(TEMPORARY_BYTES)} are written for transformers; use --against reference"
         )
-    progress(f"writing {size_text(size)} of weights")
+    progress(f"writing {size_text(size)} of random weights")
+    source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
     return write_checkpoint(directory, engine.spec, source)

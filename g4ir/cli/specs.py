@@ -11,7 +11,7 @@ from typing import Any
 from g4ir.spec.parts import slug
 from g4ir.spec.record import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
 from g4ir.ui.table import aligned
-from g4ir.weights.place import find_place
+from g4ir.weights.origin import GGUF, find_origin
 
 from .common import add_verb, emit
 
@@ -120,10 +120,10 @@ def _specs_schema(args: argparse.Namespace) -> int:
 
 def any_spec(source: str) -> Spec:
     """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint."""
-    stated = source.endswith((".json", ".gguf")) or ("/" in source and Path(source).is_dir())
+    stated = source.endswith((".json", GGUF)) or ("/" in source and Path(source).is_dir())
     return _stated_spec(source) if stated else load_spec(source)
 
 
 def _stated_spec(source: str) -> Spec:
     """Read what a checkpoint, or a config.json, says of itself."""
-    return find_place(source).spec() if source.endswith(".gguf") else Spec.from_hf(source)
+    return find_origin(source).spec() if source.endswith(GGUF) else Spec.from_hf(source)

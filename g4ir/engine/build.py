@@ -47,8 +47,8 @@ from g4ir.weights.checkpoint import (
     sha256,
 )
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.origin import Origin, existing_origin, find_origin
 from g4ir.weights.pack import make_packing
-from g4ir.weights.place import Place, find_place
 from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
@@ -97,19 +97,19 @@ def prepare(
         runs = ", ".join(backend.devices)
         raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
     settings = checked_settings(backend, options.settings or {})
-    place = _place(spec, options, dry)
-    _check_link(options.link_weights, place, backend)
-    agreed = agreed_spec(spec, place)
-    side = place.side_files() if place else {}
-    if place and TOKENIZER in side:
-        read_tokenizer(place.path / TOKENIZER, side[TOKENIZER])
-    resolved = _resolved(agreed, options, backend, device, place)
+    origin = _origin(spec, options, dry)
+    _check_link(options.link_weights, origin, backend)
+    agreed = agreed_spec(spec, origin)
+    side = origin.side_files() if origin else {}
+    if origin and TOKENIZER in side:
+        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+    resolved = _resolved(agreed, options, backend, device, origin)
     if not dry:
         backend.check(device)
-    source = _open_source(resolved, options, place)
-    if place and GENERATION in side:
-        read_defaults(place.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
-    r = resolved = replace(resolved, recipe=_recipe(resolved, source, place))
+    source = _open_source(resolved, options, origin)
+    if origin and GENERATION in side:
+        read_defaults(origin.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
+    r = resolved = replace(resolved, recipe=_recipe(resolved, source, origin))
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.folded, dump
     )
@@ -130,14 +130,14 @@ def prepare(
 
 
 def _resolved(
-    spec: Spec, o: BuildOptions, backend: Backend, device: str, place: Place | None
+    spec: Spec, o: BuildOptions, backend: Backend, device: str, origin: Origin | None
 ) -> Resolved:
     """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
-    kinds, extractor = (place.kinds(asked), place.extractor()) if place else (asked, None)
+    kinds, extractor = (origin.kinds(asked), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
-    _check_towers(spec, place, media)
+    _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)
     form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
     return Resolved(
@@ -162,7 +162,7 @@ def _fitted(
     program: Program,
     dry: bool,
 ) -> tuple[Resolved, str]:
-    """Place the table of per-layer embeddings where it fits; return that, and why the engine does
+    """Origin the table of per-layer embeddings where it fits; return that, and why the engine does
     not fit its device. Only a dry run may go on then: PlanError otherwise."""
     memory = o.memory if o.memory is not None else _memory(r.device, dry)
     if memory is None:
@@ -182,11 +182,11 @@ def _fitted(
     return r, ""
 
 
-def _open_source(r: Resolved, o: BuildOptions, place: Place | None) -> WeightSource:
+def _open_source(r: Resolved, o: BuildOptions, origin: Origin | None) -> WeightSource:
     """Return where the weights come from."""
-    if place is None:
+    if origin is None:
         return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
-    return place.open(r.spec, r.media.kinds, r.dtype)
+    return origin.open(r.spec, r.media.kinds, r.dtype)
 
 
 def _kept(source: WeightSource, o: BuildOptions) -> Any:
@@ -196,13 +196,13 @@ def _kept(source: WeightSource, o: BuildOptions) -> Any:
     return None if o.random_weights is None else RandomWeights("random", o.random_weights)
 
 
-def _recipe(r: Resolved, source: WeightSource, place: Place | None) -> Recipe | None:
+def _recipe(r: Resolved, source: WeightSource, origin: Origin | None) -> Recipe | None:
     """Return the recipe that was given, or that of a checkpoint in codes; InputError for both."""
     held = held_recipe(r.spec, source.forms)
     if held and r.recipe:
         raise InputError(
-            f"--quant {r.recipe.name}: {place and place.path} is quantised already; leave --quant "
-            f"out, or give the checkpoint that it was made from"
+            f"--quant {r.recipe.name}: {origin and origin.path} is quantised already; leave "
+            f"--quant out, or give the checkpoint that it was made from"
         )
     return held or r.recipe
 
@@ -340,7 +340,7 @@ def _linked(source: Checkpoint) -> LinkedWeights:
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
-def _place(spec: Spec | None, o: BuildOptions, dry: bool) -> Place | None:
+def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
     """Return the checkpoint, or None for random weights, or where a dry run has none."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if checkpoint is not None and seed is not None:
@@ -350,17 +350,17 @@ def _place(spec: Spec | None, o: BuildOptions, dry: bool) -> Place | None:
             raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
         return None
     if checkpoint is not None:
-        return find_place(checkpoint)
+        return existing_origin(checkpoint)
     if spec is None:
         raise InputError("give a variant, a spec or a checkpoint")
     if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
         return None
-    return find_place(_cached_checkpoint(spec))
+    return find_origin(_cached_checkpoint(spec))
 
 
-def _check_link(link: bool, place: Place | None, backend: Backend) -> None:
+def _check_link(link: bool, origin: Origin | None, backend: Backend) -> None:
     """Raise InputError where there is nothing to link to, or it could not be used."""
-    if link and place is None:
+    if link and origin is None:
         raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
     if link and backend.packs_weights:
         raise InputError(
@@ -410,35 +410,35 @@ OF_MEDIA = {
 }
 
 
-def _check_towers(spec: Spec, place: Place | None, media: Media) -> None:
+def _check_towers(spec: Spec, origin: Origin | None, media: Media) -> None:
     """Raise SpecError where a checkpoint's config.json disagrees on the media that are taken."""
-    if place is None or not media.kinds:
+    if origin is None or not media.kinds:
         return
     keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
-    rows = [r for r in diff_specs(spec, place.spec()) if r[0].startswith(keys)]
-    _refuse_differences(spec, place, rows)
+    rows = [r for r in diff_specs(spec, origin.spec()) if r[0].startswith(keys)]
+    _refuse_differences(spec, origin, rows)
 
 
-def agreed_spec(spec: Spec | None, place: Place | None) -> Spec:
+def agreed_spec(spec: Spec | None, origin: Origin | None) -> Spec:
     """Return the spec, after comparing its text part with what the checkpoint says."""
-    if place is None:
+    if origin is None:
         if spec is None:
             raise InputError("--random-weights needs --variant or --spec")
         return spec
-    found = place.spec()
+    found = origin.spec()
     if spec is None:
         return found
     rows = diff_specs(spec, found)
-    text = [r for r in rows if r[0].startswith("text.") and r[0] not in place.spec_only]
-    _refuse_differences(spec, place, text)
+    text = [r for r in rows if r[0].startswith("text.") and r[0] not in origin.spec_only]
+    _refuse_differences(spec, origin, text)
     return spec
 
 
-def _refuse_differences(spec: Spec, place: Place, rows: list[tuple[str, Any, Any]]) -> None:
+def _refuse_differences(spec: Spec, origin: Origin, rows: list[tuple[str, Any, Any]]) -> None:
     if rows:
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
         raise SpecError(
-            f"spec {spec.name} and {place.stated} differ; leave out the variant to "
+            f"spec {spec.name} and {origin.stated} differ; leave out the variant to "
             f"build what the checkpoint says, or correct one of them:\n{lines}"
         )
 

@@ -6,7 +6,7 @@
     - tensors: [L*.attn.w*, L*.mlp.w_*]
       form: int4
       group: 64                          # numbers that share a scale; 0: all of a row
-      scale: f16                         # dtype of the scales
+      scale: f16                         # dtype of the scales; `engine`: what it computes in
       otherwise: int8                    # where the groups do not divide a row
 
 A tensor that no rule names stays as it is. The built-in recipes are such files, beside this one.
@@ -74,7 +74,9 @@ SCHEMES = {
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]
-_Scale = Annotated[str, OneOf(("bf16", "f16", "f32"))]
+#: scales in what the engine computes in
+ENGINE = "engine"
+_Scale = Annotated[str, OneOf(("bf16", "f16", "f32", ENGINE))]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Rule:
         """The scheme of weights whose rows it divides."""
         own = SCHEMES[self.form]
         group = own.group if self.group is None else self.group
-        return Scheme(self.form, group, self.scale or own.scale)
+        scale = self.scale or own.scale
+        return Scheme(self.form, group, None if scale == ENGINE else scale)
 
     def scheme(self, name: str, t: Type) -> Scheme:
         """Return how a weight is held; InputError where groups do not divide its rows."""

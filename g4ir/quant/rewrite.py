@@ -17,7 +17,7 @@ from g4ir.model.text import build_graph
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .recipe import HELD, Recipe, Rule, Scheme
+from .recipe import ENGINE, HELD, Recipe, Rule, Scheme
 
 #: op -> its operands that may be held in fewer bits
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
@@ -61,7 +61,9 @@ def held_recipe(spec: Spec, forms: Mapping[str, Scheme]) -> Recipe | None:
     for param in weights_of(spec):
         if scheme := forms.get(checkpoint_name(param)):
             names.setdefault(scheme, []).append(param)
-    rules = (Rule(tuple(found), s.form, None, s.group, s.scale) for s, found in names.items())
+    rules = (
+        Rule(tuple(found), s.form, None, s.group, s.scale or ENGINE) for s, found in names.items()
+    )
     return Recipe(tuple(rules), HELD) if names else None
 
 

@@ -96,7 +96,7 @@ NEUTRAL = (
     "chunk_size_feed_forward",
     "pruned_heads",
     "tie_encoder_decoder",
-    "quantization_config",
+    "quantization_config",  # of a part; that of the whole is read with the weights
     "attention_bias",
     "attn_logit_softcapping",
 )
@@ -231,7 +231,7 @@ class Keys:
 
     def done(self) -> None:
         """Raise SpecError for the first key that nothing has read."""
-        for key in NEUTRAL:
+        for key in (k for k in NEUTRAL if k not in self.seen):
             self.only(key, NOTHING, "it changes the forward pass; use a checkpoint without it")
         for key in self.values:
             if key not in self.seen:
@@ -250,6 +250,7 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     """Read a config: see `Spec.from_hf`."""
     values, where, found = _read(source)
     keys = Keys(values, "", where)
+    keys.raw("quantization_config")  # how weights are stored: weights/formats
     given = keys.take("model_type", str)
     if given not in MODEL_TYPES:
         near = did_you_mean(given, MODEL_TYPES)

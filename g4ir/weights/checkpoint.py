@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,11 +23,11 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
+from g4ir.weights.formats import Coded, Files, read_coded
+from g4ir.weights.formats.base import CODED
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
-    import mmap
-
     import torch
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -102,10 +103,9 @@ class Checkpoint:
     headers: tuple[Header, ...]
     ignored: Mapping[str, str]
     defaults: Mapping[str, float]
+    stored: Files
     coded: Mapping[str, CodedWeight | MadeWeight] = field(default_factory=dict)
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
     _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
-    _closed: bool = False
 
     @classmethod
     def open(cls, directory: Path | str, spec: Spec, media: Iterable[str] = ()) -> Checkpoint:
@@ -119,7 +119,9 @@ class Checkpoint:
         names = {name: (h, e) for h in headers for name, e in h.entries.items()}
         prefix = _find_prefix(directory, spec, names)
         towers = media_tensors(spec, media)
-        live, ignored, problems = _classify(spec, prefix, names, towers)
+        stored = Files(directory, names, partial(_is_text, spec, prefix))
+        found = read_coded(directory / CONFIG, stored)
+        live, ignored, problems = _classify(spec, prefix, dict(found.names), towers)
         absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
         defaults = {name: d for name in absent if (d := absent_value(name)) is not None}
         problems += _missing(
@@ -129,7 +131,10 @@ class Checkpoint:
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
             raise WeightsError(report(directory, spec, problems))
-        return cls(directory, live, headers, ignored, defaults, _tied=tied)
+        coded = _coded(live, found)
+        plain = {name: entry for name, entry in live.items() if name not in coded}
+        ignored |= found.ignored
+        return cls(directory, plain, headers, ignored, defaults, stored, coded, tied)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,8 +165,7 @@ class Checkpoint:
         weight, suffix = split_part(name)
         if weight in self.coded:
             return self.coded[weight].part(suffix)
-        header, entry = self._entry(name)
-        return tensorfile.view(self.mapped(header), entry)
+        return self.stored.tensor(self._entry(name))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Gather rows from the mapped file: only their pages are read."""
@@ -172,7 +176,7 @@ class Checkpoint:
             return made.view(*ids.shape, -1)
         header, entry = self._entry(name)
         check_rows(name, entry.shape, ids)
-        flat = tensorfile.view_rows(self.mapped(header), entry, ids.reshape(-1).cpu())
+        flat = self.stored.rows((header, entry), ids.reshape(-1).cpu())
         return flat.view(*ids.shape, entry.shape[1])
 
     def release(self, name: str) -> None:
@@ -180,9 +184,7 @@ class Checkpoint:
         if weight in self.coded:
             self.coded[weight].release()
         elif name in self.entries:
-            header, entry = self.entries[name]
-            if header.path in self._maps:
-                tensorfile.drop_pages(self._maps[header.path], entry)
+            self.stored.release([self.entries[name]])
 
     def sha256(self, file: Path) -> str:
         """Return the digest of one weight file, streamed."""
@@ -190,8 +192,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Forget the mappings; each is unmapped when the last tensor on it is gone."""
-        self._maps.clear()
-        self._closed = True
+        self.stored.close()
 
     def _entry(self, name: str) -> tuple[Header, Entry]:
         if name not in self.entries:
@@ -200,18 +201,10 @@ class Checkpoint:
             self._compare_tied(self._tied)
         return self.entries[name]
 
-    def mapped(self, header: Header) -> mmap.mmap:
-        """Return the mapping of a file; WeightsError where the checkpoint is closed."""
-        if self._closed:
-            raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
-        if header.path not in self._maps:
-            self._maps[header.path] = tensorfile.map_file(header)
-        return self._maps[header.path]
-
     def _compare_tied(self, head: tuple[Header, Entry]) -> None:
         """Compare a stored head with the embedding it is tied to, bit for bit (in even samples)."""
         (h1, e1), (h2, e2) = self.entries[TOKEN_TABLE], head
-        one, two = self.mapped(h1), self.mapped(h2)
+        one, two = self.stored.map(h1), self.stored.map(h2)
         for at in range(0, e1.nbytes, max(TIED_BYTES, e1.nbytes // TIED_CHUNKS)):
             size = min(TIED_BYTES, e1.nbytes - at)
             i, j = e1.start + at, e2.start + at
@@ -443,6 +436,21 @@ def _tower(spec: Spec, name: str) -> str | None:
     return next((part for part in others if name.startswith(parts[part])), None)
 
 
+def _is_text(spec: Spec, prefix: str, name: str) -> bool:
+    """Whether a stored name is of the text model."""
+    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in spec.prefixes.head)))
+    return inside and _tower(spec, name) is None
+
+
+def _coded(live: Found, found: Coded) -> dict[str, CodedWeight]:
+    """Return the weights in codes by bare name; WeightsError for one that may not be used."""
+    for _, entry in live.values():
+        if entry in found.faults:
+            raise WeightsError(found.faults[entry])
+    kept = ((name, found.weights.get(entry)) for name, (_, entry) in live.items())
+    return {name: weight for name, weight in kept if weight}
+
+
 def absent_value(name: str) -> float | None:
     """Return the reference's value for a tensor that a checkpoint lacks, or None."""
     if name.endswith(".layer_scalar"):
@@ -530,7 +538,7 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
     shapes = text_tensors(spec) | towers
     shapes.setdefault(HEAD, shapes[TOKEN_TABLE])
     for name, (header, entry) in live.items():
-        if entry.dtype not in tensorfile.FLOATS:
+        if entry.dtype not in (*tensorfile.FLOATS, CODED):
             text = f"expected dtype {' or '.join(tensorfile.FLOATS)}, found {entry.dtype}"
             yield Problem(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shapes[name]):
@@ -541,7 +549,7 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
 
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
-    if head.dtype != embed.dtype:
+    if head.dtype != embed.dtype or head.dtype == CODED:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
         yield Problem(header.path.name, head.name, text, "tie")
 

@@ -66,6 +66,8 @@ TORCH = {
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}

@@ -32,7 +32,9 @@ from tests.cli_tools import g4ir as command_line
 from tests.engines import resigned
 from tests.hub_configs import hub_config
 from tests.media_tools import broken_files, media_engine
+from tests.oracle import find_oracle
 from tests.test_ops import node
+from tests.test_quantised_checkpoints import CASES as CODES
 
 WEIGHTS = "weights-00000.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -154,7 +156,15 @@ CHANGES: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "transposed": lambda t, edit: t.T.contiguous(),
     "flat": lambda t, edit: t.reshape(-1),
     "cast": lambda t, edit: t.to(getattr(torch, edit["dtype"])),
+    "viewed": lambda t, edit: t.view(edit["shape"]),
+    "with": lambda t, edit: _with(t, edit["value"]),
 }
+
+
+def _with(t: torch.Tensor, value: float) -> torch.Tensor:
+    """The tensor with another first number."""
+    t.view(-1)[:1] = torch.tensor([value]).to(t.dtype)
+    return t
 
 
 # --- specs and configs ------------------------------------------------------------------------
@@ -240,6 +250,24 @@ def build_of(world: World, variant: str, **changes: Any) -> str:
     folder = _change(plain_checkpoint(world.here / "c", variant), {}, **changes)
     words = ["build", "--checkpoint", str(folder)]
     return command(world, [words, [*words, "--link-weights"]])
+
+
+def codes(
+    world: World, of: str, set: Mapping[str, Any] | None = None, tensors: Any = (), **options: Any
+) -> Any:
+    """A build of a checkpoint in codes, with other tensors and another quantization_config."""
+    folder = CODES[of].write(find_oracle(load_spec("tiny-ple")), world.here / "c")
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    for path, value in (set or {}).items():
+        put(values["quantization_config"], path, value)
+    file.write_text(json.dumps(values))
+    _change(folder, {}, tensors=tensors)
+    options = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16, **options}
+    try:
+        return g4ir.build(None, world.here / "out", checkpoint=folder, **options)
+    finally:
+        assert not (world.here / "out").exists()
 
 
 def _change(
@@ -405,6 +433,7 @@ WAYS: dict[str, Callable[..., Any]] = {
         weight_file,
         checkpoint,
         build_of,
+        codes,
         manifest,
         engine_files,
         build,

@@ -7,12 +7,10 @@ a time; of a table only the rows in use are.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4ir.errors import WeightsError
@@ -22,10 +20,10 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint, Problem, absent_value, report
 from g4ir.weights.coded import CodedWeight, MadeWeight
-from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
+from g4ir.weights.formats.base import Files
+from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, Header, quoted
 
 from .blocks import CODED, DENSE, by_pieces
 from .container import Container, Tensor
@@ -60,13 +58,13 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
         raise WeightsError(report(file.path, spec, problems))
     plain = {n: (file.header, t[0].entry) for n, t in live.items() if _is_plain(t)}
     coded: dict[str, CodedWeight | MadeWeight] = {}
-    opened = Checkpoint(file.path.parent, plain, (file.header,), ignored, defaults, coded)
+    files = Files(file.path.parent, plain)
     taken = {checkpoint_name(param) for param in weights_of(spec)}
     for name in live.keys() - plain.keys():
-        blocks = _Blocks(partial(opened.mapped, file.header), file.path, live[name])
+        blocks = _Blocks(files, file.header, live[name])
         coded[name] = (name in taken and blocks.in_codes()) or blocks.as_numbers(dtype)
     _log_numbers(file, [live[n] for n, w in coded.items() if isinstance(w, MadeWeight)], dtype)
-    return opened
+    return Checkpoint(file.path.parent, plain, (file.header,), ignored, defaults, files, coded)
 
 
 def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
@@ -154,8 +152,8 @@ def _is_plain(tensors: Tensors) -> bool:
 class _Blocks:
     """The tensors of one weight, not all of them plain numbers."""
 
-    mapped: Callable[[], mmap.mmap]
-    path: Path
+    files: Files
+    header: Header
     tensors: Tensors
 
     @property
@@ -203,7 +201,7 @@ class _Blocks:
         made = by_pieces(blocks, convert)
         if made.is_floating_point() and not bool(made.isfinite().all()):
             raise WeightsError(
-                f"{self.path}: tensor {quoted(t.entry.name)}: a scale is NaN or infinite; "
+                f"{self.header.path}: tensor {quoted(t.entry.name)}: a scale is NaN or infinite; "
                 f"{DOWNLOAD}"
             )
         each = raw.shape[-1] // t.stored.nbytes
@@ -211,10 +209,7 @@ class _Blocks:
 
     def _raw(self, t: Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Return the stored numbers, or rows of bytes; of a table those of `rows`."""
-        if rows is None:
-            return tensorfile.view(self.mapped(), t.entry)
-        return tensorfile.view_rows(self.mapped(), t.entry, rows)
+        return self.files.rows((self.header, t.entry), rows)
 
     def _release(self) -> None:
-        for t in self.tensors:
-            tensorfile.drop_pages(self.mapped(), t.entry)
+        self.files.release((self.header, t.entry) for t in self.tensors)

@@ -18,8 +18,10 @@ from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
 
+GGUF = ".gguf"
 
-class Place(Protocol):
+
+class Origin(Protocol):
     """A checkpoint, and what it says of itself."""
 
     #: fields that it cannot say: where only these differ, the spec is right
@@ -49,14 +51,22 @@ class Place(Protocol):
         """Open its weights, for an engine of this dtype; WeightsError where they do not fit."""
 
 
-def find_place(path: Path | str) -> Place:
-    """Return what lies at a path; InputError where nothing does."""
+def find_origin(path: Path | str) -> Origin:
+    """Return what lies at a path; InputError where there is no such file."""
     path = Path(path)
-    if path.is_dir():
-        return Directory(path)
     if path.is_file():
         return GgufFile(path)
-    raise InputError(f"--checkpoint {path}: no such directory or GGUF file")
+    if path.suffix == GGUF and not path.is_dir():
+        raise InputError(f"--checkpoint {path}: no such file")
+    return Directory(path)
+
+
+def existing_origin(path: Path | str) -> Origin:
+    """Return what lies at a path; InputError where nothing does."""
+    found = find_origin(path)
+    if not found.path.exists():
+        raise InputError(f"--checkpoint {path}: no such directory")
+    return found
 
 
 @dataclass(frozen=True)

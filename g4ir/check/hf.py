@@ -1,0 +1,52 @@
+"""The transformers text model on weights of any source, without the library that packed them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from g4ir.model.names import HEAD
+from g4ir.spec.record import Spec
+from g4ir.weights.checkpoint import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+def hf_model(
+    spec: Spec,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    attention: str = "sdpa",
+) -> Any:
+    """Return the transformers text model of a spec with the weights of `source`; of weights in
+    codes, what they mean."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = spec.to_hf()
+    config = AutoConfig.for_model(**values.get("text_config", values))
+    config._attn_implementation = attention
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model = model.to(dtype).to_empty(device=device).eval()
+    named = dict(model.model.state_dict())
+    if not spec.text.tie_word_embeddings:
+        named[HEAD] = model.lm_head.weight
+    with torch.no_grad():
+        for name, t in named.items():
+            t.copy_(source.tensor(name))
+            source.release(name)
+        _restore_buffers(model, config)
+    model.tie_weights()
+    return model.to(device)
+
+
+def _restore_buffers(model: Any, config: Any) -> None:
+    """Restore constants that are no checkpoint tensors: rope frequencies and embedding scales."""
+    import torch
+
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    for module in model.modules():
+        if type(module).__name__.endswith("ScaledWordEmbedding"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)

@@ -1,0 +1,54 @@
+"""Reads `quantization_config` of a config.json, and finds the weights that are in codes: one module
+for each way to store them. What is not understood is refused by name, before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import WeightsError
+from g4ir.spec.reader import Where, tree_of
+from g4ir.weights.tensorfile import open_regular, parse_json, quoted
+
+from . import compressed_tensors, fp8, mobile
+from .base import Coded, Files, nothing_coded
+
+KEY = "quantization_config"
+#: most bytes of a config.json
+LIMIT = 4 << 20
+#: quant_method -> its reader: the config's tree and the files -> what is in codes
+METHODS: Mapping[str, Callable[[Any, Files], Coded]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "gemma": mobile.read,
+}
+
+
+def is_coded(config: Path) -> bool:
+    """Whether a config.json says that weights are in codes."""
+    return _config(config) is not None
+
+
+def _config(config: Path) -> Any:
+    with open_regular(config) as file:
+        return parse_json(config, file.read(LIMIT)).get(KEY)
+
+
+def read_coded(config: Path, files: Files) -> Coded:
+    """Return what a checkpoint holds in codes, by the `quantization_config` of its config.json.
+
+    Raises SpecError for a key that is not understood, WeightsError for a method that is not read
+    and for tensors that do not fit.
+    """
+    values = _config(config)
+    if values is None:
+        return nothing_coded(files)
+    method = str(values.get("quant_method")) if isinstance(values, dict) else None
+    if method is None or method not in METHODS:
+        raise WeightsError(
+            f"{config}: {KEY}: quant_method {quoted(method)} is not read, only "
+            f"{', '.join(METHODS)}; fix: take a compressed-tensors or GGUF file of the model, or "
+            f"its bf16 weights with --quant"
+        )
+    return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

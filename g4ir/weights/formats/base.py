@@ -1,0 +1,315 @@
+"""The part that all formats share: the tensors of a checkpoint's files by name, scales of blocks as
+scales of rows, experts that are stored one by one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g4ir.errors import WeightsError
+from g4ir.quant.recipe import Scheme
+from g4ir.weights import tensorfile
+from g4ir.weights.coded import CodedWeight, checked_scales
+from g4ir.weights.tensorfile import Entry, Header, quoted
+
+if TYPE_CHECKING:
+    import mmap
+
+    import torch
+
+Found = tuple[Header, Entry]
+#: dtype of an entry that stands for codes and scales
+CODED = "codes"
+#: dtypes of scales in files -> in the IR; powers of two become f32
+SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
+#: numbers that share a scale at least, where blocks do not divide rows
+LEAST_GROUP = 16
+#: elements that are looked at together
+PIECE = 1 << 24
+MODULES = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
+_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+@dataclass
+class Files:
+    """Tensors by their name in the files, mapped on first use. `of_text` says whether a name is of
+    the text model, `closed` that all reads have ended."""
+
+    directory: Path
+    names: Mapping[str, Found]
+    of_text: Callable[[str], bool] = lambda name: True
+    closed: bool = False
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    def map(self, header: Header) -> mmap.mmap:
+        """Return the mapping of a file; WeightsError once they are closed."""
+        if self.closed:
+            raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
+        if header.path not in self._maps:
+            self._maps[header.path] = tensorfile.map_file(header)
+        return self._maps[header.path]
+
+    def tensor(self, found: Found) -> torch.Tensor:
+        """Return a view of a stored tensor."""
+        return tensorfile.view(self.map(found[0]), found[1])
+
+    def rows(self, found: Found, ids: torch.Tensor | None) -> torch.Tensor:
+        """Return rows of a stored tensor: [len(ids), ...]; a view of all for None."""
+        if ids is None:
+            return self.tensor(found)
+        made = tensorfile.view_rows(self.map(found[0]), found[1], ids)
+        return made.view(len(ids), *found[1].shape[1:])
+
+    def release(self, found: Iterable[Found]) -> None:
+        """Give back the pages of stored tensors."""
+        for header, entry in found:
+            if header.path in self._maps:
+                tensorfile.drop_pages(self._maps[header.path], entry)
+
+    def close(self) -> None:
+        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
+        self._maps.clear()
+        self.closed = True
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A checkpoint's tensors with one entry in the place of codes and scales: `weights` by that
+    entry. `ignored` tensors -> why; `faults`: an entry that may not be used -> why."""
+
+    names: Mapping[str, Found]
+    weights: Mapping[Entry, CodedWeight]
+    ignored: Mapping[str, str]
+    faults: Mapping[Entry, str] = field(default_factory=dict)
+
+
+def nothing_coded(files: Files) -> Coded:
+    """Return the tensors as they are."""
+    return Coded(files.names, {}, {})
+
+
+@dataclass
+class Modules:
+    """The tensors of a checkpoint by module, taken out as they are understood."""
+
+    files: Files
+    suffixes: tuple[str, ...]
+    plain: dict[str, Found] = field(default_factory=dict)
+    parts: dict[str, dict[str, Found]] = field(default_factory=dict)
+    weights: dict[str, tuple[Found, CodedWeight]] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    faults: dict[Entry, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, found in self.files.names.items():
+            suffix = next((s for s in self.suffixes if name.endswith(s)), None)
+            if suffix is None:
+                self.plain[name] = found
+            else:
+                self.parts.setdefault(name.removesuffix(suffix), {})[suffix] = found
+
+    def named(self, parts: Mapping[str, Found]) -> Found:
+        """Return the tensor that stands for a module in messages."""
+        return next(parts[s] for s in self.suffixes if s in parts)
+
+    def add(self, module: str, found: Found, weight: CodedWeight) -> None:
+        """Take a module's weight, of which `found` is one tensor."""
+        name = module if _STACKED.fullmatch(module) else f"{module}.weight"
+        self.weights[name] = found, weight
+
+    def done(self) -> Coded:
+        """Return all tensors, experts stacked."""
+        entries, weights = dict(self.plain), {}
+        for name, ((header, entry), weight) in stacked(self.weights).items():
+            stand_in = replace(entry, dtype=CODED, shape=weight.shape)
+            entries[name], weights[stand_in] = (header, stand_in), weight
+        faults = {replace(e, dtype=CODED, shape=s.shape): t for e, (s, t) in self._faults()}
+        return Coded(entries, weights, self.ignored, faults)
+
+    def _faults(self) -> Iterable[tuple[Entry, tuple[CodedWeight, str]]]:
+        for (_, entry), weight in self.weights.values():
+            if entry in self.faults:
+                yield entry, (weight, self.faults[entry])
+
+
+def wrong(found: Found, what: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
+    """Return the error of a stored tensor."""
+    header, entry = found
+    return WeightsError(f"{header.path}: tensor {quoted(entry.name)}: {what}; {fix}")
+
+
+def shown(found: Found) -> str:
+    """Return dtype and shape of a stored tensor as text."""
+    return f"{found[1].dtype} {list(found[1].shape)}"
+
+
+def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None = None) -> None:
+    """Raise WeightsError unless a stored tensor has one of the dtypes, and the shape."""
+    dtypes = tuple(dtypes)
+    if found[1].dtype not in dtypes or (shape is not None and found[1].shape != shape):
+        want = " or ".join(dtypes) + (f" {list(shape)}" if shape is not None else "")
+        raise wrong(found, f"expected {want}, found {shown(found)}")
+
+
+# ---- scales -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales of blocks of a weight [.., N, K]: each of `rows` x `columns` numbers, those at the end
+    may be cut; of all of it where both are 0."""
+
+    rows: int
+    columns: int
+
+    def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight."""
+        n, k = weight[-2:]
+        rows, columns = self.block(weight)
+        return (*weight[:-2], -(-n // rows), -(-k // columns))
+
+    def block(self, weight: tuple[int, ...]) -> tuple[int, int]:
+        """Return rows and columns of a block of a weight."""
+        return min(self.rows or weight[-2], weight[-2]), min(self.columns or weight[-1], weight[-1])
+
+    def group(self, weight: tuple[int, ...]) -> int:
+        """Return the numbers of a row that share a scale, such that they divide rows and blocks."""
+        return math.gcd(self.block(weight)[1], weight[-1])
+
+    def spread(self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None):  # type: ignore[no-untyped-def]
+        """Return scales of blocks as scales of rows [.., N, G]; of rows `ids` alone where given."""
+        import torch
+
+        rows, columns = self.block(weight)
+        scales = scales.reshape(self.shape(weight))
+        group = self.group(weight)
+        if group != columns:
+            at = torch.arange(weight[-1] // group) * group // columns
+            scales = scales.index_select(-1, at)
+        if ids is not None:
+            return scales.index_select(0, ids // rows)
+        if rows > 1:
+            scales = scales.index_select(-2, torch.arange(weight[-2]) // rows)
+        return scales
+
+
+def coded_weight(
+    files: Files,
+    form: str,
+    shape: tuple[int, ...],
+    codes: Found,
+    scales: Found,
+    grid: Grid,
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+    dtype: str | None = "",
+) -> CodedWeight:
+    """Return the weight [.., N, K] of two stored tensors; `convert` makes its codes canonical. The
+    scales' dtype in the engine is `dtype`, else the file's."""
+    if len(shape) < 2 or not all(shape):
+        raise wrong(codes, f"expected a matrix, found {shown(codes)}")
+    group = grid.group(shape)
+    if group < min(LEAST_GROUP, shape[-1]):
+        raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
+    wanted = grid.shape(shape)
+    flat = math.prod(wanted) == 1 and scales[1].shape in ((), (1,))
+    require(scales, SCALES, scales[1].shape if flat else wanted)
+    where = f"{scales[0].path}: tensor {quoted(scales[1].name)}"
+    kept = SCALES[scales[1].dtype] if dtype == "" else dtype
+    one_by_one = grid.block(shape)[0] == 1 and not flat
+
+    def read_scales(ids: torch.Tensor | None) -> torch.Tensor:
+        stored = files.rows(scales, ids) if one_by_one else files.tensor(scales)
+        stored = stored.float() if scales[1].dtype == "F8_E8M0" else stored
+        checked_scales(stored, where)
+        if one_by_one:
+            return grid.spread(stored, (len(stored), *shape[1:]), None)
+        return grid.spread(stored, shape, ids)
+
+    return CodedWeight(
+        Scheme(form, 0 if group == shape[-1] else group, kept),
+        shape,
+        lambda ids: convert(files.rows(codes, ids)),
+        read_scales,
+        lambda: files.release((codes, scales)),
+    )
+
+
+def e4m3(found: Found) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what looks at e4m3 codes of a stored tensor: WeightsError for NaN."""
+
+    def convert(codes: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        for piece in codes.view(torch.uint8).flatten().split(PIECE):
+            if bool((piece & 127 == 127).any()):
+                raise wrong(found, "a code is NaN, which stands for no number")
+        return codes
+
+    return convert
+
+
+# ---- experts one by one -----------------------------------------------------------------------
+
+Weights = dict[str, tuple[Found, CodedWeight]]
+
+
+def stacked(weights: Weights) -> Weights:
+    """Return weights with those of single experts joined: `experts.E.gate_proj.weight` and
+    `up_proj` to `experts.gate_up_proj` [E, 2I, D], `down_proj` to `experts.down_proj` [E, D, I]."""
+    out: Weights = {}
+    layers: dict[str, dict[tuple[int, str], tuple[Found, CodedWeight]]] = {}
+    for name, weight in weights.items():
+        if match := _EXPERT.fullmatch(name):
+            layers.setdefault(match[1], {})[int(match[2]), match[3]] = weight
+        else:
+            out[name] = weight
+    for prefix, found in layers.items():
+        count = 1 + max(e for e, _ in found)
+        for e in range(count):
+            for module in MODULES:
+                if (e, module) not in found:
+                    first = next(iter(found.values()))[0]
+                    raise wrong(
+                        first, f"{prefix}.{e}.{module} is not in codes, but other experts are"
+                    )
+        out[f"{prefix}.gate_up_proj"] = _stack(
+            [found[e, m] for e in range(count) for m in MODULES[:2]], 2
+        )
+        out[f"{prefix}.down_proj"] = _stack([found[e, MODULES[2]] for e in range(count)], 1)
+    return out
+
+
+def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, CodedWeight]:
+    """Return weights [N, K] as one [E, each N, K]; they must be alike."""
+    found, first = parts[0]
+    for other, weight in parts:
+        if (weight.scheme, weight.shape) != (first.scheme, first.shape):
+            raise wrong(
+                other,
+                f"expected {list(first.shape)} in {first.scheme}, as of expert 0, found "
+                f"{list(weight.shape)} in {weight.scheme}",
+            )
+    n, k = first.shape
+
+    def join(read: Callable[[CodedWeight], torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        made = torch.stack([read(w) for _, w in parts])
+        return made.view(len(parts) // each, each * n, -1)
+
+    def release() -> None:
+        for _, w in parts:
+            w.release()
+
+    return found, CodedWeight(
+        first.scheme,
+        (len(parts) // each, each * n, k),
+        lambda ids: join(lambda w: w.codes(None)),
+        lambda ids: join(lambda w: w.scales(None)),
+        release,
+    )

@@ -1,0 +1,324 @@
+"""compressed-tensors: `config_groups` say which modules are in codes and how; scales multiply.
+
+Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
+bits first, so that the bytes of 4-bit rows are those of ops/quant.py; int8 and e4m3 lie as they
+are. Activations are not rounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from g4ir.errors import WeightsError
+from g4ir.ops.quant import unpacked
+from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
+from g4ir.weights.coded import CodedWeight
+from g4ir.weights.tensorfile import quoted
+
+from .base import Coded, Files, Found, Grid, Modules, coded_weight, e4m3, require, wrong
+from .patterns import compiled
+
+if TYPE_CHECKING:
+    import torch
+
+KEY = "quantization_config"
+PACKED, INTEGER, FLOAT, NAIVE, MIXED = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+)
+#: (format, type) -> bits that are read
+READ = {
+    (PACKED, "int"): (4, 8),
+    (INTEGER, "int"): (8,),
+    (NAIVE, "int"): (8,),
+    (FLOAT, "float"): (8,),
+    (NAIVE, "float"): (8,),
+}
+FIX = "fix: correct quantization_config of config.json, or download the checkpoint again"
+OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
+#: tensors of a module in codes
+WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
+ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
+#: of activations and caches, which are not rounded
+ACTIVATIONS = (
+    ".input_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
+SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
+#: modules that are no Linear, by the end of their name
+TABLES = ("embed_tokens", "embed_tokens_per_layer")
+NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
+
+log = logging.getLogger(__name__)
+_Word = Annotated[str, Length(1, 500)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How weights or activations are held."""
+
+    num_bits: Annotated[int, Range(1, 16)] = 8
+    type: Annotated[str, OneOf(("int", "float"))] = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: Annotated[int, Range(-1, 1 << 16)] | None = None
+    block_structure: (
+        Annotated[tuple[Annotated[int, Range(1, 1 << 16)], ...], Length(2, 2)] | None
+    ) = None
+    dynamic: Any = False
+    actorder: Any = None
+    scale_dtype: Any = None
+    zp_dtype: Any = None
+    observer: Any = None
+    observer_kwargs: Any = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """Where scales lie; None for a strategy that is not read."""
+        group, rest = self.group_size or 0, {None: "tensor", -1: "channel"}
+        found = {
+            "tensor": Grid(0, 0),
+            "channel": Grid(1, 0),
+            "group": Grid(1, group) if group > 0 else None,
+            "block": Grid(*self.block_structure) if self.block_structure else None,
+        }
+        return found.get(self.strategy or rest.get(self.group_size, "group"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are held alike: `targets` are their names, `re:` patterns, or classes."""
+
+    targets: Annotated[tuple[_Word, ...], Length(1, 10_000)]
+    weights: Numbers | None = None
+    input_activations: Numbers | None = None
+    output_activations: Numbers | None = None
+    format: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole of `quantization_config`."""
+
+    quant_method: str
+    config_groups: dict[_Word, Group]
+    format: str = "dense"
+    quantization_status: str | None = None
+    ignore: Annotated[tuple[_Word, ...], Length(0, 100_000)] | None = None
+    kv_cache_scheme: Any = None
+    sparsity_config: Any = None
+    moe_sparsity_config: Any = None
+    transform_config: Any = None
+    global_compression_ratio: Any = None
+    version: Line | None = None
+    run_compressed: Any = None
+    dequantize: Any = None
+    use_optimized_inference: Any = None
+
+
+def read(tree: Node, files: Files) -> Coded:
+    """Return what is in codes; SpecError or WeightsError for what is not understood."""
+    config: Config = build(Config, tree, KEY)
+    where = str(tree.where)
+    _check(config, where)
+    modules = Modules(files, SUFFIXES)
+    for module, parts in modules.parts.items():
+        _take(modules, module, parts, Choice(config, where))
+    groups = config.config_groups.values()
+    if modules.ignored or any(g.input_activations or g.output_activations for g in groups):
+        log.warning("%s: activations are not rounded, as weights are", where)
+    if config.kv_cache_scheme is not None:
+        log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
+    return modules.done()
+
+
+def _check(config: Config, where: str) -> None:
+    """Raise WeightsError for what is not read: formats, kinds of numbers, other transformations."""
+    others = {
+        "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense"
+        if isinstance(config.sparsity_config or {}, dict)
+        else True,
+        "moe_sparsity_config": bool(config.moe_sparsity_config),
+        "transform_config": bool(config.transform_config),
+        "quantization_status": config.quantization_status not in (None, "compressed", "frozen"),
+    }
+    for key, is_other in others.items():
+        if is_other:
+            raise _unread(where, key, getattr(config, key))
+    for name, group in config.config_groups.items():
+        _check_group(f"{where}: {KEY}.config_groups.{name}", config, group)
+
+
+def _check_group(where: str, config: Config, group: Group) -> None:
+    form, numbers = group.format or config.format, group.weights
+    if numbers is None:
+        raise _unread(where, "weights", None)
+    bits = READ.get((form, numbers.type))
+    if bits is None:
+        raise _unread(where, "format", form)
+    if numbers.num_bits not in bits:
+        raise _unread(where, "num_bits", numbers.num_bits)
+    if numbers.grid is None:
+        raise _unread(where, "strategy", numbers.strategy)
+    if numbers.actorder in ("group", "dynamic", True):
+        raise _unread(where, "actorder", numbers.actorder)
+    if not numbers.symmetric and (form, numbers.num_bits) != (PACKED, 4):
+        raise _unread(where, "symmetric", False)
+
+
+def _unread(where: str, key: str, value: Any) -> WeightsError:
+    return WeightsError(f"{where}: {key} {quoted(value)} is not read; {OTHERWISE}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which modules a config puts in codes, and how."""
+
+    config: Config
+    where: str
+
+    def ignored(self, module: str, kind: str) -> bool:
+        """Whether `ignore` names a module."""
+        return self._named(self.config.ignore or (), module, kind)
+
+    def group(self, module: str, kind: str) -> Group | None:
+        """Return the first group with a target that names a module."""
+        groups = self.config.config_groups.values()
+        return next((g for g in groups if self._named(g.targets, module, kind)), None)
+
+    def _named(self, names: Iterable[str], module: str, kind: str) -> bool:
+        return any(
+            bool(compiled(name[3:], self.where).match(module))
+            if name.startswith("re:")
+            else name in (module, kind)
+            for name in names
+        )
+
+
+def _kind(module: str, parts: Mapping[str, Found]) -> str:
+    """Return the class of a module; none for what is no matrix."""
+    plain = parts.get(WEIGHT)
+    if SCALE not in parts and plain and len(plain[1].shape) != 2:
+        return ""
+    return "Embedding" if module.endswith(TABLES) else "Linear"
+
+
+def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Choice) -> None:
+    """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
+    for suffix in ACTIVATIONS:
+        if found := parts.pop(suffix, None):
+            modules.ignored[found[1].name] = NOT_ROUNDED
+    if not parts:
+        return
+    kind = _kind(module, parts)
+    group, ignored = choice.group(module, kind), choice.ignored(module, kind)
+    held, found = SCALE in parts or WORDS in parts, modules.named(parts)
+    if held and ignored:
+        raise wrong(found, "is in codes, but `ignore` names its module", FIX)
+    if held and (group is None or group.weights is None):
+        raise wrong(found, "is in codes, but no target of config_groups names its module", FIX)
+    if held and group and group.weights:
+        form = group.format or choice.config.format
+        modules.add(module, found, _weight(modules.files, parts, group.weights, form))
+        return
+    if kind and group and not ignored and modules.files.of_text(module):
+        raise wrong(found, "is in no codes: config_groups name its module, `ignore` does not", FIX)
+    modules.plain |= {f[1].name: f for f in parts.values()}
+
+
+def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
+    """Return the weight of one module; WeightsError for tensors that do not belong to its format,
+    are missing, or have another shape."""
+    own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
+    known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
+    for suffix, found in parts.items():
+        if suffix == INDEX:
+            raise wrong(
+                found, "columns in another order (actorder with g_idx) are not read", OTHERWISE
+            )
+        if suffix not in known:
+            raise wrong(found, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
+    for suffix in known:
+        if suffix not in parts:
+            raise wrong(
+                next(f for s in SUFFIXES if (f := parts.get(s))), f"its module has no {suffix[1:]}"
+            )
+    codes, scales, grid = parts[own[0]], parts[SCALE], numbers.grid
+    assert grid
+    if form == PACKED:
+        return _packed(files, parts, numbers, grid)
+    dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[numbers.type]
+    require(codes, [dtype])
+    check = e4m3(codes) if name == "fp8" else _as_it_is
+    _divides(codes, codes[1].shape, numbers)
+    return coded_weight(files, name, codes[1].shape, codes, scales, grid, check)
+
+
+def _packed(files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: Grid) -> CodedWeight:
+    """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
+    codes, bits = parts[WORDS], numbers.num_bits
+    require(codes, ["I32"])
+    *rows, words = codes[1].shape or (0,)
+    shape = (*rows, words * 32 // bits)
+    require(parts[SHAPE], ["I64", "I32"], (len(shape),))
+    said = tuple(files.tensor(parts[SHAPE]).tolist())
+    if said != shape:
+        raise wrong(parts[SHAPE], f"says {list(said)}, weight_packed {list(shape)}")
+    _divides(codes, shape, numbers)
+    name = "int4" if bits == 4 and numbers.symmetric else "int8"
+    made = coded_weight(files, name, shape, codes, parts[SCALE], grid, _FROM_WORDS[bits])
+    return made if numbers.symmetric else _with_zeros(files, made, parts[ZERO], grid)
+
+
+def _divides(codes: Found, shape: tuple[int, ...], numbers: Numbers) -> None:
+    group = numbers.group_size or 0
+    if group > 0 and shape[-1] % group:
+        raise wrong(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return words.contiguous().view(torch.uint8)
+
+
+def _int8(words: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return (_bytes(words) ^ 128).view(torch.int8)
+
+
+#: bits -> words to canonical codes
+_FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
+
+
+def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: Grid) -> CodedWeight:
+    """Return a weight of 4 bits with its zero points taken off: int8 codes q - z. They are packed
+    along the output axis: i32 [N/8, G]."""
+    n, groups = grid.shape(w.shape)[-2:]
+    if len(w.shape) != 2:
+        raise wrong(zeros, "zero points of stacked experts are not read", OTHERWISE)
+    require(zeros, ["I32"], (-(-n // 8), groups))
+
+    def codes(ids: torch.Tensor | None) -> torch.Tensor:
+        z = unpacked(_bytes(files.tensor(zeros).t()))[:, :n].t()
+        q = unpacked(w.codes(ids))
+        z = grid.spread(z, w.shape, ids)
+        return (q.unflatten(-1, (z.shape[-1], -1)) - z[..., None]).flatten(-2)
+
+    return replace(w, codes=codes)

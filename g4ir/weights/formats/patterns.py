@@ -1,0 +1,38 @@
+"""Matches names of modules with patterns of strangers: regular expressions that cannot run for
+ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from g4ir.errors import WeightsError
+from g4ir.weights.tensorfile import quoted
+
+#: characters of a pattern, and repetitions in it
+MOST_LENGTH, MOST_REPEATS = 400, 8
+#: a repeated group, whose cost may double with each character
+_NESTED = re.compile(r"\)[*+{]")
+_REPEATS = re.compile(r"(?<!\\)[*+{]")
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """Return a pattern of `where`; WeightsError for one that is no regular expression, or a slow
+    one."""
+    long = len(pattern) > MOST_LENGTH or len(_REPEATS.findall(pattern)) > MOST_REPEATS
+    if long or _NESTED.search(pattern):
+        raise WeightsError(
+            f"{where}: pattern {quoted(pattern)} may take for ever; write a simpler one"
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise WeightsError(f"{where}: pattern {quoted(pattern)}: {e}; correct it") from None
+
+
+def excluded(module: str, names: Iterable[str], where: str) -> bool:
+    """Whether a list of modules that are not converted names one: as transformers reads it, by a
+    pattern of the begin of its name, or by its end."""
+    return any(compiled(n, where).match(module) or module.endswith(n) for n in names)

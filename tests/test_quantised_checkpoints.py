@@ -1,0 +1,318 @@
+"""Checkpoints that are in codes already: engines of them against transformers on the same files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+from g4ir.model.names import checkpoint_name
+from g4ir.spec.record import load_spec
+from tests.cli_tools import g4ir as command
+from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
+from tests.packing import (
+    Pack,
+    Tensors,
+    compressed,
+    e4m3_weight,
+    int8_weight,
+    is_linear,
+    meaning,
+    mobile_weight,
+    packed_weight,
+    quantised_checkpoint,
+    rewrite,
+    zeroed_weight,
+)
+
+F32 = torch.float32
+LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "all_logits": True, "dtype": "f32"}
+
+
+def fp8_config(rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "weight_block_size": [rows, columns],
+        "modules_to_not_convert": ["lm_head"],
+    }
+
+
+MOBILE_BITS = {r"lm_head": 8, r"embed_tokens": 4, r"mlp\.down_proj": 8, r"self_attn\.o_proj": 2}
+
+
+def mobile_bits(module: str) -> int:
+    import re
+
+    return next((b for p, b in MOBILE_BITS.items() if re.search(p, module)), 4)
+
+
+MOBILE = {
+    "quant_method": "gemma",
+    "num_bits": 4,
+    "quantize_embeddings": True,
+    "module_quant_configs": {p: {"num_bits": b} for p, b in MOBILE_BITS.items()},
+    "modules_to_not_convert": ["per_layer_model_projection"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to store weights that transformers reads too."""
+
+    config: dict[str, Any]
+    pack: Pack
+    which: Callable[[str, torch.Tensor], bool] = is_linear
+    untied: bool = False
+
+    def write(self, oracle: Oracle, folder: Path) -> Path:
+        return quantised_checkpoint(oracle, folder, self.config, self.pack, self.which, self.untied)
+
+
+def mobile_modules(module: str, w: torch.Tensor) -> bool:
+    return w.dim() == 2 and not module.endswith("per_layer_model_projection")
+
+
+def with_group(group: int, bits: int = 4, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, **more}
+
+
+CASES = {
+    "int4 in groups": Case(compressed("pack-quantized", **with_group(16)), packed_weight(4, 16)),
+    "int4 in rows": Case(
+        compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+        packed_weight(4, 0, torch.bfloat16),
+    ),
+    "int4 with zero points": Case(
+        compressed("pack-quantized", **with_group(16, symmetric=False)), zeroed_weight(16)
+    ),
+    "int8 in words": Case(
+        compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+        packed_weight(8, 0),
+    ),
+    "fp8 in rows": Case(
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        e4m3_weight(1, 0),
+    ),
+    "fp8 in blocks": Case(
+        compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 16]
+        ),
+        e4m3_weight(16, 16),
+    ),
+    "HF fp8": Case(fp8_config(16, 16), e4m3_weight(16, 16, "weight_scale_inv")),
+    "mobile": Case(MOBILE, mobile_weight(mobile_bits), mobile_modules, untied=True),
+}
+
+
+def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
+    """The logits of transformers on a checkpoint."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=F32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["mismatched_keys"], told
+    with torch.no_grad():
+        made: torch.Tensor = model(oracle.tokens[:1, :40], use_cache=False).logits
+    return made
+
+
+def built(folder: Path, out: Path, **options: Any) -> Engine:
+    given = {"backend": "reference", **LIMITS, **options}
+    return g4ir.build(None, out, checkpoint=folder, **given)
+
+
+def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
+    return engine.session().prefill(oracle.tokens[:1, :40], all_logits=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_on_the_same_files(case: str, tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES[case].write(oracle, tmp_path / "c")
+    got, want = logits(built(folder, tmp_path / "e"), oracle), theirs(folder, oracle)
+    assert relative(got, want).max().item() < oracle.budget
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_on_another_model(case: str, tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-dense"))
+    folder = CASES[case].write(oracle, tmp_path / "c")
+    got, want = logits(built(folder, tmp_path / "e"), oracle), theirs(folder, oracle)
+    assert relative(got, want).max().item() < oracle.budget
+
+
+# ---- what transformers does not read ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A way to store weights, and the blocks that share a scale."""
+
+    config: dict[str, Any]
+    pack: Pack
+    rows: int
+    columns: int
+    stacked: str = ""
+
+
+def e8m0_weight(module: str, w: torch.Tensor) -> Tensors:
+    """e4m3 with one power of two for each 32 x 32 numbers."""
+    made = e4m3_weight(32, 32)(module, w)
+    scale = made.pop(f"{module}.weight_scale").log2().ceil().exp2()
+    spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[: w.shape[0], : w.shape[1]]
+    codes = (w / spread).to(torch.float8_e4m3fn)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
+
+
+def one_scale(name: str, shape: tuple[int, ...]) -> Pack:
+    """e4m3 with one scale."""
+
+    def pack(module: str, w: torch.Tensor) -> Tensors:
+        made = e4m3_weight(0, 0, name)(module, w)
+        return made | {f"{module}.{name}": made[f"{module}.{name}"].view(shape)}
+
+    return pack
+
+
+FLOAT = {"num_bits": 8, "type": "float"}
+OTHERS = {
+    "int4": Blocks(
+        compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, torch.bfloat16), 1, 16
+    ),
+    "int8": Blocks(
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_weight, 1, 0
+    ),
+    "fp8": Blocks(
+        compressed("naive-quantized", **FLOAT, strategy="channel"), e4m3_weight(1, 0), 1, 0
+    ),
+    "fp8 of tensors": Blocks(
+        compressed("float-quantized", **FLOAT, strategy="tensor"),
+        one_scale("weight_scale", (1,)),
+        0,
+        0,
+    ),
+    "HF fp8, blocks that are cut": Blocks(
+        fp8_config(64, 32), e4m3_weight(64, 32, "weight_scale_inv"), 64, 32
+    ),
+    "HF fp8, stacked": Blocks(
+        fp8_config(64, 32), e4m3_weight(64, 32, "weight_scale_inv"), 64, 32, stacked="_scale_inv"
+    ),
+    "HF fp8, powers of two": Blocks(
+        fp8_config(32, 32) | {"scale_fmt": "ue8m0"}, e8m0_weight, 32, 32
+    ),
+    "HF fp8 of tensors": Blocks(
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+        one_scale("weight_scale_inv", ()),
+        0,
+        0,
+    ),
+}
+
+
+def moe_checkpoint(case: Blocks, oracle: Oracle, folder: Path) -> Oracle:
+    """Write a checkpoint with all matrices in codes but tables, head and router; experts one by
+    one. Returns the dense model that it means."""
+    model = copy.deepcopy(oracle.model)
+    dense = dict(model.named_parameters())
+
+    def packed_as(name: str, w: torch.Tensor) -> Tensors:
+        made = case.pack(name, w)
+        means[name] = meaning(made, tuple(w.shape), case.rows, case.columns)
+        return made
+
+    def change(tensors: Tensors) -> None:
+        for name in list(tensors):
+            module = name.removesuffix(".weight")
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors.update(experts(name, tensors.pop(name)))
+            elif is_linear(module, tensors[name]) and "router" not in name:
+                tensors.update(packed_as(module, tensors.pop(name)))
+                dense[name].data.copy_(means[module])
+
+    def experts(name: str, w: torch.Tensor) -> Tensors:
+        prefix, _, last = name.rpartition(".")
+        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        out: Tensors = {}
+        made = []
+        for e, expert in enumerate(w):
+            parts = [expert] if case.stacked else expert.chunk(len(names))
+            for one, part in zip(names, parts, strict=False):
+                out |= packed_as(f"{prefix}.{e}.{one}", part)
+                made.append(means[f"{prefix}.{e}.{one}"])
+        dense[name].data.copy_(torch.cat(made).view(w.shape))
+        if not case.stacked:
+            return out
+        codes, scales = (
+            torch.stack([t for n, t in out.items() if n.endswith(end)])
+            for end in (".weight", case.stacked)
+        )
+        return {name: codes, f"{name}{case.stacked}": scales}
+
+    means: Tensors = {}
+    save_checkpoint(oracle, folder)
+    config = copy.deepcopy(case.config)
+    if "ignore" in config:
+        config["ignore"] = ["lm_head", "re:.*router.*"]
+    rewrite(folder, change, quantization_config=config)
+    return replace(oracle, model=model)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
+    """Against the dense model: transformers leaves experts that lie one by one at random."""
+    oracle = find_oracle(load_spec("tiny-moe"))
+    dense = moe_checkpoint(OTHERS[case], oracle, tmp_path / "c")
+    engine = built(tmp_path / "c", tmp_path / "e")
+    assert engine.recipe and engine.recipe.held
+    for name in ("L0.moe.gate_up", "L1.moe.down", "L2.attn.wq"):
+        want = dense.tensors[f"model.{checkpoint_name(name)}"]
+        assert torch.equal(engine.param(name), want), name
+    got, want = logits(engine, oracle), dense.run(oracle.tokens[:1, :40])
+    assert relative(got, want).max().item() < oracle.budget
+
+
+def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
+    """All that makes graphs again does: verify, pass by pass too, links, show and cost."""
+    oracle = find_oracle(load_spec("tiny-moe"))
+    moe_checkpoint(OTHERS["int4"], oracle, tmp_path / "c")
+    seen = []
+    for way in ({}, {"link_weights": True}, {"backend": "onnx"}):
+        out = tmp_path / "-".join(("e", *way))
+        engine = built(tmp_path / "c", out, **way)
+        seen.append(logits(g4ir.load_engine(out), oracle))
+        assert verify_engine(engine, against="hf", checkpoint=tmp_path / "c").ok
+        assert verify_engine(engine, against="reference").ok
+        checkpoint = tmp_path / "c" if "backend" in way else None
+        assert verify_each_pass(engine, [*range(5, 17)], checkpoint=checkpoint).ok
+    assert torch.equal(seen[0], seen[1])
+    assert relative(seen[2], seen[0]).max().item() < oracle.budget
+    prologue = (tmp_path / "e" / "prologue.g4ir").read_text()
+    assert " quantize" not in prologue and "L0.attn.wq.codes" in prologue
+    path = str(tmp_path / "e")
+    assert "%L0.attn.wo.codes" in command("show", path).out
+    assert command("show", path, "--cost").code == 0
+    assert command("verify", path, "--each-pass").code == 0
+
+
+def test_quantised_twice(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["int8 in words"].write(oracle, tmp_path / "c")
+    with pytest.raises(InputError, match=r"--quant int4: .*c is quantised already; leave --quant"):
+        built(folder, tmp_path / "e", quant="int4")
+    assert not (tmp_path / "e").exists()
