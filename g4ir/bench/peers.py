@@ -17,7 +17,8 @@ from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ops.types import torch_dtype
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.origin import existing_origin
 from g4ir.weights.random import RandomCheckpoint
 
 
@@ -137,11 +138,9 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     if kept["kind"] == "random" and checkpoint is None:
         source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
     else:
-        directory = known_checkpoint(engine, checkpoint, "bench --peer")
-        if not directory.is_dir():
-            raise InputError(f"--checkpoint {directory}: no such directory")
-        agreed_spec(engine.spec, directory)
-        source = Checkpoint.open(directory, engine.spec)
+        origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
+        agreed_spec(engine.spec, origin)
+        source = origin.open(engine.spec, (), engine.dtype)
     try:
         return hf_model(engine.spec, source, dtype, engine.device)
     finally:

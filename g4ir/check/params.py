@@ -11,7 +11,8 @@ from g4ir.ir.graph import Graph, Value, drop_dead
 from g4ir.ir.interpret import interpret
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.types import torch_dtype
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams, Packing
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
     returned raises EngineError for what a packed engine no longer holds.
     """
     if checkpoint is not None:
-        return _named(Checkpoint.open(checkpoint, engine.spec, engine.media.kinds))
+        return _named(find_origin(checkpoint).open(engine.spec, engine.media.kinds, engine.dtype))
     held = engine.runtime.source
     return _named(held.source) if isinstance(held, MadeParams) else engine.unpacked()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from g4ir.engine.artefact import linked_path
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError
@@ -21,9 +22,9 @@ from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
-from g4ir.weights.checkpoint import CONFIG, Checkpoint
 from g4ir.weights.formats import is_coded
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.origin import Directory, Origin, find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
@@ -234,9 +235,10 @@ def find_peer(
     with _temporary_folder() as folder:
         with _room_in(folder):
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
-        agreed_spec(engine.spec, directory)
+        origin = find_origin(directory)
+        agreed_spec(engine.spec, origin)
         progress(f"transformers loads {directory}")
-        yield HfPeer(_model(engine, directory))
+        yield HfPeer(_model(engine, origin))
 
 
 @contextmanager
@@ -270,13 +272,13 @@ def need_transformers(asked: str) -> None:
         ) from e
 
 
-def _model(engine: Engine, directory: Path) -> Any:
+def _model(engine: Engine, origin: Origin) -> Any:
     """Return the transformers model with the weights that the engine should compute with."""
-    if not is_coded(directory / CONFIG):
-        model = _load_hf(directory, engine.dtype)
+    if isinstance(origin, Directory) and not is_coded(origin.stated):
+        model = _load_hf(origin.path, engine.dtype)
         _requantise(model, engine)
         return model
-    source = Checkpoint.open(directory, engine.spec)
+    source = origin.open(engine.spec, (), engine.dtype)
     try:
         model = hf_model(engine.spec, source, torch_dtype(engine.dtype), attention="eager")
     finally:
@@ -321,7 +323,7 @@ def _requantise(model: Any, engine: Engine) -> None:
 def _checkpoint(
     engine: Engine, given: str | Path | None, temporary: Path, progress: Progress
 ) -> Path:
-    """The directory that transformers loads."""
+    """The checkpoint whose weights transformers has."""
     kept = engine.manifest["weights"]
     if given is None and kept["kind"] == "random":
         return _write_random(engine, kept["seed"], temporary, progress)
@@ -329,10 +331,11 @@ def _checkpoint(
 
 
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
-    """The given directory, or the one that the engine refers to, or that of the local hub cache.
+    """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
     InputError, which says what asked for it, where there is none."""
-    found = given or engine.manifest["weights"].get("directory")
-    found = found or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    kept = engine.manifest["weights"]
+    linked = linked_path(kept["directory"], kept["files"]) if "directory" in kept else None
+    found = given or linked or (engine.spec.hub and hub_snapshot(engine.spec.hub))
     if not found:
         raise InputError(
             f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR"

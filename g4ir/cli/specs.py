@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from g4ir.spec.parts import slug
 from g4ir.spec.record import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
 from g4ir.ui.table import aligned
+from g4ir.weights.origin import GGUF, find_origin
 
 from .common import add_verb, emit
 
@@ -21,9 +24,9 @@ def add_specs(verbs: Any) -> None:
     p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
     p = add_verb(inner, "validate", _specs_validate, "check a spec file")
     p.add_argument("file", metavar="FILE")
-    p = add_verb(inner, "from-hf", _specs_from_hf, "a checkpoint's config.json as a spec")
-    p.add_argument("source", metavar="DIR-or-config.json")
-    p.add_argument("--name", help="name of the spec (default: the directory's)")
+    p = add_verb(inner, "from-hf", _specs_from_hf, "what a checkpoint says of itself, as a spec")
+    p.add_argument("source", metavar="CHECKPOINT", help="a directory, config.json or GGUF file")
+    p.add_argument("--name", help="name of the spec (default: the directory's or the file's)")
     p = add_verb(inner, "to-hf", _specs_to_hf, "a spec as a config.json", json=False)
     p.add_argument("name", metavar="NAME")
     p = add_verb(inner, "diff", _specs_diff, "fields that differ; exit 1 if any does")
@@ -89,7 +92,8 @@ def _specs_validate(args: argparse.Namespace) -> int:
 
 
 def _specs_from_hf(args: argparse.Namespace) -> int:
-    spec = Spec.from_hf(args.source, args.name)
+    spec = _stated_spec(args.source)
+    spec = replace(spec, name=slug(args.name)) if args.name else spec
     emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
     return 0
 
@@ -115,6 +119,11 @@ def _specs_schema(args: argparse.Namespace) -> int:
 
 
 def any_spec(source: str) -> Spec:
-    """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint directory."""
-    hf = source.endswith(".json") or ("/" in source and Path(source).is_dir())
-    return Spec.from_hf(source) if hf else load_spec(source)
+    """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint."""
+    stated = source.endswith((".json", GGUF)) or ("/" in source and Path(source).is_dir())
+    return _stated_spec(source) if stated else load_spec(source)
+
+
+def _stated_spec(source: str) -> Spec:
+    """Read what a checkpoint, or a config.json, says of itself."""
+    return find_origin(source).spec() if source.endswith(GGUF) else Spec.from_hf(source)

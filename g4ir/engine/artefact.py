@@ -21,7 +21,7 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -102,6 +102,16 @@ class LinkedWeights:
     kind: Annotated[str, OneOf(("linked",))]
     directory: Line
     files: dict[str, Digest]
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint: the directory, or the one GGUF file in it."""
+        return linked_path(self.directory, self.files)
+
+
+def linked_path(directory: str, files: Iterable[str]) -> Path:
+    """Return the checkpoint that files of a directory are: it, or the one GGUF file in it."""
+    return Path(directory, *(name for name in files if not name.endswith(".safetensors")))
 
 
 WEIGHTS: dict[str, type] = {
@@ -509,7 +519,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--quant", m.quant.name] if m.quant and not m.quant.held else []
     weights = {
         "random": ["--random-weights", getattr(m.weights, "seed", "")],
-        "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "directory", "")],
+        "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "path", "")],
         "packed": ["--checkpoint", "DIR"],
     }
     words += weights[m.weights.kind]

@@ -44,11 +44,10 @@ from g4ir.weights.checkpoint import (
     GENERATION,
     Checkpoint,
     WeightSource,
-    read_extractor,
-    read_side_files,
     sha256,
 )
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.origin import Origin, existing_origin, find_origin
 from g4ir.weights.pack import make_packing
 from g4ir.weights.random import RandomCheckpoint
 
@@ -80,9 +79,6 @@ SHARD_BYTES = 4 << 30
 #: room for what an engine directory holds beside weights
 OTHER_BYTES = 64 << 20
 
-#: what a config.json cannot say: where only these differ, the spec is right
-SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
-
 DEFAULTS = BuildOptions()
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
@@ -104,16 +100,19 @@ def prepare(
         runs = ", ".join(backend.devices)
         raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
     settings = checked_settings(backend, options.settings or {})
-    directory = _checkpoint_dir(spec, options, dry)
-    _check_link(options.link_weights, directory, backend)
-    side = read_side_files(directory) if directory else {}
-    if TOKENIZER in side:
-        read_tokenizer(Path(directory or "") / TOKENIZER, side[TOKENIZER])
-    resolved = _resolved(agreed_spec(spec, directory), options, backend, device, directory)
+    origin = _origin(spec, options, dry)
+    _check_link(options.link_weights, origin, backend)
+    agreed = agreed_spec(spec, origin)
+    side = origin.side_files() if origin else {}
+    if origin and TOKENIZER in side:
+        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+    resolved = _resolved(agreed, options, backend, device, origin)
     if not dry:
         backend.check(device)
-    source = _open_source(resolved, options, directory)
-    r = resolved = replace(resolved, recipe=_recipe(resolved, source, directory))
+    source = _open_source(resolved, options, origin)
+    if origin and GENERATION in side:
+        read_defaults(origin.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
+    r = resolved = replace(resolved, recipe=_recipe(resolved, source, origin))
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
@@ -134,13 +133,14 @@ def prepare(
 
 
 def _resolved(
-    spec: Spec, o: BuildOptions, backend: Backend, device: str, directory: Path | None
+    spec: Spec, o: BuildOptions, backend: Backend, device: str, origin: Origin | None
 ) -> Resolved:
     """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
-    kinds = o.media if isinstance(o.media, str) else tuple(o.media)
-    media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, read_extractor(directory))
-    _check_towers(spec, directory, media)
+    asked = o.media if isinstance(o.media, str) else tuple(o.media)
+    kinds, extractor = (origin.kinds(asked), origin.extractor()) if origin else (asked, None)
+    media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
+    _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)
     form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
     return Resolved(
@@ -165,7 +165,7 @@ def _fitted(
     program: Program,
     dry: bool,
 ) -> tuple[Resolved, str]:
-    """Place the table of per-layer embeddings where it fits; return that, and why the engine does
+    """Origin the table of per-layer embeddings where it fits; return that, and why the engine does
     not fit its device. Only a dry run may go on then: PlanError otherwise."""
     memory = o.memory if o.memory is not None else _memory(r.device, dry)
     if memory is None:
@@ -185,13 +185,11 @@ def _fitted(
     return r, ""
 
 
-def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> WeightSource:
+def _open_source(r: Resolved, o: BuildOptions, origin: Origin | None) -> WeightSource:
     """Return where the weights come from."""
-    if directory is None:
+    if origin is None:
         return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
-    checkpoint = Checkpoint.open(directory, r.spec, r.media.kinds)
-    read_defaults(directory / GENERATION, r.spec.text.vocab_size)
-    return checkpoint
+    return origin.open(r.spec, r.media.kinds, r.dtype)
 
 
 def _kept(source: WeightSource, o: BuildOptions) -> Any:
@@ -201,13 +199,13 @@ def _kept(source: WeightSource, o: BuildOptions) -> Any:
     return None if o.random_weights is None else RandomWeights("random", o.random_weights)
 
 
-def _recipe(r: Resolved, source: WeightSource, directory: Path | None) -> Recipe | None:
+def _recipe(r: Resolved, source: WeightSource, origin: Origin | None) -> Recipe | None:
     """Return the recipe that was given, or that of a checkpoint in codes; InputError for both."""
     held = held_recipe(r.spec, source.forms)
     if held and r.recipe:
         raise InputError(
-            f"--quant {r.recipe.name}: {directory} is quantised already; leave --quant out, or "
-            f"give the checkpoint that it was made from"
+            f"--quant {r.recipe.name}: {origin and origin.path} is quantised already; leave "
+            f"--quant out, or give the checkpoint that it was made from"
         )
     return held or r.recipe
 
@@ -356,8 +354,8 @@ def _linked(source: Checkpoint) -> LinkedWeights:
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
-def _checkpoint_dir(spec: Spec | None, o: BuildOptions, dry: bool) -> Path | None:
-    """Return the checkpoint directory, or None for random weights, or where a dry run has none."""
+def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
+    """Return the checkpoint, or None for random weights, or where a dry run has none."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
@@ -366,19 +364,17 @@ def _checkpoint_dir(spec: Spec | None, o: BuildOptions, dry: bool) -> Path | Non
             raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
         return None
     if checkpoint is not None:
-        if not Path(checkpoint).is_dir():
-            raise InputError(f"--checkpoint {checkpoint}: no such directory")
-        return Path(checkpoint)
+        return existing_origin(checkpoint)
     if spec is None:
         raise InputError("give a variant, a spec or a checkpoint")
     if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
         return None
-    return _cached_checkpoint(spec)
+    return find_origin(_cached_checkpoint(spec))
 
 
-def _check_link(link: bool, directory: Path | None, backend: Backend) -> None:
+def _check_link(link: bool, origin: Origin | None, backend: Backend) -> None:
     """Raise InputError where there is nothing to link to, or it could not be used."""
-    if link and directory is None:
+    if link and origin is None:
         raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
     if link and backend.packs_weights:
         raise InputError(
@@ -428,39 +424,35 @@ OF_MEDIA = {
 }
 
 
-def _check_towers(spec: Spec, directory: Path | None, media: Media) -> None:
+def _check_towers(spec: Spec, origin: Origin | None, media: Media) -> None:
     """Raise SpecError where a checkpoint's config.json disagrees on the media that are taken."""
-    if directory is None or not media.kinds:
+    if origin is None or not media.kinds:
         return
     keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
-    found = Spec.from_hf(directory / "config.json")
-    rows = [r for r in diff_specs(spec, found) if r[0].startswith(keys)]
-    _refuse_differences(spec, directory, rows)
+    rows = [r for r in diff_specs(spec, origin.spec()) if r[0].startswith(keys)]
+    _refuse_differences(spec, origin, rows)
 
 
-def agreed_spec(spec: Spec | None, directory: Path | None) -> Spec:
-    """Return the spec, after comparing its text part with the checkpoint's config.json."""
-    if directory is None:
+def agreed_spec(spec: Spec | None, origin: Origin | None) -> Spec:
+    """Return the spec, after comparing its text part with what the checkpoint says."""
+    if origin is None:
         if spec is None:
             raise InputError("--random-weights needs --variant or --spec")
         return spec
-    if not (directory / "config.json").is_file():
-        raise InputError(f"{directory} has no config.json: not a Hugging Face checkpoint directory")
-    found = Spec.from_hf(directory / "config.json")
+    found = origin.spec()
     if spec is None:
         return found
-    rows = [
-        r for r in diff_specs(spec, found) if r[0].startswith("text.") and r[0] not in SPEC_ONLY
-    ]
-    _refuse_differences(spec, directory, rows)
+    rows = diff_specs(spec, found)
+    text = [r for r in rows if r[0].startswith("text.") and r[0] not in origin.spec_only]
+    _refuse_differences(spec, origin, text)
     return spec
 
 
-def _refuse_differences(spec: Spec, directory: Path, rows: list[tuple[str, Any, Any]]) -> None:
+def _refuse_differences(spec: Spec, origin: Origin, rows: list[tuple[str, Any, Any]]) -> None:
     if rows:
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
         raise SpecError(
-            f"spec {spec.name} and {directory / 'config.json'} differ; leave out the variant to "
+            f"spec {spec.name} and {origin.stated} differ; leave out the variant to "
             f"build what the checkpoint says, or correct one of them:\n{lines}"
         )
 

@@ -17,6 +17,7 @@ from g4ir.plan.settings import find_placement
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
@@ -182,7 +183,7 @@ def _open_params(found: Artefact) -> packings.ParamSource:
                 f"{file} is missing or is not the file this engine was built from; restore it, or "
                 f"build again without --link-weights"
             )
-    checkpoint = Checkpoint.open(kept.directory, found.spec, m.media.kinds)
+    checkpoint = find_origin(kept.path).open(found.spec, m.media.kinds, m.dtype)
     if {*linked_files(checkpoint)} != kept.files.keys():
         raise EngineError(
             f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "

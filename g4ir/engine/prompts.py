@@ -52,12 +52,13 @@ class Defaults:
     top_p: float | None = None
 
 
-def read_defaults(path: Path, vocab: int) -> Defaults:
-    """Read a generation_config.json; a missing file says nothing. Ids outside the vocabulary
-    can never be drawn and are dropped. WeightsError names the file and the key."""
-    if not path.is_file():
+def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
+    """Read a generation_config.json, whose content may be given; a missing file says nothing. Ids
+    outside the vocabulary can never be drawn and are dropped. WeightsError names the file and the
+    key."""
+    if raw is None and not path.is_file():
         return Defaults()
-    values = parse_json(path, path.read_bytes())
+    values = parse_json(path, path.read_bytes() if raw is None else raw)
     stop, suppress = (_ids(path, values, k, vocab) for k in ("eos_token_id", "suppress_tokens"))
     drawn: dict[str, Any] = {}
     if values.get("do_sample"):

@@ -28,7 +28,9 @@ class BuildOptions:
     """The options of a build as they were given."""
 
     checkpoint: str | Path | None = option(
-        None, "a Hugging Face directory (default: the local hub cache)", metavar="DIR"
+        None,
+        "a Hugging Face directory, or a GGUF file (default: the local hub cache)",
+        metavar="DIR|FILE",
     )
     random_weights: int | None = option(None, "weights made from a seed", type=int, metavar="SEED")
     backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")

@@ -22,7 +22,7 @@ from g4ir.model.tensors import CLIP_BOUNDS, Tensors, dead_tensors, media_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, forms_of, split_part
+from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Coded, Files, read_coded
 from g4ir.weights.formats.base import CODED
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
@@ -88,6 +88,8 @@ FIXES = {
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "media": "complete the download, or leave the towers out (--media none)",
+    "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
+    "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
     "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
 }
 
@@ -102,7 +104,7 @@ class Checkpoint:
     ignored: Mapping[str, str]
     defaults: Mapping[str, float]
     stored: Files
-    coded: Mapping[str, CodedWeight] = field(default_factory=dict)
+    coded: Mapping[str, CodedWeight | MadeWeight] = field(default_factory=dict)
     _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
 
     @classmethod
@@ -121,14 +123,14 @@ class Checkpoint:
         found = read_coded(directory / CONFIG, stored)
         live, ignored, problems = _classify(spec, prefix, dict(found.names), towers)
         absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
-        defaults = {name: d for name in absent if (d := _default(name)) is not None}
+        defaults = {name: d for name in absent if (d := absent_value(name)) is not None}
         problems += _missing(
             spec, directory, problems, [n for n in absent if n not in defaults], towers
         )
         problems += _mismatches(spec, live, towers)
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
-            raise WeightsError(_report(directory, spec, problems))
+            raise WeightsError(report(directory, spec, problems))
         coded = _coded(live, found)
         plain = {name: entry for name, entry in live.items() if name not in coded}
         ignored |= found.ignored
@@ -449,7 +451,7 @@ def _coded(live: Found, found: Coded) -> dict[str, CodedWeight]:
     return {name: weight for name, weight in kept if weight}
 
 
-def _default(name: str) -> float | None:
+def absent_value(name: str) -> float | None:
     """Return the reference's value for a tensor that a checkpoint lacks, or None."""
     if name.endswith(".layer_scalar"):
         return 1.0
@@ -566,13 +568,14 @@ def _nearest(name: str, candidates: list[str], prefix: str) -> str:
     return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
 
 
-def _report(directory: Path, spec: Spec, problems: list[Problem]) -> str:
+def report(place: Path, spec: Spec, problems: list[Problem]) -> str:
+    """Return the message of an error that lists the first problems, and what mends them."""
     lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in problems[:SHOWN]]
     more = len(problems) - SHOWN
     lines += [f"  and {more} more"] * (more > 0)
     fixes = dict.fromkeys(FIXES[p.fix] for p in problems[:SHOWN])
     return (
-        f"{directory}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
+        f"{place}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
         + "\n".join(lines)
         + f"\nfix: {'; or '.join(fixes)}"
     )

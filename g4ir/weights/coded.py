@@ -43,15 +43,29 @@ class CodedWeight:
         return dequantized(self.codes(rows), self.scales(rows), torch.float32)
 
 
+@dataclass(frozen=True, eq=False)
+class MadeWeight:
+    """A weight of `shape` that a file holds in a form with no codes times scales: `numbers` makes
+    it, or rows of it, as CodedWeight's parts are made."""
+
+    shape: tuple[int, ...]
+    numbers: Part
+    release: Callable[[], None] = _nothing
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers; a weight of this kind has no suffix."""
+        return self.numbers(rows)
+
+
 def split_part(name: str) -> tuple[str, str]:
     """Split the name of a weight's codes or scales: (weight, suffix); no suffix for a weight."""
     suffix = next((s for s in (CODES, SCALES) if name.endswith(s)), "")
     return name.removesuffix(suffix), suffix
 
 
-def forms_of(weights: Mapping[str, CodedWeight]) -> dict[str, Scheme]:
-    """Return how each weight is held."""
-    return {name: w.scheme for name, w in weights.items()}
+def forms_of(weights: Mapping[str, CodedWeight | MadeWeight]) -> dict[str, Scheme]:
+    """Return how each weight in codes is held."""
+    return {name: w.scheme for name, w in weights.items() if isinstance(w, CodedWeight)}
 
 
 def checked_scales(scales: torch.Tensor, where: str, signed: bool = False) -> torch.Tensor:

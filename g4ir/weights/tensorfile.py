@@ -131,7 +131,7 @@ def read_header(path: Path) -> Header:
     entries = [_entry(path, name, fields, data) for name, fields in table.items()]
     _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
     _check_library(path)
-    return Header(path, status.st_size, _identity(status), {e.name: e for e in entries}, metadata)
+    return Header(path, status.st_size, identity(status), {e.name: e for e in entries}, metadata)
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -240,7 +240,8 @@ def _check_library(path: Path) -> None:
         ) from None
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
+def identity(status: os.stat_result) -> tuple[int, ...]:
+    """Return what recognises a file, should another take its place."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -251,7 +252,7 @@ def map_file(header: Header) -> mmap.mmap:
     """
     try:
         with open_regular(header.path) as file:
-            if _identity(os.fstat(file.fileno())) != header.identity:
+            if identity(os.fstat(file.fileno())) != header.identity:
                 raise WeightsError(f"{header.path}: changed while it was being read; fix: retry")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:

@@ -1,0 +1,172 @@
+"""Turns the blocks of GGUF files into numbers, and into codes and scales where that loses nothing.
+
+Layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. A block is a row of bytes; `d` is
+its scale in float16. Types with a minimum (Q4_1, Q5_1, Q4_K, Q5_K) have no form of codes times
+scales: they become numbers. Every product here is exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from g4ir.ops.quant import packed
+from g4ir.quant.recipe import Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+    #: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
+    Part = Callable[[torch.Tensor], torch.Tensor]
+
+#: numbers that are looked at together: few enough to stay in a core's cache
+PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A type that is codes times scales: integers i8[n, numbers], scales [n, groups]."""
+
+    scheme: Scheme
+    integers: Part
+    scales: Part
+
+    def codes(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return codes in the form of ops/quant.py."""
+        made = self.integers(blocks)
+        return packed(made) if self.scheme.form == "int4" else made
+
+    def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return f32[n, numbers]."""
+        scales = self.scales(blocks).float()
+        codes = self.integers(blocks).unflatten(-1, (scales.shape[-1], -1))
+        return (codes * scales[..., None]).flatten(-2)
+
+
+def _half(b: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 at a byte of each block: f16[n, 1]."""
+    import torch
+
+    return b[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _shifted(b: torch.Tensor, shifts: range, each: int) -> torch.Tensor:
+    """Return `each` bytes shifted right by the first, then by the next, then the next bytes."""
+    import torch
+
+    by = torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    return (b.unflatten(-1, (-1, 1, each)) >> by).flatten(1)
+
+
+def _nibbles(b: torch.Tensor, each: int) -> torch.Tensor:
+    """Return the low halves of `each` bytes, then their high halves: u8[n, 2 bytes]."""
+    return _shifted(b, range(0, 8, 4), each) & 15
+
+
+def _bits(b: torch.Tensor, each: int) -> torch.Tensor:
+    """Return bit 0 of `each` bytes, then bit 1, up to bit 7, each as 16."""
+    return (_shifted(b, range(8), each) & 1) << 4
+
+
+def _signed(b: torch.Tensor, zero: int) -> torch.Tensor:
+    import torch
+
+    return b.to(torch.int8) - zero
+
+
+def _i8(b: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return b.view(torch.int8)
+
+
+def _q6_k(b: torch.Tensor) -> torch.Tensor:
+    high = (_shifted(b[:, 128:192], range(0, 8, 2), 32) & 3) << 4
+    return _signed(_nibbles(b[:, :128], 64) | high, 32)
+
+
+#: what the nibbles of IQ4 types stand for
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _iq4(nibbles: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(_IQ4, dtype=torch.int8)[nibbles.int()]
+
+
+def _iq4_xs_scales(b: torch.Tensor) -> torch.Tensor:
+    high = (_shifted(b[:, 2:4], range(0, 8, 2), 1) & 3) << 4
+    return _half(b, 0).float() * _signed(_nibbles(b[:, 4:8], 1) | high, 32)
+
+
+def _minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and minima of the eight parts of a K block: f32[n, 8]."""
+    import torch
+
+    low, mid, top = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = torch.cat((low & 63, (top & 15) | (low >> 6) << 4), -1)
+    minima = torch.cat((mid & 63, (top >> 4) | (mid >> 6) << 4), -1)
+    return _half(b, 0).float() * scales, _half(b, 2).float() * minima
+
+
+def _k_numbers(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scales, minima = _minima(b)
+    return (q.unflatten(-1, (8, 32)) * scales[..., None] - minima[..., None]).flatten(-2)
+
+
+def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return q * _half(b, 0).float() + _half(b, 2).float()
+
+
+#: type -> how it becomes codes and scales
+CODED = {
+    "Q8_0": Coded(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
+    "Q4_0": Coded(
+        Scheme("int4", 32, "f16"),
+        lambda b: _signed(_nibbles(b[:, 2:], 16), 8),
+        lambda b: _half(b, 0),
+    ),
+    "Q5_0": Coded(
+        Scheme("int8", 32, "f16"),
+        lambda b: _signed(_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6]), 16),
+        lambda b: _half(b, 0),
+    ),
+    "Q6_K": Coded(
+        Scheme("int8", 16, "f32"), _q6_k, lambda b: _half(b, 208).float() * _i8(b[:, 192:208])
+    ),
+    "IQ4_NL": Coded(
+        Scheme("int8", 32, "f16"), lambda b: _iq4(_nibbles(b[:, 2:], 16)), lambda b: _half(b, 0)
+    ),
+    "IQ4_XS": Coded(
+        Scheme("int8", 32, "f32"), lambda b: _iq4(_nibbles(b[:, 8:], 16)), _iq4_xs_scales
+    ),
+}
+#: type -> its numbers, where they are not codes times scales
+DENSE: dict[str, Part] = {
+    "Q4_1": lambda b: _with_minimum(_nibbles(b[:, 4:], 16), b),
+    "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _fifth(b[:, 4:8]), b),
+    "Q4_K": lambda b: _k_numbers(_nibbles(b[:, 16:], 32), b),
+    "Q5_K": lambda b: _k_numbers(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b),
+}
+
+
+def _fifth(b: torch.Tensor) -> torch.Tensor:
+    """Return the fifth bits of 32 numbers, each as 16: those of a little-endian u32."""
+    return _bits(b, 1)
+
+
+def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:
+    """Return what `convert` makes of blocks u8[n, bytes], a piece at a time."""
+    import torch
+
+    step = max(1, PIECE // blocks.shape[-1])
+    first = convert(blocks[:step])
+    if len(blocks) <= step:
+        return first
+    out = torch.empty(len(blocks), first.shape[-1], dtype=first.dtype)
+    out[:step] = first
+    for i in range(step, len(blocks), step):
+        out[i : i + step] = convert(blocks[i : i + step])
+    return out

@@ -1,0 +1,352 @@
+"""Reads the container of a GGUF file: metadata and the table of tensors, never their data.
+
+Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian throughout: magic,
+version, count of tensors, count of keys; each key with its type and value; each tensor with its
+name, dims (those that lie together first), type and offset; then the data, aligned. Every count is
+held against what is left of the file before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from g4ir.errors import WeightsError
+from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regular, quoted
+
+from .types import TYPES, Stored
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
+#: what a file may have at most; those that exist have a fraction of it
+MOST_KEYS, MOST_TENSORS, MOST_ITEMS, MOST_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
+MOST_NAME, MOST_KEY, MOST_STRING = 256, 1 << 16, 1 << 24
+MOST_ALIGNMENT = 1 << 16
+#: the least bytes of a key with its value, and of a tensor's entry
+LEAST_KEY, LEAST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+#: type of a value -> how it lies in the file
+NUMBERS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<B"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+U32, U64 = NUMBERS[4], NUMBERS[10]
+BOOL, STRING, ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True)
+class Array:
+    """The place of an array in a file: its items are read when asked for."""
+
+    kind: int  # a key of NUMBERS, or STRING
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor: its type, its shape with the dims that lie together last, and its bytes, as an
+    entry of rows of bytes where the type has blocks."""
+
+    stored: Stored
+    shape: tuple[int, ...]
+    entry: Entry
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """A checked file: values by key, tensors by name."""
+
+    header: Header
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def path(self) -> Path:
+        return self.header.path
+
+    def items(self, key: str) -> list[Any]:
+        """Return the items of an array; WeightsError where the key holds none."""
+        found = self.values.get(key)
+        if not isinstance(found, Array):
+            raise self.wrong(key, "expected an array", "is missing" if found is None else found)
+        with open_regular(self.path) as file, _mapped(self.path, file.fileno()) as data:
+            return list(_Reader(self.path, data).items(key, found))
+
+    def floats(self, tensor: Tensor) -> list[float]:
+        """Return the numbers of a small tensor in F32."""
+        with open_regular(self.path) as file:
+            file.seek(tensor.entry.start)
+            raw = file.read(tensor.entry.nbytes)
+        return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
+
+    def wrong(self, key: str, expected: str, found: object) -> WeightsError:
+        """Return the error that names a key of the file."""
+        return WeightsError(f"{self.path}: {key}: {expected}, found {quoted(found)}; {DOWNLOAD}")
+
+
+def read_container(path: Path) -> Container:
+    """Read and check everything but the data of tensors.
+
+    Raises WeightsError naming the file, and the key or tensor, with what was expected and found.
+    """
+    try:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < len(MAGIC):
+                raise WeightsError(f"{path}: {status.st_size} bytes are no GGUF file; {DOWNLOAD}")
+            with _mapped(path, file.fileno()) as data:
+                values, tensors = _Reader(path, data).read()
+    except OSError as error:
+        reason = error.strerror or error
+        raise WeightsError(f"{path}: cannot be read ({reason}); {DOWNLOAD}") from None
+    entries = {name: t.entry for name, t in tensors.items()}
+    return Container(Header(path, status.st_size, identity(status), entries, {}), values, tensors)
+
+
+def _mapped(path: Path, descriptor: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be mapped ({error}); fix: retry") from None
+
+
+@dataclass
+class _Reader:
+    """A place in the file, and what lies there."""
+
+    path: Path
+    data: mmap.mmap
+    at: int = 0
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.data)
+
+    # ---- the whole ------------------------------------------------------------------------------
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        self._check_version()
+        tensors = self._count("count of tensors", MOST_TENSORS, LEAST_TENSOR)
+        keys = self._count("count of keys", MOST_KEYS, LEAST_KEY)
+        values: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._name("a key", MOST_KEY, values)
+            values[key] = self._value(key, self._number(U32, f"type of {quoted(key)}"))
+        infos: dict[str, tuple[Stored, tuple[int, ...], int]] = {}
+        for _ in range(tensors):
+            name = self._name("a tensor", MOST_NAME, infos)
+            infos[name] = self._info(name)
+        return values, dict(self._placed(infos, self._alignment(values)))
+
+    def _check_version(self) -> None:
+        magic = self.data[: len(MAGIC)]
+        if magic != MAGIC:
+            self._fail(f"begins with {quoted(magic)}, expected {quoted(MAGIC)}: no GGUF file")
+        self.at = len(MAGIC)
+        version = self._number(U32, "version")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            what = "is big endian" if swapped else f"has version {version}"
+            raise WeightsError(
+                f"{self.path}: {what}, and versions {VERSIONS[0]} and {VERSIONS[1]} in little "
+                f"endian are read; fix: take a file made by a current llama.cpp"
+            )
+
+    def _alignment(self, values: Mapping[str, Any]) -> int:
+        given = values.get(ALIGNMENT_KEY, ALIGNMENT)
+        if type(given) is not int or not 8 <= given <= MOST_ALIGNMENT or given % 8:
+            self._fail(
+                f"{ALIGNMENT_KEY}: expected a multiple of 8 up to {MOST_ALIGNMENT}, found "
+                f"{quoted(given)}"
+            )
+        return int(given)
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    def _fail(self, what: str) -> NoReturn:
+        raise WeightsError(f"{self.path}: {what}; {DOWNLOAD}")
+
+    def _need(self, count: int, what: str) -> None:
+        """Raise WeightsError unless so many bytes follow."""
+        if count > self.size - self.at:
+            self._fail(f"{what}: {count} bytes at {self.at} are beyond the end, {self.size}")
+
+    def _number(self, form: struct.Struct, what: str) -> Any:
+        self._need(form.size, what)
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def _count(self, what: str, most: int, least: int) -> int:
+        """Read how many things follow that have at least so many bytes each."""
+        count: int = self._number(U64, what)
+        if count > most:
+            self._fail(f"{what}: {count}, expected at most {most}")
+        self._need(count * least, what)
+        return count
+
+    def _bytes(self, what: str, most: int) -> bytes:
+        length = self._number(U64, what)
+        if length > most:
+            self._fail(f"{what}: {length} bytes of text, expected at most {most}")
+        self._need(length, what)
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def _text(self, what: str, most: int) -> str:
+        raw = self._bytes(what, most)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            self._fail(f"{what}: not UTF-8 at byte {error.start}")
+
+    def _name(self, what: str, most: int, others: Mapping[str, Any]) -> str:
+        name = self._text(f"{what} after {len(others)}", most)
+        if not name or not name.isprintable():
+            self._fail(f"{what} after {len(others)}: {quoted(name)} is no name")
+        if name in others:
+            self._fail(f"{what}: {quoted(name)} is there twice")
+        return name
+
+    # ---- values ---------------------------------------------------------------------------------
+
+    def _value(self, key: str, kind: int) -> Any:
+        what = quoted(key)
+        if kind == ARRAY:
+            return self._array(what)
+        if kind == STRING:
+            return self._text(what, MOST_STRING)
+        if kind not in NUMBERS:
+            self._fail(f"{what}: unknown type {kind} of a value")
+        value = self._number(NUMBERS[kind], what)
+        if kind == BOOL and value > 1:
+            self._fail(f"{what}: expected a bool, 0 or 1, found {value}")
+        return bool(value) if kind == BOOL else value
+
+    def _array(self, what: str) -> Array:
+        kind = self._number(U32, what)
+        if kind not in NUMBERS and kind != STRING:
+            nested = "an array of arrays, which no key needs" if kind == ARRAY else f"type {kind}"
+            self._fail(f"{what}: an array of numbers or texts expected, found {nested}")
+        each = NUMBERS[kind].size if kind in NUMBERS else U64.size
+        found = Array(kind, self._count(f"{what}: count of items", MOST_ITEMS, each), self.at)
+        if kind == STRING:
+            self._skip_strings(what, found.count)
+        else:
+            self.at += found.count * each
+        return found
+
+    def _skip_strings(self, what: str, count: int) -> None:
+        """Go past texts: there are hundreds of thousands."""
+        unpack, data, at, last = U64.unpack_from, self.data, self.at, self.size - U64.size
+        for _ in range(count):
+            if at > last:
+                break
+            at += U64.size + unpack(data, at)[0]
+        else:
+            if at <= self.size:
+                self.at = at
+                return
+        self._fail(f"{what}: a text of the array is beyond the end of the file, {self.size}")
+
+    def items(self, key: str, array: Array) -> Iterator[Any]:
+        """Yield the items of an array."""
+        if array.kind == STRING:
+            yield from self._texts(quoted(key), array)
+            return
+        form = NUMBERS[array.kind]
+        self.at = array.start
+        self._need(array.count * form.size, quoted(key))
+        raw = self.data[self.at : self.at + array.count * form.size]
+        read: Callable[[Any], Any] = bool if array.kind == BOOL else lambda x: x
+        yield from (read(value) for (value,) in form.iter_unpack(raw))
+
+    def _texts(self, what: str, array: Array) -> Iterator[str]:
+        """Yield the texts of an array that was gone past before."""
+        unpack, data, at = U64.unpack_from, self.data, array.start
+        for i in range(array.count):
+            try:
+                end = at + U64.size + unpack(data, at)[0]
+                yield data[at + U64.size : end].decode()
+            except (UnicodeDecodeError, struct.error) as error:
+                self._fail(f"{what}: item {i} is no UTF-8 text ({error})")
+            at = end
+
+    # ---- tensors --------------------------------------------------------------------------------
+
+    def _info(self, name: str) -> tuple[Stored, tuple[int, ...], int]:
+        what = f"tensor {quoted(name)}"
+        count = self._number(U32, f"{what}: count of dims")
+        if not 1 <= count <= MOST_DIMS:
+            self._fail(f"{what}: {count} dims, expected 1 to {MOST_DIMS}")
+        dims = tuple(self._number(U64, f"{what}: dims") for _ in range(count))
+        if 0 in dims:
+            self._fail(f"{what}: dims {list(dims)}, expected none to be 0")
+        code = self._number(U32, f"{what}: type")
+        if code not in TYPES:
+            self._fail(f"{what}: unknown type {code}")
+        stored = TYPES[code]
+        if dims[0] % stored.block:
+            self._fail(f"{what}: rows of {dims[0]} are no blocks of {stored.block} of {stored}")
+        return stored, dims[::-1], self._number(U64, f"{what}: offset")
+
+    def _placed(
+        self, infos: Mapping[str, tuple[Stored, tuple[int, ...], int]], alignment: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors with their places in the file; they may not overlap."""
+        data = -(-self.at // alignment) * alignment
+        ends = []
+        for name, (stored, shape, offset) in infos.items():
+            nbytes = math.prod(shape) // stored.block * stored.nbytes
+            if offset % alignment:
+                self._fail(f"tensor {quoted(name)}: offset {offset} is not aligned to {alignment}")
+            if offset + nbytes > self.size - data:
+                room = max(0, self.size - data)
+                self._fail(
+                    f"tensor {quoted(name)}: {nbytes} bytes at {offset} are beyond the end of the "
+                    f"data, {room} (truncated?)"
+                )
+            start = data + offset
+            ends.append((start, start + nbytes, name))
+            yield name, Tensor(stored, shape, _entry(name, stored, shape, start, start + nbytes))
+        for (_, end, one), (start, _, two) in pairwise(sorted(ends)):
+            if start < end:
+                self._fail(f"tensors {quoted(one)} and {quoted(two)} overlap at byte {start}")
+
+
+def _entry(name: str, stored: Stored, shape: tuple[int, ...], start: int, end: int) -> Entry:
+    """Return the bytes of a tensor: numbers as they are, blocks as rows of bytes."""
+    if stored.dtype:
+        return Entry(name, stored.dtype, shape, start, end)
+    width = shape[-1] // stored.block * stored.nbytes
+    return Entry(name, "U8", (*shape[:-1], width), start, end)
+
+
+def shortest(value: Any) -> Any:
+    """Return the shortest number that float32 holds as this one: 1e-6 is stored as 9.99999997e-07.
+    What is no such number is returned as it is."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    near = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((x for x in near if _single(x) == value), value)
+
+
+def _single(value: float) -> float:
+    (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
+    return float(single)

@@ -1,0 +1,277 @@
+"""Makes the spec of a GGUF file from its metadata, by way of a Hugging Face config.
+
+Keys are those of llama.cpp's converter for the architecture `gemma4`. What no key says follows from
+tensors: the sizes of the tables, a head of its own, K=V, and how much of a head is rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g4ir.errors import SpecError
+from g4ir.spec.parts import FULL, SLIDING
+from g4ir.spec.reader import did_you_mean
+from g4ir.spec.record import Spec
+from g4ir.weights.tensorfile import quoted
+
+from .container import Array, Container, shortest
+from .tokenizer import token_ids, vocabulary
+
+ARCHITECTURE = "gemma4"
+#: kind of layer -> what its keys end in, and its name in a config
+KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
+#: frequencies of what is not rotated are divided by this
+UNROTATED = 1e30
+MOST_PAIRS = 1 << 15
+#: what a GGUF file cannot say: where only these differ, the spec is right
+SPEC_ONLY = ("text.use_bidirectional_attention", "text.hidden_activation")
+
+
+def read_spec(file: Container) -> Spec:
+    """Return the spec of the text model in a file, in bfloat16.
+
+    Raises SpecError naming file and key: another architecture, what is missing or contradicts, and
+    any key of the architecture that is not known, for it may change the forward pass.
+    """
+    keys = _Keys(file)
+    keys.check_architecture()
+    config = _config(keys)
+    keys.check_rest()
+    try:
+        return Spec.from_hf(config, file.path.stem)
+    except SpecError as error:
+        raise SpecError(f"{file.path}: metadata as a {error}") from None
+
+
+class _Keys:
+    """The keys of the architecture; remembers which were read."""
+
+    def __init__(self, file: Container) -> None:
+        self.file, self.seen = file, set[str]()
+
+    def fail(self, key: str, what: str) -> SpecError:
+        return SpecError(f"{self.file.path}: {key}: {what}")
+
+    def get(self, name: str) -> Any:
+        key = f"{ARCHITECTURE}.{name}"
+        self.seen.add(key)
+        return self.file.values.get(key)
+
+    def need(self, name: str) -> Any:
+        found = self.get(name)
+        if found is None:
+            raise self.fail(f"{ARCHITECTURE}.{name}", "is missing; take a newer conversion")
+        return found
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """Return a number; its range is for the spec's reader to check."""
+        found = self.need(name) if default is None else self.get(name)
+        found = default if found is None else found
+        if type(found) not in (int, float):
+            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected a number, found {quoted(found)}")
+        return shortest(found)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return an int; its range is for the spec's reader to check."""
+        found = self.number(name, default)
+        if type(found) is not int:
+            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected an integer, found {found}")
+        return found
+
+    def by_layer(self, name: str, layers: int, kind: type = int) -> list[Any]:
+        """Return a value for each layer, from an array or from one for all."""
+        found = self.need(name)
+        alike = not isinstance(found, Array)
+        fits = alike or found.count == layers
+        values = [found] * layers if alike else self.file.items(f"{ARCHITECTURE}.{name}") * fits
+        if not fits or any(type(v) is not kind for v in values):
+            raise self.fail(
+                f"{ARCHITECTURE}.{name}",
+                f"expected {layers} values of type {kind.__name__}, one for each layer",
+            )
+        return values
+
+    def one(self, name: str, values: list[int]) -> int:
+        """Return the value that all layers of a kind share."""
+        if len(set(values)) != 1:
+            shown = sorted(set(values))[:8]
+            raise self.fail(
+                f"{ARCHITECTURE}.{name}", f"layers of one kind must be alike, found {shown}"
+            )
+        return values[0]
+
+    def check_architecture(self) -> None:
+        values = self.file.values
+        found = values.get("general.architecture")
+        if found != ARCHITECTURE:
+            other = "its towers alone" if found == "clip" else quoted(found)
+            raise self.fail(
+                "general.architecture",
+                f"expected {quoted(ARCHITECTURE)}, found {other}; give the file of a Gemma 4 text "
+                f"model",
+            )
+        if values.get("split.count", 1) not in (0, 1):
+            raise self.fail(
+                "split.count",
+                "the model is spread over several files; join them with llama.cpp's "
+                "`llama-gguf-split --merge`",
+            )
+
+    def check_rest(self) -> None:
+        for key in self.file.values:
+            if key.startswith(f"{ARCHITECTURE}.") and key not in self.seen:
+                near = did_you_mean(key, self.seen)
+                raise self.fail(
+                    quoted(key), f"unknown key, which may change the forward pass{near}"
+                )
+
+
+def _config(keys: _Keys) -> dict[str, Any]:
+    layers = keys.integer("block_count")
+    sliding = _pattern(keys, layers)
+    tensors = keys.file.tensors
+    config: dict[str, Any] = {
+        "model_type": f"{ARCHITECTURE}_text",
+        "dtype": "bfloat16",
+        "vocab_size": _rows(keys, "token_embd.weight"),
+        "hidden_size": keys.integer("embedding_length"),
+        "num_hidden_layers": layers,
+        "layer_types": [KINDS[SLIDING if s else FULL][1] for s in sliding],
+        "num_attention_heads": keys.one(
+            "attention.head_count", keys.by_layer("attention.head_count", layers)
+        ),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **_feed_forward(keys, layers),
+        **_attention(keys, sliding),
+        **_experts(keys),
+        **_per_layer_inputs(keys),
+        **token_ids(keys.file, vocabulary(keys.file)),
+    }
+    stated = keys.get("vocab_size")
+    if stated not in (None, config["vocab_size"]):
+        raise keys.fail(
+            f"{ARCHITECTURE}.vocab_size",
+            f"{quoted(stated)}, and token_embd.weight has {config['vocab_size']} rows",
+        )
+    return config
+
+
+def _pattern(keys: _Keys, layers: int) -> list[bool]:
+    name = "attention.sliding_window_pattern"
+    found = keys.need(name)
+    if not isinstance(found, Array) or found.count != layers:
+        raise keys.fail(
+            f"{ARCHITECTURE}.{name}", f"expected an array of {layers} bools, one for each layer"
+        )
+    sliding = keys.by_layer(name, layers, bool)
+    if not layers or sliding[-1]:
+        raise keys.fail(f"{ARCHITECTURE}.{name}", "the last layer must be a full one, false")
+    return sliding
+
+
+def _rows(keys: _Keys, name: str) -> int:
+    tensor = keys.file.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        raise keys.fail(f"tensor {name}", "expected a matrix, found none; download the file again")
+    return tensor.shape[0]
+
+
+def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
+    """Return the width of the MLP, and whether it is twice as wide where K and V are shared."""
+    name = "feed_forward_length"
+    sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
+    own = layers - shared
+    if not 0 < own <= layers:
+        raise keys.fail(
+            f"{ARCHITECTURE}.attention.shared_kv_layers", f"{shared} of {layers} layers"
+        )
+    width, wide = keys.one(name, sizes[:own]), keys.one(name, sizes[own:] or sizes[:1])
+    if wide not in (width, 2 * width):
+        raise keys.fail(
+            f"{ARCHITECTURE}.{name}",
+            f"{wide} where K and V are shared, expected {width} or {2 * width}",
+        )
+    double = shared > 0 and wide == 2 * width
+    return {
+        "intermediate_size": width,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": double,
+    }
+
+
+def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
+    """Return the geometry of both kinds of layers; that of the full ones layer by layer."""
+    heads = keys.by_layer("attention.head_count_kv", len(sliding))
+    kinds: dict[str, dict[str, int]] = {}
+    ropes: dict[str, dict[str, Any]] = {}
+    for kind, (end, name) in KINDS.items():
+        own = [h for h, s in zip(heads, sliding, strict=True) if s == (kind == SLIDING)]
+        dim = keys.integer(f"attention.key_length{end}")
+        for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+            if keys.integer(other, dim) != dim:
+                raise keys.fail(f"{ARCHITECTURE}.{other}", f"expected {dim}, as key_length{end} is")
+        kinds[kind] = {
+            "head_dim": dim,
+            "num_key_value_heads": keys.one("attention.head_count_kv", own or heads[:1]),
+        }
+        theta = keys.number(f"rope.freq_base{end}")
+        ropes[name] = {"rope_type": "default", "rope_theta": theta}
+    ropes["full_attention"] |= {
+        "rope_type": "proportional",
+        "partial_rotary_factor": _rotated(keys, kinds[FULL]["head_dim"] // 2),
+    }
+    full = {str(i): kinds[FULL] for i, s in enumerate(sliding) if not s}
+    return {
+        **kinds[SLIDING],
+        "per_layer_config": full,
+        "attention_k_eq_v": _shares_values(keys, sliding),
+        "rope_parameters": ropes,
+    }
+
+
+def _shares_values(keys: _Keys, sliding: list[bool]) -> bool:
+    """Whether the full layers that have keys of their own have no values."""
+    names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
+    own = [n for n in names if f"{n}_k.weight" in keys.file.tensors]
+    return bool(own) and all(f"{n}_v.weight" not in keys.file.tensors for n in own)
+
+
+def _rotated(keys: _Keys, pairs: int) -> float:
+    """Return the share of a full layer's head that is rotated: rope_freqs holds 1 for each pair
+    that is, then 1e30."""
+    name = "rope_freqs.weight"
+    tensor = keys.file.tensors.get(name)
+    if tensor is None or tensor.stored.dtype != "F32" or tensor.shape != (pairs,):
+        found = "none" if tensor is None else f"{tensor.stored} {list(tensor.shape)}"
+        raise keys.fail(f"tensor {name}", f"expected F32 [{pairs}], found {quoted(found)}")
+    values = keys.file.floats(tensor) if pairs <= MOST_PAIRS else []
+    count = values.count(1.0)
+    if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
+        raise keys.fail(
+            f"tensor {name}", "expected ones, then 1e30: another scaling of frequencies is not read"
+        )
+    return count / pairs
+
+
+def _experts(keys: _Keys) -> dict[str, Any]:
+    count = keys.integer("expert_count", 0)
+    names = {
+        "top_k_experts": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    }
+    found = {field: keys.integer(name, 0) for field, name in names.items()}
+    if not count:
+        return {"enable_moe_block": False}
+    return {"enable_moe_block": True, "num_experts": count, **found}
+
+
+def _per_layer_inputs(keys: _Keys) -> dict[str, Any]:
+    dim = keys.integer("embedding_length_per_layer_input", 0)
+    out = {"hidden_size_per_layer_input": dim}
+    if dim:
+        out["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
+    return out

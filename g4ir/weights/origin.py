@@ -1,0 +1,143 @@
+"""Finds what lies at a checkpoint's path, a Hugging Face directory or a GGUF file: its spec, the
+files that an engine keeps, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from g4ir.errors import InputError
+from g4ir.spec.record import Spec
+
+from .checkpoint import CONFIG, Checkpoint, read_extractor, read_side_files
+from .gguf.checkpoint import open_gguf
+from .gguf.container import Container, read_container
+from .gguf.metadata import SPEC_ONLY, read_spec
+from .gguf.tokenizer import side_files
+
+GGUF = ".gguf"
+
+
+class Origin(Protocol):
+    """A checkpoint, and what it says of itself."""
+
+    #: fields that it cannot say: where only these differ, the spec is right
+    spec_only: ClassVar[tuple[str, ...]]
+
+    @property
+    def path(self) -> Path:
+        """The directory or file."""
+
+    @property
+    def stated(self) -> Path:
+        """The file that says its spec."""
+
+    def spec(self) -> Spec:
+        """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
+
+    def side_files(self) -> dict[str, bytes]:
+        """Return by name the files that an engine keeps beside its weights."""
+
+    def extractor(self) -> Mapping[str, Any] | None:
+        """Return how it frames sounds, where it says that."""
+
+    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+        """Return the kinds of media of a build; InputError for one that it has no tower of."""
+
+    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
+        """Open its weights, for an engine of this dtype; WeightsError where they do not fit."""
+
+
+def find_origin(path: Path | str) -> Origin:
+    """Return what lies at a path; InputError where there is no such file."""
+    path = Path(path)
+    if path.is_file():
+        return GgufFile(path)
+    if path.suffix == GGUF and not path.is_dir():
+        raise InputError(f"--checkpoint {path}: no such file")
+    return Directory(path)
+
+
+def existing_origin(path: Path | str) -> Origin:
+    """Return what lies at a path; InputError where nothing does."""
+    found = find_origin(path)
+    if not found.path.exists():
+        raise InputError(f"--checkpoint {path}: no such directory")
+    return found
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A Hugging Face checkpoint."""
+
+    path: Path
+    spec_only: ClassVar[tuple[str, ...]] = (
+        "text.moe.layers",
+        "text.attn_logit_softcapping",
+        "text.sliding.k_eq_v",
+    )
+
+    @property
+    def stated(self) -> Path:
+        return self.path / CONFIG
+
+    def spec(self) -> Spec:
+        if not self.stated.is_file():
+            raise InputError(
+                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory"
+            )
+        return Spec.from_hf(self.stated)
+
+    def side_files(self) -> dict[str, bytes]:
+        return read_side_files(self.path)
+
+    def extractor(self) -> Mapping[str, Any] | None:
+        return read_extractor(self.path)
+
+    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+        return asked
+
+    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
+        return Checkpoint.open(self.path, spec, kinds)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file: a text model, its tokenizer and its chat template."""
+
+    path: Path
+    spec_only: ClassVar[tuple[str, ...]] = (*Directory.spec_only, *SPEC_ONLY)
+
+    @cached_property
+    def container(self) -> Container:
+        return read_container(self.path)
+
+    @property
+    def stated(self) -> Path:
+        return self.path
+
+    def spec(self) -> Spec:
+        return read_spec(self.container)
+
+    def side_files(self) -> dict[str, bytes]:
+        return side_files(self.container)
+
+    def extractor(self) -> Mapping[str, Any] | None:
+        return None
+
+    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+        words = asked.split(",") if isinstance(asked, str) else asked
+        wanted = [w for w in words if w.strip() not in ("", "all", "none")]
+        if wanted:
+            raise InputError(
+                f"--media {','.join(wanted)[:80]}: {self.path} holds the text model alone, and "
+                f"towers of GGUF files (mmproj) are not read; build from the Hugging Face "
+                f"checkpoint, or leave the option out"
+            )
+        return "none"
+
+    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
+        return open_gguf(self.container, spec, dtype)

@@ -1,0 +1,195 @@
+"""GGUF files of tiny models, written by the package `gguf` under the names of its own table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from g4ir.model.tensors import text_tensors
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import Spec
+
+#: name and shape of a tensor -> its type in the file
+Kind = Callable[[str, tuple[int, ...]], str]
+#: types that the package quantises
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+#: types of which it takes blocks apart only -> where their float16 lie
+BLOCKS = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+#: how large the numbers of such a block are at d = 1
+SIZES = {"Q4_K": 300.0, "Q5_K": 600.0, "Q6_K": 1300.0, "IQ4_NL": 65.0, "IQ4_XS": 1200.0}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def all_of(*kinds: str) -> Kind:
+    """Matrices in the first of some types whose blocks divide their rows; the rest in F32."""
+
+    def kind_of(name: str, shape: tuple[int, ...]) -> str:
+        if len(shape) < 2 or "router" in name:
+            return "F32"
+        fit = (k for k in kinds if shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[k]][0] == 0)
+        return next(fit, "F32")
+
+    return kind_of
+
+
+@cache
+def _names(layers: int) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+
+
+def stored_name(spec: Spec, bare: str) -> str:
+    """The name that llama.cpp's converter gives a tensor of a checkpoint."""
+    layer = bare.split(".")[1] if bare.startswith("layers.") else ""
+    if bare.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if bare.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
+    base = bare.removesuffix(".weight")
+    for name in (f"model.{base}", base):
+        if found := _names(spec.text.num_hidden_layers).get_name(name):
+            return f"{found}.weight"
+    raise AssertionError(f"{bare} has no name")
+
+
+def stored(t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
+    """(the data of a tensor in a type, what it stands for)."""
+    values = t.float().numpy()
+    to = GGMLQuantizationType[kind]
+    if kind in BLOCKS:
+        data = blocks(kind, values.shape, seed)
+    elif kind == "F32":
+        return values, values
+    else:
+        data = quants.quantize(values, to)
+    return data, quants.dequantize(data, to).reshape(values.shape)
+
+
+def blocks(kind: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Random blocks of a type, whose numbers are as large as those of random weights."""
+    block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    count = int(np.prod(shape)) // block
+    raw = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
+    for at in BLOCKS[kind]:
+        d = rng.uniform(0.5, 1, count) * shape[-1] ** -0.5 / SIZES[kind]
+        raw[:, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(count, 2)
+    return raw.reshape(*shape[:-1], -1)
+
+
+def write_gguf(
+    path: Path,
+    spec: Spec,
+    tensors: Mapping[str, torch.Tensor],
+    kind: Kind,
+    *,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    left_out: Iterable[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Write a model's tensors, by their names in a checkpoint without a prefix; return what the
+    file's stand for. `change` may alter the values of the metadata, by key."""
+    writer = gguf.GGUFWriter(path, "gemma4")
+    values = metadata(spec)
+    change(values)
+    for key, value in values.items():
+        write_value(writer, key, value)
+    meant = {}
+    for i, bare in enumerate(text_tensors(spec)):
+        data, dense = stored(tensors[bare], kind(bare, tuple(tensors[bare].shape)), i)
+        meant[bare] = torch.from_numpy(np.ascontiguousarray(dense))
+        name = stored_name(spec, bare)
+        if name not in left_out:
+            to = GGMLQuantizationType[kind(bare, tuple(tensors[bare].shape))]
+            writer.add_tensor(name, data, raw_dtype=to)
+    dim, fraction = spec.text.full.head_dim, spec.text.full.rope.rotary_fraction
+    rotated = int(dim * fraction / 2)
+    freqs = np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", freqs)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
+def metadata(spec: Spec) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a spec, with a tokenizer."""
+    text, layers = spec.text, spec.layers()
+    out: dict[str, Any] = {
+        "block_count": text.num_hidden_layers,
+        "context_length": text.max_position_embeddings,
+        "embedding_length": text.hidden_size,
+        "feed_forward_length": _alike([layer.intermediate_size for layer in layers]),
+        "attention.head_count": text.num_attention_heads,
+        "attention.head_count_kv": _alike([x.attention.num_key_value_heads for x in layers]),
+        "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
+        "attention.key_length": text.full.head_dim,
+        "attention.value_length": text.full.head_dim,
+        "attention.key_length_swa": text.sliding.head_dim,
+        "attention.value_length_swa": text.sliding.head_dim,
+        "attention.sliding_window": text.sliding.window,
+        "attention.sliding_window_pattern": [x.kind == SLIDING for x in layers],
+        "attention.shared_kv_layers": text.num_kv_shared_layers,
+        "embedding_length_per_layer_input": text.ple.dim if text.ple else 0,
+        "rope.freq_base": text.full.rope.theta,
+        "rope.freq_base_swa": text.sliding.rope.theta,
+        "rope.dimension_count": text.full.head_dim,
+        "rope.dimension_count_swa": text.sliding.head_dim,
+    }
+    if text.final_logit_softcapping:
+        out["final_logit_softcapping"] = text.final_logit_softcapping
+    if text.moe:
+        out |= {
+            "expert_count": text.moe.num_experts,
+            "expert_used_count": text.moe.top_k_experts,
+            "expert_feed_forward_length": text.moe.intermediate_size,
+        }
+    return {f"gemma4.{k}": v for k, v in out.items()} | vocabulary(text.vocab_size)
+
+
+def _alike(values: list[int]) -> Any:
+    """One value for all layers, or an array."""
+    return values if len(set(values)) > 1 else values[0]
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    """Special tokens, every byte, and a few words, with what joins characters to them."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>", "<|channel>"]
+    kinds = [3, 1, 3, 3, 3, 3, 4]  # <eos> is not marked in files that people have
+    words += [f"<0x{i:02X}>" for i in range(256)]
+    letters = ["▁", *"abcdeinort\n", "é", "界"]
+    merges = ["a b", "▁ a", "t o", "n t", "i n", "▁ to", "▁a n", "e r", "\n \n", "in to", "c d"]
+    words += [*letters, *(m.replace(" ", "") for m in merges)]
+    words += [f"▁w{i}" for i in range(size - len(words))]
+    kinds += [6] * 256 + [1] * (size - 256 - 7)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.scores": [-1000.0] * size,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }

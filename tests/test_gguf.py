@@ -1,0 +1,799 @@
+"""GGUF files as checkpoints: blocks to the bit, specs from metadata, engines against transformers
+that hold what the file's numbers stand for, tokenizers, and files that are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from hypothesis import given
+from hypothesis import strategies as st
+
+import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.engine.engine import Engine
+from g4ir.errors import G4Error, InputError, WeightsError
+from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
+from g4ir.model.tensors import text_tensors
+from g4ir.ops.quant import dequantized
+from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.gguf import blocks as block_forms
+from g4ir.weights.gguf.blocks import CODED, DENSE
+from g4ir.weights.gguf.checkpoint import open_gguf
+from g4ir.weights.gguf.container import read_container
+from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
+from g4ir.weights.gguf.tokenizer import side_files
+from g4ir.weights.gguf.types import TYPES
+from g4ir.weights.origin import find_origin
+from g4ir.weights.random import RandomCheckpoint
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import refused
+from tests.configs import NAMES, spec_called
+from tests.gguf_files import (
+    BLOCKS,
+    TEMPLATE,
+    Kind,
+    all_of,
+    vocabulary,
+    write_gguf,
+    write_value,
+)
+from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
+
+TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
+KINDS = ("F32", "F16", "BF16", *CODED, *DENSE)
+LIMITS = {"max_seq": 128, "max_batch": 2, "prefill_chunk": 16, "all_logits": True}
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+def test_types() -> None:
+    known = {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
+    assert {k: (t.name, t.block, t.nbytes) for k, t in TYPES.items()} == known
+
+
+@pytest.mark.parametrize("kind", [*CODED, *DENSE])
+def test_blocks_to_the_bit(kind: str) -> None:
+    """Random bytes, float16 of either sign and of every size among them."""
+    block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (600, nbytes), dtype=np.uint8)
+    for at in BLOCKS.get(kind, (0, 2) if kind in DENSE else (0,)):
+        d = rng.integers(0, 0x7C00, 600) | rng.integers(0, 2, 600) << 15
+        raw[:, at : at + 2] = d.astype(np.uint16).view(np.uint8).reshape(600, 2)
+    want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[kind]))
+    data = torch.from_numpy(raw)
+    if kind in DENSE:
+        assert torch.equal(DENSE[kind](data), want)
+        return
+    form = CODED[kind]
+    codes, scales = form.codes(data), form.scales(data)
+    assert block // scales.shape[-1] == form.scheme.group
+    assert torch.equal(dequantized(codes, scales, torch.float32), want)
+    assert torch.equal(form.numbers(data), want)
+
+
+# --- specs -------------------------------------------------------------------------------------
+
+
+def says(spec: Spec) -> bool:
+    """Whether a GGUF file can say a spec."""
+    sliding, full = spec.text.sliding.rope, spec.text.full.rope
+    ropes = sliding.kind == "default" and full.kind == "proportional" and full.factor is None
+    wide = spec.text.use_double_wide_mlp and not spec.text.num_kv_shared_layers
+    return expressible(spec) and ropes and not wide
+
+
+UNSAID = ("name", "hub", "dtype", "tokens.", "vision", "audio", "model_type", *SPEC_ONLY)
+
+
+def bare_file(
+    path: Path,
+    spec: Spec,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    kind: str = "F16",
+    seed: int = 0,
+) -> Path:
+    """A file with random weights."""
+    source = RandomCheckpoint(spec, seed, torch.float32)
+    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
+    write_gguf(path, spec, tensors, all_of(kind), change=change)
+    return path
+
+
+@pytest.mark.parametrize("name", [n for n in (*TINY, *NAMES) if says(spec_called(n))])
+def test_specs(tmp_path: Path, name: str) -> None:
+    spec = spec_called(name)
+    found = read_spec(read_container(bare_file(tmp_path / "a.gguf", spec)))
+    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    assert found.name == "a" and found.dtype == "bf16"
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+
+def bare_tensors(oracle: Oracle) -> dict[str, torch.Tensor]:
+    return {k.removeprefix("model."): v for k, v in oracle.tensors.items()}
+
+
+def holding(oracle: Oracle, meant: dict[str, torch.Tensor]) -> Oracle:
+    """The same model with other weights."""
+    model = copy.deepcopy(oracle.model)
+    state = {(k if k == HEAD else f"model.{k}"): v for k, v in meant.items()}
+    state.setdefault("lm_head.weight", meant[TOKEN_TABLE])
+    model.load_state_dict(state, strict=False)
+    return replace(oracle, model=model)
+
+
+def widened(name: str) -> Spec:
+    """A tiny spec whose rows K blocks divide, but for those of experts."""
+    spec = load_spec(name)
+    text = replace(spec.text, hidden_size=256, intermediate_size=256, pattern=("sliding", "full"))
+    text = replace(text, num_hidden_layers=2)
+    if text.ple:
+        ple = replace(text.ple, dim=64)
+        text = replace(text, num_hidden_layers=4, num_kv_shared_layers=2, ple=ple)
+    return check_spec(replace(spec, text=text))
+
+
+def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
+    """f32[rows, T, vocab]: a prompt, then token by token."""
+    session = engine.session(batch=2)
+    outs = [session.prefill(oracle.tokens[:, : oracle.prompt], all_logits=True)]
+    outs += [session.decode(t)[:, None] for t in oracle.tokens[:, oracle.prompt :].unbind(1)]
+    return torch.cat(outs, 1)
+
+
+def built(
+    folder: Path, spec: Spec, kind: Kind, backend: str = "reference", **options: Any
+) -> tuple[Engine, Oracle, dict[str, torch.Tensor]]:
+    """An engine in fp32 from a file, the model that holds what the file says, and its weights."""
+    oracle = find_oracle(spec)
+    meant = write_gguf(folder / "model.gguf", spec, bare_tensors(oracle), kind)
+    engine = g4ir.build(
+        None,
+        folder / "engine",
+        checkpoint=folder / "model.gguf",
+        backend=backend,
+        **{"dtype": "float32", **LIMITS, **options},
+    )
+    return engine, holding(oracle, meant), meant
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TINY)
+def test_transformers_with_the_dequantised_weights(tmp_path: Path, name: str, kind: str) -> None:
+    spec = widened(name) if kind in BLOCKS or kind in DENSE else load_spec(name)
+    engine, peer, meant = built(tmp_path, spec, all_of(kind, "Q8_0"))
+    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
+    for param, name in {"L0.attn.wq": "layers.0.self_attn.q_proj.weight"}.items():
+        assert torch.equal(engine.param(param), meant[name])
+    assert engine.manifest["quant"] or kind not in CODED
+
+
+def test_a_file_in_float32_is_the_model(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    engine, _, _ = built(tmp_path, oracle.spec, all_of("F32"))
+    assert relative(logits(engine, oracle), oracle.logits).max() <= oracle.budget
+
+
+def mixed(name: str, shape: tuple[int, ...]) -> str:
+    """As files that people have: most in 4 bits, tables in Q6_K, some of each layer otherwise."""
+    if "embed_tokens" in name:
+        return all_of("Q6_K", "Q8_0")(name, shape)
+    others = {"v_proj": "Q8_0", "up_proj": "BF16", "down_proj": "Q5_K", "per_layer": "F16"}
+    kind = next((k for part, k in others.items() if part in name), "Q4_0")
+    return all_of(kind, "Q8_0")(name, shape)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("torch", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", TINY)
+def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
+    engine, peer, _ = built(tmp_path, widened(name), mixed, backend)
+    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
+    rules = engine.manifest["quant"]["rules"]
+    forms = {(r["form"], r["group"], r["scale"]) for r in rules}
+    assert {("int4", 32, "f16"), ("int8", 16, "f32"), ("int8", 32, "f16")} == forms
+    assert verify_engine(engine).ok
+    report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
+    assert report.ok and report.against == "hf"
+
+
+def test_each_pass(tmp_path: Path) -> None:
+    engine, _, _ = built(tmp_path, load_spec("tiny-moe"), all_of("Q4_0"))
+    assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
+
+
+def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:
+    engine, peer, meant = built(tmp_path, load_spec("tiny-ple"), all_of("Q8_0"), link_weights=True)
+    assert not [f for f in engine.manifest["files"] if f.endswith(".safetensors")]
+    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
+    assert torch.equal(engine.param("ple.table"), meant[PLE_TABLE])
+    assert verify_engine(engine, against="hf").ok
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(G4Error, match=r"model\.gguf .*is not the file this engine was built from"):
+        g4ir.load_engine(tmp_path / "engine")
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """Numbers with minima are rounded once; codes stay what they are."""
+    engine, _, meant = built(tmp_path, widened("tiny-dense"), all_of("Q4_K"), dtype="bfloat16")
+    name = "layers.0.mlp.up_proj.weight"
+    assert torch.equal(engine.param("L0.mlp.w_up"), meant[name].to(torch.bfloat16))
+
+
+def opened(path: Path, spec: Spec, dtype: str = "f32") -> Checkpoint:
+    return open_gguf(read_container(path), spec, dtype)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16"])
+def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_forms, "PIECE", 100)
+    spec = load_spec("tiny-ple")
+    tensors = {n: torch.randn(s) for n, s in text_tensors(spec).items()}
+    meant = write_gguf(tmp_path / "a.gguf", spec, tensors, all_of(kind))
+    source, ids = opened(tmp_path / "a.gguf", spec), torch.tensor([[3, 511], [0, 3]])
+    assert torch.equal(source.tensor(PLE_TABLE).float(), meant[PLE_TABLE])
+    assert torch.equal(source.rows(PLE_TABLE, ids).float(), meant[PLE_TABLE][ids])
+    if kind in CODED:
+        parts = [source.rows(f"{PLE_TABLE}.{part}", ids) for part in ("codes", "scales")]
+        assert torch.equal(dequantized(*parts, torch.float32), meant[PLE_TABLE][ids])
+    with pytest.raises(InputError, match=r"ids 0 to 512 are not all in 0\.\.511"):
+        source.rows(PLE_TABLE, torch.tensor([0, 512]))
+    source.release(PLE_TABLE)
+    source.close()
+    with pytest.raises(WeightsError, match="closed"):
+        source.tensor("layers.0.mlp.up_proj.weight")
+
+
+def rewritten(path: Path, to: Path, edit: Callable[[str, Any], dict[str, Any]]) -> Path:
+    """The file with other tensors: `edit` returns name -> (data, type) for each of its own."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, "gemma4")
+    for key, value in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            content = value.contents()
+            write_value(writer, key, content)
+    for t in reader.tensors:
+        for name, (data, kind) in edit(t.name, t).items():
+            writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_0", "Q8_0"), ("F16", "F32")])
+def test_halves_of_experts_that_lie_apart(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    spec = load_spec("tiny-moe")
+    tensors = {n: torch.randn(s) for n, s in text_tensors(spec).items()}
+    write_gguf(tmp_path / "a.gguf", spec, tensors, all_of("F32"))
+
+    def apart(name: str, t: Any) -> dict[str, Any]:
+        if not name.endswith("ffn_gate_up_exps.weight"):
+            return {name: (t.data, t.tensor_type)}
+        halves = np.split(t.data, 2, axis=1)
+        to = [GGMLQuantizationType[k] for k in kinds]
+        names = [name.replace("gate_up", part) for part in ("gate", "up")]
+        return {n: (quants.quantize(h, k), k) for n, h, k in zip(names, halves, to, strict=True)}
+
+    source = opened(rewritten(tmp_path / "a.gguf", tmp_path / "b.gguf", apart), spec)
+    name = "layers.0.experts.gate_up_proj"
+    halves = [tensors[name].chunk(2, 1)[i].numpy() for i in range(2)]
+    want = [
+        quants.dequantize(quants.quantize(h, GGMLQuantizationType[k]), GGMLQuantizationType[k])
+        for h, k in zip(halves, kinds, strict=True)
+    ]
+    assert torch.equal(source.tensor(name), torch.from_numpy(np.concatenate(want, 1)))
+    assert (name in source.forms) == (kinds == ("Q4_0", "Q4_0"))
+
+
+def test_a_head_of_its_own(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    spec = replace(spec, text=replace(spec.text, tie_word_embeddings=False))
+    engine, peer, meant = built(tmp_path, spec, all_of("Q5_0"))
+    assert torch.equal(engine.param("head.w"), meant[HEAD])
+    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in Q8_0 of tiny-ple; do not alter it."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    bare_file(path, load_spec("tiny-ple"), kind="Q8_0", seed=0)
+    return path
+
+
+def test_commands(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "e"
+    words = ("--backend", "reference", "--max-seq", "64", "--prefill-chunk", "16")
+    assert command("build", "--checkpoint", model, *words, "--out", out).code == 0
+    shown = command("show", out)
+    assert shown.code == 0 and "dequantize" in shown.out
+    assert command("verify", out, "--against", "reference").code == 0
+    assert command("verify", out, "--against", "hf", "--checkpoint", model).code == 0
+    ran = command("run", out, "--prompt", "to ab", "--max-new-tokens", "3", "--json")
+    assert ran.code == 0, ran.err
+    found = {f.name for f in out.iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja"} < found
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    stated = command("specs", "from-hf", model, "--json")
+    assert json.loads(stated.out)["text"]["num_hidden_layers"] == 8
+
+
+def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:
+    words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
+    message = refused(*words, "--variant", "tiny-dense")
+    assert "text.num_hidden_layers: spec 6, checkpoint 8" in message and model.name in message
+    assert command(*words, "--variant", "tiny-ple").code == 0
+
+
+def test_media(model: Path, tmp_path: Path) -> None:
+    words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
+    assert "mmproj" in refused(*words, "--media", "image")
+    assert command(*words, "--media", "none").code == 0
+
+
+def test_codes_are_not_quantised_again(model: Path, tmp_path: Path) -> None:
+    words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
+    assert "is quantised already" in refused(*words, "--quant", "int8")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--checkpoint")
+    assert "absent.gguf: no such file" in refused(*words, tmp_path / "absent.gguf")
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    assert "no GGUF file" in refused(*words, tmp_path / "model.safetensors")
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The file's, and one that transformers makes of the same vocabulary."""
+    from tokenizers import Tokenizer
+    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
+
+    made = vocabulary(512)
+    ids = {t: i for i, t in enumerate(made["tokenizer.ggml.tokens"])}
+    merges = [tuple(m.split(" ")) for m in made["tokenizer.ggml.merges"]]
+    peer = GemmaTokenizer(
+        vocab=ids, merges=merges, additional_special_tokens=["<turn|>", "<|channel>"]
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    peer.save_pretrained(folder)
+    raw = side_files(read_container(model))["tokenizer.json"].decode()
+    return Tokenizer.from_str(raw), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+PIECES = (
+    "<eos>",
+    "<bos>",
+    "<turn|>",
+    "<|channel>",
+    "  ",
+    "\n\n",
+    "to",
+    "into",
+    " a",
+    "é",
+    "界",
+    "€",
+)
+
+
+@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
+def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
+    own, peer = tokenizers
+    ids = own.encode(text, add_special_tokens=False).ids
+    assert ids == peer.encode(text, add_special_tokens=False).ids
+    for skip in (True, False):
+        assert own.decode(ids, skip_special_tokens=skip) == peer.decode(
+            ids, skip_special_tokens=skip
+        )
+
+
+def test_side_files(model: Path, tmp_path: Path) -> None:
+    files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
+    assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
+    kept = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": [1, 5]}
+    assert json.loads(files["generation_config.json"]) == kept
+
+    def change(values: dict[str, Any]) -> None:
+        values |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 64}
+        values |= {"tokenizer.ggml.suppress_tokens": [7, 9], "tokenizer.ggml.model": "none"}
+        del values["tokenizer.chat_template"]
+
+    path = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    files = {k: v.decode() for k, v in side_files(read_container(path)).items()}
+    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 64, "suppress_tokens": [7, 9]}
+    assert json.loads(files.pop("generation_config.json")) == kept | drawn
+    assert not files
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+#: change of the metadata -> the key that is named, and what is said of it
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "architecture": (lambda v: v.update({"general.architecture": "llama"}), "found 'llama'"),
+    "towers": (lambda v: v.update({"general.architecture": "clip"}), "found its towers alone"),
+    "split": (lambda v: v.update({"split.count": 3}), "llama-gguf-split --merge"),
+    "unknown": (lambda v: v.update({"gemma4.rope.scaling.factor": 8.0}), "may change the forward"),
+    "missing": (lambda v: v.pop("gemma4.attention.key_length"), "key_length: is missing"),
+    "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),
+    "no integer": (lambda v: v.update({"gemma4.block_count": 8.5}), "expected an integer"),
+    "range": (lambda v: v.update({"gemma4.embedding_length": 0}), "hidden_size"),
+    "layers": (lambda v: v.update({"gemma4.block_count": 9}), "expected an array of 9 bools"),
+    "many layers": (lambda v: v.update({"gemma4.block_count": 2**31}), "an array of 2147483648"),
+    "last layer": (
+        lambda v: v.update({"gemma4.attention.sliding_window_pattern": [False] * 7 + [True]}),
+        "the last layer must be a full one",
+    ),
+    "heads": (
+        lambda v: v.update({"gemma4.attention.head_count_kv": [1, 2] * 4}),
+        "layers of one kind must be alike",
+    ),
+    "heads of some": (
+        lambda v: v.update({"gemma4.attention.head_count_kv": [2, 2]}),
+        "expected 8 values of type int",
+    ),
+    "widths": (
+        lambda v: v.update({"gemma4.feed_forward_length": [96] * 4 + [100] * 4}),
+        "100 where K and V are shared, expected 96 or 192",
+    ),
+    "shared": (
+        lambda v: v.update({"gemma4.attention.shared_kv_layers": 8}),
+        "shared_kv_layers: 8 of 8 layers",
+    ),
+    "values": (lambda v: v.update({"gemma4.attention.value_length": 32}), "expected 64, as key"),
+    "rotated": (lambda v: v.update({"gemma4.rope.dimension_count": 32}), "expected 64, as key"),
+    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
+    "frequencies": (
+        lambda v: v.update(
+            {"gemma4.attention.key_length": 32, "gemma4.rope.dimension_count": 32}
+            | {"gemma4.attention.value_length": 32}
+        ),
+        "tensor rope_freqs.weight: expected F32 [16], found 'F32 [32]'",
+    ),
+    "token ids": (lambda v: v.update({"tokenizer.ggml.bos_token_id": "x"}), "expected a token id"),
+    "tokens twice": (
+        lambda v: v["tokenizer.ggml.tokens"].__setitem__(9, "<eos>"),
+        "expected texts, each once, found '<eos>'",
+    ),
+    "tokens": (lambda v: v["tokenizer.ggml.tokens"].append("x"), "expected 1 to 512 tokens"),
+    "token types": (lambda v: v["tokenizer.ggml.token_type"].pop(), "expected 512 items"),
+    "merges": (lambda v: v["tokenizer.ggml.merges"].append("ab zz"), "is not two tokens that are"),
+    "no merges": (lambda v: v.pop("tokenizer.ggml.merges"), "merges: expected an array"),
+    "tokenizer": (lambda v: v.update({"tokenizer.ggml.model": "llama"}), "expected gemma4, found"),
+    "template": (lambda v: v.update({"tokenizer.chat_template": 3}), "expected a text"),
+    "sampling": (lambda v: v.update({"general.sampling.top_k": "x"}), "top_k: expected a number"),
+    "suppressed": (
+        lambda v: v.update({"tokenizer.ggml.suppress_tokens": ["x"]}),
+        "suppress_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused_metadata(tmp_path: Path, name: str) -> None:
+    change, text = WRONG[name]
+    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    with pytest.raises(G4Error) as error:
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+    assert text in str(error.value) and str(file) in str(error.value), error.value
+    assert not (tmp_path / "e").exists()
+
+
+def without(part: str) -> Callable[[str, Any], dict[str, Any]]:
+    return lambda name, t: {} if part in name else {name: (t.data, t.tensor_type)}
+
+
+def retyped(part: str, kind: str) -> Callable[[str, Any], dict[str, Any]]:
+    """Tensors of a name as zeros of a type."""
+
+    def edit(name: str, t: Any) -> dict[str, Any]:
+        if part not in name:
+            return {name: (t.data, t.tensor_type)}
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        columns, *rows = (int(d) for d in t.shape)
+        shape = (*reversed(rows), max(1, columns // block) * nbytes)
+        return {name: (np.zeros(shape, np.uint8), GGMLQuantizationType[kind])}
+
+    return edit
+
+
+def added(name: str) -> Callable[[str, Any], dict[str, Any]]:
+    def edit(own: str, t: Any) -> dict[str, Any]:
+        more = {name: (t.data, t.tensor_type)} if own == "output_norm.weight" else {}
+        return {own: (t.data, t.tensor_type)} | more
+
+    return edit
+
+
+#: change of the tensors -> what is said
+TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
+    "missing": (without("blk.1.attn_q.weight"), "'blk.1.attn_q.weight': missing: expected shape"),
+    "unknown": (added("blk.0.attn_bias"), "'blk.0.attn_bias': not in the spec"),
+    "a layer more": (added("blk.8.attn_q.weight"), "'blk.8.attn_q.weight': not in the spec"),
+    "shape": (added("blk.0.ffn_gate_exps.weight"), "not in the spec"),
+    "type": (retyped("blk.0.ffn_up.weight", "MXFP4"), "type MXFP4 is not read; BF16, F16, F32"),
+    "vector": (retyped("blk.0.attn_norm", "Q8_0"), "expected BF16 or F16 or F32, found Q8_0"),
+    "integers": (retyped("blk.0.ffn_up.weight", "I32"), "type I32 is not read"),
+    "table": (without("token_embd"), "tensor token_embd.weight: expected a matrix"),
+    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found 'none'"),
+    "rope values": (retyped("rope_freqs", "F32"), "expected ones, then 1e30"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
+    edit, text = TENSORS[name]
+    file = rewritten(model, tmp_path / "a.gguf", edit)
+    with pytest.raises(G4Error) as error:
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+    assert text in str(error.value) and "a.gguf" in str(error.value), error.value
+
+
+def test_scales_that_are_not_finite(tmp_path: Path) -> None:
+    spec = load_spec("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec, kind="Q8_0")
+    entry = read_container(file).tensors["blk.2.attn_q.weight"].entry
+    data = bytearray(file.read_bytes())
+    data[entry.start + 34 : entry.start + 36] = b"\x00\x7e"  # NaN
+    file.write_bytes(data)
+    with pytest.raises(WeightsError, match=r"blk\.2\.attn_q\.weight.*NaN or infinite"):
+        g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
+
+
+def test_numbers_beyond_float16(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    file = bare_file(tmp_path / "a.gguf", spec, kind="Q4_1")
+    entry = read_container(file).tensors["blk.0.ffn_up.weight"].entry
+    data = bytearray(file.read_bytes())
+    data[entry.start : entry.start + 2] = np.float16(60000).tobytes()
+    file.write_bytes(data)
+    name = "layers.0.mlp.up_proj.weight"
+    assert opened(file, spec, "bf16").tensor(name).max() > 65504
+    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight: .* does not fit"):
+        opened(file, spec, "f16").tensor(name)
+
+
+# --- the container -------------------------------------------------------------------------------
+
+
+def u32(n: int) -> bytes:
+    return n.to_bytes(4, "little")
+
+
+def u64(n: int) -> bytes:
+    return n.to_bytes(8, "little")
+
+
+def text(s: str | bytes) -> bytes:
+    raw = s.encode() if isinstance(s, str) else s
+    return u64(len(raw)) + raw
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + u32(kind) + value
+
+
+def tensor(name: str, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    shape = b"".join(map(u64, dims))
+    return text(name) + u32(len(dims)) + shape + u32(kind) + u64(offset)
+
+
+def raw(*keys: bytes, tensors: tuple[bytes, ...] = (), data: int = 256, version: int = 3) -> bytes:
+    head = b"GGUF" + u32(version) + u64(len(tensors)) + u64(len(keys))
+    head += b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % 32 + data)
+
+
+#: bytes of a file -> what is said of it
+BROKEN = {
+    "empty": (b"", "0 bytes are no GGUF file"),
+    "short": (b"GG", "2 bytes are no GGUF file"),
+    "magic": (b"GGML" + bytes(40), "begins with b'GGML'"),
+    "version": (raw(version=1), "has version 1"),
+    "big endian": (b"GGUF" + (3).to_bytes(4, "big") + bytes(40), "is big endian"),
+    "keys": (b"GGUF" + u32(3) + u64(0) + u64(2**63), "count of keys: 9223372036854775808"),
+    "many keys": (b"GGUF" + u32(3) + u64(0) + u64(9) + bytes(100), "126 bytes at 24 are beyond"),
+    "tensors": (b"GGUF" + u32(3) + u64(2**40) + u64(0), "count of tensors: 1099511627776"),
+    "key twice": (raw(key("a", 4, u32(1)), key("a", 4, u32(2))), "'a' is there twice"),
+    "no name": (raw(key("", 4, u32(1))), "a key after 0: '' is no name"),
+    "odd name": (raw(key("a\n", 4, u32(1))), "'a\\n' is no name"),
+    "long name": (raw(text("a" * 70000)), "70000 bytes of text, expected at most 65536"),
+    "no text": (raw(key("a", 8, text(b"\xff"))), "'a': not UTF-8 at byte 0"),
+    "long text": (raw(key("a", 8, u64(2**50))), "1125899906842624 bytes of text"),
+    "value": (raw(key("a", 13, u32(0))), "'a': unknown type 13 of a value"),
+    "bool": (raw(key("a", 7, b"\x02")), "expected a bool, 0 or 1, found 2"),
+    "array": (raw(key("a", 9, u32(4) + u64(2**60))), "count of items: 1152921504606846976"),
+    "array beyond": (raw(key("a", 9, u32(4) + u64(9999))), "count of items: 39996 bytes"),
+    "texts beyond": (raw(key("a", 9, u32(8) + u64(2) + u64(2**50))), "a text of the array is"),
+    "nested": (raw(key("a", 9, u32(9) + u64(1))), "an array of arrays"),
+    "kind of array": (raw(key("a", 9, u32(77) + u64(1))), "found type 77"),
+    "alignment": (raw(key("general.alignment", 4, u32(12))), "expected a multiple of 8 up to"),
+    "alignment 0": (raw(key("general.alignment", 4, u32(0))), "expected a multiple of 8 up to"),
+    "tensor twice": (raw(tensors=(tensor("a", (8,)),) * 2), "a tensor: 'a' is there twice"),
+    "dims": (raw(tensors=(tensor("a", (8,) * 5),)), "5 dims, expected 1 to 4"),
+    "no dims": (raw(tensors=(tensor("a", ()), tensor("b", (1,)))), "0 dims, expected 1 to 4"),
+    "dim 0": (raw(tensors=(tensor("a", (8, 0)),)), "dims [8, 0], expected none to be 0"),
+    "type": (raw(tensors=(tensor("a", (8,), 4),)), "tensor 'a': unknown type 4"),
+    "blocks": (raw(tensors=(tensor("a", (48,), 8),)), "rows of 48 are no blocks of 32 of Q8_0"),
+    "product": (raw(tensors=(tensor("a", (2**62, 2**62)),)), "are beyond the end of the data"),
+    "offset": (raw(tensors=(tensor("a", (8,), offset=8),)), "offset 8 is not aligned to 32"),
+    "beyond": (raw(tensors=(tensor("a", (8,), offset=256),)), "32 bytes at 256 are beyond"),
+    "overlap": (
+        raw(tensors=(tensor("a", (16,)), tensor("b", (8,), offset=32))),
+        "tensors 'a' and 'b' overlap at byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_refused_containers(tmp_path: Path, name: str) -> None:
+    data, text = BROKEN[name]
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(WeightsError) as error:
+        read_container(tmp_path / "a.gguf")
+    message = str(error.value)
+    assert text in message and "a.gguf" in message and "fix:" in message, message
+    assert message.isascii() and message.isprintable()
+
+
+def test_values(tmp_path: Path) -> None:
+    """Every type of a value, version 2, and data with gaps."""
+    keys = [
+        key("u8", 0, b"\xff"),
+        key("i8", 1, b"\xff"),
+        key("u16", 2, b"\xff\xff"),
+        key("i16", 3, b"\xff\xff"),
+        key("i32", 5, b"\xff" * 4),
+        key("f32", 6, np.float32(0.1).tobytes()),
+        key("bool", 7, b"\x01"),
+        key("text", 8, text("é")),
+        key("u64", 10, u64(2**63)),
+        key("i64", 11, b"\xff" * 8),
+        key("f64", 12, np.float64(0.1).tobytes()),
+        key("bools", 9, u32(7) + u64(2) + b"\x01\x00"),
+        key("texts", 9, u32(8) + u64(2) + text("a") + text("")),
+        key("none", 9, u32(8) + u64(0)),
+    ]
+    placed = (tensor("b", (8,), offset=64), tensor("a", (2, 3), 1))
+    (tmp_path / "a.gguf").write_bytes(raw(*keys, tensors=placed, version=2))
+    found = read_container(tmp_path / "a.gguf")
+    plain = {k: v for k, v in found.values.items() if k not in ("bools", "texts", "none")}
+    assert plain == {
+        "u8": 255,
+        "i8": -1,
+        "u16": 65535,
+        "i16": -1,
+        "i32": -1,
+        "f32": float(np.float32(0.1)),
+        "bool": True,
+        "text": "é",
+        "u64": 2**63,
+        "i64": -1,
+        "f64": 0.1,
+    }
+    assert (found.items("bools"), found.items("texts")) == ([True, False], ["a", ""])
+    assert found.items("none") == []
+    assert found.tensors["a"].shape == (3, 2)
+    assert found.tensors["b"].entry.start - found.tensors["a"].entry.start == 64
+
+
+# --- fuzz ----------------------------------------------------------------------------------------
+
+
+def small() -> Spec:
+    """Two layers of width 32, one of them without K and V of its own: a file of few KiB."""
+    base = load_spec("tiny-ple")
+    kind = replace(base.text.full, head_dim=32, num_key_value_heads=1)
+    text = replace(
+        base.text,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        pattern=("full",),
+        full=kind,
+        num_kv_shared_layers=1,
+        ple=replace(base.text.ple, dim=16, vocab_size=300),
+    )
+    return check_spec(replace(base, name="small", text=text))
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file beside its original."""
+    path = tmp_path_factory.mktemp("fuzz") / "a.gguf"
+    bare_file(path, small(), kind="Q8_0")
+    path.with_suffix(".original").write_bytes(path.read_bytes())
+    return path
+
+
+def survives(path: Path) -> None:
+    """Read all of it; only a G4Error, in printable ASCII, may come out."""
+    try:
+        origin = find_origin(path)
+        source = origin.open(origin.spec(), (), "bf16")
+        origin.side_files()
+        for name in source.entries.keys() | source.coded.keys():
+            source.tensor(name)
+    except G4Error as error:
+        message = str(error)
+        assert message.isascii() and len(message) < 3000
+        assert message.replace("\n", "").isprintable()
+
+
+def header_size(data: bytes) -> int:
+    return data.index(b"rope_freqs.weight")
+
+
+@given(share=st.floats(0, 1))
+def test_truncated(fuzzed: Path, share: float) -> None:
+    data = fuzzed.with_suffix(".original").read_bytes()
+    fuzzed.write_bytes(data[: int(share * (len(data) - 1))])
+    with pytest.raises(WeightsError):
+        read_container(fuzzed)
+
+
+PLACES = st.one_of(st.integers(0, 31), st.integers(0, 1500), st.integers(0, 1 << 20))
+EDITS = st.lists(
+    st.tuples(st.sampled_from((1, 4, 8)), PLACES, st.integers(0, 2**64 - 1)), min_size=1, max_size=3
+)
+
+
+@given(edits=EDITS)
+def test_changed_bytes(fuzzed: Path, edits: list[tuple[int, int, int]]) -> None:
+    """Bytes, or numbers of 4 or 8, anywhere in the header: lengths, counts, types and offsets."""
+    data = bytearray(fuzzed.with_suffix(".original").read_bytes())
+    for size, at, value in edits:
+        start = at % header_size(data)
+        data[start : start + size] = (value % 256**size).to_bytes(size, "little")
+    fuzzed.write_bytes(data)
+    survives(fuzzed)
+
+
+# --- llama.cpp -----------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-ple"])
+def test_llama_cpp(tmp_path: Path, name: str, kind: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    engine, peer, _ = built(tmp_path, load_spec(name), all_of(kind))
+    tokens = peer.tokens[0].tolist()
+    model = llama_cpp.Llama(
+        str(tmp_path / "model.gguf"),
+        n_ctx=256,
+        logits_all=True,
+        verbose=False,
+        type_k=0,
+        type_v=0,
+        flash_attn=False,
+    )
+    model.eval(tokens)
+    theirs = torch.from_numpy(np.array(model.scores[: len(tokens)]))
+    ours = engine.session().prefill(peer.tokens[:1], all_logits=True)[0]
+    assert cosine(ours, theirs).min() >= 0.99999
