@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
+from g4ir.ops.narrow import NARROW
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
@@ -137,6 +138,9 @@ class Backend(ABC):
     #: ops on params alone that it has no kernel for: they run at build, so that a quantised weight
     #: takes the room of its dtype
     folded: tuple[str, ...] = ()
+    #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
+    kv_dtypes: tuple[str, ...] = tuple(NARROW)
+    kv_reason: str = ""
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 

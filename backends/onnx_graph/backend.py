@@ -39,6 +39,9 @@ class OnnxBackend(Backend):
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
+    #: scales in a row would be bytes of another dtype, which no operator reads
+    kv_dtypes = ("bf16", "f8e4m3")
+    kv_reason = "ONNX has no operator that reads the scales of a row in int8"
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {

@@ -27,11 +27,19 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.text import has_blocks
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
-from g4ir.plan.settings import find_dtype, find_latent, find_placement
+from g4ir.plan.settings import (
+    KV_NAMES,
+    find_dtype,
+    find_kv_dtype,
+    find_latent,
+    find_placement,
+    pass_options,
+)
 from g4ir.quant.recipe import find_recipe
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, diff_specs, load_spec
@@ -57,6 +65,7 @@ from .artefact import (
     LatentOptions,
     LinkedWeights,
     Manifest,
+    NarrowOptions,
     Notes,
     PackedWeights,
     PassOptions,
@@ -137,7 +146,8 @@ def _resolved(
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, read_extractor(directory))
     _check_towers(spec, directory, media)
     limits = _widened(_limits(spec, o), spec, media)
-    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
+    kv = _kv_dtype(backend, o.kv_dtype, dtype)
+    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv)
     return Resolved(
         spec,
         device,
@@ -145,7 +155,7 @@ def _resolved(
         limits,
         o.all_logits,
         tuple(o.skip),
-        {"latent_kv": {"form": form}},
+        pass_options(form, kv),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
@@ -288,7 +298,6 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    form = p.options["latent_kv"]["form"]
     return Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -300,7 +309,9 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         limits=p.limits,
         all_logits=p.all_logits,
         skipped_passes=p.skip,
-        options=PassOptions(LatentOptions(form)),
+        options=PassOptions(
+            LatentOptions(**p.options["latent_kv"]), NarrowOptions(**p.options["narrow_kv"])
+        ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
         media=p.media,
@@ -364,6 +375,18 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
         return backend.dtypes[0]
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
     raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _kv_dtype(backend: Backend, given: str | None, dtype: str) -> str:
+    """Return what caches are narrowed to, or OFF; InputError where the backend has none such."""
+    kv = find_kv_dtype(given, dtype)
+    if kv == OFF or kv in backend.kv_dtypes:
+        return kv
+    other = " or ".join(KV_NAMES[d] for d in backend.kv_dtypes) or "the dtype: leave it out"
+    raise InputError(
+        f"--kv-dtype {given}: backend {backend.name} cannot: {backend.kv_reason}; it holds caches "
+        f"in {other}"
+    )
 
 
 def _memory(device: str, dry: bool) -> int | None:
