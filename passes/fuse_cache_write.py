@@ -3,8 +3,8 @@ q', k', v' the heads of split(qkv)  ->  q, caches = qkv_write(qkv, ..)
 
 Decode only: a single token, written before attention reads it. A chunk of several is read beside
 the caches as they were, so its rows are wanted themselves. Where K and V come from one projection,
-v' is k', and the rows are those of the caches' form (see `latent_kv` and `narrow_kv`). A layer that reads another
-layer's caches has q alone and is left.
+v' is k', and the rows are those of the caches' form and dtype (see `latent_kv`, `narrow_kv`). A
+layer that reads another layer's caches has q alone and is left.
 """
 
 from __future__ import annotations

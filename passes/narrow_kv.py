@@ -4,7 +4,7 @@ row = narrow_row(x), cache' the state in the dtype `to`; "off" leaves everything
 
 A chunk is read as its cache will hold it, so that results do not depend on how tokens are cut into
 chunks. This pass changes what a graph computes, by a rounding of K and V that the user asked for.
-Caches of the form `raw` are refused: what they hold is bounded by no norm.
+Caches of the form `raw` are left: what they hold is bounded by no norm.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from .match import Note, ignore
 
 AFTER = "latent_kv"  # what caches hold is decided
 CHANGES_STATE = True
+CHANGES_MEANING = True
 
 OFF = "off"
 DTYPES = (OFF, *NARROW)
 
 
 def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
-    """Hold caches in a dtype of fewer bits. InputError for another dtype, and for the form `raw`."""
+    """Hold caches in a dtype of fewer bits. InputError for another dtype."""
     if to not in DTYPES:
         raise InputError(f"narrow_kv: to {to!r}: expected one of {', '.join(DTYPES)}")
     writes = [n for n in g.find("cache_write") if _is_wider(n, to)]
+    raw = _raw(g)
+    for n in (n for n in writes if n["cache"] in raw or n.out in raw):
+        note(n["cache"].name, "left: it holds a projection before its norm")
+    writes = [n for n in writes if n["cache"] not in raw and n.out not in raw]
     if not writes:
         return g
-    if any(n.attrs.get("form") == "raw" for n in g.nodes):
-        raise InputError("narrow_kv: the form raw holds a projection before its norm; use value")
     rows = {n["new"].name: _row(n["new"], to) for n in writes}
     states = {n["cache"].name: _as_held(n["cache"], to) for n in writes}
     for v in states.values():
@@ -48,6 +51,11 @@ def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
         nodes.append(made)
     state = tuple(states.get(v.name, v) for v in g.state)
     return rebuild(replace(g, nodes=tuple(nodes), state=state))
+
+
+def _raw(g: Graph) -> set[Value]:
+    """Return the caches of the form `raw` that attentions read."""
+    return {v for n in g.nodes if n.attrs.get("form") == "raw" for v in n.caches}
 
 
 def _is_wider(write: Node, to: str) -> bool:
@@ -81,5 +89,10 @@ def _reading(n: Node, rows: dict[str, Node]) -> Node:
 
 
 def left(g: Graph, n: Node, to: str = OFF) -> bool:
-    """Whether a node writes a cache of more bits than `to`."""
-    return n.op == "cache_write" and to != OFF and ITEMSIZE[n["new"].type.dtype] > ITEMSIZE[to]
+    """Whether a node writes a cache of more bits than `to`, of which attention reads K and V."""
+    return (
+        n.op == "cache_write"
+        and to != OFF
+        and ITEMSIZE[n["new"].type.dtype] > ITEMSIZE[to]
+        and not _raw(g) & {n["cache"], n.out}
+    )

@@ -39,9 +39,8 @@ class OnnxBackend(Backend):
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
-    #: scales in a row would be bytes of another dtype, which no operator reads
-    kv_dtypes = ("bf16", "f8e4m3")
-    kv_reason = "ONNX has no operator that reads the scales of a row in int8"
+    kv_dtypes = ()
+    kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {

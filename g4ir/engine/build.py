@@ -24,7 +24,9 @@ from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
 from g4ir.ir.graph import Program
 from g4ir.model.media import Media, find_media
+from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
+from g4ir.ops.narrow import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
 from g4ir.passes.narrow_kv import OFF
@@ -123,6 +125,8 @@ def prepare(
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source, weights = _open_source(resolved, options, directory)
+    if weights is not None:
+        _check_range(resolved, source)
     if backend.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
@@ -199,6 +203,26 @@ def _open_source(r: Resolved, o: BuildOptions, directory: Path | None) -> tuple[
     checkpoint = Checkpoint.open(directory, r.spec, r.media.kinds)
     read_defaults(directory / GENERATION, r.spec.text.vocab_size)
     return checkpoint, _linked(checkpoint) if o.link_weights else PackedWeights("packed")
+
+
+def _check_range(r: Resolved, source: WeightSource) -> None:
+    """Warn of the layer whose K may be farthest beyond the range of a narrowed cache: behind a norm
+    of weight w no number of d is larger than sqrt(d) * max |w|. Such numbers saturate."""
+    most = NARROW.get(r.options["narrow_kv"]["to"])
+    if most is None:
+        return
+    names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
+    weights = {name: source.tensor(checkpoint_name(name)) for name in names}
+    reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
+    worst = max(reach, key=reach.__getitem__)
+    if reach[worst] > most:
+        log.warning(
+            "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it; int8 "
+            "has no such limit",
+            reach[worst],
+            worst,
+            most,
+        )
 
 
 def _shows_options(function: F) -> F:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import Budget
-from .quant import quantize
+from .quant import quantized
 from .types import FLOATS, ITEMSIZE, Type, torch_dtype
 
 #: dtype of a cache -> largest finite number; of codes none, as scales follow the numbers
@@ -87,7 +87,7 @@ def coded(x: Any) -> Any:
 
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -width % GROUP))
-    codes, scales = quantize.reference(padded, form="int8", group=GROUP, scale="bf16")
+    codes, scales = quantized(padded, "int8", GROUP, "bf16")
     bits = scales.to(torch.bfloat16).view(torch.int16)
     data = torch.stack((bits.to(torch.int8), (bits >> 8).to(torch.int8)), -1).flatten(-2)
     return torch.cat((codes[..., :width], data), -1)
@@ -110,7 +110,7 @@ def numbers(rows: Any, dtype: Any = None) -> Any:
     return (codes.to(torch.float32) * spread).to(dtype)
 
 
-def plain(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """Return a tensor that can be compared: what rows in 8 bits say in fp32, others as they are."""
     import torch
 

@@ -144,8 +144,8 @@ class KvBytes:
 
 
 def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
-    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone; `dtype`
-    is that of the caches' rows (default: the spec's)."""
+    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone, for
+    rows held in `dtype` (default: the spec's)."""
     kind = dtype or spec.dtype
     full = window = held = per_token = 0
     for layer in spec.layers():
