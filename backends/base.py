@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
+from g4ir.ops.narrow import NARROW
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
@@ -134,6 +135,9 @@ class Backend(ABC):
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
+    #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
+    kv_dtypes: tuple[str, ...] = tuple(NARROW)
+    kv_reason: str = ""
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 

@@ -39,6 +39,8 @@ class OnnxBackend(Backend):
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
+    kv_dtypes = ()
+    kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {

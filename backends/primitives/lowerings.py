@@ -213,11 +213,11 @@ LOWERINGS: Mapping[str, Lowering] = {
 }
 
 #: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside,
-#: and what depends on weights alone is made at build
+#: what depends on weights alone is made at build, and caches have the dtype of the engine
 OUTSIDE = frozenset(
     {
         *("embedding", "greedy", "candidates", "relative_keys"),
-        *("quantize", "columns", "embedding_quantized"),
+        *("quantize", "columns", "embedding_quantized", "narrow_row"),
     }
 )
 

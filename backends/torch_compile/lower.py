@@ -148,14 +148,24 @@ def grouped_experts(
 
 
 def _cache_write(
+    m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, *place: torch.Tensor
+) -> torch.Tensor:
+    """Write in place. Floats in 8 bits move as bytes: the compiler chooses between no others."""
+    bytewise = cache.dtype == torch.float8_e4m3fn
+    held, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
+    _write(m, n, held, rows, *place)
+    return cache
+
+
+def _write(
     m: Run,
     n: Node,
     cache: torch.Tensor,
     new: torch.Tensor,
     start: torch.Tensor,
     lengths: torch.Tensor,
-) -> torch.Tensor:
-    """Write in place. One token goes to its slot, and so do those of a chunk in a list, of which a
+) -> None:
+    """One token goes to its slot, and so do those of a chunk in a list, of which a
     chunk fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may
     stay: there the chunk is gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
@@ -163,18 +173,18 @@ def _cache_write(
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
-        return cache
+        return
     if m.device != "cpu" and isinstance(n["cache"].type.shape[0], str):
-        return _list_write(cache, new, start, lengths)
+        _list_write(cache, new, start, lengths)
+        return
     source = slot_positions(start + lengths, cache.shape[0]) - start
     picked = new[rows, source.clamp(min=0)]
     cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
-    return cache
 
 
 def _list_write(
     cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     """Write slots start .. start + lengths - 1 of each row of the list [C,B,n,d]. Padding writes
     what was there, to slots of its own: no chunk is longer than the list."""
     torch._check(new.shape[1] <= cache.shape[0])
@@ -183,7 +193,6 @@ def _list_write(
     slot = torch.remainder(start + tokens, cache.shape[0])
     real = (tokens < lengths)[:, :, None, None]
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
-    return cache
 
 
 #: ops whose lowerings take a weight in codes

@@ -28,16 +28,17 @@ from typing import TYPE_CHECKING
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import (
-    BUDGETS,
     ROUNDED,
     Anchor,
     Budget,
     LocalError,
+    budget_of,
     row_errors,
     widened,
 )
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE
+from g4ir.passes.narrow_kv import OFF
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import check_media
@@ -46,6 +47,7 @@ from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
 from .room import float64_refusal
+from .rounded import narrowed
 from .tokens import (
     EVERY_LOGITS,
     chunks_of,
@@ -126,7 +128,7 @@ def _compare(
     want = peer.logits(ids, turns, every, shown, theirs)
     where = positions_of(turns, every)
     errors = row_errors(got, want)
-    budget = BUDGETS[engine.dtype, against]
+    budget = budget_of(engine.dtype, against, narrowed(engine))
     local: tuple[LocalError, ...] = ()
     if rounded:
         device = engine.device if against == "reference" else "cpu"
@@ -231,10 +233,12 @@ def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Sat
 def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
-    it grows from layer to layer."""
+    it grows from layer to layer. Where caches are narrowed, also token by token: each mode rounds
+    other numbers of K and V to the other side."""
     reference = EnginePeer(reference_engine(engine))
-    narrow, wide = reference.logits(ids, turns, every), reference.wide(ids, turns, every)
-    return float(row_errors(narrow, wide).relative.max())
+    wide = reference.wide(ids, turns, every)
+    modes = [reference.logits, reference.other] if narrowed(engine) != OFF else [reference.logits]
+    return max(float(row_errors(mode(ids, turns, every), wide).relative.max()) for mode in modes)
 
 
 # ---- what the logits say -----------------------------------------------------------------------

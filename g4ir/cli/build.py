@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import EngineError, InputError
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.settings import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
@@ -149,6 +150,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"],
+        "kv_dtype": KV_NAMES.get(p.options["narrow_kv"]["to"]),
         "ple_placement": p.ple_placement,
         "settings": dict(p.settings),
         "media": p.media.to_dict(),

@@ -58,6 +58,7 @@ def add_show(verbs: Any) -> None:
         metavar="FORM",
         help="what layers with K=V cache: off (default), value or raw",
     )
+    p.add_argument("--kv-dtype", metavar="T", help="what caches hold: bfloat16, float8 or int8")
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
     p.add_argument(

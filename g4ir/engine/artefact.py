@@ -32,9 +32,11 @@ from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import Options, find_pass
 from g4ir.passes.latent_kv import FORMS
+from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.plan.settings import DEVICES, find_placement
+from g4ir.plan.settings import DEVICES, KV_NAMES, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import (
@@ -127,10 +129,16 @@ class LatentOptions:
 
 
 @dataclass(frozen=True)
+class NarrowOptions:
+    to: Annotated[str, OneOf(KV_FORMS)] = OFF
+
+
+@dataclass(frozen=True)
 class PassOptions:
     """Arguments of the passes that have any."""
 
     latent_kv: LatentOptions
+    narrow_kv: NarrowOptions = NarrowOptions()
 
 
 @dataclass(frozen=True)
@@ -513,6 +521,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--all-logits"] if m.all_logits else []
     words += [w for name in m.skipped_passes for w in ("--skip", name)]
     words += ["--latent-kv", m.options.latent_kv.form]
+    words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)

@@ -24,14 +24,24 @@ from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
 from g4ir.ir.graph import Program
 from g4ir.model.media import Media, find_media
+from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
+from g4ir.ops.narrow import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
-from g4ir.plan.settings import find_dtype, find_latent, find_placement
+from g4ir.plan.settings import (
+    KV_NAMES,
+    find_dtype,
+    find_kv_dtype,
+    find_latent,
+    find_placement,
+    pass_options,
+)
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.reader import Line, on_one_line
@@ -59,6 +69,7 @@ from .artefact import (
     LatentOptions,
     LinkedWeights,
     Manifest,
+    NarrowOptions,
     Notes,
     PackedWeights,
     PassOptions,
@@ -118,6 +129,8 @@ def prepare(
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     weights = _kept(source, options)
+    if weights is not None:
+        _check_range(resolved, source)
     if backend.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
@@ -142,7 +155,8 @@ def _resolved(
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
     _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)
-    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
+    kv = _kv_dtype(backend, o.kv_dtype, dtype)
+    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv)
     return Resolved(
         spec,
         device,
@@ -150,7 +164,7 @@ def _resolved(
         limits,
         o.all_logits,
         tuple(o.skip),
-        {"latent_kv": {"form": form}},
+        pass_options(form, kv),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
@@ -208,6 +222,26 @@ def _recipe(r: Resolved, source: WeightSource, origin: Origin | None) -> Recipe 
             f"--quant out, or give the checkpoint that it was made from"
         )
     return held or r.recipe
+
+
+def _check_range(r: Resolved, source: WeightSource) -> None:
+    """Warn of the layer whose K may be farthest beyond the range of a narrowed cache: behind a norm
+    of weight w no number of d is larger than sqrt(d) * max |w|. Such numbers saturate."""
+    most = NARROW.get(r.options["narrow_kv"]["to"])
+    if most is None:
+        return
+    names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
+    weights = {name: source.tensor(checkpoint_name(name)) for name in names}
+    reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
+    worst = max(reach, key=reach.__getitem__)
+    if reach[worst] > most:
+        log.warning(
+            "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it; int8 "
+            "has no such limit",
+            reach[worst],
+            worst,
+            most,
+        )
 
 
 def _shows_options(function: F) -> F:
@@ -312,7 +346,6 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    form = p.options["latent_kv"]["form"]
     return Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -324,7 +357,9 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         limits=p.limits,
         all_logits=p.all_logits,
         skipped_passes=p.skip,
-        options=PassOptions(LatentOptions(form)),
+        options=PassOptions(
+            LatentOptions(**p.options["latent_kv"]), NarrowOptions(**p.options["narrow_kv"])
+        ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
         media=p.media,
@@ -392,6 +427,18 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
         return backend.dtypes[0]
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
     raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _kv_dtype(backend: Backend, given: str | None, dtype: str) -> str:
+    """Return what caches are narrowed to, or OFF; InputError where the backend has none such."""
+    kv = find_kv_dtype(given, dtype)
+    if kv == OFF or kv in backend.kv_dtypes:
+        return kv
+    other = " or ".join(KV_NAMES[d] for d in backend.kv_dtypes) or "the dtype: leave it out"
+    raise InputError(
+        f"--kv-dtype {given}: backend {backend.name} cannot: {backend.kv_reason}; it holds caches "
+        f"in {other}"
+    )
 
 
 def _memory(device: str, dry: bool) -> int | None:

@@ -75,7 +75,7 @@ class quantize:
 
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
-        made = [_quantized(x, form, group or w.shape[-1], scale) for x in pieces]
+        made = [quantized(x, form, group or w.shape[-1], scale) for x in pieces]
         codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 
@@ -277,8 +277,8 @@ def by_rows(x: Any) -> Any:
 # --- numbers to codes --------------------------------------------------------------------------
 
 
-def _quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
-    """Return codes and scales of rows [n, K]. float64 stays float64, but for codes in integers."""
+def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
+    """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers."""
     import torch
 
     x = wide(w).unflatten(-1, (-1, group))

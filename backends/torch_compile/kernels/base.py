@@ -156,9 +156,10 @@ def kv_heads(n: Node) -> int:
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone. None
+    for rows in fewer bits too: they are widened before the library reads them."""
     q, heads = n["q"].type, kv_heads(n)
-    if reads_blocks(n):
+    if reads_blocks(n) or n.caches[0].type.dtype != q.dtype:
         return None
     return {
         "d": size(q, -1),
