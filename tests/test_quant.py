@@ -19,6 +19,7 @@ import g4ir
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.segment import graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
@@ -363,6 +364,17 @@ def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.Monkey
     assert asked == [made[parts[0].name].dtype]
     for v, t in zip(g.outputs, got, strict=True):
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_program_hands_over_a_dense_weight(name: str) -> None:
+    """Codes are taken apart where the weight is used: the head's too, which is in no layer."""
+    spec = spec_called(name)
+    packing = split_program(quantised_program(spec, recipe_called("int4")))
+    for g in packing.program.graphs.values():
+        made = {n.out.name for n in g.find("dequantize")}
+        assert g.name == "embed" or made
+        assert made.isdisjoint(name for s in graph_steps(g) for name in (*s.inputs, *s.outputs))
 
 
 def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:
