@@ -39,7 +39,7 @@ def _choose_all(
 
 
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
-    if not n.inputs or n.inputs[0].type.dtype not in HALF:
+    if not n.inputs or HALF.isdisjoint(v.type.dtype for v in (n.inputs[0], n.outputs[0])):
         return None
     for kernel in KERNELS:
         if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:
