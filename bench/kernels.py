@@ -4,7 +4,8 @@
 
 For each variant (e2b+int4: with weights in int4), batch (1, 8, 16) and form of the caches: the
 kernel of each node with its settings from the table of tunings, registers, spilled bytes and shared
-memory of a block, whether it uses tensor cores and 16-byte loads. --save writes bench/results/kernels.txt.
+memory of a block, whether it uses tensor cores and 16-byte loads. --save
+writes bench/results/kernels.txt.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def _gpu(name: str) -> str:
 
 
 def _plain(r: Row) -> dict[str, Any]:
-    return {**asdict(r), "shape": dict(r.shape), "use": dict(r.use)}
+    row = {**asdict(r), "shape": dict(r.shape), "use": dict(r.use)}
+    return row | {"bytes": row.pop("nbytes")}
 
 
 def _line(r: Row) -> tuple[str, ...]:
