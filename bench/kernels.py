@@ -24,6 +24,8 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.ui.table import aligned
 
 ROWS = (1, 8, 16)
+CODED = [f"{name}+{form}" for name in ("e2b", "26b-a4b", "31b") for form in ("int8", "int4", "fp8")]
+VARIANTS = ["e2b", "e4b", "12b", "26b-a4b", "31b", *CODED]
 NOTE = """\
 Products of more than 16 rows, and routed experts of more, are the library's (cuBLAS, grouped_mm):
 their kernels are near the limit there. Everything else between these kernels is the compiler's.
@@ -78,9 +80,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--variants", type=lambda s: s.split(","), default=["e2b", "e4b", "12b", "26b-a4b", "31b"]
-    )
+    parser.add_argument("--variants", type=lambda s: s.split(","), default=VARIANTS)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     rows = rows_of(args.variants)

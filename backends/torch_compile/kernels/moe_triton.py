@@ -419,8 +419,8 @@ def _tile_glu(
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr = "",
-    GROUP: tl.constexpr = 0,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
     pointers per row m.
@@ -454,8 +454,8 @@ def _tile_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr = "",
-    GROUP: tl.constexpr = 0,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)

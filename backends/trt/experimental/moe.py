@@ -120,6 +120,8 @@ def moe_gate_up_grouped(
             BLOCK_K,
             ACT,
             STAGES,
+            "",
+            0,
         )
 
 
@@ -160,4 +162,6 @@ def moe_down_grouped(
             BLOCK_N,
             BLOCK_K,
             STAGES,
+            "",
+            0,
         )
