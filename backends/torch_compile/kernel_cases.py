@@ -240,5 +240,7 @@ def launches_of_case(case: Case) -> list[Launch]:
 
 
 def bytes_of_case(case: Case) -> int:
-    """Count the bytes that the case's nodes have to read and write, by the cost model."""
-    return sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
+    """Count the bytes that the case's nodes have to read and write, by the cost model, in which a
+    weight of codes belongs to its product; of one alone its operands and result."""
+    found = sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
+    return found or sum(v.type.nbytes() for v in (*case.graph.sources(), *case.graph.outputs))
