@@ -157,7 +157,9 @@ class Backend(ABC):
         """Return the bytes of the caches of a session of max_batch rows."""
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
+    def scratch_bytes(
+        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+    ) -> int:
         """Return the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
         return 0
 

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir.backends import find_backend
 from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.segment import graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
@@ -39,6 +41,7 @@ from g4ir.ops.quant import FORMS, packed, unpacked
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
+from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import SCHEMES as HELD
 from g4ir.quant.recipe import Recipe, Rule, built_in, find_recipe
@@ -51,7 +54,7 @@ from tests.cli_tools import g4ir as command
 from tests.configs import NAMES, few, spec_called
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
-from tests.runner import Session
+from tests.runner import Session, built_program
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
@@ -373,6 +376,29 @@ def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.Monkey
     assert asked == [made[parts[0].name].dtype]
     for v, t in zip(g.outputs, got, strict=True):
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+
+
+def test_dense_weights_of_a_gpu_are_counted() -> None:
+    """Of a prompt, one node's at a time; in decode from 33 rows on, where the head is largest."""
+    program = built_program(load_spec("31b"), dtype="bf16", quant="int4")
+
+    def scratch(device: str, rows: int) -> int:
+        return find_backend("torch").scratch_bytes(program, Limits(max_batch=rows), device, {})
+
+    gate_up, head = 2 * 21504 * 5376, 262144 * 5376
+    assert (scratch("cpu", 1), scratch("cuda", 1)) == (0, 2 * gate_up)
+    assert (scratch("cuda", 32), scratch("cuda", 33)) == (2 * gate_up, 2 * head)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_program_hands_over_a_dense_weight(name: str) -> None:
+    """Codes are taken apart where the weight is used: the head's too, which is in no layer."""
+    spec = spec_called(name)
+    packing = split_program(quantised_program(spec, recipe_called("int4")))
+    for g in packing.program.graphs.values():
+        made = {n.out.name for n in g.find("dequantize")}
+        assert g.name == "embed" or made
+        assert made.isdisjoint(name for s in graph_steps(g) for name in (*s.inputs, *s.outputs))
 
 
 def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:

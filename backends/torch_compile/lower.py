@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
-from .kernels.base import Schedule
+from .kernels.base import Coded, Schedule, codes_of
 from .run import Lowering, Run
 from .towers import encoder_attention
 
@@ -26,8 +25,9 @@ def run_node(run: Run, n: Node) -> None:
     choice = run.schedule.find(n)
     tensors = (run.env[v.name] for v in n.inputs)
     if choice:
-        results = as_tuple(choice.kernel.call(run, n, choice, *map(dense, tensors)))
-    elif n.op in TAKES_CODES:
+        operands = tensors if choice.kernel.coded else map(dense, tensors)
+        results = as_tuple(choice.kernel.call(run, n, choice, *operands))
+    elif n.op in TAKES_CODES and run.device == "cpu":
         results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
     elif n.op in LOWERINGS:
         results = as_tuple(LOWERINGS[n.op](run, n, *map(dense, tensors)))
@@ -68,15 +68,6 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
                 torch._check(size == sizes.setdefault(d, size))
 
 
-@dataclass(frozen=True)
-class Coded:
-    """A weight in codes, for lowerings that take it so."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-
-
 def dense(value: Any) -> Any:
     """Return the weight that codes stand for; anything else as it is."""
     if not isinstance(value, Coded):
@@ -85,7 +76,10 @@ def dense(value: Any) -> Any:
 
 
 def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    """Return the weight in codes where something takes it so: a kernel, or a large product."""
     coded = Coded(codes, scales, torch_dtype(n.word("to")))
+    if m.schedule.target.gpu:
+        return coded if codes_of(m.graph, n.out) else dense(coded)
     return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
 
 

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import FORM_OF, dequantized
+from g4ir.ops.types import torch_dtype
 
 from .scratch import empty_f32
 from .target import cpu_flags
@@ -73,7 +74,7 @@ class CodedKernel:
 _kernels: dict[torch.dtype, Kernel] = {}
 _coded: dict[torch.dtype, CodedKernel] = {}
 #: dtype of codes -> their name in kernels.c
-CODED = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
+CODED = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
 #: dtype of scales, and of rows but for the last -> its number in kernels.c
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 

@@ -100,7 +100,9 @@ class TrtBackend(Backend):
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
+    def scratch_bytes(
+        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+    ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
         from .lowerings import score_bytes
 

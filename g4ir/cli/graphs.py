@@ -67,11 +67,15 @@ def _of_part(media: Media, part: str) -> Media:
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
     from g4ir.ir.graph import Program
+    from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
 
     spec = spec_of(args)
     if args.engine is None:
-        return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
+        plain = plain_graph(spec, args.phase, args.all_logits)
+        program = Program({args.phase: plain})
+        held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
+        return held.graphs[args.phase], set(args.skip)
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)

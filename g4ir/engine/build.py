@@ -187,7 +187,7 @@ def _fitted(
     limits = r.limits
     more = backend.cache_bytes(program, limits)
     more -= cache_bytes(program, limits.max_batch, limits.max_seq)
-    scratch = backend.scratch_bytes(program, limits, settings)
+    scratch = backend.scratch_bytes(program, limits, r.device, settings)
     if o.ple_placement is None and r.ple_placement == "device":
         r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
     try:

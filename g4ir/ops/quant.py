@@ -29,6 +29,8 @@ class Form:
 
 
 FORMS = {"int8": Form("i8", 1, 127), "int4": Form("u8", 2, 8), "fp8": Form("f8e4m3", 1, 448)}
+#: dtype of codes -> form
+FORM_OF = {f.codes: name for name, f in FORMS.items()}
 PACKED = {f.codes: f.packed for f in FORMS.values()}
 #: of two codes in a byte, between code + 8 and two's complement
 COMPLEMENT = 0x88
