@@ -17,7 +17,12 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.model.names import checkpoint_name
+from g4ir.ops.quant import unpacked
+from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
 from tests.packing import (
@@ -308,6 +313,56 @@ def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     assert "%L0.attn.wo.codes" in command("show", path).out
     assert command("show", path, "--cost").code == 0
     assert command("verify", path, "--each-pass").code == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ("int4 in groups", "fp8 in rows", "mobile"))
+def test_the_torch_backend(case: str, tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES[case].write(oracle, tmp_path / "c")
+    engine = built(folder, tmp_path / "e", backend="torch")
+    got, want = logits(engine, oracle), theirs(folder, oracle)
+    assert relative(got, want).max().item() < oracle.budget
+
+
+def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
+    """Scales are rounded before they are multiplied; all other weights once, after it."""
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["mobile"].write(oracle, tmp_path / "c")
+    engine = built(folder, tmp_path / "e", dtype="bf16")
+    source = Checkpoint.open(folder, engine.spec)
+    for name in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "lm_head.weight"):
+        codes, scales = (source.tensor(name + part) for part in (".codes", ".scales"))
+        numbers = unpacked(codes) if codes.dtype == torch.uint8 else codes
+        want = numbers.to(torch.bfloat16) * scales.to(torch.bfloat16)
+        param = next(p for p in weights_of(engine.spec) if checkpoint_name(p) == name)
+        assert torch.equal(engine.param(param), want), name
+
+
+def test_towers_in_codes(tmp_path: Path) -> None:
+    """They are made dense at build; what else is of a tower left out is not looked at."""
+    spec = load_spec("tiny-media")
+    source = RandomCheckpoint(spec, 3, F32)
+    folder = write_checkpoint(tmp_path / "c", spec, source, media=("image",))
+    means: Tensors = {}
+
+    def change(tensors: Tensors) -> None:
+        linears = [n for n in tensors if n.endswith("_proj.linear.weight")]
+        for name in (n for n in linears if "vision_tower" in n):
+            module, w = name.removesuffix(".weight"), tensors.pop(name)
+            means[name] = e4m3_weight(1, 0)(module, w)[name].float()
+            tensors.update(e4m3_weight(1, 0, "weight_scale_inv")(module, w))
+            means[name] *= tensors[f"{module}.weight_scale_inv"]
+
+    config = {"quant_method": "fp8", "weight_block_size": [1, 1 << 16]}
+    rewrite(folder, change, quantization_config=config)
+    opened = Checkpoint.open(folder, spec, ("image",))
+    assert means and len(opened.forms) == len(means)
+    for name, want in means.items():
+        bare = next(n for n in opened.forms if name.endswith(n.removeprefix("vision.")))
+        assert torch.equal(opened.tensor(bare), want)
+    engine = built(folder, tmp_path / "e", media=("image",))
+    assert engine.recipe is None and not Checkpoint.open(folder, spec).forms
 
 
 def test_quantised_twice(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ MOST = {
     "g4ir/spec": 2330,
     "g4ir/model": 1630,
     "g4ir/quant": 290,
-    "g4ir/weights": 2860,
+    "g4ir/weights": 2880,
     "g4ir/weights/gguf": 1340,
     "g4ir/plan": 2680,
     "backends": 13930,

@@ -8,8 +8,9 @@ are. Activations are not rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import WeightsError
@@ -19,7 +20,7 @@ from g4ir.weights.coded import CodedWeight
 from g4ir.weights.tensorfile import quoted
 
 from .base import Coded, Files, Found, Grid, Modules, coded_weight, e4m3, require, wrong
-from .patterns import compiled
+from .patterns import Names
 
 if TYPE_CHECKING:
     import torch
@@ -132,9 +133,9 @@ def read(tree: Node, files: Files) -> Coded:
     config: Config = build(Config, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    modules = Modules(files, SUFFIXES)
+    modules, choice = Modules(files, SUFFIXES), Choice(config, where)
     for module, parts in modules.parts.items():
-        _take(modules, module, parts, Choice(config, where))
+        _take(modules, module, parts, choice)
     groups = config.config_groups.values()
     if modules.ignored or any(g.input_activations or g.output_activations for g in groups):
         log.warning("%s: activations are not rounded, as weights are", where)
@@ -188,22 +189,22 @@ class Choice:
     config: Config
     where: str
 
+    @cached_property
+    def _ignored(self) -> Names:
+        return Names.of(self.config.ignore or (), self.where)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Group, Names]]:
+        groups = self.config.config_groups.values()
+        return [(g, Names.of(g.targets, self.where)) for g in groups]
+
     def ignored(self, module: str, kind: str) -> bool:
         """Whether `ignore` names a module."""
-        return self._named(self.config.ignore or (), module, kind)
+        return self._ignored.hold(module, kind)
 
     def group(self, module: str, kind: str) -> Group | None:
         """Return the first group with a target that names a module."""
-        groups = self.config.config_groups.values()
-        return next((g for g in groups if self._named(g.targets, module, kind)), None)
-
-    def _named(self, names: Iterable[str], module: str, kind: str) -> bool:
-        return any(
-            bool(compiled(name[3:], self.where).match(module))
-            if name.startswith("re:")
-            else name in (module, kind)
-            for name in names
-        )
+        return next((g for g, names in self._groups if names.hold(module, kind)), None)
 
 
 def _kind(module: str, parts: Mapping[str, Found]) -> str:

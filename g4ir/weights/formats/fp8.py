@@ -26,7 +26,7 @@ FIX = "fix: correct quantization_config of config.json, or download the checkpoi
 
 log = logging.getLogger(__name__)
 _Side = Annotated[int, Range(1, 1 << 16)]
-_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 100_000)]
+_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ ROUNDED = "activations are rounded to a grid of their own, which engines do not 
 OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]
-_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 100_000)]
+_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 
 
 @dataclass(frozen=True)
 class Own:
-    """What is said of some modules."""
+    """Settings of some modules."""
 
     num_bits: _Bits | None = None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from g4ir.errors import WeightsError
 from g4ir.weights.tensorfile import quoted
 
-#: characters of a pattern, and repetitions in it
-MOST_LENGTH, MOST_REPEATS = 400, 8
+#: characters of a pattern, and repetitions in it; patterns of a list
+MOST_LENGTH, MOST_REPEATS, MOST_PATTERNS = 400, 8, 1000
 #: a repeated group, whose cost may double with each character
 _NESTED = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"(?<!\\)[*+{]")
@@ -30,6 +31,30 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
         raise WeightsError(f"{where}: pattern {quoted(pattern)}: {e}; correct it") from None
+
+
+@dataclass(frozen=True)
+class Names:
+    """Modules by name or class, and by patterns, which are marked `re:`."""
+
+    exact: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, names: Iterable[str], where: str) -> Names:
+        """Return a list of `where`; WeightsError for a pattern that is not taken."""
+        names = tuple(names)
+        found = [n.removeprefix("re:") for n in names if n.startswith("re:")]
+        if len(found) > MOST_PATTERNS:
+            raise WeightsError(
+                f"{where}: {len(found)} patterns, at most {MOST_PATTERNS}; name modules"
+            )
+        return cls(frozenset(names), tuple(compiled(p, where) for p in found))
+
+    def hold(self, module: str, kind: str) -> bool:
+        """Whether a module of a class is among them."""
+        known = module in self.exact or kind in self.exact
+        return known or any(p.match(module) for p in self.patterns)
 
 
 def excluded(module: str, names: Iterable[str], where: str) -> bool:
