@@ -58,6 +58,7 @@ LONG = (
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
 PARSED = (
     "bench build/",
+    "build --checkpoint gemma-",
     "build --spec bench/",
     "run engines/",
     "run engine-of-a-friend ",

@@ -360,6 +360,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--checkpoint")
     assert "absent.gguf: no such file" in refused(*words, tmp_path / "absent.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert f"give --checkpoint {tmp_path / 'a.gguf'}" in refused(*words, tmp_path)
     assert "no GGUF file" in refused(*words, tmp_path / "model.safetensors")
 
 

@@ -86,8 +86,10 @@ class Directory:
 
     def spec(self) -> Spec:
         if not self.stated.is_file():
+            found = sorted(self.path.glob(f"*{GGUF}"))
+            near = f"; give --checkpoint {found[0]}" if found else ""
             raise InputError(
-                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory"
+                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
             )
         return Spec.from_hf(self.stated)
 
