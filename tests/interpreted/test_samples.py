@@ -11,7 +11,6 @@ import torch
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
 from g4ir.backends.torch_compile.kernels.launch import by_default
-from g4ir.ops import OPS
 
 from .orders import poisoned
 from .samples import Try
@@ -24,12 +23,11 @@ def called(k: Kernel) -> str:
 
 
 def cases() -> Iterator[Any]:
-    """All; in bf16 every other one of attention, which takes longest, unless --full is given."""
+    """All; in bf16 every other one unless --full is given."""
     for kernel in KERNELS:
         for i, sample in enumerate(kernel.samples):
             for dtype in DTYPES:
-                spare = dtype == "bf16" and i % 2 and OPS[kernel.op].held
-                marks = pytest.mark.full if spare else ()
+                marks = pytest.mark.full if dtype == "bf16" and i % 2 else ()
                 yield pytest.param(
                     kernel, sample, dtype, marks=marks, id=f"{called(kernel)}-{i}-{dtype}"
                 )
