@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
+from g4ir.ops.narrow import NARROW
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
@@ -134,14 +135,19 @@ class Backend(ABC):
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
-    #: ops on params alone that it has no kernel for: they run at build, so that a quantised weight
-    #: takes the room of its dtype
-    folded: tuple[str, ...] = ()
+    #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
+    kv_dtypes: tuple[str, ...] = tuple(NARROW)
+    kv_reason: str = ""
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
     def check(self, device: str) -> None:  # noqa: B027  (most lack nothing)
         """Raise MissingError where the environment lacks something. Not asked in a dry run."""
+
+    def stored(self, program: Program) -> Program:
+        """Return optimised graphs whose weights lie as its products take them: those in codes by
+        columns, say, or made dense at build."""
+        return program
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         """Write compiled files into the folder; returns what the manifest keeps of them."""
@@ -151,7 +157,9 @@ class Backend(ABC):
         """Return the bytes of the caches of a session of max_batch rows."""
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
+    def scratch_bytes(
+        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+    ) -> int:
         """Return the bytes that a step needs beside what `g4ir plan` counts as its workspace."""
         return 0
 

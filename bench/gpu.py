@@ -73,6 +73,8 @@ from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
 from g4ir.plan.options import BuildOptions
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 
@@ -213,11 +215,15 @@ def rates_cell() -> dict[str, Any]:
 
 
 def programs(variants: list[str]) -> Iterator[Program]:
-    """Yield the programs of every variant, with latent caches too where it has any."""
+    """Yield the programs of every variant, with latent caches too where it has any; behind a + is
+    its recipe of weights in fewer bits, as in e2b+int4."""
     for variant in variants:
-        spec = load_spec(variant)
+        name, _, quant = variant.partition("+")
+        spec = load_spec(name)
         graphs = build_program(spec, dtype="bf16")
-        for form in ("off", "value", "raw") if spec.text.full.k_eq_v else ("off",):
+        graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
+        latent = spec.text.full.k_eq_v and not quant
+        for form in ("off", "value", "raw") if latent else ("off",):
             done = run_program(graphs, options={"latent_kv": {"form": form}})
             yield split_program(done).program
 

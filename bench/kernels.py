@@ -2,9 +2,10 @@
 
     python bench/kernels.py [--variants e2b,...] [--save]
 
-For each variant, batch (1, 8, 16) and form of the caches: the kernel of each node with its settings
-from the table of tunings, registers, spilled bytes and shared memory of a block, whether it uses
-tensor cores and 16-byte loads. --save writes bench/results/kernels.txt.
+For each variant (e2b+int4: with weights in int4), batch (1, 8, 16) and form of the caches: the
+kernel of each node with its settings from the table of tunings, registers, spilled bytes and shared
+memory of a block, whether it uses tensor cores and 16-byte loads. --save
+writes bench/results/kernels.txt.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.ui.table import aligned
 
 ROWS = (1, 8, 16)
+CODED = [f"{name}+{form}" for name in ("e2b", "26b-a4b", "31b") for form in ("int8", "int4", "fp8")]
+VARIANTS = ["e2b", "e4b", "12b", "26b-a4b", "31b", *CODED]
 NOTE = """\
 Products of more than 16 rows, and routed experts of more, are the library's (cuBLAS, grouped_mm):
 their kernels are near the limit there. Everything else between these kernels is the compiler's.
@@ -77,9 +80,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--variants", type=lambda s: s.split(","), default=["e2b", "e4b", "12b", "26b-a4b", "31b"]
-    )
+    parser.add_argument("--variants", type=lambda s: s.split(","), default=VARIANTS)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     rows = rows_of(args.variants)

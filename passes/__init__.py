@@ -6,6 +6,7 @@ Each is a file of this folder with
   left       whether a node should not be there afterwards; a pass that stops matching is an error
   AFTER      the pass that it follows, with the reason; None: it is the first
   CHANGES_STATE  given and true where it may change what the caches look like
+  CHANGES_MEANING  given and true where it may round what the graph before it does not
 
 Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
 caches' last form joins whole blocks of nodes into one op each.
@@ -60,7 +61,10 @@ _BY_NAME = _ordered(
     }
 )
 PASSES = tuple(_BY_NAME)
-CHANGES_STATE = frozenset(n for n, m in _BY_NAME.items() if getattr(m, "CHANGES_STATE", False))
+CHANGES_STATE, CHANGES_MEANING = (
+    frozenset(n for n, m in _BY_NAME.items() if getattr(m, what, False))
+    for what in ("CHANGES_STATE", "CHANGES_MEANING")
+)
 
 
 def find_pass(name: str) -> Callable[[Graph, Note], Graph]:

@@ -3,8 +3,8 @@ q', k', v' the heads of split(qkv)  ->  q, caches = qkv_write(qkv, ..)
 
 Decode only: a single token, written before attention reads it. A chunk of several is read beside
 the caches as they were, so its rows are wanted themselves. Where K and V come from one projection,
-v' is k', and the rows are those of the caches' form (see `latent_kv`). A layer that reads another
-layer's caches has q alone and is left.
+v' is k', and the rows are those of the caches' form and dtype (see `latent_kv`, `narrow_kv`). A
+layer that reads another layer's caches has q alone and is left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, splice_all
 
-from .match import Left, Note, after, ignore, made_by, only_user
+from .match import Left, Note, after, ignore, made_by, maker, only_user
 
 AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
 
@@ -57,10 +57,11 @@ class _Match:
     heads: tuple[Node, ...]  # of q, k and v, the last where v is not k
     q: Node
     rows: _Rows
+    narrowed: tuple[Node, ...]
     writes: tuple[Node, ...]
 
     def nodes(self) -> list[Node]:
-        return [self.split, *self.heads, self.q, *self.rows.nodes, *self.writes]
+        return [self.split, *self.heads, self.q, *self.rows.nodes, *self.narrowed, *self.writes]
 
     def fused(self) -> list[Node]:
         b, q, write = Builder(), self.q, self.writes[0]
@@ -89,14 +90,15 @@ def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
         raise Left("its caches are not written at the same slots")
     if writes[0]["new"].type.shape[1] != 1:
         raise Left("several tokens are written at once")
-    rows = _rows(g, n, [w["new"] for w in writes], form)
+    narrowed = tuple(m for w in writes if (m := maker(g, w, "new", "narrow_row")))
+    rows = _rows(g, n, [m["x"] for m in narrowed] or [w["new"] for w in writes], form)
     heads = [made_by(g, v, "heads") for v in dict.fromkeys((rows.k, rows.v))]
     split = made_by(g, heads[0]["x"], "split")
     if split.outputs[1:] != tuple(m["x"] for m in heads):
         raise Left(f"{split['x']} is not packed as q, k and v")
     heads = [_user(g, split.outputs[0], "heads"), *heads]
     q = _user(g, heads[0].out, "norm_rope")
-    match = _Match(form, split, tuple(heads), q, rows, writes)
+    match = _Match(form, split, tuple(heads), q, rows, narrowed, writes)
     _check(g, match)
     return match
 
@@ -164,7 +166,10 @@ def _user(g: Graph, v: Value, op: str) -> Node:
 # --- what it must leave to nobody --------------------------------------------------------------
 
 #: ops between a packed projection of one token and the caches
-_TO_CACHES = ("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms", "cache_write")
+_TO_CACHES = (
+    *("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms"),
+    *("narrow_row", "cache_write"),
+)
 
 
 def left(g: Graph, n: Node) -> bool:

@@ -11,7 +11,7 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Note, ignore, maker
 
-AFTER = "latent_kv"  # the caches have their last form
+AFTER = "narrow_kv"  # the caches have their last form
 
 
 def fuse_glu(g: Graph, note: Note = ignore) -> Graph:

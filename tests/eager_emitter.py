@@ -88,8 +88,21 @@ class EagerEmitter(Emitter):
     def _cast(self, x: Operand, t: Type) -> Operand:
         return self.made(x.handle.to(torch_dtype(t.dtype)), t)
 
-    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
-        return self.made(torch.nn.functional.linear(x.handle, w.handle), t)
+    def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
+        rows = w.handle.mT if columns else w.handle
+        return self.made(torch.nn.functional.linear(x.handle, rows), t)
+
+    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
+        x = codes.handle
+        if x.dtype == torch.uint8:
+            x = torch.stack((x & 15, x >> 4), -1).flatten(-2)
+            x = (x ^ 8).to(torch.int8) - 8
+        size = t.shape[axis] // scales.handle.shape[axis]  # type: ignore[operator]
+        factors = scales.handle.float().repeat_interleave(size, axis)
+        return self.made((x.float() * factors).to(torch_dtype(t.dtype)), t)
+
+    def _bits(self, codes: Operand, t: Type) -> Operand:
+        return self.made(codes.handle.view(torch.uint8), t)
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
         right = b.handle.transpose(-1, -2) if transpose_b else b.handle

@@ -22,6 +22,8 @@ from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.options import BuildOptions
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests.oracle import Oracle, expressible, graph_params, pieces, save_checkpoint
@@ -80,12 +82,14 @@ def built_program(
     skip: tuple[str, ...] = (),
     dtype: str | None = None,
     latent_kv: str = "off",
+    quant: str = "",
 ) -> Program:
     """The graphs after the passes, kept for the next test."""
-    key = (spec, all_logits, skip, dtype, latent_kv)
+    key = (spec, all_logits, skip, dtype, latent_kv, quant)
     if key not in _PROGRAMS:
         options = {"latent_kv": {"form": latent_kv}}
         plain = build_program(spec, all_logits, dtype)
+        plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)
     return _PROGRAMS[key]
 

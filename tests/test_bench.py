@@ -541,6 +541,7 @@ def test_shares_follow_from_samples_and_roof(report: Report) -> None:
     moved = work.weight_bytes + work.state_bytes
     step = np.median(run.samples_ms.itl) / 1e3
     assert report.mbu == pytest.approx(moved / step / bandwidth)
+    assert run.bytes_per_token == moved // report.workload.batch
     rate = np.median([r["matmul"] for r in rates])
     prompt = np.median(run.samples_ms.ttft) / 1e3
     assert report.mfu == pytest.approx(run.work.prefill.flops / prompt / rate)

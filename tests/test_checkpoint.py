@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -447,6 +448,19 @@ def test_empty_tensor(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     write_tensors(file, {"e": ("F32", (0, 3))}, lambda name: torch.empty(0, 3))
     assert read_header(file).entries["e"].shape == (0, 3)
+
+
+def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
+    """Those of whole lines, whatever the others are."""
+    table = {"a": ("F32", (3,)), "b": ("BF16", (32,)), "c": ("U8", (1,)), "d": ("F32", (2, 16))}
+    made = {n: torch.arange(math.prod(s)).to(DTYPES[d]).view(s) for n, (d, s) in table.items()}
+    write_tensors(tmp_path / "x", table, lambda name: made[name])
+    entries = read_header(tmp_path / "x").entries
+    assert [entries[n].start % 64 for n in "bd"] == [0, 0]
+    assert all(torch.equal(t, load_file(tmp_path / "x")[n]) for n, t in made.items())
+
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def test_writing_is_atomic(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ LONG = (
     "verify ",
     "bench engine ",
     "bench-compare ",
-    "show engine ",
+    "show engine",
     "plan --variant e2b --media ",
 )
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts

@@ -466,6 +466,23 @@ def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
     assert not done.stderr and not list(tmp_path.iterdir())
 
 
+def test_weights_are_the_mapped_file(engines: Any) -> None:
+    """On a CPU nothing is copied that begins at a whole cache line."""
+    engine = load_engine(engines("torch", "tiny-ple").path)
+    held = {t.data_ptr(): t for t in engine.runtime.weights.values() if t.nbytes % 64 == 0}
+    mapped = [at for at in held if str(engine.path) in _mapping_of(at)]
+    assert len(mapped) == len(held) > 10
+
+
+def _mapping_of(address: int) -> str:
+    """The line of this process's memory map that an address lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if start <= address < end:
+            return line
+    return ""
+
+
 def test_public_names_stay_what_they_are() -> None:
     """Modules of the same name do not hide functions of the package."""
     code = (

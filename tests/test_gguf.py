@@ -336,6 +336,7 @@ def test_commands(model: Path, tmp_path: Path) -> None:
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     stated = command("specs", "from-hf", model, "--json")
     assert json.loads(stated.out)["text"]["num_hidden_layers"] == 8
+    assert "text.moe.num_experts" in command("specs", "diff", model, "tiny-moe").out
 
 
 def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,22 @@ def test_kernels_of_prefill_and_of_latent_caches(capsys: pytest.CaptureFixture[s
     assert prefill["moe_mlp"] >= {OTHER}
 
 
+def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """In decode no weight is dense, and codes and scales are what is counted."""
+    plain, coded = shown(capsys), shown(capsys, "--quant", "int4")
+    assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
+    forms = [r["shape"] for r in coded["rows"] if r["kernel"] in ("skinny_linear", "moe_down")]
+    assert all(shape["int4"] == 32 for shape in forms[:-1]) and forms[-1]["int8"] == 2816
+    (head,) = (r for r in coded["rows"] if r["shape"].get("n") == 262144)
+    assert head["bytes"] == head["nodes"] * 262144 * (2816 + 2)
+    products = ("linear", "linear_glu")
+    sizes = [sum(r["bytes"] for r in x["rows"] if r["op"] in products) for x in (plain, coded)]
+    rest = sizes[0] - 262144 * 2816 * 2
+    assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
+    many = kernels(shown(capsys, "--quant", "int4", "--batch", "33"))
+    assert many["dequantize"] == {"dequantize"} and many["linear"] == {OTHER}
+
+
 def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--variant", "e2b", "--kernels"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -43,16 +43,22 @@ MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"), ("31
 ROWS = (1, 3, 8)
 
 
+#: names of models with weights in fewer bits
+CODED = ("tiny-moe+int4", "tiny-ple+int8", "tiny-dense+fp8")
+
+
 @cache
 def program(name: str, form: str = "off") -> Program:
-    plain = built_program(spec_called(name), latent_kv=form, dtype="bf16")
-    return split_program(plain).program
+    """The program of a model; behind a + its recipe of weights in fewer bits."""
+    model, _, quant = name.partition("+")
+    spec, how = spec_called(model), {"latent_kv": form, "dtype": "bf16", "quant": quant}
+    return split_program(built_program(spec, **how)).program
 
 
-def tiny_cases(rows: int) -> list[Case]:
+def tiny_cases(rows: int, models: tuple[tuple[str, str], ...] = MODELS) -> list[Case]:
     """Every kernel that the tiny models use, once."""
     found: dict[str, Case] = {}
-    for name, form in MODELS:
+    for name, form in models:
         for phase in ("decode", "prefill"):
             target = Target("cpu", "h200", rows)
             for case in find_cases(program(name, form), phase, target, 24, chunk=5):
@@ -81,13 +87,15 @@ class Calls(TorchDispatchMode):
 def test_ops_keep_the_rules() -> None:
     """Schemas, fake tensors and dispatch of every kernel's op, on its reference."""
     checked = set()
-    for case in (*tiny_cases(1), *tiny_cases(8)):
+    coded = tuple((name, "off") for name in CODED[:1])
+    for case in (*tiny_cases(1), *tiny_cases(8), *tiny_cases(1, coded)):
         with Calls() as calls:
             run_case(case, operands(case, "cpu"))
         for op, args, kwargs in calls.seen:
-            if op not in checked:
+            held = op, any(isinstance(a, torch.Tensor) and a.element_size() == 1 for a in args)
+            if held not in checked:
                 torch.library.opcheck(op, args, kwargs)
-                checked.add(op)
+                checked.add(held)
     expected = {
         "moe_gate_up",
         "decode_attention",
@@ -96,7 +104,10 @@ def test_ops_keep_the_rules() -> None:
         "moe_sort",
         "moe_down_sorted",
     }
-    assert expected <= {op._schema.name.removeprefix("g4ir::") for op in checked}
+    names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
+    assert {(name, False) for name in expected} <= names
+    takers = {"skinny_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"}
+    assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 
 # --- export -----------------------------------------------------------------------------------
@@ -139,7 +150,13 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize(
     ("name", "form"),
-    [MODELS[0], *(pytest.param(*m, marks=pytest.mark.full) for m in MODELS[1:3]), MODELS[3]],
+    [
+        MODELS[0],
+        *(pytest.param(*m, marks=pytest.mark.full) for m in MODELS[1:3]),
+        MODELS[3],
+        (CODED[0], "off"),
+        *(pytest.param(name, "off", marks=pytest.mark.full) for name in CODED[1:]),
+    ],
 )
 def test_every_step_exports_for_a_gpu(
     brackets_without_a_device: None, name: str, form: str, rows: int
@@ -155,6 +172,7 @@ def test_every_step_exports_for_a_gpu(
             graph = exported(text, target).graph
         called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
     assert {"norm_residual", "decode_attention" + "_latent" * (form != "off")} <= called
+    assert ("dequantize" in called) == ("+" in name)
 
 
 def type_of_number(number: float) -> str:
@@ -189,12 +207,16 @@ def test_a_case_with_other_settings() -> None:
 # --- Hopper -----------------------------------------------------------------------------------
 
 
+def latent(name: str) -> bool:
+    return "+" not in name and bool(spec_called(name).text.full.k_eq_v)
+
+
 def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Case]:
     """Every kernel of the variants at their sizes, for decode over 4096 tokens."""
     programs = (
         program(name, form)
         for name in variants
-        for form in (("off", "value", "raw") if spec_called(name).text.full.k_eq_v else ("off",))
+        for form in (("off", "value", "raw") if latent(name) else ("off",))
     )
     return all_cases(programs, [Target("cuda", "h200", n) for n in rows], 4096, chunk=1024)
 
@@ -225,9 +247,13 @@ def check(found: list[Resources]) -> None:
             assert r.tensor_cores and r.wide_loads, r
 
 
-@pytest.mark.parametrize("rows", [1])
-def test_kernels_fit_hopper(rows: int) -> None:
-    check(compiled(real_cases(("26b-a4b",), (rows,))))
+@pytest.mark.parametrize("name", ["26b-a4b", "26b-a4b+int4"])
+def test_kernels_fit_hopper(name: str) -> None:
+    found = compiled(real_cases((name,), (1,)))
+    check(found)
+    # However few bits a weight has, it is read in whole lines.
+    products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down", "_dequantize")]
+    assert products and all(r.wide_loads for r in products)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -241,6 +267,7 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("quant", ["", "+int8", "+int4", "+fp8"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_kernel_fits_hopper(name: str) -> None:
-    check(compiled(real_cases((name,), (*ROWS, 16, 32))))
+def test_every_kernel_fits_hopper(name: str, quant: str) -> None:
+    check(compiled(real_cases((name + quant,), (*ROWS, 16, 32))))

@@ -83,6 +83,54 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
         assert torch.equal(got, dequantized(codes, scales, dtype))
 
 
+#: form, numbers that share a scale, its dtype; 704 is no multiple of what is read at a time
+GROUPS = (
+    ("int4", 32, "f16"),
+    ("int4", 64, "bf16"),
+    ("int4", 0, "f32"),
+    ("int8", 16, "f32"),
+    ("int8", 32, "f16"),
+    ("int8", 0, "f16"),
+    ("fp8", 16, "bf16"),
+)
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288)])
+def test_groups_and_outliers(
+    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
+) -> None:
+    """Some numbers of x are 3,000 times the others, in one row all but one are tiny: what is lost
+    of them is 2^-13 of the largest product of their block, less than its rounding to bf16."""
+    g = torch.Generator().manual_seed(n + k)
+    x, w = torch.randn(6, k, generator=g), torch.randn(n, k, generator=g)
+    x[1, :: k // 5] *= 3000
+    x[2, 1:] *= 2.0**-20
+    x[3] = 0
+    x = x.to(dtype)
+    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
+    exact = dequantized(codes, scales.double(), torch.float64)
+    want, size = x.double() @ exact.t(), x.double().square() @ exact.square().t()
+    most, each = x.double().unflatten(1, (-1, 32)).abs().amax(2), exact.unflatten(1, (-1, 32))
+    lost = 2.0**-13 * (most.square() @ each.square().sum(2).t()).sqrt() * (dtype != torch.float32)
+    for rows in (1, 2, 3, 6):
+        got = pyops.linear_coded(x[:rows], codes, scales).double()
+        budget = BUDGET[dtype] * (want.abs() + size.sqrt() / 8) + lost
+        assert ((got - want[:rows]).abs() <= budget[:rows]).all()
+
+
+@pytest.mark.parametrize("form", CODED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(form: str, bad: float) -> None:
+    codes, scales = QUANTIZE(torch.randn(9, 192), form=form, group=CODED[form][0], scale="bf16")
+    for dtype in BUDGET:
+        x = torch.ones(2, 192, dtype=dtype)
+        x[0, 77] = bad
+        got = pyops.linear_coded(x, codes, scales)
+        assert not got[0].isfinite().any() and got[1].isfinite().all()
+
+
 def test_codes_of_an_unknown_dtype_are_made_dense() -> None:
     w, x = torch.randn(8, 64), torch.randn(2, 64).half()
     codes, scales = QUANTIZE(w, form="int8", group=0, scale="f16")

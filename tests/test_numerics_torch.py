@@ -30,6 +30,7 @@ from g4ir.spec.record import Spec, check_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import split_program
 from g4ir.weights.write import write_checkpoint
+from tests import engines
 from tests.configs import FEATURES, NAMES, SMALL, few, spec_called
 from tests.oracle import (
     Oracle,
@@ -44,7 +45,7 @@ from tests.oracle import (
 from tests.runner import build_engine, built_program, with_chunk
 from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_then_decode
 
-MAX_SEQ = 128
+MAX_SEQ = engines.MAX_SEQ
 CHUNK = 64
 GREEDY = 64
 COSINE = 0.999
@@ -66,6 +67,7 @@ class Case:
     skip: tuple[str, ...] = ()
     bf16: bool = False
     latent_kv: str = "off"
+    chunk: int = CHUNK
 
     def __str__(self) -> str:
         parts = [self.name, f"{self.rows}-rows", "all" if self.all_logits else "last"]
@@ -102,7 +104,8 @@ class Built:
         return self.oracle.tokens[: self.rows]
 
     def session(self, chunk: int = CHUNK, rows: int | None = None) -> Any:
-        return with_chunk(self.engine, chunk).session(rows or self.rows)
+        most = min(chunk, self.case.chunk)
+        return with_chunk(self.engine, most).session(rows or self.rows)
 
 
 def leftover() -> Spec:
@@ -134,9 +137,15 @@ def short(*cases: Case) -> list[Any]:
     return [pytest.param(c, id=str(c)) for c in cases]
 
 
+def shared(name: str) -> Case:
+    """The case of an engine of `tests/engines.py`: nothing more is compiled for it."""
+    options = engines.OPTIONS[name]
+    return Case(name, options["max_batch"], options["all_logits"], chunk=engines.CHUNK)
+
+
 SHORT = {
-    "every token": (Case("tiny-ple"),),
-    "last token": (Case("tiny-ple", ROWS, False), Case("tiny-moe", 1, False)),
+    "every token": (shared("tiny-ple"),),
+    "last token": (replace(shared("tiny-ple"), all_logits=False), shared("tiny-moe")),
     # in the form that is bit-equal in bf16, so that it is compiled too
     "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw"),),
 }
@@ -199,7 +208,7 @@ def built(case: Case, tmp_path_factory: Any) -> Iterator[Built]:
         backend="torch",
         max_batch=case.rows,
         max_seq=MAX_SEQ,
-        prefill_chunk=CHUNK,
+        prefill_chunk=case.chunk,
         all_logits=case.all_logits,
         skip=case.skip,
         latent_kv=case.latent_kv,
@@ -268,8 +277,8 @@ def ragged_rows_agree(b: Built) -> None:
     oracle, w, rows = b.oracle, b.oracle.window, b.case.rows
     tokens = random_tokens(oracle.spec, rows, 5 * w, seed=9)
     session = b.session(w + 1, rows)
-    first = cut(tokens, [3 * w + 1, 2 * w + 2, w + 3, 1, 0][:rows])
-    second = cut(tokens.flip(1), [3, 1, 0, 2 * w, w + 4][:rows])
+    first = cut(tokens, [3 * w + 1, 0, w + 3, 1, 2 * w + 2][:rows])
+    second = cut(tokens.flip(1), [3, 2 * w, 0, 1, w + 4][:rows])
     held = [row[:0] for row in first]
     for turn in (first, second):
         got = session.prefill(*padded(turn))

@@ -4,11 +4,13 @@ hold what the codes mean."""
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from hypothesis import given
@@ -16,31 +18,43 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import g4ir
+from g4ir.backends import find_backend
+from g4ir.backends.onnx_graph.export import EMBED, MODEL
+from g4ir.backends.onnx_graph.runtime import open_session
+from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.segment import graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
+from g4ir.check.quality import divergences, measured
+from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program, split_prologue
 from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
-from g4ir.ops import OPS
-from g4ir.ops.quant import packed, unpacked
+from g4ir.ops import OPS, quant
+from g4ir.ops.quant import FORMS, packed, unpacked
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
+from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
+from g4ir.quant.recipe import SCHEMES as HELD
 from g4ir.quant.recipe import Recipe, Rule, built_in, find_recipe
 from g4ir.quant.rewrite import from_codes, quantised, weights_of
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
+from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
 from tests.configs import NAMES, few, spec_called
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
-from tests.runner import Session
+from tests.runner import Session, built_program
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {"int8": (0, "bf16"), "int4": (32, "bf16"), "fp8": (0, "f32")}
@@ -255,10 +269,12 @@ def test_cost_counts_codes() -> None:
     for name, recipe in (("e2b", "int8"), ("26b-a4b", "int4"), ("31b", "int4")):
         spec = load_spec(name)
         program = quantised(build_program(spec), spec, find_recipe(recipe), "bf16")
-        plain, built = (
-            total(decode_costs(p.graphs["decode"], 1)) for p in (program, run_program(program))
+        made = run_program(program)
+        plain, built, turned = (
+            total(decode_costs(p.graphs["decode"], 1))
+            for p in (program, made, made.map(by_columns))
         )
-        assert plain.weight_bytes == built.weight_bytes
+        assert plain.weight_bytes == built.weight_bytes == turned.weight_bytes
         sizes[name] = round(built.weight_bytes / 1e9, 2)
     assert sizes == {"e2b": 2.28, "26b-a4b": 2.49, "31b": 17.89}
 
@@ -317,8 +333,7 @@ def test_packed_linked_and_random_weights(tmp_path: Path, backend: str) -> None:
             made = random_weight(weight)
             assert torch.equal(mine, made), (way, weight)
         assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
-        held = None if backend == "reference" else checkpoint
-        assert verify_each_pass(engine, [*range(5, 17)], checkpoint=held).ok
+        assert verify_each_pass(engine, [*range(5, 17)]).ok
     assert all(torch.equal(s, seen[0]) for s in seen)
 
 
@@ -363,6 +378,29 @@ def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
 
 
+def test_dense_weights_of_a_gpu_are_counted() -> None:
+    """Of a prompt, one node's at a time; in decode from 33 rows on, where the head is largest."""
+    program = built_program(load_spec("31b"), dtype="bf16", quant="int4")
+
+    def scratch(device: str, rows: int) -> int:
+        return find_backend("torch").scratch_bytes(program, Limits(max_batch=rows), device, {})
+
+    gate_up, head = 2 * 21504 * 5376, 262144 * 5376
+    assert (scratch("cpu", 1), scratch("cuda", 1)) == (0, 2 * gate_up)
+    assert (scratch("cuda", 32), scratch("cuda", 33)) == (2 * gate_up, 2 * head)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_program_hands_over_a_dense_weight(name: str) -> None:
+    """Codes are taken apart where the weight is used: the head's too, which is in no layer."""
+    spec = spec_called(name)
+    packing = split_program(quantised_program(spec, recipe_called("int4")))
+    for g in packing.program.graphs.values():
+        made = {n.out.name for n in g.find("dequantize")}
+        assert g.name == "embed" or made
+        assert made.isdisjoint(name for s in graph_steps(g) for name in (*s.inputs, *s.outputs))
+
+
 def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "gates.yaml"
     file.write_text("rules:\n- tensors: [L*.mlp.w_gate]\n  form: int4\n")
@@ -371,6 +409,169 @@ def test_stages_of_a_quantised_engine_are_shown(tmp_path: Path) -> None:
     )
     shown = command("show", str(tmp_path / "e"), "--why", "fuse_gate_up").out
     assert "%L0.mlp.act: left: the weights are not held alike" in shown
+
+
+# --- against the weights as they were ----------------------------------------------------------
+
+
+def test_formulas_of_quality() -> None:
+    """By hand: two tokens at odds of 3 to 1 and of 1 to 1."""
+    want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
+    kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert divergences(got, want).tolist() == pytest.approx([kl, kl])
+    assert divergences(want, want + 7).tolist() == pytest.approx([0, 0], abs=1e-12)
+    q = measured(got, want, torch.tensor([0, 0, 1]), [0, 1])
+    assert (q.positions, q.same_top, q.divergence) == (2, 0.5, pytest.approx(kl))
+    assert q.nll == pytest.approx((math.log(2), -(math.log(0.75) + math.log(0.75)) / 2))
+    assert measured(got[:1], want[:1], torch.tensor([0]), [0]).nll is None
+
+
+@pytest.mark.parametrize("against", ["reference", "hf"])
+def test_quality_of_an_engine(tmp_path: Path, against: str) -> None:
+    """How far it lies from the checkpoint is told apart: the fewer bits, the farther."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple", seed=3)
+    found = {}
+    for recipe in ("int8", "int4", "none"):
+        engine = g4ir.build(
+            None, tmp_path / recipe, backend="onnx", checkpoint=checkpoint, quant=recipe, **LIMITS
+        )
+        report = verify_engine(engine, against, checkpoint=checkpoint)
+        assert report.ok
+        found[recipe] = report.quality
+        assert report.to_dict()["quality"] == (report.quality and asdict(report.quality))
+    assert found["none"] is None
+    assert 1e-7 < found["int8"].divergence < found["int4"].divergence < 5
+    assert found["int8"].same_top > 0.5
+    dense = verify_engine(engine, against, checkpoint=checkpoint).nll
+    assert found["int8"].nll[1] == pytest.approx(dense[0], abs=1e-4)
+
+
+def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
+    engine = g4ir.build(
+        None, tmp_path / "e", backend="reference", checkpoint=checkpoint, quant="int8", **LIMITS
+    )
+    report = verify_engine(engine)
+    assert report.ok and "quality     not measured: give --checkpoint DIR" in report.text()
+    monkeypatch.setattr("g4ir.check.quality.device_memory", lambda device: 1 << 20)
+    report = verify_engine(engine, checkpoint=checkpoint)
+    assert report.ok and "free" in report.text()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
+    """Weights on a grid come out as they were, and that is said; of others too."""
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    for name, t in tensors.items():
+        if exact and t.dim() == 2 and t.shape[1] % 32 == 0:
+            codes, scales = quantize(t, "int4")
+            tensors[name] = dequantize(codes, scales, "bf16").float()
+    save_file(tensors, file, {"format": "pt"})
+    out = tmp_path / "e"
+    words = ["build", "--checkpoint", str(checkpoint), "--backend", "reference", "--quant", "int4"]
+    done = command(*words, "--out", str(out))
+    share, kind = ("100.0%", "trained for 4 bits") if exact else ("0.0%", "rounded")
+    assert f"int4: {share} of " in done.err and f"on a 4-bit grid: {kind} weights" in done.err
+    engine = g4ir.load_engine(out)
+    weights, rules = weights_of(engine.spec), recipe_called("int4")
+    groups = [
+        weights[n].numel() // 32 for n, s in rules.schemes(weights).items() if s.form == "int4"
+    ]
+    grid = engine.manifest["notes"]["grid"]
+    assert grid == {"groups": sum(groups), "exact": sum(groups) if exact else grid["exact"]}
+    assert f"{share} of " in command("show", str(out), "--provenance").out
+
+
+# --- ONNX --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", built_in())
+@pytest.mark.parametrize("name", few(TINY))
+def test_a_network_of_codes(tmp_path: Path, name: str, recipe: str) -> None:
+    """It computes what transformers does with what the codes mean; its files hold codes and scales,
+    of a table that is the head as well both by rows and by columns, and no more than was planned.
+    """
+    checkpoint = random_checkpoint(tmp_path / "c", name, seed=3)
+    options = BuildOptions(checkpoint, backend="onnx", quant=recipe, dtype="float32", **LIMITS)
+    prepared = prepare(load_spec(name), options)
+    write_engine(prepared, tmp_path / "e", no_progress)
+    engine = g4ir.load_engine(tmp_path / "e")
+    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
+    files = (tmp_path / "e").glob("*.safetensors")
+    written = sum(e.nbytes for f in files for e in read_header(f).entries.values())
+    assert written == prepared.param_bytes() == held_bytes(engine.spec, recipe)
+
+
+def held_bytes(spec: Spec, recipe: str) -> int:
+    """Codes and scales of an fp32 engine, and its other params."""
+    weights, schemes = weights_of(spec), recipe_called(recipe).schemes(weights_of(spec))
+    sizes = {n: HELD[s].nbytes(weights[n], "f32") for n, s in schemes.items()}
+    program = run_program(build_program(spec, False, "f32"))
+    plain = {v.name: v.type.nbytes() for v in split_program(program).prologue.params}
+    plain |= {v.name: v.type.nbytes() for v in split_program(program).program.params().values()}
+    made = {v.name for n in split_program(program).prologue.nodes for v in n.outputs}
+    others = sum(n for name, n in plain.items() if name not in sizes.keys() | made)
+    return sum(sizes.values()) + others + sizes["embed.table"] * ("head.w" not in weights)
+
+
+@pytest.mark.parametrize("experts", ["gather", "all"])
+@pytest.mark.parametrize("form", HELD)
+def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
+    """Of every form, also where their codes are gathered."""
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        f"rules:\n- tensors: [L*.moe.gate_up, L*.moe.down, embed.table]\n  form: {form}\n"
+        "  otherwise: int8\n"
+    )
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-moe", seed=3)
+    options = {"settings": {"experts": experts}, "quant": file, **LIMITS}
+    engine = g4ir.build(None, tmp_path / "e", backend="onnx", checkpoint=checkpoint, **options)
+    held = {v.type.dtype for v in engine.program.params().values()}
+    assert FORMS[form].codes in held
+    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
+    # What a user without g4ir gathers.
+    embed = open_session(tmp_path / "e" / EMBED)
+    tokens = torch.arange(3, 15).view(2, 6)
+    (rows,) = embed.run(None, {"tokens": tokens.numpy()})
+    assert torch.equal(torch.from_numpy(rows), engine.embed(tokens)["embeds"])
+
+
+def test_onnxruntime_multiplies_codes(tmp_path: Path) -> None:
+    """It makes one product of codes of 4 and of 8 bits, and is told to
+    leave the other side as it is."""
+    g4ir.build(
+        "tiny-dense", tmp_path / "e", backend="onnx", random_weights=3, quant="int4", **LIMITS
+    )
+    made = tmp_path / "e" / "made.onnx"
+    open_session(tmp_path / "e" / MODEL, written=made)
+    nodes = onnx.load(made, load_external_data=False).graph.node
+    kinds = Counter(n.op_type for n in nodes)
+    assert kinds["MatMulNBits"] == 25 and not kinds["DequantizeLinear"]
+    attrs = [{a.name: a.i for a in n.attribute} for n in nodes if n.op_type == "MatMulNBits"]
+    assert {(a["bits"], a["accuracy_level"]) for a in attrs} == {(4, 1), (8, 1)}
+
+
+def test_codes_of_an_odd_number_of_rows() -> None:
+    """Two of 4 bits lie in a byte: such a weight is made at build."""
+    b = Builder()
+    x, weight = b.input("x", Type("f32", (1, 1, 64))), b.param("w", Type("f32", (7, 64)))
+    parts = b.emit_all("quantize", weight, form="int4", group=32, scale="f32", name=["w.c", "w.s"])
+    w = b.emit("dequantize", *parts, to="f32", name="w.dense")
+    prologue, main = split_prologue(by_columns(b.graph(b.emit("linear", x, w, name="y"))))
+    assert [v.name for v in main.params] == ["w.dense"]
+    given = torch.randn(7, 64)
+    (made,) = interpret(prologue, {}, {"w": given}, {})[0].values()
+    codes = OPS["quantize"].reference(given, form="int4", group=32, scale="f32")  # type: ignore[misc]
+    assert torch.equal(made, dequantize(*codes))
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from(["u8", "i8"]))
+def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
+    x = torch.randint(0, 256, (2, 2 * rows, size), dtype=torch.uint8)
+    x = x.view(torch.int8) if dtype == "i8" else x
+    assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
 
 
 @pytest.mark.full

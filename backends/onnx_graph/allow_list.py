@@ -3,7 +3,8 @@ parser takes, with the parser's limits.
 
 onnxruntime takes more than the parser does (a softcap in Attention, circular TensorScatter, other
 reductions in ScatterND), so that a model that runs here could still be refused there. The limits
-are those of the parser's operator table as of TensorRT 11.2 (opsets 9 to 24).
+are those of the parser's operator table as of TensorRT 11.2 (opsets 9 to 24). Networks of weights
+in codes go beyond it: they gather bytes, and have blocks of 32.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ TOP_K = 3840
 FLOAT = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 WHOLE = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
 BOOL = frozenset({onnx.TensorProto.BOOL})
+BYTES = frozenset({onnx.TensorProto.INT8, onnx.TensorProto.UINT8})
 ANY = FLOAT | WHOLE | BOOL
 
 
@@ -89,9 +91,9 @@ OPERATORS: Mapping[str, Allowed] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Max", "Min", "Neg"), _NUMBER),
     **dict.fromkeys(("Exp", "Log", "Tanh", "Sqrt", "Erf", "Pow", "MatMul", "Softmax"), _REAL),
     **dict.fromkeys(("Equal", "Greater", "Less", "And", "Or", "Not"), _LOGIC),
-    **dict.fromkeys(
-        ("Cast", "Concat", "Gather", "GatherND", "Identity", "Transpose", "Where"), Allowed()
-    ),
+    **dict.fromkeys(("Cast", "Concat", "GatherND", "Identity", "Transpose", "Where"), Allowed()),
+    "Gather": Allowed(ANY | BYTES),
+    "DequantizeLinear": Allowed(FLOAT, _fixed(0)),
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax"), Allowed(FLOAT, _fixed(1))),
     **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), Allowed(ANY, _fixed(1))),
     "Slice": Allowed(ANY, _fixed(1, 3)),

@@ -15,6 +15,7 @@ from g4ir.ui.progress import Progress
 from ..base import Backend, Setting, Task
 from ..primitives.graph import tower_graphs
 from ..primitives.network import EXPERTS, stored_bytes
+from ..primitives.weights import by_columns
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -35,10 +36,11 @@ class OnnxBackend(Backend):
     """Exports through the tensor primitives; runs on onnxruntime."""
 
     name = "onnx"
-    folded = ("dequantize",)
     devices = ("cpu",)
     #: onnxruntime has hardly an operator in bf16 for the CPU
     dtypes = ("f32", "f16")
+    kv_dtypes = ()
+    kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {
@@ -52,6 +54,11 @@ class OnnxBackend(Backend):
 
     def check(self, device: str) -> None:
         require(*NEEDS)
+
+    def stored(self, program: Program) -> Program:
+        """Return graphs whose weights in codes lie by columns, as onnxruntime's products take them;
+        tables lie by rows."""
+        return program.map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file

@@ -30,6 +30,9 @@ ELEMENTS: Mapping[str, int] = {
     "i64": onnx.TensorProto.INT64,
     "i32": onnx.TensorProto.INT32,
     "bool": onnx.TensorProto.BOOL,
+    "i8": onnx.TensorProto.INT8,
+    "u8": onnx.TensorProto.UINT8,
+    "f8e4m3": onnx.TensorProto.FLOAT8E4M3FN,
 }
 #: constants of more bytes lie outside the model file
 INLINE_BYTES = 4096
@@ -222,8 +225,22 @@ class OnnxEmitter(Emitter):
 
     # --- products and sums --------------------------------------------------------------------
 
-    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
-        return self._op("MatMul", [x, self.transpose(w, 1, 0)], t)
+    def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
+        return self._op("MatMul", [x, w if columns else self.transpose(w, 1, 0)], t)
+
+    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
+        """Return a node that onnxruntime makes one with the product behind it, where that is by
+        columns. Its result has the dtype of the scales."""
+        if codes.dtype == "u8":
+            codes = self._seen_as(codes, t, onnx.TensorProto.INT4)
+        how = {"axis": axis, "block_size": int(t.shape[axis]) // int(scales.shape[axis])}
+        if t.rank == 2 and scales.shape[axis] == 1:
+            how = {"axis": 1 - axis}
+            scales = self.reshape(scales, t.shape[1 - axis])
+        return self._op("DequantizeLinear", [codes, self.cast(scales, t.dtype)], t, **how)
+
+    def _bits(self, codes: Operand, t: Type) -> Operand:
+        return self._seen_as(codes, t, ELEMENTS[t.dtype])
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
         if transpose_b:
@@ -247,16 +264,19 @@ class OnnxEmitter(Emitter):
 
     def _reshape(self, x: Operand, t: Type) -> Operand:
         if x.handle in self.initializers:
-            return self._seen_as(x, t)
+            return self._seen_as(x, t, ELEMENTS[t.dtype])
         return self._op("Reshape", [x, self._whole(*reshape_spec(x.type, t))], t)
 
-    def _seen_as(self, x: Operand, t: Type) -> Operand:
-        """Return the same stored bytes with another shape: no node, and no copy of a weight."""
-        name = f"{x.handle}[{','.join(map(str, t.shape))}]"
+    def _seen_as(self, x: Operand, t: Type, element: int) -> Operand:
+        """Return the same stored bytes with another shape, or other elements: no node, and no copy
+        of a weight."""
+        held = self.initializers[x.handle]
+        kind = onnx.TensorProto.DataType.Name(element) if element != held.data_type else ""
+        name = f"{x.handle}[{','.join(map(str, t.shape))}]{kind}"
         if name not in self.initializers:
             self.initializers[name] = tensor = onnx.TensorProto()
-            tensor.CopyFrom(self.initializers[x.handle])
-            tensor.name, tensor.dims[:] = name, t.shape
+            tensor.CopyFrom(held)
+            tensor.name, tensor.dims[:], tensor.data_type = name, t.shape, element
         return Operand(t, name)
 
     def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
@@ -264,7 +284,7 @@ class OnnxEmitter(Emitter):
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         if x.handle in self.initializers:
-            return self._seen_as(x, t)
+            return self._seen_as(x, t, ELEMENTS[t.dtype])
         return self._op("Unsqueeze", [x, self._whole(*axes)], t)
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:

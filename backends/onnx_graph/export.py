@@ -29,7 +29,8 @@ from g4ir.weights import tensorfile
 from ..primitives.emitter import SHARED, Operand
 from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.lowerings import LOWERINGS
-from ..primitives.network import Network, full_slots
+from ..primitives.network import Lowering, Network, full_slots
+from ..primitives.weights import gathered
 from .allow_list import check_model
 from .emitter import OPSET, OnnxEmitter, Place
 
@@ -159,7 +160,11 @@ def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
 def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
     """Return the model from token ids to rows of the tables."""
     graph, e = program.graphs["embed"], OnnxEmitter(storage)
-    net = Network(e, graph, limits, {**LOWERINGS, "embedding": _embedding})
+    own: dict[str, Lowering] = {
+        "embedding": _embedding,
+        "embedding_quantized": _embedding_quantized,
+    }
+    net = Network(e, graph, limits, {**LOWERINGS, **own})
     net.env.update({v.name: e.input(v.name, v.type) for v in graph.inputs})
     for n in graph.nodes:
         net.node(n)
@@ -172,6 +177,14 @@ def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelPro
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
     """Return scaled rows of a table; the scale is rounded to the table's dtype first (rule 2)."""
     return net.e.mul(net.e.gather(table, ids, 0), n.number("scale"))
+
+
+def _embedding_quantized(
+    net: Network, n: Node, codes: Operand, scales: Operand, ids: Operand
+) -> Operand:
+    """Return `_embedding` of what rows of codes mean."""
+    rows = gathered(net, codes, scales, ids, ids.rank, n.word("to"))
+    return net.e.mul(rows, n.number("scale"))
 
 
 def _made(graph: Graph, net: Network) -> dict[str, Operand]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from g4ir.ir.graph import Value
+from g4ir.ops.quant import PACKED
 from g4ir.ops.types import FLOATS, Dim, Type
 
 UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")
@@ -142,11 +143,12 @@ class Emitter(ABC):
 
     # --- products and sums --------------------------------------------------------------------
 
-    def linear(self, x: Operand, w: Operand) -> Operand:
-        """Return x w^T; w [out, in] is a param."""
-        fits = w.rank == 2 and x.shape[-1] == w.shape[1] and x.dtype == w.dtype
+    def linear(self, x: Operand, w: Operand, columns: bool = False) -> Operand:
+        """Return x w^T; w [out, in] is a weight. Its `columns` [in, out] may be given instead."""
+        out, inner = w.shape[::-1] if columns else w.shape
+        fits = w.rank == 2 and x.shape[-1] == inner and x.dtype == w.dtype
         _need(fits, f"linear: {x.type} does not fit {w.type}")
-        return self._linear(x, w, x.type.with_shape(*x.shape[:-1], w.shape[0]))
+        return self._linear(x, w, columns, x.type.with_shape(*x.shape[:-1], out))
 
     def matmul(self, a: Operand, b: Operand, transpose_b: bool = False) -> Operand:
         """Return a b over the last two dims, or a b^T; dims before them as in `binary`."""
@@ -157,6 +159,25 @@ class Emitter(ABC):
             "matmul", a.type.with_shape(*a.shape[:-2]), b.type.with_shape(*b.shape[:-2])
         )
         return self._matmul(a, b, transpose_b, Type(a.dtype, (*lead, a.shape[-2], out)))
+
+    def dequantize(self, codes: Operand, scales: Operand, axis: int, dtype: str) -> Operand:
+        """Return codes * scales, rounded once. Both are params; scales [.., G, ..] have the shape
+        of the result but on `axis`, of which each serves a group. Of two codes in a byte, in two's
+        complement, the first is the low half."""
+        last = int(codes.shape[-1]) * PACKED[codes.dtype]
+        t = Type(dtype, (*codes.shape[:-1], last))
+        _axis("dequantize", Operand(t, None), axis)
+        pairs = [*zip(t.shape, scales.shape, strict=True)]
+        size, groups = map(int, pairs.pop(axis))
+        fits = all(m == n for m, n in pairs) and groups > 0 and size % groups == 0
+        _need(fits, f"dequantize: {codes.type} and {scales.type} along {axis}")
+        return self._dequantize(codes, scales, axis, t)
+
+    def bits(self, codes: Operand) -> Operand:
+        """Return a param of codes of one byte as u8, bit for bit."""
+        if codes.dtype == "u8":
+            return codes
+        return self._bits(codes, Type("u8", codes.shape))
 
     def softmax(self, x: Operand) -> Operand:
         """Return the softmax over the last dim, in x's dtype."""
@@ -271,7 +292,11 @@ class Emitter(ABC):
     @abstractmethod
     def _cast(self, x: Operand, t: Type) -> Operand: ...
     @abstractmethod
-    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand: ...
+    def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand: ...
+    @abstractmethod
+    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand: ...
+    @abstractmethod
+    def _bits(self, codes: Operand, t: Type) -> Operand: ...
     @abstractmethod
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand: ...
     @abstractmethod

@@ -17,10 +17,11 @@ from . import attention, audio, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
 from .pointwise import activate, layer_norm, reciprocal_rms, rms_norm, times, weight_like, wide
+from .weights import coded, dense_weight
 
 
 def _linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    return net.e.linear(x, w)
+    return net.e.linear(x, *dense_weight(net.e, w))
 
 
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
@@ -162,6 +163,8 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 
 #: op -> (network, node, *operands) -> results
 LOWERINGS: Mapping[str, Lowering] = {
+    "dequantize": coded,
+    "dequantize_columns": coded,
     "linear": _linear,
     "linear_bias": _linear_bias,
     "concat": _concat,
@@ -210,11 +213,11 @@ LOWERINGS: Mapping[str, Lowering] = {
 }
 
 #: ops that no network contains: rows of tables are gathered outside, tokens are chosen outside,
-#: and what depends on weights alone is made at build
+#: what depends on weights alone is made at build, and caches have the dtype of the engine
 OUTSIDE = frozenset(
     {
         *("embedding", "greedy", "candidates", "relative_keys"),
-        *("quantize", "dequantize", "embedding_quantized"),
+        *("quantize", "columns", "embedding_quantized", "narrow_row"),
     }
 )
 

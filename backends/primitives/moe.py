@@ -6,9 +6,10 @@ import torch
 
 from g4ir.ir.graph import Node
 
-from .emitter import Operand
+from .emitter import Emitter, Operand
 from .network import Network
 from .pointwise import activate, times, weight_like
+from .weights import dense_weight, gathered_weights
 
 
 def router(
@@ -68,8 +69,9 @@ def _gathered(
     act: str,
 ) -> Operand:
     e = net.e
-    y = e.matmul(e.unsqueeze(x, 2, 3), e.gather(gate_up, index, 0), transpose_b=True)
-    y = e.matmul(_gated(net, y, act), e.gather(down, index, 0), transpose_b=True)
+    first, second = (gathered_weights(net, w, index) for w in (gate_up, down))
+    y = _product(e, e.unsqueeze(x, 2, 3), *first)
+    y = _product(e, _gated(net, y, act), *second)
     y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
     return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
 
@@ -84,11 +86,16 @@ def _every(
     act: str,
 ) -> Operand:
     e = net.e
-    y = e.matmul(e.unsqueeze(x, 1), e.unsqueeze(gate_up, 0), transpose_b=True)
-    y = e.matmul(_gated(net, y, act), e.unsqueeze(down, 0), transpose_b=True)
+    (first, turned), (second, turned_too) = (dense_weight(e, w) for w in (gate_up, down))
+    y = _product(e, e.unsqueeze(x, 1), e.unsqueeze(first, 0), turned)
+    y = _product(e, _gated(net, y, act), e.unsqueeze(second, 0), turned_too)
     y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
     out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
     return e.cast(e.reshape(out, *x.shape), x.dtype)
+
+
+def _product(e: Emitter, x: Operand, w: Operand, columns: bool) -> Operand:
+    return e.matmul(x, w, transpose_b=not columns)
 
 
 def _by_expert(net: Network, weights: Operand, index: Operand, count: int) -> Operand:

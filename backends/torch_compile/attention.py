@@ -14,6 +14,7 @@ from g4ir.ir.graph import Node
 from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
 from g4ir.ops.latent import PARTS
+from g4ir.ops.narrow import numbers
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.ops.types import torch_dtype
 
@@ -40,9 +41,9 @@ def attention(
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     fresh, block_ids = split_chunk(chunk, 2)
     mask = _mask(n, positions, written, cache_k, bool(fresh), block_ids)
+    keys, values = _joined((cache_k, cache_v), fresh, q.dtype)
     if _is_one_token(n, fresh) and q.dtype == torch.bfloat16 and _is_long(n):
-        return _one_token(n, q, cache_k, cache_v, mask)
-    keys, values = _joined((cache_k, cache_v), fresh)
+        return _one_token(n, q, keys, values, mask)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
 
 
@@ -67,13 +68,13 @@ def attention_latent(
     mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
     one_token = _is_one_token(n, fresh)
     if form == "value":
-        (rows,) = _joined(caches, fresh)
+        (rows,) = _joined(caches, fresh, q.dtype)
         query = torch.cat(_query(q, w, _pairs(n)), -1)
         if one_token and q.dtype == torch.bfloat16:
             return _one_token(n, query, rows, rows[..., : w.shape[0]], mask)
         return _grouped(query, rows, rows, mask, _scale(n))[..., : w.shape[0]]
     key_pos = slot_positions(written, caches[0].shape[0])
-    raw, rms = _joined(caches, fresh)
+    raw, rms = _with_chunk(caches, fresh)
     # fp16 holds a product with the projection only once that was divided by its rms.
     if one_token and q.dtype != torch.float16:
         return _one_token_raw(n, q, w, raw, rms, key_pos, mask)
@@ -117,8 +118,14 @@ def _is_long(n: Node) -> bool:
     return not isinstance(slots, int) or slots * int(heads) > 1024
 
 
-def _joined(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return each cache with the chunk's rows behind it."""
+def _joined(
+    caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return what each cache says in a dtype, with the chunk's rows behind it."""
+    return tuple(numbers(rows, dtype) for rows in _with_chunk(caches, fresh))
+
+
+def _with_chunk(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not fresh:
         return caches
     return tuple(torch.cat((old, new.transpose(0, 1))) for old, new in zip(caches, fresh))

@@ -18,9 +18,9 @@ from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
-from .schedule import schedule
+from .schedule import dense_bytes, schedule
 from .segment import Segment
-from .target import find_target
+from .target import HOPPER, Target, find_target
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -71,6 +71,16 @@ class TorchBackend(Backend):
             for phase, many in steps.items()
         }
         return kept | {op: (files[text],) for op, text in chooses.items()}
+
+    def scratch_bytes(
+        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+    ) -> int:
+        """Count the weights that products of many rows on a GPU take dense, a node at a time; on
+        the CPU it is a part of one."""
+        if device != "cuda":
+            return 0
+        target = Target(device, HOPPER, limits.max_batch)
+        return max(dense_bytes(schedule(program.graphs[p], target)) for p in phases(program))
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""

@@ -14,6 +14,7 @@ import torch
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
+from g4ir.ops.quant import FORM_OF, FORMS
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 
@@ -68,7 +69,7 @@ def find_cases(
     for n in s.graph.nodes:
         choice = s.find(n)
         if choice:
-            alone = replace(s, graph=_alone(s.graph, n, choice.kernel.ending(s.graph, n)))
+            alone = replace(s, graph=_alone(s.graph, _with_weights(s.graph, n), choice))
             key = f"{choice.name}\n{print_graph(canonical(alone.graph))}"
             found.setdefault(key, Case(choice, alone, tokens))
     return list(found.values())
@@ -89,8 +90,15 @@ def all_cases(
                         yield case
 
 
-def _alone(g: Graph, n: Node, ending: Node | None) -> Graph:
-    nodes = [n, ending] if ending else [n]
+def _with_weights(g: Graph, n: Node) -> list[Node]:
+    """Return a node behind those that make its weights of codes."""
+    made = [g.producers()[v.name] for v in n.inputs if v.name in g.producers()]
+    return [*(m for m in made if m.op == "dequantize"), n]
+
+
+def _alone(g: Graph, nodes: list[Node], choice: Choice) -> Graph:
+    ending = choice.kernel.ending(g, nodes[-1])
+    nodes = [*nodes, ending] if ending else nodes
     made = {v.name for m in nodes for v in m.outputs}
     read = list(dict.fromkeys(v for m in nodes for v in m.inputs if v.name not in made))
     params, state = ({v.name for v in vs} for vs in (g.params, (*g.state, *g.next.values())))
@@ -118,13 +126,29 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
     shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
+    if v.type.dtype in FORM_OF:
+        return _codes(shape, dtype, device, random)
     if v.type.dtype not in FLOATS:
         return _whole_numbers(case, v, shape, device)
     t = torch.randn(shape, dtype=dtype, device=device, generator=random)
+    for n in case.graph.find("dequantize"):
+        if v == n["scales"]:
+            largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
+            return t.mul_(2 / largest * int(n.out.type.shape[-1]) ** -0.5)
     if v.name.endswith(".rms"):
         return t.abs_().add_(0.1)
     weight = v in case.graph.params and len(shape) > 1
     return t.mul_(shape[-1] ** -0.5) if weight else t
+
+
+def _codes(
+    shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator
+) -> torch.Tensor:
+    """Return any codes that are numbers."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
+    draw = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=random)
+    return draw.view(dtype)
 
 
 def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch.Tensor:
@@ -151,12 +175,23 @@ def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a case by the ops' references; what is given stays as it is. Wider tensors give a wider
     result."""
-    g = case.graph
+    g = _widened_graph(case.graph, given)
     inputs, params, state = (
         {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
     )
     outputs, after = interpret(g, inputs, params, state)
     return (*outputs.values(), *(after[name] for name in g.next))
+
+
+def _widened_graph(g: Graph, given: dict[str, torch.Tensor]) -> Graph:
+    """Return the graph with weights of codes in fp32 where scales are."""
+    nodes = [
+        replace(n, attrs={"to": "f32"})
+        if n.op == "dequantize" and given[n["scales"].name].dtype == torch.float32
+        else n
+        for n in g.nodes
+    ]
+    return replace(g, nodes=tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -187,7 +222,7 @@ def errors_of_case(case: Case, device: str, seed: int = 0) -> Errors:
 
 
 def _widened(t: torch.Tensor) -> torch.Tensor:
-    return t.float() if t.is_floating_point() else t
+    return t.float() if t.is_floating_point() and t.element_size() > 1 else t
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
@@ -205,5 +240,7 @@ def launches_of_case(case: Case) -> list[Launch]:
 
 
 def bytes_of_case(case: Case) -> int:
-    """Count the bytes that the case's nodes have to read and write, by the cost model."""
-    return sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
+    """Count the bytes that the case's nodes have to read and write, by the cost model, in which a
+    weight of codes belongs to its product; of one alone its operands and result."""
+    found = sum(c.cost.nbytes for c in graph_costs(case.graph, B=1, S=1, C=case.tokens))
+    return found or sum(v.type.nbytes() for v in (*case.graph.sources(), *case.graph.outputs))

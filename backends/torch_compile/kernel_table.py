@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from g4ir.ops.base import nothing
@@ -13,6 +14,7 @@ from .kernels.base import Schedule
 OTHER = "compiler"
 SHOWN = 3
 Pairs = tuple[tuple[str, int], ...]
+_Key = tuple[str, str, Pairs, Pairs, bool, int]
 
 
 @dataclass(frozen=True)
@@ -26,23 +28,31 @@ class Row:
     measured: bool
     nodes: int
     starts: int  # kernels of ours that a step starts for them
+    nbytes: int = 0  # that the nodes have to move, at the first of an op's kernels
 
 
-def kernel_rows(s: Schedule) -> list[Row]:
-    """Return every node that computes, counted, in order of appearance."""
-    counted: Counter[tuple[str, str, Pairs, Pairs, bool, int]] = Counter()
+def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
+    """Return every node that computes, counted, in order of appearance; `moved`: bytes by a node's
+    first result."""
+    counted: Counter[_Key] = Counter()
+    nbytes: Counter[_Key] = Counter()
     for n in s.graph.nodes:
-        if n.definition.traffic is nothing:
-            continue  # a view
         choice = s.find(n)
+        if not choice and n.definition.traffic is nothing:
+            continue  # a view, or codes that a kernel takes
+        size = (moved or {}).get(n.outputs[0].name, 0)
         if not choice:
-            counted[n.op, OTHER, (), (), False, 0] += 1
+            key: _Key = (n.op, OTHER, (), (), False, 0)
+            counted[key] += 1
+            nbytes[key] += size
             continue
         shape: Pairs = tuple(choice.shape.items())
         for name, t in choice.tunings.items():
             use, starts = tuple(t.use.items()), choice.kernel.starts[name]
-            counted[n.op, name, shape, use, t.measured, starts] += 1
-    return [Row(*k[:-1], nodes=n, starts=n * k[-1]) for k, n in counted.items()]
+            key = n.op, name, shape, use, t.measured, starts
+            counted[key] += 1
+            nbytes[key] += size if name == choice.name else 0
+    return [Row(*k[:-1], nodes=n, starts=n * k[-1], nbytes=nbytes[k]) for k, n in counted.items()]
 
 
 def unmeasured(s: Schedule) -> str | None:

@@ -1,6 +1,7 @@
-/* Products of a weight [n, k] with a few rows. Every weight row is read from memory once, front to
- * back, by one thread; for one row that is as fast as memory delivers it. Sums are fp32. */
+/* Products of a weight [n, k] with a few rows. Every part of the weight is read from memory once, by
+ * one thread; for one row that is as fast as memory delivers it. Sums are fp32. */
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512BW__
 #include <immintrin.h>
@@ -25,127 +26,239 @@ static inline bf16 narrow(float f) {
 
 static inline float same(float f) { return f; }
 
-#define LINE 64
-/* Bytes that the read of a weight is ahead of its use: left alone, a CPU stops reading ahead at the
- * end of every page. */
-#define AHEAD 4096
-
-/* Rows are fp32; of the weight, a block is made wide once for all rows. */
-#define DOT(NAME, TYPE, WIDEN, ROWS)                                                            \
-    static inline void dot_##NAME##_##ROWS(const TYPE *w, const float *x, float *out,           \
-                                           int64_t k) {                                         \
-        enum { WIDTH = 32 };                                                                    \
-        float sum[ROWS][WIDTH];                                                                 \
-        memset(sum, 0, sizeof sum);                                                             \
-        int64_t i = 0;                                                                          \
-        for (; i + WIDTH <= k; i += WIDTH) {                                                    \
-            float v[WIDTH];                                                                     \
-            for (unsigned b = 0; b < sizeof(TYPE) * WIDTH; b += LINE)                           \
-                __builtin_prefetch((const char *)(w + i) + AHEAD + b, 0, 2);                    \
-            _Pragma("omp simd")                                                                 \
-            for (int j = 0; j < WIDTH; j++) v[j] = WIDEN(w[i + j]);                             \
-            for (int r = 0; r < ROWS; r++) {                                                    \
-                _Pragma("omp simd")                                                             \
-                for (int j = 0; j < WIDTH; j++) sum[r][j] += v[j] * x[r * k + i + j];           \
-            }                                                                                   \
-        }                                                                                       \
-        for (int r = 0; r < ROWS; r++) {                                                        \
-            float all = 0;                                                                      \
-            for (int j = 0; j < WIDTH; j++) all += sum[r][j];                                   \
-            for (int64_t j = i; j < k; j++) all += WIDEN(w[j]) * x[r * k + j];                  \
-            out[r] = all;                                                                       \
-        }                                                                                       \
-    }
-
-#ifdef __AVX512BF16__
-#define LANES 32
-#define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
-
-/* Four independent sums for each row hide the latency of the multiply-add. */
-#define DOT_BF16(ROWS)                                                                          \
-    static inline void dot_bf16_##ROWS(const bf16 *w, const bf16 *x, float *out, int64_t k) {   \
-        enum { UNROLL = ROWS > 2 ? 2 : 4 };                                                     \
-        __m512 sum[ROWS][UNROLL];                                                               \
-        for (int r = 0; r < ROWS; r++)                                                          \
-            for (int u = 0; u < UNROLL; u++) sum[r][u] = _mm512_setzero_ps();                   \
-        int64_t i = 0;                                                                          \
-        for (; i + UNROLL * LANES <= k; i += UNROLL * LANES)                                    \
-            for (int u = 0; u < UNROLL; u++) {                                                  \
-                __builtin_prefetch((const char *)(w + i + u * LANES) + AHEAD, 0, 2);            \
-                __m512bh v = LOAD(w + i + u * LANES);                                           \
-                for (int r = 0; r < ROWS; r++)                                                  \
-                    sum[r][u] = _mm512_dpbf16_ps(sum[r][u], v, LOAD(x + r * k + i + u * LANES)); \
-            }                                                                                   \
-        for (int r = 0; r < ROWS; r++) {                                                        \
-            __m512 all = sum[r][0];                                                             \
-            for (int u = 1; u < UNROLL; u++) all = _mm512_add_ps(all, sum[r][u]);               \
-            float rest = 0;                                                                     \
-            for (int64_t j = i; j < k; j++) rest += widen(w[j]) * widen(x[r * k + j]);          \
-            out[r] = _mm512_reduce_add_ps(all) + rest;                                          \
-        }                                                                                       \
-    }
-typedef bf16 bf16_row;
-#else
-#define DOT_BF16(ROWS) DOT(bf16, bf16, widen, ROWS)
-typedef float bf16_row;
-#endif
-
-/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Four rows at a time: the sums of more would
- * not fit the registers. */
-#define PRODUCT(NAME, TYPE, ROW, STORE)                                                         \
-    void g4ir_linear_##NAME(const TYPE *w, const ROW *x, TYPE *y, int64_t rows, int64_t n,      \
-                            int64_t k, int threads) {                                           \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                       \
-        for (int64_t o = 0; o < n; o++) {                                                       \
-            const TYPE *row = w + o * k;                                                        \
-            for (int64_t r = 0; r < rows; r += 4) {                                             \
-                int64_t left = rows - r < 4 ? rows - r : 4;                                     \
-                float out[4];                                                                   \
-                switch (left) {                                                                 \
-                    case 1: dot_##NAME##_1(row, x + r * k, out, k); break;                      \
-                    case 2: dot_##NAME##_2(row, x + r * k, out, k); break;                      \
-                    case 3: dot_##NAME##_3(row, x + r * k, out, k); break;                      \
-                    default: dot_##NAME##_4(row, x + r * k, out, k);                            \
-                }                                                                               \
-                for (int64_t i = 0; i < left; i++) y[(r + i) * n + o] = STORE(out[i]);          \
-            }                                                                                   \
-        }                                                                                       \
-    }
-
-DOT_BF16(1)
-DOT_BF16(2)
-DOT_BF16(3)
-DOT_BF16(4)
-DOT(f32, float, same, 1)
-DOT(f32, float, same, 2)
-DOT(f32, float, same, 3)
-DOT(f32, float, same, 4)
-
-/* Whether the rows that the bf16 kernel takes are fp32. */
-const int g4ir_bf16_rows_are_f32 = sizeof(bf16_row) == sizeof(float);
-
-PRODUCT(bf16, bf16, bf16_row, narrow)
-PRODUCT(f32, float, float, same)
-
-/* ---- weights in codes (g4ir/ops/quant.py) ---- */
-
-/* Codes that are read at a time; a group of codes with one scale is a multiple of that. */
-#define BLOCK 32
-
-/* Of a scale and of the result: whether it is fp32, or bf16. */
-static inline float load(const void *p, int64_t i, int wide) {
-    return wide ? ((const float *)p)[i] : widen(((const bf16 *)p)[i]);
+static inline float widen_half(uint16_t h) {
+    uint32_t u = (uint32_t)(h & 0x8000) << 16 | (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &u, 4);
+    return f * 0x1p112f;
 }
 
-static inline void store(void *p, int64_t i, float value, int wide) {
-    if (wide)
+/* Dtypes of scales, of x and of results. */
+enum { BF16, F32, F16 };
+
+static inline float load(const void *p, int64_t i, int dtype) {
+    if (dtype == F32) return ((const float *)p)[i];
+    return dtype == F16 ? widen_half(((const uint16_t *)p)[i]) : widen(((const bf16 *)p)[i]);
+}
+
+static inline void store(void *p, int64_t i, float value, int dtype) {
+    if (dtype == F32)
         ((float *)p)[i] = value;
     else
         ((bf16 *)p)[i] = narrow(value);
 }
 
-/* Sixteen bytes hold the even codes of a block and the odd ones; x lies in that order too (see
- * pyops.py). The bits of e4m3 are those of a half 2^8 times smaller. */
+/* ---- the order of work ---- */
+
+#define LINE 64
+/* Bytes that the read of a weight is ahead of its use: left alone, a CPU stops reading ahead at the
+ * end of every page. */
+#define AHEAD 4096
+/* Bytes of x that stay in a core's nearest cache beside the weight that passes through it. */
+#define NEAR 20480
+/* Parts of rows begin at a multiple of it. */
+#define CHUNK 128
+/* Rows of x that are multiplied together: the sums of more would not fit the registers. */
+#define TOGETHER 4
+/* Rows of the weight whose sums wait while one part of x is near. */
+#define TILE 32
+
+typedef struct {
+    const uint8_t *w;
+    int64_t bits; /* of a number of the weight */
+    const void *scales;
+    int scales_dtype;
+    int64_t groups, each; /* of a row; numbers in one */
+    const void *x;
+    int64_t apart; /* bytes between rows of x */
+    int64_t per;   /* bytes of x for each number of the weight, at most */
+    void *y;
+    int dtype;
+    int64_t rows, n, k, ahead;
+} product;
+
+static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
+    return p->w + (o * p->k + at) * p->bits / 8;
+}
+
+static inline const char *scales_of(const product *p, int64_t o) {
+    return (const char *)p->scales + o * p->groups * (p->scales_dtype == F32 ? 4 : 2);
+}
+
+static inline const char *row_of(const product *p, int64_t r) {
+    return (const char *)p->x + r * p->apart;
+}
+
+#define READ_AHEAD(FROM) __builtin_prefetch((const char *)(FROM) + p->ahead, 0, 2)
+
+/* Sums of one row of the weight with up to TOGETHER rows of x. */
+typedef float sums[TOGETHER];
+
+/* Adds to out the products of numbers at .. end of rows of the weight, from o on, with rows of x, from
+ * r on. */
+typedef void (*dot)(const product *p, int64_t o, int64_t at, int64_t end, int64_t r, sums *out);
+
+/* The same function for one row of x to TOGETHER, and for SIDE rows of the weight with one, each with
+ * its numbers as constants: loops over them are unrolled, and sums stay in registers. */
+#define ALWAYS static inline __attribute__((always_inline)) void
+#define UNROLLED _Pragma("GCC unroll 4")
+#define SIDE 4
+#define DOT_OF(NAME, OUTS, ROWS)                                                                \
+    static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t at, int64_t end,    \
+                                       int64_t r, sums *out) {                                  \
+        NAME(OUTS, ROWS, p, o, at, end, r, out);                                                \
+    }
+#define DOTS(NAME)                                                                              \
+    DOT_OF(NAME, 1, 1)                                                                          \
+    DOT_OF(NAME, 1, 2)                                                                          \
+    DOT_OF(NAME, 1, 3)                                                                          \
+    DOT_OF(NAME, 1, 4)                                                                          \
+    DOT_OF(NAME, 4, 1)                                                                          \
+    static const dot NAME##s[] = {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_4_1};
+
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. */
+static void multiply(const product *given, const dot *dots, int threads) {
+    product p[1] = {*given};
+    for (int64_t r = 0; r < p->rows; r += TOGETHER) {
+        int64_t here = p->rows - r < TOGETHER ? p->rows - r : TOGETHER;
+        int64_t parts = (p->k * p->per * here + NEAR - 1) / NEAR;
+        int64_t part = ((p->k + parts - 1) / parts + CHUNK - 1) / CHUNK * CHUNK;
+        int side = here == 1 ? SIDE : 1;
+        int64_t whole = side * p->k * p->bits / 8;
+        int64_t bytes = side * (part < p->k ? part : p->k) * p->bits / 8;
+        p->ahead = whole == bytes && side == 1 ? AHEAD : (AHEAD + bytes - 1) / bytes * whole;
+        _Pragma("omp parallel for schedule(static) num_threads(threads)")
+        for (int64_t tile = 0; tile < p->n; tile += TILE) {
+            int64_t last = tile + TILE < p->n ? tile + TILE : p->n;
+            sums out[TILE] = {{0}};
+            for (int64_t at = 0; at < p->k; at += part) {
+                int64_t end = at + part < p->k ? at + part : p->k, o = tile;
+                for (; side > 1 && o + side <= last; o += side)
+                    dots[TOGETHER](p, o, at, end, r, out + (o - tile));
+                for (; o < last; o++) dots[here - 1](p, o, at, end, r, out + (o - tile));
+            }
+            for (int64_t i = 0; i < here; i++)
+                for (int64_t o = tile; o < last; o++)
+                    store(p->y, (r + i) * p->n + o, out[o - tile][i], p->dtype);
+        }
+    }
+}
+
+/* Memory of this thread for x in the form in which a product takes it; NULL where there is none. */
+static void *scratch(size_t size) {
+    static _Thread_local void *held;
+    static _Thread_local size_t room;
+    if (size > room) {
+        free(held);
+        held = aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE);
+        room = held ? size : 0;
+    }
+    return held;
+}
+
+/* ---- weights in floating point ---- */
+
+/* Rows are fp32; of the weight, a block is made wide once for all rows. */
+#define DOT(NAME, TYPE, WIDEN)                                                                  \
+    ALWAYS dot_##NAME(const int outs, const int rows, const product *p, int64_t o, int64_t at,  \
+                      int64_t end, int64_t r, sums *out) {                                      \
+        enum { WIDTH = 32 };                                                                    \
+        float sum[TOGETHER][WIDTH];                                                             \
+        memset(sum, 0, sizeof sum);                                                             \
+        int64_t i = at;                                                                         \
+        for (; i + WIDTH <= end; i += WIDTH)                                                    \
+            UNROLLED for (int s = 0; s < outs; s++) {                                           \
+                const TYPE *w = (const TYPE *)weights(p, o + s, 0);                             \
+                float v[WIDTH];                                                                 \
+                for (unsigned b = 0; b < sizeof(TYPE) * WIDTH; b += LINE)                       \
+                    READ_AHEAD((const char *)(w + i) + b);                                      \
+                _Pragma("omp simd")                                                             \
+                for (int j = 0; j < WIDTH; j++) v[j] = WIDEN(w[i + j]);                         \
+                UNROLLED for (int q = 0; q < rows; q++) {                                       \
+                    const float *x = (const float *)row_of(p, r + q);                           \
+                    _Pragma("omp simd")                                                         \
+                    for (int j = 0; j < WIDTH; j++) sum[s * rows + q][j] += v[j] * x[i + j];    \
+                }                                                                               \
+            }                                                                                   \
+        for (int s = 0; s < outs; s++)                                                          \
+            for (int q = 0; q < rows; q++) {                                                    \
+                const TYPE *w = (const TYPE *)weights(p, o + s, 0);                             \
+                const float *x = (const float *)row_of(p, r + q);                               \
+                float all = 0;                                                                  \
+                for (int j = 0; j < WIDTH; j++) all += sum[s * rows + q][j];                    \
+                for (int64_t j = i; j < end; j++) all += WIDEN(w[j]) * x[j];                    \
+                out[s][q] += all;                                                               \
+            }                                                                                   \
+    }                                                                                           \
+    DOTS(dot_##NAME)
+
+#ifdef __AVX512BF16__
+#define LANES 32
+#define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
+
+/* Four independent sums at least hide the latency of the multiply-add. */
+ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t at,
+                int64_t end, int64_t r, sums *out) {
+    const int unroll = outs * rows > 2 ? 2 : 4;
+    __m512 sum[TOGETHER][4];
+    UNROLLED for (int q = 0; q < TOGETHER; q++)
+        UNROLLED for (int u = 0; u < 4; u++) sum[q][u] = _mm512_setzero_ps();
+    int64_t i = at;
+    for (; i + unroll * LANES <= end; i += unroll * LANES)
+        UNROLLED for (int s = 0; s < outs; s++)
+            UNROLLED for (int u = 0; u < unroll; u++) {
+                const bf16 *from = (const bf16 *)weights(p, o + s, 0) + i + u * LANES;
+                READ_AHEAD(from);
+                __m512bh v = LOAD(from);
+                UNROLLED for (int q = 0; q < rows; q++) {
+                    const bf16 *x = (const bf16 *)row_of(p, r + q) + i + u * LANES;
+                    sum[s * rows + q][u] = _mm512_dpbf16_ps(sum[s * rows + q][u], v, LOAD(x));
+                }
+            }
+    UNROLLED for (int s = 0; s < outs; s++)
+        UNROLLED for (int q = 0; q < rows; q++) {
+            const bf16 *w = (const bf16 *)weights(p, o + s, 0);
+            const bf16 *x = (const bf16 *)row_of(p, r + q);
+            __m512 all = sum[s * rows + q][0];
+            UNROLLED for (int u = 1; u < unroll; u++)
+                all = _mm512_add_ps(all, sum[s * rows + q][u]);
+            float rest = 0;
+            for (int64_t j = i; j < end; j++) rest += widen(w[j]) * widen(x[j]);
+            out[s][q] += _mm512_reduce_add_ps(all) + rest;
+        }
+}
+DOTS(dot_bf16)
+typedef bf16 bf16_row;
+#else
+DOT(bf16, bf16, widen)
+typedef float bf16_row;
+#endif
+DOT(f32, float, same)
+
+/* Whether the rows that the bf16 kernel takes are fp32. */
+const int g4ir_bf16_rows_are_f32 = sizeof(bf16_row) == sizeof(float);
+
+#define PRODUCT(NAME, TYPE, ROW, DTYPE)                                                         \
+    void g4ir_linear_##NAME(const TYPE *w, const ROW *x, TYPE *y, int64_t rows, int64_t n,      \
+                            int64_t k, int threads) {                                           \
+        product p = {.w = (const uint8_t *)w, .bits = 8 * sizeof(TYPE), .x = x,                 \
+                     .apart = k * sizeof(ROW), .per = sizeof(ROW), .y = y, .dtype = DTYPE,      \
+                     .rows = rows, .n = n, .k = k};                                             \
+        multiply(&p, dot_##NAME##s, threads);                                                   \
+    }
+
+PRODUCT(bf16, bf16, bf16_row, BF16)
+PRODUCT(f32, float, float, F32)
+
+/* ---- weights in codes (g4ir/ops/quant.py), x in fp32 ---- */
+
+/* Codes that are read at a time, and codes that share a scale at least: a row is a multiple of the
+ * one, a group of the other. */
+#define BLOCK 32
+#define HALF 16
+
+/* Sixteen bytes hold the even codes of a block of 4-bit codes and the odd ones; x is brought into
+ * that order too. The bits of e4m3 are those of a half 2^8 times smaller. */
 #ifdef __AVX512BW__
 typedef struct {
     __m512 first, second;
@@ -176,13 +289,20 @@ static inline block read_fp8(const uint8_t *p) {
 /* The sums change places: the next addition does not wait for this one. */
 static inline block add_scaled(block sum, block v, const float *x, float s) {
     __m512 part = _mm512_mul_ps(v.first, _mm512_loadu_ps(x));
-    part = _mm512_fmadd_ps(v.second, _mm512_loadu_ps(x + 16), part);
+    part = _mm512_fmadd_ps(v.second, _mm512_loadu_ps(x + HALF), part);
     return (block){sum.second, _mm512_fmadd_ps(part, _mm512_set1_ps(s), sum.first)};
+}
+
+static inline block add_halves(block sum, block v, const float *x, float s, float t) {
+    __m512 first = _mm512_mul_ps(v.first, _mm512_loadu_ps(x));
+    __m512 second = _mm512_mul_ps(v.second, _mm512_loadu_ps(x + HALF));
+    return (block){_mm512_fmadd_ps(first, _mm512_set1_ps(s), sum.first),
+                   _mm512_fmadd_ps(second, _mm512_set1_ps(t), sum.second)};
 }
 
 static inline block add(block sum, block v, const float *x) {
     __m512 first = _mm512_fmadd_ps(v.first, _mm512_loadu_ps(x), sum.first);
-    return (block){first, _mm512_fmadd_ps(v.second, _mm512_loadu_ps(x + 16), sum.second)};
+    return (block){first, _mm512_fmadd_ps(v.second, _mm512_loadu_ps(x + HALF), sum.second)};
 }
 
 static inline float total(block sum) {
@@ -209,17 +329,16 @@ static inline block read_int4(const uint8_t *p) {
     EACH(v, (float)((int)c[j] - 8))
 }
 
-static inline float half_of(uint32_t c) {
-    uint32_t u = (c & 0x80) << 24 | (c & 0x7f) << 20;
-    float f;
-    memcpy(&f, &u, 4);
-    return f * 0x1p112f;
+static inline block read_fp8(const uint8_t *p) {
+    EACH(v, widen_half((uint16_t)((p[j] & 0x80) << 8 | (p[j] & 0x7f) << 7)))
 }
-
-static inline block read_fp8(const uint8_t *p) { EACH(v, half_of(p[j])) }
 
 static inline block add_scaled(block sum, block w, const float *x, float s) {
     EACH(v, sum.at[j] + w.at[j] * x[j] * s)
+}
+
+static inline block add_halves(block sum, block w, const float *x, float s, float t) {
+    EACH(v, sum.at[j] + w.at[j] * x[j] * (j < HALF ? s : t))
 }
 
 static inline block add(block sum, block w, const float *x) { EACH(v, sum.at[j] + w.at[j] * x[j]) }
@@ -231,96 +350,400 @@ static inline float total(block sum) {
 }
 #endif
 
-/* `each` codes in a row share a scale; all k of them do where it is k. */
-#define DOT_CODED(NAME, BYTES, UNIT, ROWS)                                                      \
-    static inline void coded_##NAME##_##ROWS(const uint8_t *w, const void *scales, int wide,    \
-                                             int64_t each, const float *x, float *out,          \
-                                             int64_t k) {                                       \
-        block sum[ROWS];                                                                        \
-        for (int r = 0; r < ROWS; r++) sum[r] = ZERO;                                           \
-        if (each == k) {                                                                        \
-            for (int64_t i = 0; i < k; i += BLOCK, w += BYTES) {                                \
-                __builtin_prefetch((const char *)w + AHEAD, 0, 2);                              \
-                block v = read_##NAME(w);                                                       \
-                for (int r = 0; r < ROWS; r++) sum[r] = add(sum[r], v, x + r * k + i);          \
-            }                                                                                   \
-            float s = load(scales, 0, wide) * UNIT;                                             \
-            for (int r = 0; r < ROWS; r++) out[r] = total(sum[r]) * s;                          \
-            return;                                                                             \
-        }                                                                                       \
-        int64_t left = each;                                                                    \
-        float s = load(scales, 0, wide) * UNIT;                                                 \
-        for (int64_t i = 0, g = 0; i < k; i += BLOCK, w += BYTES) {                             \
-            if (!left) left = each, s = load(scales, ++g, wide) * UNIT;                         \
-            left -= BLOCK;                                                                      \
-            __builtin_prefetch((const char *)w + AHEAD, 0, 2);                                  \
-            block v = read_##NAME(w);                                                           \
-            for (int r = 0; r < ROWS; r++) sum[r] = add_scaled(sum[r], v, x + r * k + i, s);    \
-        }                                                                                       \
-        for (int r = 0; r < ROWS; r++) out[r] = total(sum[r]);                                  \
-    }
-
-/* y[rows, n] = x[rows, k] @ w[n, k]^T: k is a multiple of BLOCK, and so is k / groups. */
-#define PRODUCT_CODED(NAME, BYTES, UNIT)                                                        \
-    DOT_CODED(NAME, BYTES, UNIT, 1)                                                             \
-    DOT_CODED(NAME, BYTES, UNIT, 2)                                                             \
-    DOT_CODED(NAME, BYTES, UNIT, 3)                                                             \
-    DOT_CODED(NAME, BYTES, UNIT, 4)                                                             \
-    void g4ir_coded_##NAME(const uint8_t *w, const void *scales, int scales_wide,               \
-                           const float *x, void *y, int y_wide, int64_t rows, int64_t n,        \
-                           int64_t k, int64_t groups, int threads) {                            \
-        int64_t bytes = k / BLOCK * BYTES, each = k / groups, size = scales_wide ? 4 : 2;       \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                       \
-        for (int64_t o = 0; o < n; o++) {                                                       \
-            const uint8_t *row = w + o * bytes;                                                 \
-            const void *s = (const char *)scales + o * groups * size;                           \
-            for (int64_t r = 0; r < rows; r += 4) {                                             \
-                int64_t left = rows - r < 4 ? rows - r : 4;                                     \
-                const float *from = x + r * k;                                                  \
-                float out[4];                                                                   \
-                switch (left) {                                                                 \
-                    case 1: coded_##NAME##_1(row, s, scales_wide, each, from, out, k); break;   \
-                    case 2: coded_##NAME##_2(row, s, scales_wide, each, from, out, k); break;   \
-                    case 3: coded_##NAME##_3(row, s, scales_wide, each, from, out, k); break;   \
-                    default: coded_##NAME##_4(row, s, scales_wide, each, from, out, k);         \
-                }                                                                               \
-                for (int64_t i = 0; i < left; i++) store(y, (r + i) * n + o, out[i], y_wide);   \
-            }                                                                                   \
-        }                                                                                       \
-    }
-
-/* y[n, k] = round(code * scale): rows of a weight for a library's product. */
-#define DECODE(NAME, BYTES, UNIT)                                                               \
-    void g4ir_decode_##NAME(const uint8_t *w, const void *scales, int scales_wide, void *y,     \
-                            int y_wide, int64_t n, int64_t k, int64_t groups, int threads) {    \
-        int64_t each = k / groups;                                                              \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                       \
-        for (int64_t o = 0; o < n; o++)                                                         \
-            for (int64_t i = 0; i < k; i += BLOCK) {                                            \
-                float v[BLOCK], s = load(scales, o * groups + i / each, scales_wide) * UNIT;    \
-                block b = read_##NAME(w + (o * k + i) / BLOCK * BYTES);                         \
-                memcpy(v, &b, sizeof v);                                                        \
-                in_order_##NAME(v);                                                             \
-                if (y_wide)                                                                     \
-                    for (int j = 0; j < BLOCK; j++) ((float *)y)[o * k + i + j] = v[j] * s;     \
-                else                                                                            \
-                    for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[o * k + i + j] = narrow(v[j] * s); \
-            }                                                                                   \
-    }
-
+/* Rows of x as the blocks of codes lie. */
 static inline void in_order_int8(float *v) {}
 static inline void in_order_fp8(float *v) {}
 
 static inline void in_order_int4(float *v) {
     float w[BLOCK];
     memcpy(w, v, sizeof w);
-    for (int j = 0; j < BLOCK / 2; j++) v[2 * j] = w[j], v[2 * j + 1] = w[BLOCK / 2 + j];
+    for (int j = 0; j < HALF; j++) v[2 * j] = w[j], v[2 * j + 1] = w[HALF + j];
 }
+
+static inline void as_codes_int8(float *v) {}
+static inline void as_codes_fp8(float *v) {}
+
+static inline void as_codes_int4(float *v) {
+    float w[BLOCK];
+    memcpy(w, v, sizeof w);
+    for (int j = 0; j < HALF; j++) v[j] = w[2 * j], v[HALF + j] = w[2 * j + 1];
+}
+
+
+/* `each` codes in a row share a scale. */
+#define DOT_CODED(NAME, BYTES, UNIT)                                                            \
+    ALWAYS rowwise_##NAME(const int outs, const int rows, const product *p, int64_t o,          \
+                          int64_t at, int64_t end, int64_t r, sums *out) {                      \
+        block sum[TOGETHER] = {ZERO, ZERO, ZERO, ZERO};                                         \
+        for (int64_t i = at; i < end; i += BLOCK)                                               \
+            UNROLLED for (int s = 0; s < outs; s++) {                                           \
+                const uint8_t *w = weights(p, o + s, i);                                        \
+                READ_AHEAD(w);                                                                  \
+                block v = read_##NAME(w);                                                       \
+                UNROLLED for (int q = 0; q < rows; q++) {                                       \
+                    const float *x = (const float *)row_of(p, r + q) + i;                       \
+                    sum[s * rows + q] = add(sum[s * rows + q], v, x);                           \
+                }                                                                               \
+            }                                                                                   \
+        UNROLLED for (int s = 0; s < outs; s++) {                                               \
+            float scale = load(scales_of(p, o + s), 0, p->scales_dtype) * UNIT;                 \
+            UNROLLED for (int q = 0; q < rows; q++)                                             \
+                out[s][q] += total(sum[s * rows + q]) * scale;                                  \
+        }                                                                                       \
+    }                                                                                           \
+    ALWAYS groupwise_##NAME(const int rows, const product *p, int64_t o, int64_t at,            \
+                            int64_t end, int64_t r, float *out) {                               \
+        const uint8_t *w = weights(p, o, at);                                                   \
+        const char *scales = scales_of(p, o);                                                   \
+        block sum[TOGETHER] = {ZERO, ZERO, ZERO, ZERO};                                         \
+        int64_t g = at / p->each, left = p->each - at % p->each;                                \
+        float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
+        for (int64_t i = at; i < end; i += BLOCK, w += BYTES) {                                 \
+            READ_AHEAD(w);                                                                      \
+            block v = read_##NAME(w);                                                           \
+            if (!left) s = load(scales, ++g, p->scales_dtype) * UNIT, left = p->each;           \
+            float t = s;                                                                        \
+            if (left == HALF) t = load(scales, ++g, p->scales_dtype) * UNIT, left += p->each;   \
+            UNROLLED for (int q = 0; q < rows; q++) {                                           \
+                const float *x = (const float *)row_of(p, r + q) + i;                           \
+                sum[q] = s == t ? add_scaled(sum[q], v, x, s) : add_halves(sum[q], v, x, s, t); \
+            }                                                                                   \
+            left -= BLOCK, s = t;                                                               \
+        }                                                                                       \
+        UNROLLED for (int q = 0; q < rows; q++) out[q] += total(sum[q]);                        \
+    }                                                                                           \
+    ALWAYS coded_##NAME(const int outs, const int rows, const product *p, int64_t o,            \
+                        int64_t at, int64_t end, int64_t r, sums *out) {                        \
+        for (int s = 0; s < outs; s++) groupwise_##NAME(rows, p, o + s, at, end, r, out[s]);    \
+    }                                                                                           \
+    DOTS(rowwise_##NAME)                                                                        \
+    DOTS(coded_##NAME)
+
+DOT_CODED(int8, 32, 1)
+DOT_CODED(int4, 16, 1)
+DOT_CODED(fp8, 32, 0x1p8f)
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+/* ---- weights in codes, x in integers ---- */
+
+/* 4-bit codes times bf16 rows without floating point: x as 16-bit integers times a power of two for
+ * each block, exact where a number is at least 1/128 of the block's largest; below, as near as for
+ * 1/128. An x of bytes `high` and `low` is 256 high + low. */
+typedef struct {
+    __m512i even_high, odd_high, even_low, odd_low;
+    __m512i less; /* -8 times the sum over each lane: codes are stored as code + 8 */
+    __m128 unit;  /* of each block */
+} fixed;
+
+/* Of 16 integers each: bytes of the even ones, then of the odd ones. */
+static inline __m256i even_odd(__m512i first, __m512i second) {
+    __m256i both = _mm256_set_m128i(_mm512_cvtepi32_epi8(second), _mm512_cvtepi32_epi8(first));
+    __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, order), 0xd8);
+}
+
+static inline __m512 widen_16(const bf16 *p) {
+    __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
+}
+
+/* One block of x, at its place in the planes; NaN where one of it is no finite number. */
+static inline float block_to_fixed(const bf16 *x, uint8_t *even_high, uint8_t *odd_high,
+                                   uint8_t *even_low, uint8_t *odd_low) {
+    __m512 first = widen_16(x), second = widen_16(x + HALF);
+    __m512 most = _mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second));
+    uint32_t top = _mm512_reduce_max_epu32(_mm512_castps_si512(most));
+    __mmask16 nan = _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
+    /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
+    uint32_t exponent = (top >> 23) + ((top >> 16 & 0x7f) == 0x7f);
+    int zero = exponent < 15, bad = nan || top >= 0x7f800000u;
+    uint32_t inverse = zero || bad ? 0 : (268 - exponent) << 23;
+    uint32_t unit = bad ? 0x7fc00000u : zero ? 0 : (exponent - 14) << 23;
+    float times, out;
+    memcpy(&times, &inverse, 4);
+    memcpy(&out, &unit, 4);
+    if (bad) first = second = _mm512_setzero_ps();
+    __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, _mm512_set1_ps(times)));
+    __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(second, _mm512_set1_ps(times)));
+    __m512i half = _mm512_set1_epi32(128);
+    __m512i p = _mm512_srai_epi32(_mm512_add_epi32(a, half), 8);
+    __m512i q = _mm512_srai_epi32(_mm512_add_epi32(b, half), 8);
+    __m256i high = even_odd(p, q);
+    __m256i low = even_odd(_mm512_sub_epi32(a, _mm512_slli_epi32(p, 8)),
+                           _mm512_sub_epi32(b, _mm512_slli_epi32(q, 8)));
+    _mm_storeu_si128((__m128i *)even_high, _mm256_castsi256_si128(high));
+    _mm_storeu_si128((__m128i *)odd_high, _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128((__m128i *)even_low, _mm256_castsi256_si128(low));
+    _mm_storeu_si128((__m128i *)odd_low, _mm256_extracti128_si256(low, 1));
+    return out;
+}
+
+static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
+    for (int64_t i = 0; i < k; i += CHUNK, to++) {
+        memset(to, 0, sizeof *to);
+        float unit[CHUNK / BLOCK] = {0};
+        for (int b = 0; b < CHUNK / BLOCK && i + b * BLOCK < k; b++) {
+            int at = b * HALF;
+            unit[b] = block_to_fixed(x + i + b * BLOCK, (uint8_t *)&to->even_high + at,
+                                     (uint8_t *)&to->odd_high + at, (uint8_t *)&to->even_low + at,
+                                     (uint8_t *)&to->odd_low + at);
+        }
+        __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+        __m512i high = _mm512_dpbusd_epi32(zero, one, to->even_high);
+        high = _mm512_dpbusd_epi32(high, one, to->odd_high);
+        __m512i low = _mm512_dpbusd_epi32(zero, one, to->even_low);
+        low = _mm512_dpbusd_epi32(low, one, to->odd_low);
+        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+        to->less = _mm512_sub_epi32(zero, _mm512_slli_epi32(sum, 3));
+        to->unit = _mm_loadu_ps(unit);
+    }
+}
+
+/* Scales of the blocks of a chunk, of which there are `blocks`. */
+static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
+                                                    int dtype, int64_t blocks) {
+    float s[CHUNK / BLOCK] = {0};
+    for (int b = 0; b < blocks; b++) s[b] = load(scales, (at + b * BLOCK) / each, dtype);
+    return _mm_loadu_ps(s);
+}
+
+/* The same of a whole chunk, for scales of 16 bits and groups of one block. */
+static inline __m128 four_scales(const char *scales, int64_t at, int dtype) {
+    __m128i u = _mm_loadl_epi64((const __m128i *)(scales + at / (BLOCK / 2)));
+    if (dtype == F16) return _mm_cvtph_ps(u);
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
+}
+
+/* Each for the four lanes of its block. */
+static inline __m512 in_lanes(__m128 four) {
+    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(four));
+}
+
+/* `four` is the dtype where all chunks have four scales of 16 bits, or F32: a constant too. */
+ALWAYS fixed_chunks(const int outs, const int rows, const int four, const product *p, int64_t o,
+                    int64_t at, int64_t end, int64_t r, __m512 *sum) {
+    const uint8_t *w[TOGETHER];
+    const char *scales[TOGETHER];
+    const fixed *x[TOGETHER];
+    UNROLLED for (int s = 0; s < outs; s++)
+        w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
+    __m512i low4 = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
+    for (int64_t i = at; i < end; i += CHUNK) {
+        int64_t blocks = end - i < CHUNK ? (end - i) / BLOCK : CHUNK / BLOCK;
+        __mmask64 there = blocks < CHUNK / BLOCK ? (1ull << blocks * HALF) - 1 : ~0ull;
+        UNROLLED for (int s = 0; s < outs; s++) {
+            READ_AHEAD(w[s] + i / 2);
+            __m512i codes = four == F32 ? _mm512_maskz_loadu_epi8(there, w[s] + i / 2)
+                                        : _mm512_loadu_si512(w[s] + i / 2);
+            __m512i even = _mm512_and_si512(codes, low4);
+            __m512i odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low4);
+            __m128 scale = four == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, blocks)
+                                       : four_scales(scales[s], i, four);
+            UNROLLED for (int q = 0; q < rows; q++) {
+                const fixed *f = x[q] + i / CHUNK;
+                __m512i high = _mm512_dpbusd_epi32(zero, even, f->even_high);
+                high = _mm512_dpbusd_epi32(high, odd, f->odd_high);
+                __m512i low = _mm512_dpbusd_epi32(f->less, even, f->even_low);
+                low = _mm512_dpbusd_epi32(low, odd, f->odd_low);
+                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+                __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
+                sum[s * rows + q] =
+                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
+            }
+        }
+    }
+}
+
+ALWAYS fixed_int4(const int outs, const int rows, const product *p, int64_t o, int64_t at,
+                  int64_t end, int64_t r, sums *out) {
+    __m512 sum[TOGETHER];
+    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
+    int64_t full = p->each == BLOCK ? end - (end - at) % CHUNK : at;
+    if (p->scales_dtype == BF16)
+        fixed_chunks(outs, rows, BF16, p, o, at, full, r, sum);
+    else if (p->scales_dtype == F16)
+        fixed_chunks(outs, rows, F16, p, o, at, full, r, sum);
+    else
+        full = at;
+    fixed_chunks(outs, rows, F32, p, o, full, end, r, sum);
+    UNROLLED for (int b = 0; b < outs * rows; b++)
+        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+}
+DOTS(fixed_int4)
+
+/* 8-bit codes with one scale for a row: x as integers of 22 bits times a power of two for the whole
+ * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. A sum of LONGEST
+ * products stays below 2^31. */
+#define LONGEST (1 << 20)
+
+typedef struct {
+    __m512i high, middle, low;
+} bytes;
+
+typedef struct {
+    double unit;
+    bytes *at;
+    double before[]; /* each LINE numbers, the sum of the integers */
+} whole;
+
+static inline int64_t lines(int64_t k) { return (k + LINE - 1) / LINE; }
+
+static inline size_t whole_head(int64_t k) {
+    return (sizeof(whole) + (lines(k) + 1) * sizeof(double) + LINE - 1) / LINE * LINE;
+}
+
+/* Splits off the lowest byte, as a number from -128 to 127. */
+static inline __m128i low_bytes(__m512i *v) {
+    __m512i carried = _mm512_srai_epi32(_mm512_add_epi32(*v, _mm512_set1_epi32(128)), 8);
+    __m512i low = _mm512_sub_epi32(*v, _mm512_slli_epi32(carried, 8));
+    *v = carried;
+    return _mm512_cvtepi32_epi8(low);
+}
+
+static void to_whole(const bf16 *x, whole *to, int64_t k) {
+    uint16_t most = 0;
+    for (int64_t i = 0; i < k; i++) most = (x[i] & 0x7fff) > most ? x[i] & 0x7fff : most;
+    uint32_t exponent = most >> 7;
+    int zero = exponent < 22, bad = exponent == 0xff;
+    uint32_t inverse = zero || bad ? 0 : (275 - exponent) << 23;
+    uint32_t unit = bad ? 0x7fc00000u : zero ? 0 : (exponent - 21) << 23;
+    float times, out;
+    memcpy(&times, &inverse, 4);
+    memcpy(&out, &unit, 4);
+    to->unit = out;
+    to->at = (bytes *)((char *)to + whole_head(k));
+    memset(to->at, 0, lines(k) * sizeof(bytes));
+    double sum = 0;
+    for (int64_t i = 0; i < k; i += HALF) {
+        if (i % LINE == 0) to->before[i / LINE] = sum;
+        if (bad) continue;
+        __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(widen_16(x + i), _mm512_set1_ps(times)));
+        sum += _mm512_reduce_add_epi32(v);
+        bytes *b = to->at + i / LINE;
+        int64_t in = i % LINE;
+        _mm_storeu_si128((__m128i *)((char *)&b->low + in), low_bytes(&v));
+        _mm_storeu_si128((__m128i *)((char *)&b->middle + in), low_bytes(&v));
+        _mm_storeu_si128((__m128i *)((char *)&b->high + in), low_bytes(&v));
+    }
+    to->before[lines(k)] = sum;
+}
+
+ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, int64_t at,
+                  int64_t end, int64_t r, sums *out) {
+    __m512i high[TOGETHER], middle[TOGETHER], low[TOGETHER];
+    UNROLLED for (int b = 0; b < TOGETHER; b++)
+        high[b] = middle[b] = low[b] = _mm512_setzero_si512();
+    const uint8_t *w[TOGETHER];
+    UNROLLED for (int s = 0; s < outs; s++) w[s] = weights(p, o + s, 0);
+    __m512i bias = _mm512_set1_epi8((char)0x80);
+    for (int64_t i = at; i < end; i += LINE) {
+        __mmask64 there = end - i < LINE ? (1ull << (end - i)) - 1 : ~0ull;
+        UNROLLED for (int s = 0; s < outs; s++) {
+            READ_AHEAD(w[s] + i);
+            __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, w[s] + i), bias);
+            UNROLLED for (int q = 0; q < rows; q++) {
+                const bytes *x = ((const whole *)row_of(p, r + q))->at + i / LINE;
+                int b = s * rows + q;
+                high[b] = _mm512_dpbusd_epi32(high[b], codes, x->high);
+                middle[b] = _mm512_dpbusd_epi32(middle[b], codes, x->middle);
+                low[b] = _mm512_dpbusd_epi32(low[b], codes, x->low);
+            }
+        }
+    }
+    UNROLLED for (int b = 0; b < outs * rows; b++) {
+        const whole *x = (const whole *)row_of(p, r + b % rows);
+        double all = 65536.0 * _mm512_reduce_add_epi32(high[b]);
+        all += 256.0 * _mm512_reduce_add_epi32(middle[b]);
+        all += _mm512_reduce_add_epi32(low[b]);
+        all -= 128 * (x->before[lines(end)] - x->before[at / LINE]);
+        out[b / rows][b % rows] +=
+            (float)(all * x->unit) * load(scales_of(p, o + b / rows), 0, p->scales_dtype);
+    }
+}
+DOTS(whole_int8)
+
+/* Where x is bf16; returns whether the product was made, or memory is short. */
+#define FIXED_int4                                                                              \
+    if (dtype == BF16) {                                                                        \
+        p.per = 3;                                                                              \
+        p.apart = (k + CHUNK - 1) / CHUNK * sizeof(fixed);                                      \
+        char *planes = scratch(rows * p.apart);                                                 \
+        if (!planes) return 1;                                                                  \
+        for (int64_t r = 0; r < rows; r++)                                                      \
+            to_fixed((const bf16 *)x + r * k, (fixed *)(planes + r * p.apart), k);              \
+        p.x = planes;                                                                           \
+        multiply(&p, fixed_int4s, threads);                                                     \
+        return 0;                                                                               \
+    }
+#define FIXED_int8                                                                              \
+    if (dtype == BF16 && groups == 1 && k <= LONGEST) {                                         \
+        p.per = 3;                                                                              \
+        p.apart = whole_head(k) + lines(k) * sizeof(bytes);                                     \
+        char *planes = scratch(rows * p.apart);                                                 \
+        if (!planes) return 1;                                                                  \
+        for (int64_t r = 0; r < rows; r++)                                                      \
+            to_whole((const bf16 *)x + r * k, (whole *)(planes + r * p.apart), k);              \
+        p.x = planes;                                                                           \
+        multiply(&p, whole_int8s, threads);                                                     \
+        return 0;                                                                               \
+    }
+#else
+#define FIXED_int4
+#define FIXED_int8
+#endif
+#define FIXED_fp8
+
+/* x and y are of one dtype; k is a multiple of BLOCK, and k / groups is, or of HALF for codes of a
+ * byte. Returns 0, or 1 where memory is short. */
+#define PRODUCT_CODED(NAME, BYTES)                                                              \
+    int g4ir_coded_##NAME(const uint8_t *w, const void *scales, int scales_dtype, const void *x, \
+                          void *y, int dtype, int64_t rows, int64_t n, int64_t k,               \
+                          int64_t groups, int threads) {                                        \
+        product p = {.w = w, .bits = 8 * BYTES / BLOCK, .scales = scales,                       \
+                     .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
+                     .apart = k * sizeof(float), .per = sizeof(float), .y = y, .dtype = dtype,  \
+                     .rows = rows, .n = n, .k = k};                                             \
+        FIXED_##NAME                                                                            \
+        float *wide = scratch(rows * k * sizeof(float));                                        \
+        if (!wide) return 1;                                                                    \
+        for (int64_t i = 0; i < rows * k; i += BLOCK) {                                         \
+            for (int j = 0; j < BLOCK; j++) wide[i + j] = load(x, i + j, dtype);                \
+            as_codes_##NAME(wide + i);                                                          \
+        }                                                                                       \
+        p.x = wide;                                                                             \
+        multiply(&p, groups == 1 ? rowwise_##NAME##s : coded_##NAME##s, threads);               \
+        return 0;                                                                               \
+    }
+
+PRODUCT_CODED(int8, 32)
+PRODUCT_CODED(int4, 16)
+PRODUCT_CODED(fp8, 32)
+
+/* y[n, k] = round(code * scale): rows of a weight for a library's product. */
+#define DECODE(NAME, BYTES, UNIT)                                                               \
+    void g4ir_decode_##NAME(const uint8_t *w, const void *scales, int scales_dtype, void *y,    \
+                            int dtype, int64_t n, int64_t k, int64_t groups, int threads) {    \
+        int64_t each = k / groups;                                                              \
+        _Pragma("omp parallel for schedule(static) num_threads(threads)")                       \
+        for (int64_t o = 0; o < n; o++)                                                         \
+            for (int64_t i = 0; i < k; i += BLOCK) {                                            \
+                float v[BLOCK];                                                                 \
+                float s = load(scales, o * groups + i / each, scales_dtype) * UNIT;             \
+                float t = load(scales, o * groups + (i + HALF) / each, scales_dtype) * UNIT;    \
+                block b = read_##NAME(w + (o * k + i) / BLOCK * BYTES);                         \
+                memcpy(v, &b, sizeof v);                                                        \
+                in_order_##NAME(v);                                                             \
+                for (int j = 0; j < BLOCK; j++) v[j] *= j < HALF ? s : t;                       \
+                if (dtype == F32)                                                               \
+                    memcpy((float *)y + o * k + i, v, sizeof v);                                \
+                else                                                                            \
+                    for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[o * k + i + j] = narrow(v[j]);  \
+            }                                                                                   \
+    }
 
 DECODE(int8, 32, 1)
 DECODE(int4, 16, 1)
 DECODE(fp8, 32, 0x1p8f)
-
-PRODUCT_CODED(int8, 32, 1)
-PRODUCT_CODED(int4, 16, 1)
-PRODUCT_CODED(fp8, 32, 0x1p8f)

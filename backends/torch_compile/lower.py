@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
-from .kernels.base import Schedule
+from .kernels.base import Coded, Schedule, codes_of
 from .run import Lowering, Run
 from .towers import encoder_attention
 
@@ -26,8 +25,9 @@ def run_node(run: Run, n: Node) -> None:
     choice = run.schedule.find(n)
     tensors = (run.env[v.name] for v in n.inputs)
     if choice:
-        results = as_tuple(choice.kernel.call(run, n, choice, *map(dense, tensors)))
-    elif n.op in TAKES_CODES:
+        operands = tensors if choice.kernel.coded else map(dense, tensors)
+        results = as_tuple(choice.kernel.call(run, n, choice, *operands))
+    elif n.op in TAKES_CODES and run.device == "cpu":
         results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
     elif n.op in LOWERINGS:
         results = as_tuple(LOWERINGS[n.op](run, n, *map(dense, tensors)))
@@ -68,15 +68,6 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
                 torch._check(size == sizes.setdefault(d, size))
 
 
-@dataclass(frozen=True)
-class Coded:
-    """A weight in codes, for lowerings that take it so."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-
-
 def dense(value: Any) -> Any:
     """Return the weight that codes stand for; anything else as it is."""
     if not isinstance(value, Coded):
@@ -85,7 +76,10 @@ def dense(value: Any) -> Any:
 
 
 def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    """Return the weight in codes where something takes it so: a kernel, or a large product."""
     coded = Coded(codes, scales, torch_dtype(n.word("to")))
+    if m.schedule.target.gpu:
+        return coded if codes_of(m.graph, n.out) else dense(coded)
     return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
 
 
@@ -148,14 +142,24 @@ def grouped_experts(
 
 
 def _cache_write(
+    m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, *place: torch.Tensor
+) -> torch.Tensor:
+    """Write in place. Floats in 8 bits move as bytes: the compiler chooses between no others."""
+    bytewise = cache.dtype == torch.float8_e4m3fn
+    held, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
+    _write(m, n, held, rows, *place)
+    return cache
+
+
+def _write(
     m: Run,
     n: Node,
     cache: torch.Tensor,
     new: torch.Tensor,
     start: torch.Tensor,
     lengths: torch.Tensor,
-) -> torch.Tensor:
-    """Write in place. One token goes to its slot, and so do those of a chunk in a list, of which a
+) -> None:
+    """One token goes to its slot, and so do those of a chunk in a list, of which a
     chunk fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may
     stay: there the chunk is gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
@@ -163,18 +167,18 @@ def _cache_write(
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
-        return cache
+        return
     if m.device != "cpu" and isinstance(n["cache"].type.shape[0], str):
-        return _list_write(cache, new, start, lengths)
+        _list_write(cache, new, start, lengths)
+        return
     source = slot_positions(start + lengths, cache.shape[0]) - start
     picked = new[rows, source.clamp(min=0)]
     cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
-    return cache
 
 
 def _list_write(
     cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     """Write slots start .. start + lengths - 1 of each row of the list [C,B,n,d]. Padding writes
     what was there, to slots of its own: no chunk is longer than the list."""
     torch._check(new.shape[1] <= cache.shape[0])
@@ -183,7 +187,6 @@ def _list_write(
     slot = torch.remainder(start + tokens, cache.shape[0])
     real = (tokens < lengths)[:, :, None, None]
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
-    return cache
 
 
 #: ops whose lowerings take a weight in codes

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import FORM_OF, dequantized
+from g4ir.ops.types import torch_dtype
 
 from .scratch import empty_f32
 from .target import cpu_flags
@@ -33,8 +34,8 @@ ROWS = 4
 EMULATED_ROWS = 24
 #: most rows that are multiplied with codes as they are
 CODED_ROWS = 8
-#: codes in a block of kernels.c
-BLOCK = 32
+#: codes in a block of kernels.c, and at least in a group that has a scale
+BLOCK, LEAST_GROUP = 32, {torch.int8: 16, torch.uint8: 32, torch.float8_e4m3fn: 16}
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
@@ -66,14 +67,16 @@ class Kernel:
 class CodedKernel:
     """Functions of kernels.c on codes: the product with a few rows, and the weight's rows."""
 
-    product: Callable[..., None]
-    decode: Callable[..., None]
+    product: Callable[..., int]
+    decode: Callable[..., int]
 
 
 _kernels: dict[torch.dtype, Kernel] = {}
 _coded: dict[torch.dtype, CodedKernel] = {}
 #: dtype of codes -> their name in kernels.c
-CODED = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
+CODED = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
+#: dtype of scales, and of rows but for the last -> its number in kernels.c
+DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 
 
 def load_kernels(path: Path) -> None:
@@ -92,11 +95,10 @@ def load_kernels(path: Path) -> None:
 _TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
 
 
-def _typed(kernel: Any, arguments: str) -> Callable[..., None]:
+def _typed(kernel: Any, arguments: str) -> Callable[..., Any]:
     """Declare the arguments of a function, before the number of threads."""
     kernel.argtypes = [_TYPES[a] for a in arguments + "i"]
-    kernel.restype = None
-    typed: Callable[..., None] = kernel
+    typed: Callable[..., Any] = kernel
     return typed
 
 
@@ -120,24 +122,22 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     rows = x.numel() // k
     if not (0 < rows <= CODED_ROWS and _has_kernel(x.dtype, codes, scales, k)):
         return _decoded_linear(x, codes, scales)
-    out = x.new_empty((*x.shape[:-1], n))
-    x = x.reshape(rows, k).float()
-    if codes.dtype == torch.uint8:  # even elements of a block, then odd ones
-        x = x.view(rows, -1, BLOCK // 2, 2).transpose(2, 3)
-    x = x.contiguous()
-    _coded[codes.dtype].product(
-        *(codes.data_ptr(), scales.data_ptr(), scales.dtype == torch.float32, x.data_ptr()),
-        *(out.data_ptr(), out.dtype == torch.float32, rows, n, k, groups),
-        torch.get_num_threads(),
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    failed = _coded[codes.dtype].product(
+        *(codes.data_ptr(), scales.data_ptr(), DTYPES[scales.dtype], x.data_ptr()),
+        *(out.data_ptr(), DTYPES[x.dtype], rows, n, k, groups, torch.get_num_threads()),
     )
+    if failed:
+        raise MemoryError(f"no memory for {rows} rows of {k} in another order")
     return out
 
 
 def _has_kernel(dtype: torch.dtype, codes: torch.Tensor, scales: torch.Tensor, k: int) -> bool:
     """Whether kernels.c takes such codes: of whole blocks, in its dtypes."""
-    known = (torch.float32, torch.bfloat16)
-    whole = (k // scales.shape[-1]) % BLOCK == 0 and codes.is_contiguous()
-    return whole and codes.dtype in _coded and dtype in known and scales.dtype in known
+    if codes.dtype not in _coded or dtype not in DTYPES or dtype == torch.float16:
+        return False
+    whole = k % BLOCK == 0 and (k // scales.shape[-1]) % LEAST_GROUP[codes.dtype] == 0
+    return whole and scales.dtype in DTYPES and codes.is_contiguous() and scales.is_contiguous()
 
 
 def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -148,8 +148,8 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
         return dequantized(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
     _coded[codes.dtype].decode(
-        *(codes.data_ptr(), scales.data_ptr(), scales.dtype == torch.float32, w.data_ptr()),
-        *(dtype == torch.float32, n, k, groups, torch.get_num_threads()),
+        *(codes.data_ptr(), scales.data_ptr(), DTYPES[scales.dtype], w.data_ptr()),
+        *(DTYPES[dtype], n, k, groups, torch.get_num_threads()),
     )
     return w
 

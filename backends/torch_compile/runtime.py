@@ -20,6 +20,7 @@ from g4ir.plan.limits import Limits
 from g4ir.ui.places import unpacking
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
+from g4ir.weights.tensorfile import ALIGNED, read_pages
 
 from ..base import Tensors, Watch
 from ..caches import Caches
@@ -114,8 +115,10 @@ class TorchRuntime:
         )
         loaded: dict[str, torch.Tensor] = {}
         for i, name in enumerate(names):
-            loaded[name] = _own(params.tensor(name), self.device)
-            params.release(name)
+            given = params.tensor(name)
+            loaded[name] = _placed(given, self.device)
+            if loaded[name] is not given:
+                params.release(name)
             progress(f"weights {i + 1}/{len(names)}")
         return loaded
 
@@ -250,8 +253,12 @@ def _any_length(program: Program, limits: Limits, device: str) -> bool:
     return bool(s.target.gpu) and all(s.find(n) for n in attentions)
 
 
-def _own(t: torch.Tensor, device: str) -> torch.Tensor:
-    """Make an aligned copy on the device, not a view of a mapped file."""
+def _placed(t: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a param on the device, aligned. On a CPU that is the mapped file itself, where the
+    param begins at a whole cache line of it, or what was made of a checkpoint or a seed."""
+    if device == "cpu" and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
+        read_pages(t)
+        return t
     return t.to(device, copy=True).contiguous()
 
 

@@ -26,6 +26,18 @@ def schedule(g: Graph, target: Target) -> Schedule:
     return Schedule(g, target, choices)
 
 
+def dense_bytes(s: Schedule) -> int:
+    """Return the most bytes of weights that are made of their codes for one node."""
+    made = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}
+
+    def taken(n: Node) -> int:
+        choice = s.find(n)
+        coded = choice is not None and choice.kernel.coded
+        return 0 if coded else sum(made.get(v.name, 0) for v in n.inputs)
+
+    return max(map(taken, s.graph.nodes), default=0)
+
+
 def _choose_all(
     g: Graph, nodes: Iterable[Node], target: Target, choices: dict[str, Choice]
 ) -> None:
@@ -39,7 +51,7 @@ def _choose_all(
 
 
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:
-    if not n.inputs or n.inputs[0].type.dtype not in HALF:
+    if not n.inputs or HALF.isdisjoint(v.type.dtype for v in (n.inputs[0], n.outputs[0])):
         return None
     for kernel in KERNELS:
         if kernel.op == n.op and (shape := kernel.rule(g, n, target)) is not None:

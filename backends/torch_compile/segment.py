@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from g4ir.errors import LowerError
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import RESULT, Graph, Node, Value
 from g4ir.ir.names import split_name
 from g4ir.ir.text import print_graph
 
@@ -95,7 +95,16 @@ def _group(g: Graph) -> dict[str, Key]:
         else:
             here = reached.setdefault(stage[name], 0)
             keys[name] = (f"write {late[name]}" if name in late else stage[name], here)
-    return keys
+    return keys | _first_uses(g, keys)
+
+
+def _first_uses(g: Graph, keys: dict[str, Key]) -> dict[str, Key]:
+    """Return where nodes on params alone are first used: a weight that is made of codes in another
+    program would be handed over dense."""
+    params, users = {v.name for v in g.params}, g.users()
+    alone = [n for n in g.nodes if n.inputs and params.issuperset(v.name for v in n.inputs)]
+    first = {n.outputs[0].name: users.get(n.outputs[0].name, [RESULT])[0] for n in alone}
+    return {name: keys[n.outputs[0].name] for name, n in first.items() if n is not RESULT}
 
 
 def _highest(levels: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 #: compute capability that the kernels need
 LEAST = (9, 0)
+#: goes for a GPU that is not at hand
+HOPPER = "h100"
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ def gpu_name(product: str, capability: tuple[int, int]) -> str:
     others by their capability, such as sm_100; empty for a GPU that is too old."""
     if capability < LEAST:
         return ""
-    for name in ("h200", "h100"):
+    for name in ("h200", HOPPER):
         if name in product.lower():
             return name
-    return "h100" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+    return HOPPER if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
 def find_target(device: str, rows: int) -> Target:

@@ -6,7 +6,9 @@
     - {k_max: 2048, use: {block_n: 8, ...}}                                        an estimate
 
 Keys beside `gpu`, `use` and `us` are conditions on the shape: `n: 8192` is equality, `n_min` and
-`n_max` are bounds. An entry with `us`, the microseconds that it took, was measured on its GPU.
+`n_max` are bounds. The shape of a weight in codes names their form, as in `int4: 32`: how many
+share a scale. An entry with `us`, the microseconds that it took, was measured on its GPU, at the
+whole shape.
 """
 
 from __future__ import annotations
@@ -52,18 +54,19 @@ def find_tuning(
 
 
 def _fits(entry: Mapping[str, Any], gpu: str, shape: Mapping[str, int]) -> bool:
-    return entry.get("gpu", gpu) == gpu and all(
-        _holds(key, value, shape) for key, value in entry.items() if key not in _OWN
+    whole = "us" not in entry or shape.keys() <= entry.keys()  # codes are not what was measured
+    return (
+        whole
+        and entry.get("gpu", gpu) == gpu
+        and all(_holds(key, value, shape) for key, value in entry.items() if key not in _OWN)
     )
 
 
 def _holds(key: str, value: int, shape: Mapping[str, int]) -> bool:
     name, _, bound = key.rpartition("_")
-    if bound == "min":
-        return shape[name] >= value
-    if bound == "max":
-        return shape[name] <= value
-    return shape[key] == value
+    if bound in ("min", "max"):
+        return name in shape and (shape[name] >= value if bound == "min" else shape[name] <= value)
+    return shape.get(key) == value
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Graph, Program
+from g4ir.ir.graph import Graph, Node, Program
 from g4ir.plan.limits import Limits
 from g4ir.plan.plan import reserve
 from g4ir.spec.reader import Count, Line, Range, Shaped
@@ -17,6 +17,7 @@ from g4ir.weights.pack import StoredParams
 
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
+from ..primitives.weights import made_dense
 from . import probe
 from .child import build_apart
 from .files import ENGINE, files, networks
@@ -68,7 +69,8 @@ class TrtBackend(Backend):
     """
 
     name: str = "trt"
-    folded: tuple[str, ...] = ("dequantize",)
+    kv_dtypes: tuple[str, ...] = ()
+    kv_reason: str = "TensorRT's layer for caches takes its plans' dtypes alone"
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True
@@ -84,6 +86,10 @@ class TrtBackend(Backend):
     def machine(self, device: str) -> str:
         return self.host.machine(device)
 
+    def stored(self, program: Program) -> Program:
+        """Return graphs whose other weights are made of their codes at build."""
+        return program.map(lambda g: made_dense(g, takes_codes))
+
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
             return build_apart(task, settings)
@@ -94,7 +100,9 @@ class TrtBackend(Backend):
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
 
-    def scratch_bytes(self, program: Program, limits: Limits, settings: Mapping[str, str]) -> int:
+    def scratch_bytes(
+        self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
+    ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
         from .lowerings import score_bytes
 
@@ -186,6 +194,15 @@ class TrtBackend(Backend):
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"
             )
+
+
+def takes_codes(g: Graph, n: Node) -> bool:
+    """Whether TensorRT's layer takes the codes of a weight: int8 with a scale for each row, in the
+    engine's dtype, of a matrix. Its 4 bits come in groups of 64 or 128 of positive scales, its
+    experts are gathered."""
+    codes, scales = n["codes"].type, n["scales"].type
+    rows = codes.dtype == "i8" and codes.rank == 2 and scales.shape[1] == 1
+    return rows and scales.dtype == n.word("to")
 
 
 BACKEND = TrtBackend()

@@ -12,12 +12,12 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4ir.errors import CheckError, LowerError
+from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
 from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
@@ -25,6 +25,9 @@ from g4ir.model.media import AUDIO, find_media
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.fit import device_memory
 from g4ir.plan.limits import Limits
+from g4ir.quant.recipe import Recipe
+from g4ir.quant.rewrite import weights_of
+from g4ir.spec.record import Spec
 from g4ir.spec.shrink import shrink, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
@@ -152,10 +155,21 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "shared_bytes": max(w.emitter.shared_used for w in (written, *towers.values())),
         "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate(graphs)),
-        "notes": written.emitter.notes,
+        "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }
     sizes = {name: f"{w.network.num_layers} layers" for name, w in towers.items()}
     return {**found, **({"towers": sizes} if sizes else {})}
+
+
+def _made_dense(packing: Packing) -> list[str]:
+    """Say how many weights in codes the build makes dense, and why."""
+    count = sum(1 for _ in packing.prologue.find("dense"))
+    if not count:
+        return []
+    return [
+        f"{count} weights in codes are made dense at build: TensorRT takes int8 with a scale for "
+        f"each row of a matrix, and 4 bits in groups of 64 or 128"
+    ]
 
 
 def _largest(program: Program) -> dict[str, Graph]:
@@ -182,16 +196,34 @@ def _kinds(network: Any) -> Counter[str]:
 
 def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     """Return the variant in small (shrink.py) through the same passes, with random weights. It
-    takes the same kinds of media, each in one size, and dense weights, as all networks do. In 16
-    bits all experts are taken, so that rounding says how far two runs may lie apart."""
+    takes the same kinds of media, each in one size, and weights as the recipe says, where it fits
+    the small spec too. In 16 bits all experts are taken, so that rounding says how far two runs may
+    lie apart."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     if dtype in ROUNDED:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
-    packing = make_packing(spec, p.all_logits, dtype, media, p.skip, p.options)
+    packing = make_packing(
+        spec,
+        p.all_logits,
+        dtype,
+        media,
+        p.skip,
+        p.options,
+        _fitting(p.recipe, spec),
+        p.backend.stored,
+    )
     source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     return packing, MadeParams(packing, source)
+
+
+def _fitting(recipe: Recipe | None, spec: Spec) -> Recipe | None:
+    """Return a recipe, or none where a rule is about layers that a small spec does not have."""
+    with suppress(InputError):
+        if recipe and recipe.schemes(weights_of(spec)):
+            return recipe
+    return None
 
 
 def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:

@@ -62,6 +62,16 @@ class Constant:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Dequantized:
+    """A handle: codes in a shape, of which one dim has a scale for each entry. There is a layer for
+    each product that takes them."""
+
+    codes: Constant
+    scales: Constant
+    axis: int
+
+
 class TrtEmitter(Emitter):
     """Writes into `network`. `trt` is the `tensorrt` module, or what stands for it."""
 
@@ -139,7 +149,16 @@ class TrtEmitter(Emitter):
 
     def tensor(self, x: Operand) -> Any:
         """Return the network's tensor."""
+        if isinstance(x.handle, Dequantized):
+            return self._dequantized(x.handle, x.type)
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
+
+    def _dequantized(self, d: Dequantized, t: Type) -> Any:
+        kind = data_type(self.trt, t.dtype)
+        layer = self.network.add_dequantize(self._stored(d.codes), self._stored(d.scales), kind)
+        self.named(layer, "dequantize")
+        layer.axis = d.axis
+        return self.checked(layer, t).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -249,10 +268,20 @@ class TrtEmitter(Emitter):
 
     # --- products and sums --------------------------------------------------------------------
 
-    def _linear(self, x: Operand, w: Operand, t: Type) -> Operand:
+    def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
         """Return x w^T, the weight as [1, ..., out, in]: ranks are equal, x is not transposed."""
         lead = range(x.rank - 2)
-        return self._product(x, self.unsqueeze(w, *lead) if lead else w, True, "linear", t)
+        return self._product(x, self.unsqueeze(w, *lead) if lead else w, not columns, "linear", t)
+
+    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
+        """Return a weight of which each row has a scale; see `takes_codes`."""
+        if t.rank != 2 or codes.dtype != "i8" or scales.shape[axis] != 1:
+            raise ValueError(f"{codes.type} times {scales.type}: TensorRT takes i8, a scale a row")
+        scales = self.reshape(self.cast(scales, t.dtype), t.shape[1 - axis])
+        return Operand(t, Dequantized(codes.handle, scales.handle, 1 - axis))
+
+    def _bits(self, codes: Operand, t: Type) -> Operand:
+        raise ValueError(f"{codes.type}: TensorRT's constants have one type")
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
         return self._product(a, b, transpose_b, "matmul", t)
@@ -304,6 +333,10 @@ class TrtEmitter(Emitter):
         """Add dims, by transposes where more than one of them would be -1."""
         if isinstance(x.handle, Constant):
             return Operand(t, Constant(x.handle.stored, _dims(t)))
+        if isinstance(x.handle, Dequantized):
+            d, kept = x.handle, [i for i in range(t.rank) if i not in axes]
+            codes = Constant(d.codes.stored, _dims(t))
+            return Operand(t, Dequantized(codes, d.scales, kept[d.axis]))
         spec = reshape_spec(x.type, t)
         if spec.count(-1) <= 1:
             return self._reshape(x, t)

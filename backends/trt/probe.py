@@ -31,6 +31,7 @@ DTYPES = {
     "i32": "INT32",
     "i64": "INT64",
     "bool": "BOOL",
+    "i8": "INT8",
 }
 
 INSTEAD = (

@@ -18,7 +18,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, widened
 from g4ir.ops.types import torch_dtype
-from g4ir.spec.reader import on_one_line
+from g4ir.spec.reader import Line, on_one_line
 from g4ir.ui.progress import Progress, no_progress
 
 from . import schema
@@ -283,6 +283,7 @@ def _engine_part(
         "calls_per_step": {**calls_per_step(engine), **_kernels(job, engine, runner)},
         "breakdown": breakdown(engine, job.w, job.tokens, work.decode[0][1], roof),
         "cache_bytes": runner.session.nbytes(),
+        "bytes_per_token": nbytes // job.w.batch,
         "param_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
     }
 
@@ -313,6 +314,7 @@ def _engine_facts(engine: Engine) -> schema.EngineFacts:
         m["weights"]["kind"],
         tuple(m["skipped_passes"]),
         asdict(engine.limits),
+        Line(engine.recipe.name) if engine.recipe else None,
     )
 
 

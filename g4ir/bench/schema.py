@@ -89,7 +89,8 @@ class RoofStats:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that ran; `manifest` is the digest of its manifest."""
+    """The engine that ran; `manifest` is the digest of its manifest, `quant` the name of the recipe
+    of a quantised one."""
 
     manifest: str
     dtype: str
@@ -98,6 +99,7 @@ class EngineFacts:
     weights: str
     skipped_passes: tuple[str, ...]
     limits: dict[str, Any]
+    quant: Own[Line] = None
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ class Latencies:
 @dataclass(frozen=True)
 class Run:
     """A runner: an engine, or a peer, which has no keys from `engine` on. void: its outputs agree
-    with nobody's; mbu: bytes of a decode step / p50 ITL / measured bandwidth; mfu: FLOPs of a
-    prompt / p50 TTFT / measured matmul rate."""
+    with nobody's; mbu: bytes of a decode step / p50 ITL / measured bandwidth, weights in codes as
+    codes and scales; mfu: FLOPs of a prompt / p50 TTFT / measured matmul rate."""
 
     role: str
     label: Line
@@ -180,6 +182,7 @@ class Run:
     breakdown: Own[Breakdown] = None
     cache_bytes: Own[Amount] = None
     param_bytes: Own[Amount] = None
+    bytes_per_token: Own[Amount] = None
 
 
 @dataclass(frozen=True)

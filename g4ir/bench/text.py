@@ -147,6 +147,8 @@ def _engine_details(run: Run) -> Iterator[str]:
             f"  {phase:8} {c.flops / 1e9:.4g} GFLOP, weights {size_text(c.weight_bytes)}, "
             f"caches {size_text(c.state_bytes)}: at least {_short(c.floor_ms)} ms ({c.bound})"
         )
+    held = f", weights in codes of {e.quant}" if e.quant else ""
+    yield f"  token    {size_text(run.bytes_per_token or 0)} of weights and caches are read{held}"
     if x := work.experts:
         yield (
             f"  experts  {x['decode_distinct']:.1f} of {x['experts']} a layer in a decode step, "

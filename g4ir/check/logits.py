@@ -11,7 +11,8 @@ inside are compared in the order in which they are made, and the first that diff
 The outputs of the layers at the end of each chunk are compared too: the curve shows where two
 models part. Logits near the softcap are alike whatever made them, so their number is watched. Where
 an engine takes media, its towers and a prompt with a picture are compared with the interpreter's,
-whomever the rest is compared with (see media.py).
+whomever the rest is compared with (see media.py). Of a quantised engine it is also told how far it
+lies from the weights that it was made of, where these are at hand (see quality.py).
 """
 
 from __future__ import annotations
@@ -20,27 +21,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import (
-    BUDGETS,
     ROUNDED,
     Anchor,
     Budget,
     LocalError,
+    budget_of,
     row_errors,
     widened,
 )
+from g4ir.model.tensors import text_tensors
+from g4ir.ops.types import ITEMSIZE
+from g4ir.passes.narrow_kv import OFF
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import check_media
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
+from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
 from .room import float64_refusal
+from .rounded import narrowed
 from .tokens import (
     EVERY_LOGITS,
     chunks_of,
@@ -85,7 +92,7 @@ def verify_engine(
     turns = plan_turns(engine, len(ids))
     every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
     with find_peer(engine, against, checkpoint, progress) as peer:
-        report = _compare(engine, peer, ids, turns, every, against, progress)
+        report = _compare(engine, peer, ids, turns, every, against, checkpoint, progress)
         if not report.ok:
             progress("looking for the first difference")
             odd = any(math.isnan(p.absolute) for p in report.positions)
@@ -106,6 +113,7 @@ def _compare(
     turns: list[int],
     every: bool,
     against: str,
+    checkpoint: str | Path | None,
     progress: Progress,
 ) -> Report:
     own = EnginePeer(engine)
@@ -120,7 +128,7 @@ def _compare(
     want = peer.logits(ids, turns, every, shown, theirs)
     where = positions_of(turns, every)
     errors = row_errors(got, want)
-    budget = BUDGETS[engine.dtype, against]
+    budget = budget_of(engine.dtype, against, narrowed(engine))
     local: tuple[LocalError, ...] = ()
     if rounded:
         device = engine.device if against == "reference" else "cpu"
@@ -144,7 +152,7 @@ def _compare(
     progress("greedy tokens")
     text, room = engine.spec.text, engine.limits.max_seq
     greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
-    nll = _nll(got, ids, where), _nll(want, ids, where)
+    likelihoods = nll(got, ids, where), nll(want, ids, where)
     return Report(
         engine_name(engine),
         against,
@@ -152,12 +160,24 @@ def _compare(
         tuple(turns),
         tuple(rows),
         greedy,
-        nll if len(where) > 1 else None,
+        likelihoods if len(where) > 1 else None,
         None,
         _layer_errors(engine.spec.text.num_hidden_layers, _only(mine, ends), theirs),
         _saturation(engine.spec.text.final_logit_softcapping, got, want),
         local=local,
+        quality=find_quality(
+            engine, got, ids, turns, every, where, checkpoint, _taken(engine, peer), progress
+        ),
     )
+
+
+def _taken(engine: Engine, peer: Peer) -> int:
+    """Count the bytes of weights that engine and peer hold where the engine runs."""
+    held = sum(v.type.nbytes() for v in engine.program.params().values())
+    if isinstance(peer, EnginePeer):
+        return 2 * held
+    theirs = sum(prod(s) for s in text_tensors(engine.spec).values()) * ITEMSIZE[engine.dtype]
+    return held + theirs * (engine.device == "cpu")
 
 
 def find_anchor(
@@ -213,21 +233,15 @@ def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Sat
 def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
-    it grows from layer to layer."""
+    it grows from layer to layer. Where caches are narrowed, also token by token: each mode rounds
+    other numbers of K and V to the other side."""
     reference = EnginePeer(reference_engine(engine))
-    narrow, wide = reference.logits(ids, turns, every), reference.wide(ids, turns, every)
-    return float(row_errors(narrow, wide).relative.max())
+    wide = reference.wide(ids, turns, every)
+    modes = [reference.logits, reference.other] if narrowed(engine) != OFF else [reference.logits]
+    return max(float(row_errors(mode(ids, turns, every), wide).relative.max()) for mode in modes)
 
 
 # ---- what the logits say -----------------------------------------------------------------------
-
-
-def _nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
-    """Mean of -log p(next token) over the positions that have a next token."""
-    rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
-    following = ids[[where[i] + 1 for i in rows]]
-    chances = logits[rows].double().log_softmax(-1)
-    return -float(chances.gather(1, following[:, None]).mean())
 
 
 def _compare_greedy(

@@ -30,6 +30,7 @@ from g4ir.weights.write import write_checkpoint
 
 from .hf import hf_model
 from .reference import reference_engine, wide_engine
+from .rounded import rounding_caches
 from .tokens import positions_of
 from .watch import Place, watched
 from .wide import other_attention, wide_model
@@ -126,9 +127,11 @@ class EnginePeer:
 
 @dataclass(frozen=True)
 class HfPeer:
-    """A transformers text model: one pass without a cache, greedy tokens with one."""
+    """A transformers text model: one pass without a cache, greedy tokens with one. `caches` makes
+    the cache of either where K and V are to be rounded."""
 
     model: Any
+    caches: Callable[[], Any] | None = None
 
     def logits(
         self,
@@ -144,7 +147,8 @@ class HfPeer:
         where = torch.tensor(positions_of(turns, every), device=device)
         with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
             ids = tokens[None].to(device)
-            out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where)
+            past = {"past_key_values": self.caches()} if self.caches else {}
+            out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where, **past)
         rows: torch.Tensor = out.logits[0]
         return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
 
@@ -190,7 +194,7 @@ class HfPeer:
     ) -> tuple[list[int], torch.Tensor]:
         import torch
 
-        past, column, rows = None, prompt[None], []
+        past, column, rows = self.caches and self.caches(), prompt[None], []
         with torch.no_grad():
             for _ in range(count):
                 out = self.model(
@@ -238,7 +242,8 @@ def find_peer(
         origin = find_origin(directory)
         agreed_spec(engine.spec, origin)
         progress(f"transformers loads {directory}")
-        yield HfPeer(_model(engine, origin))
+        model = _model(engine, origin)
+        yield HfPeer(model, rounding_caches(engine, model))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from g4ir.backends.reference import ReferenceRuntime, Resident, WideRuntime
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Program
 from g4ir.model.towers import is_tower
+from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
 
 
 def reference_engine(engine: Engine, held: bool = False) -> Engine:
@@ -24,6 +25,25 @@ def wide_engine(engine: Engine) -> Engine:
         text_graphs(engine.program), engine.limits, engine.device, Resident(engine.runtime)
     )
     return replace(engine, runtime=runtime)
+
+
+def plain_packing(engine: Engine) -> Packing:
+    """Return the text graphs of an engine of weights as they were, and what makes their params."""
+    m = engine.manifest
+    skip, options = m["skipped_passes"], m["options"]
+    made = make_packing(engine.spec, engine.all_logits, engine.dtype, engine.media, skip, options)
+    return Packing(text_graphs(made.program), made.prologue)
+
+
+def plain_engine(engine: Engine, params: MadeParams) -> Engine:
+    """Return an engine that interprets the text graphs of `params`, those of `plain_packing`."""
+    program, device = params.packing.program, engine.device
+    runtime = ReferenceRuntime(program, engine.limits, device, params)
+    tables = {
+        v.name: open_table(params, v, DEFAULT_PLACEMENT, device)
+        for v in program.graphs["embed"].params
+    }
+    return replace(engine, program=program, runtime=runtime, tables=tables, recipe=None)
 
 
 def text_graphs(program: Program) -> Program:

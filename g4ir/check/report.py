@@ -11,6 +11,7 @@ from g4ir.engine.engine import Engine
 from g4ir.ir.distance import GROUP, Budget, LocalError, local_text, median_of, worst_of
 
 from .media import MediaReport
+from .quality import Quality
 
 #: a row is at the softcap where its largest logit is beyond this share of the cap
 SATURATED = 0.99
@@ -97,6 +98,8 @@ class Report:
     media: MediaReport | None = None
     #: each layer on what the engine itself gave it; () where nothing was measured
     local: tuple[LocalError, ...] = ()
+    #: of a quantised engine, beside its weights as they were; nothing passes or fails by it
+    quality: Quality | None = None
 
     @property
     def text_ok(self) -> bool:
@@ -150,6 +153,7 @@ class Report:
         ]
         if self.nll:
             lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
+        lines += self.quality.lines() if self.quality else []
         if self.layers:
             lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
         lines += self.media.lines() if self.media else []

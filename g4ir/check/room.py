@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from g4ir.ir.wide import BLOCK
-from g4ir.ops.types import ITEMSIZE
+from g4ir.ops.types import FLOATS, ITEMSIZE
 from g4ir.plan.fit import device_memory
-from g4ir.plan.formats import cache_bytes
+from g4ir.plan.formats import cache_types
 from g4ir.ui.units import size_text
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ def float64_refusal(engine: Engine, tokens: int, rows: int, device: str) -> str 
     peer is loaded."""
     params = sum(v.type.nbytes() for v in engine.program.params().values())
     free = device_memory(device) - 2 * params
-    caches = cache_bytes(engine.program, 1, engine.limits.max_seq)
-    needed = wide_bytes(engine.spec, tokens, rows) + caches * 8 // ITEMSIZE[engine.dtype]
+    types = cache_types(engine.program, 1, engine.limits.max_seq).values()
+    caches = sum(t.numel() * (8 if t.dtype in FLOATS else ITEMSIZE[t.dtype]) for t in types)
+    needed = wide_bytes(engine.spec, tokens, rows) + caches
     if needed <= free:
         return None
     return (

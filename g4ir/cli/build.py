@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError, InputError
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.settings import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
@@ -67,9 +68,12 @@ def _build(args: argparse.Namespace) -> int:
     seconds = written.compile_s
     if seconds >= console.QUIET_S:
         console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
+    if written.grid:
+        console.say(f"int4: {written.grid}")
     if args.verify:
         return verified(str(out), args, trust=not written.known)
-    emit({"engine": str(out), "compile_s": seconds}) if args.json else print(out)
+    made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
+    emit(made) if args.json else print(out)
     return 0
 
 
@@ -135,8 +139,6 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
     """Return what a build would make; sizes in bytes."""
-    from dataclasses import asdict
-
     from g4ir.engine.build import disk_bytes, free_bytes
 
     return {
@@ -148,6 +150,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),
         "latent_kv": p.options["latent_kv"]["form"],
+        "kv_dtype": KV_NAMES.get(p.options["narrow_kv"]["to"]),
         "ple_placement": p.ple_placement,
         "settings": dict(p.settings),
         "media": p.media.to_dict(),

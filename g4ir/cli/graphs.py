@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.latent import FORMS
+from g4ir.plan.settings import find_kv_dtype, find_latent
+from g4ir.plan.settings import pass_options as pass_arguments
 from g4ir.spec.record import Spec, spec_names
 
 from .common import given_spec
@@ -63,19 +66,21 @@ def _of_part(media: Media, part: str) -> Media:
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
-    from g4ir.backends import find_backend
     from g4ir.ir.graph import Program
+    from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
 
     spec = spec_of(args)
     if args.engine is None:
-        return plain_graph(spec, args.phase, args.all_logits), set(args.skip)
+        plain = plain_graph(spec, args.phase, args.all_logits)
+        program = Program({args.phase: plain})
+        held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
+        return held.graphs[args.phase], set(args.skip)
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
     plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
-    folded = find_backend(m.backend).folded
-    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype, folded)
+    graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
 
@@ -120,9 +125,13 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.latent_kv is not None and args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
     if args.engine is None:
-        return {"latent_kv": {"form": args.latent_kv}} if args.latent_kv else {}
-    if args.latent_kv is not None:
-        raise InputError("--latent-kv: an engine has its own form")
+        spec = spec_of(args)
+        kv = find_kv_dtype(args.kv_dtype, spec.dtype)
+        form = find_latent(args.latent_kv or OFF, spec, "cpu", spec.dtype, 1, kv)
+        return dict(pass_arguments(form, kv))
+    for flag, given in (("--latent-kv", args.latent_kv), ("--kv-dtype", args.kv_dtype)):
+        if given is not None:
+            raise InputError(f"{flag}: an engine has its own form")
     return dict(stored(args).manifest.pass_options)
 
 

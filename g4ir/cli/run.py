@@ -89,7 +89,8 @@ def add_verify(verbs: Any) -> None:
     p.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="what hf is loaded from; with --each-pass, the weights before packing",
+        help="what hf is loaded from; with --each-pass, the weights before packing; of a\n"
+        "quantised engine, those that it was made of: how far it lies from them is told",
     )
     p.add_argument("--tokens", metavar="2,5,7", help="compare on these tokens")
     p.add_argument(

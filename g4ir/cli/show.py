@@ -10,7 +10,7 @@ from g4ir.model.text import BLOCKS, TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
-from .common import Parser, add_source, add_verb, emit
+from .common import Parser, add_options, add_source, add_verb, emit
 from .graphs import found_graph, given_graph, in_layer, no_layer, pass_options, spec_of, stored
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
     p.set_defaults(stored=None)
     add_source(p)
+    add_options(p, ("quant",))
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
@@ -58,6 +59,7 @@ def add_show(verbs: Any) -> None:
         metavar="FORM",
         help="what layers with K=V cache: off (default), value or raw",
     )
+    p.add_argument("--kv-dtype", metavar="T", help="what caches hold: bfloat16, float8 or int8")
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
     p.add_argument(
@@ -133,8 +135,10 @@ def _check_cost(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    if args.engine is not None and (args.variant or args.spec or args.all_logits):
-        raise InputError("an engine has its own spec: leave out --variant, --spec, --all-logits")
+    if args.engine is not None and (args.variant or args.spec or args.all_logits or args.quant):
+        raise InputError(
+            "an engine has its own spec: leave out --variant, --spec, --all-logits, --quant"
+        )
     if args.ops:
         return _show_ops(args)
     args.phase = args.phase or "decode"
@@ -155,7 +159,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.kernels:
         from .show_kernels import show_kernels
 
-        return show_kernels(args, graph)
+        return show_kernels(args, graph, spec_of(args))
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
     emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
     return 0

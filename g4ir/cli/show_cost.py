@@ -45,7 +45,7 @@ NOTE = (
 
 def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     """Print the cost of one step of a graph; in prefill also that of the whole prompt."""
-    step, weights = _step(args, spec), args.weights
+    step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
     if weights is not None:
         find_format(weights)
@@ -79,7 +79,7 @@ def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     return 0
 
 
-def _step(args: argparse.Namespace, spec: Spec) -> Step:
+def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     """Return the step that the options describe, within the limits of the model."""
     batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
     longest = spec.text.max_position_embeddings

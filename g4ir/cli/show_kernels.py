@@ -7,22 +7,26 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.plan.cost import graph_costs
 from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
-from g4ir.ui.units import parse_count
+from g4ir.ui.units import count_text, parse_count, si
 
 from .common import emit
+from .show_cost import step_of
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.kernel_table import Row
     from g4ir.ir.graph import Graph
+    from g4ir.spec.record import Spec
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
 
 
-def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
-    """Print the kernels of a graph for a GPU and a largest batch."""
+def show_kernels(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
+    """Print the kernels of a graph for a GPU and a largest batch, and the bytes of weights and
+    caches that a step moves: of codes and scales where a weight is held so."""
     from g4ir.backends.torch_compile.kernel_table import kernel_rows
     from g4ir.backends.torch_compile.schedule import schedule
     from g4ir.backends.torch_compile.target import Target
@@ -30,8 +34,11 @@ def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
 
     rows = parse_count(args.batch, "--batch") if args.batch else 1
     target = Target("cuda", _gpu(args.gpu or GPU), rows)
-    found = kernel_rows(schedule(split_prologue(graph)[1], target))
-    starts = sum(r.starts for r in found)
+    step = step_of(args, spec)
+    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
+    moved = {c.node: c.cost.needed_bytes for c in costs}
+    found = kernel_rows(schedule(split_prologue(graph)[1], target), moved)
+    starts, nbytes = sum(r.starts for r in found), sum(moved.values())
     if args.json:
         emit(
             {
@@ -39,12 +46,16 @@ def show_kernels(args: argparse.Namespace, graph: Graph) -> int:
                 "gpu": target.gpu,
                 "batch": rows,
                 "starts": starts,
+                "context": step.C + step.S,
+                "bytes": nbytes,
                 "rows": [_plain(r) for r in found],
             }
         )
         return 0
     print(f"{graph.name} on {target.gpu}, up to {rows} rows: {starts} kernels of our own")
-    print(aligned([("op", "nodes", "kernel", "shape", "settings", ""), *map(_line, found)]), end="")
+    print(f"weights and caches to move at {count_text(step.C + step.S)}: {si(nbytes, 'B')}")
+    head = ("op", "nodes", "kernel", "shape", "bytes", "settings", "")
+    print(aligned([head, *map(_line, found)]), end="")
     return 0
 
 
@@ -57,7 +68,8 @@ def _gpu(name: str) -> str:
 
 
 def _plain(r: Row) -> dict[str, Any]:
-    return {**asdict(r), "shape": dict(r.shape), "use": dict(r.use)}
+    row = {**asdict(r), "shape": dict(r.shape), "use": dict(r.use)}
+    return row | {"bytes": row.pop("nbytes")}
 
 
 def _line(r: Row) -> tuple[str, ...]:
@@ -65,4 +77,5 @@ def _line(r: Row) -> tuple[str, ...]:
         return " ".join(f"{k}={v}" for k, v in pairs)
 
     source = "" if not r.use else "measured" if r.measured else "estimated"
-    return r.op, str(r.nodes), r.kernel, text(r.shape), text(r.use), source
+    moved = si(r.nbytes, "B") if r.nbytes else ""
+    return r.op, str(r.nodes), r.kernel, text(r.shape), moved, text(r.use), source

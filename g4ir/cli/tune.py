@@ -10,7 +10,7 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
-from .common import add_source, add_verb, emit, given_spec
+from .common import add_options, add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.tune import Tuned
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def add_tune(verbs: Any) -> None:
     p = add_verb(verbs, "tune", _tune, "measure the settings of a variant's kernels on this GPU")
     add_source(p)
+    add_options(p, ("quant",))
     p.add_argument("--phase", choices=TEXT_GRAPHS, default="decode")
     p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
     p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
@@ -65,6 +66,8 @@ def _program(args: argparse.Namespace) -> Program:
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.passes.latent_kv import FORMS
+    from g4ir.quant.recipe import find_recipe
+    from g4ir.quant.rewrite import quantised
     from g4ir.weights.pack import split_program
 
     spec = given_spec(args)
@@ -74,6 +77,7 @@ def _program(args: argparse.Namespace) -> Program:
         raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
     options = {"latent_kv": {"form": args.latent_kv}}
     plain = build_program(spec, args.all_logits, "bf16")
+    plain = quantised(plain, spec, find_recipe(args.quant), "bf16")
     return split_program(run_program(plain, skip=args.skip, options=options)).program
 
 

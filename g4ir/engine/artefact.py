@@ -32,9 +32,11 @@ from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import Options, find_pass
 from g4ir.passes.latent_kv import FORMS
+from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.plan.settings import DEVICES, find_placement
+from g4ir.plan.settings import DEVICES, KV_NAMES, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import (
@@ -54,12 +56,16 @@ from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import sha256
 
-FORMAT = 6
+from .digests import has_digest
+
+FORMAT = 7
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
 #: bytes of a manifest; one of a large model with towers has some hundred thousand
 LARGEST = 16 << 20
+#: how names of weight files end
+WEIGHT_FILES = ".safetensors"
 #: towers of one kind that an engine may have; more than anybody builds
 MOST_SIZES = 64
 
@@ -123,10 +129,16 @@ class LatentOptions:
 
 
 @dataclass(frozen=True)
+class NarrowOptions:
+    to: Annotated[str, OneOf(KV_FORMS)] = OFF
+
+
+@dataclass(frozen=True)
 class PassOptions:
     """Arguments of the passes that have any."""
 
     latent_kv: LatentOptions
+    narrow_kv: NarrowOptions = NarrowOptions()
 
 
 @dataclass(frozen=True)
@@ -135,12 +147,31 @@ class Versions:
     python: str
 
 
+Count = Annotated[int, Range(0, 1 << 60)]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Groups of numbers that were made into 4-bit codes, and those that these stand for bit for
+    bit."""
+
+    groups: Count
+    exact: Count
+
+    def __str__(self) -> str:
+        share = self.exact / self.groups
+        kind = "trained for 4 bits" if share > 0.9 else "rounded" if share < 0.1 else "mixed"
+        return f"{share:.1%} of {self.groups:,} groups lie on a 4-bit grid: {kind} weights"
+
+
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; of a
+    build that made 4-bit codes, how many are exact."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
+    grid: Grid | None
 
 
 @dataclass(frozen=True)
@@ -365,10 +396,16 @@ def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> 
             raise EngineError(
                 f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
             )
-        if name.endswith(".safetensors") and not weights:
+        if name.endswith(WEIGHT_FILES) and not weights:
             continue
-        if sha256(file) != kept.sha256:
+        # Compiled programs are read each time.
+        same = has_digest if name.endswith(WEIGHT_FILES) else _reads_as
+        if not same(file, kept.sha256):
             raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
+
+
+def _reads_as(file: Path, digest: str) -> bool:
+    return sha256(file) == digest
 
 
 def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
@@ -420,9 +457,9 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
 
 def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
-    folded = find_backend(m.backend).folded
+    layout = find_backend(m.backend).stored
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, folded
+        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)
@@ -447,7 +484,7 @@ def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
 ) -> packings.StoredParams | None:
     """Return the packed params, if there are any; EngineError where the graphs take others."""
-    files = [path / n for n in sorted(m.files) if n.endswith(".safetensors")]
+    files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
         raise EngineError(
@@ -484,6 +521,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--all-logits"] if m.all_logits else []
     words += [w for name in m.skipped_passes for w in ("--skip", name)]
     words += ["--latent-kv", m.options.latent_kv.form]
+    words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)

@@ -24,14 +24,24 @@ from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
 from g4ir.ir.graph import Program
 from g4ir.model.media import Media, find_media
+from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
+from g4ir.ops.narrow import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
+from g4ir.passes.narrow_kv import OFF
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
-from g4ir.plan.settings import find_dtype, find_latent, find_placement
+from g4ir.plan.settings import (
+    KV_NAMES,
+    find_dtype,
+    find_kv_dtype,
+    find_latent,
+    find_placement,
+    pass_options,
+)
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.reader import Line, on_one_line
@@ -54,9 +64,12 @@ from g4ir.weights.random import RandomCheckpoint
 from .artefact import (
     BUILDING,
     MANIFEST,
+    WEIGHT_FILES,
+    Grid,
     LatentOptions,
     LinkedWeights,
     Manifest,
+    NarrowOptions,
     Notes,
     PackedWeights,
     PassOptions,
@@ -66,6 +79,7 @@ from .artefact import (
     graph_texts,
     require_readable,
 )
+from .digests import remembered_digest
 from .engine import TOKENIZER, Engine, read_tokenizer
 from .load import linked_files, load_engine
 from .prompts import read_defaults
@@ -106,15 +120,18 @@ def prepare(
     resolved = _resolved(agreed, options, backend, device, origin)
     if not dry:
         backend.check(device)
-    source = _open_source(resolved, options, origin)
+    checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     if origin and GENERATION in side:
         read_defaults(origin.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
-    r = resolved = replace(resolved, recipe=_recipe(resolved, source, origin))
+    r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     packing = make_packing(
-        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.folded, dump
+        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
+    source = checkpoint or _random(resolved, options)
     weights = _kept(source, options)
+    if weights is not None:
+        _check_range(resolved, source)
     if backend.packs_weights and isinstance(weights, RandomWeights):
         weights = PackedWeights("packed")
     return Prepared(
@@ -139,7 +156,8 @@ def _resolved(
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
     _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)
-    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq)
+    kv = _kv_dtype(backend, o.kv_dtype, dtype)
+    form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv)
     return Resolved(
         spec,
         device,
@@ -147,7 +165,7 @@ def _resolved(
         limits,
         o.all_logits,
         tuple(o.skip),
-        {"latent_kv": {"form": form}},
+        pass_options(form, kv),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
@@ -170,11 +188,11 @@ def _fitted(
     limits = r.limits
     more = backend.cache_bytes(program, limits)
     more -= cache_bytes(program, limits.max_batch, limits.max_seq)
-    scratch = backend.scratch_bytes(program, limits, settings)
+    scratch = backend.scratch_bytes(program, limits, r.device, settings)
     if o.ple_placement is None and r.ple_placement == "device":
         r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
     try:
-        require_fit(program, r, memory, more, scratch)
+        require_fit(program, r, memory, more, scratch, backend.stored)
     except PlanError as e:
         if not dry:
             raise
@@ -182,11 +200,8 @@ def _fitted(
     return r, ""
 
 
-def _open_source(r: Resolved, o: BuildOptions, origin: Origin | None) -> WeightSource:
-    """Return where the weights come from."""
-    if origin is None:
-        return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
-    return origin.open(r.spec, r.media.kinds, r.dtype)
+def _random(r: Resolved, o: BuildOptions) -> WeightSource:
+    return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
 
 
 def _kept(source: WeightSource, o: BuildOptions) -> Any:
@@ -196,15 +211,35 @@ def _kept(source: WeightSource, o: BuildOptions) -> Any:
     return None if o.random_weights is None else RandomWeights("random", o.random_weights)
 
 
-def _recipe(r: Resolved, source: WeightSource, origin: Origin | None) -> Recipe | None:
+def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
     """Return the recipe that was given, or that of a checkpoint in codes; InputError for both."""
-    held = held_recipe(r.spec, source.forms)
+    held = held_recipe(r.spec, opened.forms) if opened else None
     if held and r.recipe:
         raise InputError(
             f"--quant {r.recipe.name}: {origin and origin.path} is quantised already; leave "
             f"--quant out, or give the checkpoint that it was made from"
         )
     return held or r.recipe
+
+
+def _check_range(r: Resolved, source: WeightSource) -> None:
+    """Warn of the layer whose K may be farthest beyond the range of a narrowed cache: behind a norm
+    of weight w no number of d is larger than sqrt(d) * max |w|. Such numbers saturate."""
+    most = NARROW.get(r.options["narrow_kv"]["to"])
+    if most is None:
+        return
+    names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
+    weights = {name: source.tensor(checkpoint_name(name)) for name in names}
+    reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
+    worst = max(reach, key=reach.__getitem__)
+    if reach[worst] > most:
+        log.warning(
+            "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it; int8 "
+            "has no such limit",
+            reach[worst],
+            worst,
+            most,
+        )
 
 
 def _shows_options(function: F) -> F:
@@ -255,11 +290,13 @@ def check_absent(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Facts of a build that its manifest does not keep, as that is the same for equal builds:
-    seconds that compiling took; whether it could be kept that this user built the engine."""
+    """Facts of a build: seconds that compiling took, and whether it could be kept that this user
+    built the engine, which the manifest does not say, as that is the same for equal builds; how
+    4-bit codes fit the weights."""
 
     compile_s: float
     known: bool
+    grid: Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -268,8 +305,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
-        if p.backend.packs_weights:
-            _pack(p, folder, progress)
+        grid = _pack(p, folder, progress) if p.backend.packs_weights else None
         start = time.perf_counter()
         params, told = _params_of(p, folder), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told)
@@ -277,21 +313,25 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         seconds = time.perf_counter() - start
         # After compiling where that needs none of them: it fails sooner.
         if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:
-            _pack(p, folder, progress)
+            grid = _pack(p, folder, progress)
         for name, text in graph_texts(p.packing).items():
             _write_text(folder / name, text)
         _write_text(folder / "spec.yaml", p.spec.to_yaml())
         for name, raw in p.side_files.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, folder, compiled)
+        manifest = _manifest(p, folder, compiled, grid)
         require_readable(manifest)
         _write_text(folder / MANIFEST, manifest.text())
-    return Written(seconds, record_built(manifest, out))
+    return Written(seconds, record_built(manifest, out), grid)
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> None:
-    params = packings.MadeParams(p.packing, p.source)
+def _pack(p: Prepared, folder: Path, progress: Progress) -> Grid | None:
+    """Write the params; return how 4-bit codes fit the weights, where any were made."""
+    grids: dict[str, tuple[int, int]] = {}
+    params = packings.MadeParams(p.packing, p.source, grids)
     packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+    exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
+    return Grid(groups, exact) if groups else None
 
 
 def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
@@ -300,11 +340,10 @@ def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
     return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
 
 
-def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
+def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | None) -> Manifest:
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    form = p.options["latent_kv"]["form"]
     return Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -316,7 +355,9 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         limits=p.limits,
         all_logits=p.all_logits,
         skipped_passes=p.skip,
-        options=PassOptions(LatentOptions(form)),
+        options=PassOptions(
+            LatentOptions(**p.options["latent_kv"]), NarrowOptions(**p.options["narrow_kv"])
+        ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
         media=p.media,
@@ -328,15 +369,21 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any]) -> Manifest:
         notes=Notes(
             {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
             {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
+            grid,
         ),
         files={
-            f.relative_to(folder).as_posix(): StoredFile(sha256(f), f.stat().st_size) for f in files
+            f.relative_to(folder).as_posix(): StoredFile(_digest(f), f.stat().st_size)
+            for f in files
         },
     )
 
 
+def _digest(file: Path) -> str:
+    return (remembered_digest if file.name.endswith(WEIGHT_FILES) else sha256)(file)
+
+
 def _linked(source: Checkpoint) -> LinkedWeights:
-    files = {name: sha256(p) for name, p in linked_files(source).items()}
+    files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
@@ -378,6 +425,18 @@ def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
         return backend.dtypes[0]
     can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
     raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _kv_dtype(backend: Backend, given: str | None, dtype: str) -> str:
+    """Return what caches are narrowed to, or OFF; InputError where the backend has none such."""
+    kv = find_kv_dtype(given, dtype)
+    if kv == OFF or kv in backend.kv_dtypes:
+        return kv
+    other = " or ".join(KV_NAMES[d] for d in backend.kv_dtypes) or "the dtype: leave it out"
+    raise InputError(
+        f"--kv-dtype {given}: backend {backend.name} cannot: {backend.kv_reason}; it holds caches "
+        f"in {other}"
+    )
 
 
 def _memory(device: str, dry: bool) -> int | None:

@@ -16,7 +16,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.settings import find_placement
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
-from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
+from g4ir.weights.checkpoint import Checkpoint, WeightSource
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 
@@ -29,6 +29,7 @@ from .artefact import (
     read_compiled,
     rebuild,
 )
+from .digests import has_digest
 from .engine import Engine
 from .trust import require_trust
 
@@ -177,7 +178,7 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         return packings.MadeParams(found.packing, source)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
-        if not file.is_file() or (found.whole and sha256(file) != digest):
+        if not file.is_file() or (found.whole and not has_digest(file, digest)):
             raise EngineError(
                 f"{file} is missing or is not the file this engine was built from; restore it, or "
                 f"build again without --link-weights"

@@ -78,8 +78,8 @@ def require_trust(found: Artefact) -> None:
 
 
 def provenance(found: Artefact) -> dict[str, str]:
-    """Return the engine's name, its builder as far as known, and whether its native code is run
-    here; plain text by name. Nothing of the engine is run."""
+    """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights, and
+    whether its native code is run here; plain text by name. Nothing of the engine is run."""
     m = found.manifest
     native = find_backend(m.backend).native
     decision, signer = find_decision(m.digest), find_signer(found)
@@ -91,6 +91,7 @@ def provenance(found: Artefact) -> dict[str, str]:
         "backend": f"{m.backend} {TORCH_NAMES[m.dtype]} for {m.device}: {m.machine}",
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
+        **({"grid": str(m.notes.grid)} if m.notes.grid else {}),
         "signature": f"key {signer}, trusted"
         if signer
         else "of a key that is not trusted here"

@@ -8,7 +8,7 @@ alone belongs to the weight prologue, which runs once at build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -436,16 +436,14 @@ def bind(g: Graph, **dims: int) -> Graph:
     return rebuild(bound)
 
 
-def split_prologue(g: Graph, folded: Collection[str] = ()) -> tuple[Graph, Graph]:
+def split_prologue(g: Graph) -> tuple[Graph, Graph]:
     """(prologue, main): nodes that depend on params alone, and the rest, which takes their
-    results as params. Checked and run like any other graph. `folded`: ops that run early too,
-    although what they make takes more room."""
+    results as params. Checked and run like any other graph."""
     params = {v.name: v for v in g.params}
     fixed = dict(params)
     early: list[Node] = []
     for n in g.nodes:
-        early_op = n.definition.fold or n.op in folded
-        if early_op and n.inputs and all(v.name in fixed for v in n.inputs):
+        if n.definition.fold and n.inputs and all(v.name in fixed for v in n.inputs):
             early.append(n)
             fixed.update({v.name: v for v in n.outputs})
     ids = {id(n) for n in early}

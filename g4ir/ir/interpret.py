@@ -7,7 +7,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ops.base import as_tuple
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import FLOATS, torch_dtype
 
 from .graph import Builder, Graph, Node, Value
 
@@ -76,13 +76,15 @@ def expansion(n: Node) -> tuple[list[Node], tuple[Value, ...]]:
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
-    """Return zeroed caches; `dims` binds their named dims."""
+    """Return zeroed caches; `dims` binds their named dims. `dtype` stands for every dtype of
+    floats."""
     import torch
 
     out = {}
     for v in g.state:
         t = v.type.bind(dims)
-        out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=dtype or torch_dtype(t.dtype))
+        kept = (t.dtype in FLOATS and dtype) or torch_dtype(t.dtype)
+        out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=kept)
     return out
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from .base import Sample, Traffic, op, require, wide
 from .budgets import MOVES, Budget
+from .narrow import as_read, numbers
 from .types import ITEMSIZE, Type
 
 
@@ -70,14 +71,14 @@ def attention_workspace(
 ) -> int:
     """Count the bytes beside the result, as the torch backend computes an attention over `parts`
     caches, of which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K
-    and V of raw rows, a mask [B,S,T] and its bias for each query head of a group, and with a
-    softcap the scores [B,nq,S,T]."""
+    and V of raw rows and of rows in fewer bits, a mask [B,S,T] and its bias for each query head of
+    a group, and with a softcap the scores [B,nq,S,T]."""
     caches, chunk = kept[:parts], len(kept) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
     keys = int(caches[0].shape[0]) + (s if chunk else 0)
     joined = sum(t.nbytes() for t in kept) if chunk else 0
-    rebuilt = raw and (b > 1 or s > 1)
+    rebuilt = caches[0].dtype != q.dtype or (raw and (b > 1 or s > 1))
     made = 2 * keys * b * kv_heads * d * width if rebuilt else 0
     mask = b * s * keys * (1 + heads // kv_heads * width)
     scores = b * heads * s * keys * 2 * (width + 4) if softcap else 0
@@ -92,6 +93,10 @@ class attention:
     holds; cache_k, cache_v [C,B,n,d]; k, v [B,S,n,d] the chunk, not yet in the cache. Scores,
     probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
     comes from positions. A query without a visible key yields a finite value nobody reads.
+
+    Caches and chunk may be rows in fewer bits (see narrow.py), which are read as what they say,
+    rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
+    are cut into chunks.
 
     With a chunk there may be block_ids i64[B,S]: adjacent tokens with the same number are a block,
     those with -1 are in none. A query also sees what follows it in its block; the window cuts off
@@ -129,8 +134,8 @@ class attention:
         require(positions == Type("i64", (b, s)), f"attention: positions {positions}, q {q}")
         require(written == Type("i64", (b,)), f"attention: written {written}, q {q}")
         require(cache_k == cache_v, f"attention: caches {cache_k} and {cache_v} differ")
-        n = cache_k.shape[2]
-        fits = cache_k.shape[1:] == (b, n, d) and cache_k.dtype == q.dtype
+        n, read = cache_k.shape[2], as_read(cache_k, q.dtype)
+        fits = read.shape[1:] == (b, n, d) and read.dtype == q.dtype
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
         fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
         require(fits, f"attention: {heads} query heads do not divide into {n} groups")
@@ -138,7 +143,7 @@ class attention:
         require(fits, "attention: fresh keys and values come together, block ids after them")
         fresh, block_ids = split_chunk(chunk, 2)
         for x in fresh:
-            fits = x == Type(q.dtype, (b, s, n, d))
+            fits = x == cache_k.with_shape(b, s, *cache_k.shape[2:])
             require(fits, f"attention: fresh {x} does not fit q {q} and cache {cache_k}")
         fits = block_ids in (None, positions)
         require(fits, f"attention: block ids {block_ids}, positions {positions}")
@@ -169,6 +174,7 @@ class attention:
             key_pos = torch.cat((key_pos, positions.t()))
         last = None if block_ids is None else last_seen(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
+        keys, values = (numbers(rows, q.dtype) for rows in (keys, values))
         b, s, heads, d = q.shape
         n = keys.shape[2]
         grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
@@ -232,6 +238,20 @@ class attention:
             {"window": 8, "scale": 1.0, "softcap": 0.0},
             {1: (29, 30), 2: (30, 31)},
         ),
+        *(
+            Sample(
+                (
+                    "f32[2,5,4,8]",
+                    "i64[2,5]",
+                    "i64[2]",
+                    *[f"{held}[7,2,2,{width}]"] * 2,
+                    *[f"{held}[2,5,2,{width}]"] * 2,
+                ),
+                {"window": 4, "scale": 1.0, "softcap": 0.0},
+                {1: (9, 14), 2: (9, 10), **dict.fromkeys(range(3, 7), (1, 64))},
+            )
+            for held, width in (("f8e4m3", 8), ("i8", 10))
+        ),
     ]
 
 
@@ -262,8 +282,8 @@ class cache_write:
         import torch
 
         source = slot_positions(start + lengths, cache.shape[0]) - start
-        index = source.clamp(min=0, max=new.shape[1] - 1)[:, :, None, None].expand_as(cache)
-        picked = new.transpose(0, 1).gather(0, index)
+        index = source.clamp(min=0, max=new.shape[1] - 1)
+        picked = new[torch.arange(new.shape[0], device=new.device), index]
         return torch.where((source >= 0)[:, :, None, None], picked, cache)
 
     flops = staticmethod(lambda ins, outs: 0)
@@ -279,4 +299,7 @@ class cache_write:
     samples = [
         Sample(("f32[4,2,2,8]", "f32[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}),
         Sample(("f32[4,2,2,8]", "f32[2,1,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 2)}),
+        Sample(
+            ("f8e4m3[4,2,2,8]", "f8e4m3[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}
+        ),
     ]

@@ -17,15 +17,17 @@ UNIT = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 
 @dataclass(frozen=True)
 class Budget:
-    """`rounded`: units of the model's dtype; `summed`: fp32 units that a new order may cost."""
+    """`rounded`: units of the model's dtype; `summed`: fp32 units that a new order may cost;
+    `grid`: a step of a grid coarser than any dtype of a model, relative to the numbers."""
 
     rounded: int
     summed: int
     reason: str
+    grid: float = 0.0
 
     def at(self, dtype: str) -> float:
         """Return the allowed error in a model of this dtype."""
-        return self.rounded * UNIT[dtype] + self.summed * UNIT["f32"]
+        return self.rounded * UNIT[dtype] + self.summed * UNIT["f32"] + self.grid
 
 
 MOVES = Budget(0, 0, "moves data: bit for bit")

@@ -18,6 +18,7 @@ from typing import Any
 from .attention import attention, attention_workspace, slot_positions, split_chunk
 from .base import Sample, op, require, wide
 from .budgets import MOVES, Budget
+from .narrow import as_read, held_width, numbers
 from .norm import reciprocal_rms
 from .rope import rope, rope_table, rotated_pairs
 from .types import FLOATS, Type
@@ -138,8 +139,12 @@ def keys_values(
     return keys_values_of_raw(raw, rms, w, positions, **rotation)
 
 
-def _as_keys(form: str, held: Sequence[Type], d: int, kind: str, fraction: float) -> list[Type]:
+def _as_keys(
+    form: str, given: Sequence[Type], d: int, kind: str, fraction: float, dtype: str
+) -> list[Type]:
     """Return the types of the keys in the cache and, where given, in the chunk."""
+    held = [as_read(t, dtype) if form == "value" else t for t in given]
+    require(len({t.dtype for t in given[:: len(PARTS[form])]}) < 2, f"attention_latent: {given}")
     pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
     widths = {"value": (d + 2 * pairs,), "raw": (d, 1)}[form]
     fits = len(held) in (parts, 2 * parts)
@@ -168,7 +173,8 @@ class attention_latent:
     Then the caches and, for a chunk that is not yet in them, its rows [B,S,...]: `value` one
     tensor [C,B,n,d + 2p], p = rotated_pairs(kind, d, fraction); `raw` two, [C,B,n,d] and
     [C,B,n,1], the result of `inverse_rms`. With a chunk there may be block_ids, as in `attention`.
-    Roundings as in `attention`; those of K and V are stated above, at the forms.
+    Roundings as in `attention`; those of K and V are stated above, at the forms. Rows of the form
+    `value` may be held in fewer bits, as in `attention`.
     """
 
     budget = Budget(8, 512, "as attention, on keys that were made again and rounded")
@@ -204,7 +210,7 @@ class attention_latent:
             positions, kind=kind, theta=theta, dim=d, fraction=fraction, factor=factor, dtype=dtype
         )
         rows, block_ids = _split(form, held)
-        keys = [t for t in _as_keys(form, rows, d, kind, fraction) for _ in "kv"]
+        keys = [t for t in _as_keys(form, rows, d, kind, fraction, q.dtype) for _ in "kv"]
         attention.infer(
             q, positions, written, *keys, *block_ids, window=window, scale=scale, softcap=softcap
         )
@@ -226,6 +232,8 @@ class attention_latent:
         parts = len(PARTS[form])
         rows, block_ids = _split(form, held)
         key_pos = slot_positions(written, held[0].shape[0])
+        if form == "value":
+            rows = tuple(numbers(row, q.dtype) for row in rows)
         both = [*keys_values(form, rows[:parts], w, key_pos, **rotation)]
         if len(rows) > parts:
             both += keys_values(form, rows[parts:], w, positions, **rotation)
@@ -254,7 +262,7 @@ class attention_latent:
             (*ins[:3], *rows), outs, window=window, scale=scale, softcap=softcap
         )
         if form == "value":
-            return count * (d + int(held[0].shape[-1])) // (2 * d)
+            return count * (d + held_width(held[0])) // (2 * d)
         return count + 5 * sum(x.numel() for x in held[::parts])
 
     @staticmethod
@@ -381,5 +389,30 @@ class attention_latent:
                 "dtype": "f32",
             },
             {1: (29, 30), 2: (30, 31)},
+        ),
+        *(
+            Sample(
+                (
+                    "f32[2,5,4,8]",
+                    "i64[2,5]",
+                    "i64[2]",
+                    "f32[8]",
+                    f"{held}[7,2,2,{width}]",
+                    f"{held}[2,5,2,{width}]",
+                ),
+                {
+                    "form": "value",
+                    "window": 4,
+                    "scale": 1.0,
+                    "softcap": 0.0,
+                    "kind": "proportional",
+                    "theta": 1e4,
+                    "fraction": 0.5,
+                    "factor": 1.0,
+                    "dtype": "f32",
+                },
+                {1: (9, 14), 2: (9, 10), 4: (1, 64), 5: (1, 64)},
+            )
+            for held, width in (("f8e4m3", 12), ("i8", 14))
         ),
     ]

@@ -7,6 +7,7 @@ from typing import Any
 from .base import Sample, op, require
 from .budgets import Budget
 from .latent import PARTS
+from .narrow import as_read
 from .types import Type
 
 #: caches of K and V, or one of the forms of one projection (see ops/latent.py)
@@ -24,6 +25,12 @@ def _row_types(b: Any, n: int, d: int, dtype: str, form: str, pairs: int) -> tup
     return tuple(Type(t, (b, 1, n, width)) for t, width in rows[form])
 
 
+def _held_as(b: Any, cache: Any, row: Any) -> Any:
+    """Emit what makes rows what their cache holds, where that has fewer bits."""
+    to = cache.type.dtype
+    return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
+
+
 @op
 class qkv_write:
     """Q normed and rotated, and the caches after one more token, from one packed projection
@@ -32,7 +39,8 @@ class qkv_write:
     norm_q, norm_k [d]; cos, sin [B,1,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,1,heads,d], then the
     caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
-    `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used.
+    `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
+    two may hold rows in fewer bits, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
@@ -74,7 +82,8 @@ class qkv_write:
         rows = _row_types(b, kv_heads, d, qkv.dtype, form, pairs)
         require(len(caches) == len(rows), f"qkv_write: {len(caches)} caches of form {form}")
         for cache, row in zip(caches, rows, strict=True):
-            fits = cache == Type(row.dtype, (*cache.shape[:1], b, *row.shape[2:]))
+            read = cache if form == "raw" else as_read(cache, qkv.dtype)
+            fits = read == Type(row.dtype, (*cache.shape[:1], b, *row.shape[2:]))
             require(fits, f"qkv_write: cache {cache} of form {form} does not fit {row}")
         return Type(qkv.dtype, (b, 1, heads, d)), *caches
 
@@ -111,7 +120,7 @@ class qkv_write:
             ]
         if form == "value":
             rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
-        held = zip(caches, rows, strict=True)
+        held = [(c, _held_as(b, c, row)) for c, row in zip(caches, rows, strict=True)]
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = [
@@ -173,5 +182,23 @@ class qkv_write:
             ),
             {"heads": 4, "kv_heads": 2, "values": False, "form": "raw", "pairs": 0, "eps": 1e-6},
             {5: (3, 9), 6: (0, 2)},
+        ),
+        *(
+            Sample(
+                (
+                    "f32[2,1,64]",
+                    "f32[8]",
+                    "f32[8]",
+                    "f32[2,1,8]",
+                    "f32[2,1,8]",
+                    "i64[2]",
+                    "i64[2]",
+                    *[f"{held}[4,2,2,{width}]"] * 2,
+                ),
+                {"form": "plain", "values": True, "heads": 4, "kv_heads": 2, "pairs": 0}
+                | {"eps": 1e-6},
+                {5: (3, 9), 6: (0, 2)},
+            )
+            for held, width in (("f8e4m3", 8), ("i8", 10))
         ),
     ]

@@ -29,17 +29,21 @@ class Form:
 
 
 FORMS = {"int8": Form("i8", 1, 127), "int4": Form("u8", 2, 8), "fp8": Form("f8e4m3", 1, 448)}
-_PACKED = {f.codes: f.packed for f in FORMS.values()}
+#: dtype of codes -> form
+FORM_OF = {f.codes: name for name, f in FORMS.items()}
+PACKED = {f.codes: f.packed for f in FORMS.values()}
+#: of two codes in a byte, between code + 8 and two's complement
+COMPLEMENT = 0x88
 
 
 def _values(codes: Type) -> int:
     """Return the numbers of a row of codes."""
-    return int(codes.shape[-1]) * _PACKED[codes.dtype]
+    return int(codes.shape[-1]) * PACKED[codes.dtype]
 
 
 def _require_fit(name: str, codes: Type, scales: Type) -> None:
     ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
-    fits = bool(ints) and codes.dtype in _PACKED and codes.shape[:-1] == scales.shape[:-1]
+    fits = bool(ints) and codes.dtype in PACKED and codes.shape[:-1] == scales.shape[:-1]
     groups = int(scales.shape[-1]) if fits else 0
     fits = groups > 0 and _values(codes) % groups == 0
     require(fits, f"{name}: scales {scales} do not fit codes {codes}")
@@ -73,7 +77,7 @@ class quantize:
 
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
-        made = [_quantized(x, form, group or w.shape[-1], scale) for x in pieces]
+        made = [quantized(x, form, group or w.shape[-1], scale) for x in pieces]
         codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 
@@ -108,6 +112,80 @@ class dequantize:
         Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)}),
         Sample(("u8[2,3,16]", "f32[2,3,1]"), {"to": "f32"}, {0: (0, 256)}),
         Sample(("f8e4m3[4,48]", "f32[4,2]"), {"to": "f32"}),
+    ]
+
+
+@op
+class dense:
+    """dequantize(codes, scales), once at build: for products that take no codes"""
+
+    budget = Budget(1, 0, "one product, rounded once")
+
+    infer = staticmethod(dequantize.infer)
+
+    @staticmethod
+    def expand(b: Any, codes: Any, scales: Any, *, to: str) -> Any:
+        return b.emit("dequantize", codes, scales, to=to)
+
+    samples = [Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)})]
+
+
+@op
+class columns:
+    """Codes or scales of w [.., N, K] by columns: [.., K, N]
+
+    Codes of 4 bits lie then in two's complement, those of two rows of w in a byte, [.., K, N/2].
+    """
+
+    budget = MOVES
+
+    @staticmethod
+    def infer(x: Type) -> Type:
+        *lead, n, k = x.shape
+        packed = PACKED.get(x.dtype, 1)
+        fits = isinstance(n, int) and isinstance(k, int) and n % packed == 0
+        require(fits, f"columns: {x} has an odd number of rows, or one that is not known")
+        return x.with_shape(*lead, int(k) * packed, int(n) // packed)
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        return by_columns(x)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [
+        Sample(("i8[3,6,64]",), {}, {0: (-127, 128)}),
+        Sample(("u8[6,32]",), {}, {0: (0, 256)}),
+        Sample(("f32[6,2]",)),
+    ]
+
+
+@op
+class dequantize_columns:
+    """dequantize(codes, scales) of codes and scales that lie by columns"""
+
+    budget = Budget(1, 0, "one product, rounded once")
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, *, to: str) -> Type:
+        fits = codes.rank == scales.rank >= 2 and codes.dtype in PACKED
+        require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
+        (*lead, k, n), (*others, groups, count) = codes.shape, scales.shape
+        rows = int(n) * PACKED[codes.dtype]
+        fits = lead == others and rows == count and int(groups) > 0 and int(k) % int(groups) == 0
+        require(fits, f"dequantize_columns: scales {scales} do not fit codes {codes}")
+        return Type(to, (*lead, rows, k))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, *, to: str) -> Any:
+        return dequantized(by_rows(codes), scales.mT, torch_dtype(to))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    traffic = staticmethod(nothing)
+    samples = [
+        Sample(("i8[64,6]", "f32[1,6]"), {"to": "f32"}, {0: (-127, 128)}),
+        Sample(("u8[2,32,3]", "f32[2,2,6]"), {"to": "f32"}, {0: (0, 256)}),
+        Sample(("f8e4m3[48,4]", "f32[1,4]"), {"to": "f32"}),
     ]
 
 
@@ -182,11 +260,27 @@ def unpacked(codes: Any) -> Any:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
 
 
+def by_columns(x: Any) -> Any:
+    """Return codes or scales [.., N, K] as [.., K, N]; see the op `columns`."""
+    import torch
+
+    if x.dtype != torch.uint8:
+        return x.mT.contiguous()
+    return packed(unpacked(x).mT) ^ COMPLEMENT
+
+
+def by_rows(x: Any) -> Any:
+    """Return what `by_columns` was given."""
+    import torch
+
+    return packed(unpacked(x ^ COMPLEMENT).mT) if x.dtype == torch.uint8 else x.mT
+
+
 # --- numbers to codes --------------------------------------------------------------------------
 
 
-def _quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
-    """Return codes and scales of rows [n, K]. float64 stays float64, but for codes in integers."""
+def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
+    """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers."""
     import torch
 
     x = wide(w).unflatten(-1, (-1, group))
@@ -236,6 +330,20 @@ _STARTS = (-8.0, -7.0, 7.4)
 _FIRST = 3
 #: how far a number of the grid and what bf16 makes of it and of its scale lie apart at most
 _NEAR = 2.0**-6
+
+
+def on_grid(w: Any, codes: Any, scales: Any) -> int:
+    """Return how many groups of a weight are what their codes and scales mean in bf16, bit for bit:
+    nearly all of one that was trained for 4 bits, and hardly any of another."""
+    import torch
+
+    rows = max(1, PIECE // w.shape[-1])
+    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (w, codes, scales))
+    found = 0
+    for x, q, s in zip(*parts, strict=True):
+        same = dequantized(q, s, torch.bfloat16).to(x.dtype) == x
+        found += int(same.unflatten(-1, (s.shape[-1], -1)).all(-1).sum())
+    return found
 
 
 def int4_scales(x: Any, dtype: Any, largest: float) -> Any:

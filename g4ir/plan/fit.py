@@ -23,7 +23,7 @@ from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
 from g4ir.quant.rewrite import quantised
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import DEFAULT_PLACEMENT, split_program
+from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
 
 from .formats import DTYPES
 from .limits import Limits
@@ -124,27 +124,29 @@ def _changed(
 
 
 def require_fit(
-    program: Program, r: Resolved, memory: int, more: int = 0, scratch: int = 0
+    program: Program,
+    r: Resolved,
+    memory: int,
+    more: int = 0,
+    scratch: int = 0,
+    stored: Callable[[Program], Program] = as_it_is,
 ) -> None:
     """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
     number short and each single setting that would fit.
 
     `program` holds the optimised graphs, with or without their prologue. `more`: bytes of caches
     that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
-    need beyond the planned one.
+    need beyond the planned one; `stored`: how it stores weights.
     """
-
-    # Of a backend that makes weights of codes at build nothing is left in codes.
-    coded = any(True for _ in program.graphs["prefill"].find("dequantize"))
-    recipe = r.recipe if coded else None
 
     def remake(dtype: str) -> Needs:
         text = build_graph(r.spec, "prefill", r.all_logits, dtype)
         graphs = Program(
             {g.name: g for g in (text, *build_towers(r.spec, r.media, dtype).values())}
         )
-        held = quantised(graphs, r.spec, recipe, dtype)
-        return _needs(held.map(lambda g: run_passes(g, skip=r.skip, options=r.options)))
+        held = quantised(graphs, r.spec, r.recipe, dtype)
+        made = held.map(lambda g: run_passes(g, skip=r.skip, options=r.options))
+        return _needs(stored(made))
 
     build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch

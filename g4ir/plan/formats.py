@@ -15,6 +15,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
+from g4ir.ops.narrow import narrow_width
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import weights_of
@@ -143,14 +144,16 @@ class KvBytes:
 
 
 def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
-    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone."""
-    size = 2 * batch * ITEMSIZE[dtype or spec.dtype]  # K and V
+    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone, for
+    rows held in `dtype` (default: the spec's)."""
+    kind = dtype or spec.dtype
     full = window = held = per_token = 0
     for layer in spec.layers():
         if layer.donor is not None:
             continue
-        slot = layer.attention.num_key_value_heads * layer.attention.head_dim * size
-        slots = layer.attention.window
+        heads, slots = layer.attention.num_key_value_heads, layer.attention.window
+        row = narrow_width(layer.attention.head_dim, kind) * ITEMSIZE[kind]
+        slot = 2 * batch * heads * row  # K and V
         per_token += slot
         full += slot if slots is None else 0
         window += 0 if slots is None else slot * slots

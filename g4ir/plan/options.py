@@ -43,6 +43,11 @@ class BuildOptions:
         "weights in fewer bits: int8, int4, fp8, or a recipe FILE.yaml\n(default none)",
         metavar="Q",
     )
+    kv_dtype: str | None = option(
+        None,
+        "K and V in the caches: bfloat16, float8 or int8 (in groups of 32)\n(default: the dtype)",
+        metavar="T",
+    )
     max_batch: int = option(
         Limits.max_batch, f"rows (default {Limits.max_batch})", type=int, metavar="N"
     )

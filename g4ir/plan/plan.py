@@ -6,7 +6,8 @@
 
 Three cache totals everywhere. `naive`: every layer that has K and V of its own keeps both for the
 whole context, as most calculators count. `planned`: sliding layers keep their window, layers that
-share K and V have none. `built`: what this engine allocates, K=V layers in their latent form too.
+share K and V have none. `built`: what this engine allocates, K=V layers in their latent form and
+rows in fewer bits too.
 The caches of `planned` and `built` are the state of the optimised graphs, and weights the graphs'
 params, so both are what the runtime allocates; activations and workspace are estimates
 (g4ir/plan/memory.py).
@@ -27,6 +28,7 @@ from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES, run_passes
+from g4ir.passes.narrow_kv import OFF
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -51,7 +53,7 @@ from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
-from .settings import find_dtype, find_latent, find_placement
+from .settings import KV_NAMES, find_dtype, find_kv_dtype, find_latent, find_placement, pass_options
 
 SCHEMA = 1
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -66,9 +68,10 @@ KEYS = {
     "variant": "name of the spec",
     "hub": "where its weights are published, or null",
     "spec_digest": "SHA-256 of every field of the spec",
-    "dtype": "of activations, caches and unquantised weights",
+    "dtype": "of activations, unquantised weights, and caches but for those as built",
     "device": "cpu or cuda: decides the latent form where it is `auto`",
     "latent": "form of the caches of K=V layers: off, value or raw",
+    "kv_dtype": "of the caches as built: bfloat16, float8 or int8; null for the dtype",
     "ple_placement": "device, host or mmap; null without per-layer embeddings",
     "prefill_chunk": "tokens of a prompt at a time",
     "skipped_passes": "passes left out",
@@ -183,6 +186,7 @@ class Plan:
     dtype: str
     device: str
     latent: str
+    kv_dtype: str | None
     ple_placement: str | None
     prefill_chunk: int
     skip: tuple[str, ...]
@@ -211,6 +215,7 @@ class Plan:
             "dtype": self.dtype,
             "device": self.device,
             "latent": self.latent,
+            "kv_dtype": self.kv_dtype,
             "ple_placement": self.ple_placement,
             "prefill_chunk": self.prefill_chunk,
             "skipped_passes": list(self.skip),
@@ -256,7 +261,7 @@ def _elements(tensors: dict[str, tuple[int, ...]], *endings: str) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one engine, as built and without its latent form."""
+    """The memory of one engine, as built, and with plain caches in its dtype."""
 
     spec: Spec
     dtype: str
@@ -405,8 +410,8 @@ def make_plan(
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
     every row on every device of `memory`.
 
-    Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device,
-    prefill_chunk, all_logits, skip, latent_kv, ple_placement and media.
+    Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
+    kv_dtype, prefill_chunk, all_logits, skip, latent_kv, ple_placement and media.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
@@ -414,13 +419,14 @@ def make_plan(
     batches = _positive("batch", batch, MOST_ROWS)
     (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
     dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
-    form = find_latent(options.latent_kv, spec, device, dtype, max(contexts))
+    kv = find_kv_dtype(options.kv_dtype, dtype)
+    form = find_latent(options.latent_kv, spec, device, dtype, max(contexts), kv)
     placement = find_placement(options.ple_placement, spec, device)
     skip, kinds = tuple(options.skip), options.media
     media = find_media(spec, kinds if isinstance(kinds, str) else tuple(kinds))
     recipe = find_recipe(options.quant)
     made, costs = _footprint(
-        spec, dtype, device, placement, form, options.all_logits, skip, media, recipe
+        spec, dtype, device, placement, form, kv, options.all_logits, skip, media, recipe
     )
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
@@ -433,6 +439,7 @@ def make_plan(
         dtype,
         device,
         form,
+        KV_NAMES.get(kv),
         placement,
         chunk,
         skip,
@@ -497,18 +504,19 @@ def _footprint(
     device: str,
     placement: str | None,
     form: str,
+    kv: str,
     all_logits: bool,
     skip: tuple[str, ...],
     media: Media,
     recipe: Recipe | None,
 ) -> tuple[Footprint, DecodeCosts]:
     """Measure prefill: it has each param and cache of decode, and needs more of everything else."""
-    options = {"latent_kv": {"form": form}}
+    options = pass_options(form, kv)
     plain = build_graph(spec, "prefill", all_logits, dtype)
     built = run_passes(plain, skip=skip, options=options)
-    # The caches without the latent form depend on one pass alone.
+    # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
-    planned = run_passes(plain, skip=others) if form != "off" else built
+    planned = run_passes(plain, skip=others) if (form, kv) != (OFF, OFF) else built
 
     def decode() -> Graph:
         plain = Program({"decode": build_graph(spec, "decode", all_logits, dtype)})
@@ -582,7 +590,7 @@ def cache_lines(plan: Plan) -> CacheLines:
     contexts = sorted({*(c for c in powers if c <= longest), longest})
     totals = {"naive": [rates.naive_per_token * c for c in contexts]}
     totals["planned"] = [rates.window + rates.per_token * capacity(c) for c in contexts]
-    if plan.latent != "off":
+    if plan.latent != OFF or plan.kv_dtype:
         built = [rates.built_window + rates.built_per_token * capacity(c) for c in contexts]
         totals |= {"built": built} if built != totals["planned"] else {}
     return CacheLines(plan.spec.name, contexts, totals)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from g4ir.errors import InputError
-from g4ir.ops.types import dtype_name
+from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
+from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
+from g4ir.passes.narrow_kv import OFF
 from g4ir.spec.record import Spec
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
@@ -12,6 +14,9 @@ from .formats import DTYPES
 from .latent import choose_form
 
 DEVICES = ("cpu", "cuda")
+#: what caches may hold, as a user says it -> dtype of their rows (ops/narrow.py)
+KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
+KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
 def find_dtype(name: str) -> str:
@@ -25,13 +30,45 @@ def find_dtype(name: str) -> str:
     return short
 
 
-def find_latent(given: str, spec: Spec, device: str, dtype: str, max_seq: int) -> str:
-    """Return the form of the K=V caches as asked, or for `auto` as measured."""
+def find_kv_dtype(given: str | None, dtype: str) -> str:
+    """Return what the caches of an engine of this dtype are narrowed to, or OFF; InputError for
+    what would save nothing."""
+    if given is None:
+        return OFF
+    if given not in KV_DTYPES:
+        raise InputError(f"kv-dtype {given!r}: expected one of {', '.join(KV_DTYPES)}")
+    to = KV_DTYPES[given]
+    if to != dtype and ITEMSIZE[to] >= ITEMSIZE[dtype]:
+        raise InputError(
+            f"kv-dtype {given}: takes as much room as {TORCH_NAMES[dtype]}, the engine's dtype; "
+            f"leave it out, or take float8 or int8"
+        )
+    return OFF if to == dtype else to
+
+
+def pass_options(latent: str, kv: str) -> Options:
+    """Return the passes' own arguments: the form of K=V caches, and what caches are narrowed to."""
+    return {"latent_kv": {"form": latent}, "narrow_kv": {"to": kv}}
+
+
+def find_latent(
+    given: str, spec: Spec, device: str, dtype: str, max_seq: int, kv: str = OFF
+) -> str:
+    """Return the form of the K=V caches as asked, or for `auto` as measured. What `raw` holds is
+    bounded by no norm: in a cache that is narrowed, `auto` takes `value` in its place."""
     if device not in DEVICES:
         raise InputError(f"device {device!r}: expected {' or '.join(DEVICES)}")
     if given not in ("auto", *FORMS):
         raise InputError(f"latent-kv {given!r}: expected one of auto, {', '.join(FORMS)}")
-    return choose_form(spec, device, dtype, max_seq) if given == "auto" else given
+    form = choose_form(spec, device, dtype, max_seq) if given == "auto" else given
+    if form != "raw" or kv == OFF:
+        return form
+    if given == "auto":
+        return "value"
+    raise InputError(
+        f"latent-kv raw: it holds projections before their norm, which --kv-dtype "
+        f"{KV_NAMES[kv]} has no range for; take value, off or auto"
+    )
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:

@@ -55,6 +55,7 @@ def _title(plan: Plan) -> str:
         f"up to {count_text(text.max_position_embeddings)} tokens",
         plan.dtype,
         f"latent form {plan.latent}",
+        *([f"caches in {plan.kv_dtype}"] if plan.kv_dtype else []),
         f"prompts in chunks of {plan.prefill_chunk}",
     ]
     if plan.ple_placement:
@@ -127,7 +128,9 @@ def _caches(plan: Plan, batch: int) -> str:
 
 
 def _name(plan: Plan, key: str) -> str:
-    return f"as built: latent form {plan.latent}" if key == "built" else NAMES.get(key, key)
+    if key != "built":
+        return NAMES.get(key, key)
+    return f"as built: latent form {plan.latent}" + (f", {plan.kv_dtype}" if plan.kv_dtype else "")
 
 
 def _rows(batch: int) -> str:
@@ -253,7 +256,8 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
         found = {r.ctx: r for r in p.rows if r.batch == batch}
         for key in ("naive", "planned", "built"):
             sizes = [size_text(getattr(found[c], key)) if c in found else "" for c in contexts]
-            label = f"as built ({p.latent})" if key == "built" else key
+            form = f"{p.latent}, {p.kv_dtype}" if p.kv_dtype else p.latent
+            label = f"as built ({form})" if key == "built" else key
             lines.append([f"{p.spec.name if key == 'naive' else '':<8} {label}", *sizes])
     return f"K and V, {_rows(batch)}\n{aligned(lines)}"
 

@@ -7,7 +7,7 @@ Where the checkpoint holds codes already, they and their scales are params.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -33,24 +33,13 @@ def weights_of(spec: Spec) -> Mapping[str, Type]:
     return {v.name: v.type for v in used}
 
 
-def quantised(
-    program: Program,
-    spec: Spec,
-    recipe: Recipe | None,
-    dtype: str,
-    folded: Collection[str] = (),
-) -> Program:
-    """Return the program of a spec with weights as the recipe says; as it is without one.
-
-    Rows of tables are gathered in codes, unless `dequantize` is among the ops that are folded into
-    the prologue: tables are made dense there, too. InputError where the recipe does not fit the
-    spec.
-    """
+def quantised(program: Program, spec: Spec, recipe: Recipe | None, dtype: str) -> Program:
+    """Return the program of a spec with weights as the recipe says; as it is without one. Rows of
+    tables are gathered in codes. InputError where the recipe does not fit the spec."""
     if recipe is None:
         return program
     schemes = recipe.schemes(weights_of(spec))
-    gather = "dequantize" not in folded
-    made = program.map(lambda g: _rewritten(g, schemes, dtype, gather))
+    made = program.map(lambda g: _rewritten(g, schemes, dtype))
     return made.map(from_codes) if recipe.held else made
 
 
@@ -71,7 +60,7 @@ def _weights(n: Node) -> list[Value]:
     return [n[operand] for operand in WEIGHTS.get(n.op, ())]
 
 
-def _rewritten(g: Graph, schemes: Mapping[str, Scheme], dtype: str, gather: bool) -> Graph:
+def _rewritten(g: Graph, schemes: Mapping[str, Scheme], dtype: str) -> Graph:
     chosen = [v for v in g.params if v.name in schemes]
     b = Builder(g.name)
     parts = {v.name: _parts(b, v, schemes[v.name], dtype) for v in chosen}
@@ -85,7 +74,7 @@ def _rewritten(g: Graph, schemes: Mapping[str, Scheme], dtype: str, gather: bool
 
     for n in g.nodes:
         names = {v.name for v in _weights(n)} & parts.keys()
-        if n.op == "embedding" and names and gather:
+        if n.op == "embedding" and names:
             codes, scales = parts[n["table"].name]
             ids, scale = n["ids"], n.number("scale")
             b.emit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ from g4ir.model.media import Media
 from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
+from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
 from g4ir.quant.recipe import Recipe
@@ -53,9 +54,9 @@ class Packing:
         return drop_dead(replace(self.prologue, outputs=made))
 
 
-def split_program(program: Program, folded: Collection[str] = ()) -> Packing:
+def split_program(program: Program) -> Packing:
     """Move what depends on params alone out of every graph of the program; see `split_prologue`."""
-    parts = {name: split_prologue(g, folded) for name, g in program.graphs.items()}
+    parts = {name: split_prologue(g) for name, g in program.graphs.items()}
     mains = Program({name: main for name, (_, main) in parts.items()})
     params: dict[str, Value] = {}
     nodes: dict[str, Node] = {}
@@ -70,6 +71,11 @@ def split_program(program: Program, folded: Collection[str] = ()) -> Packing:
     return Packing(mains, prologue)
 
 
+def as_it_is(program: Program) -> Program:
+    """Return the program: most backends store weights as the passes leave them."""
+    return program
+
+
 def make_packing(
     spec: Spec,
     all_logits: bool,
@@ -78,13 +84,13 @@ def make_packing(
     skip: Iterable[str],
     options: Options,
     recipe: Recipe | None = None,
-    folded: Collection[str] = (),
+    stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
-    and options."""
-    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype, folded)
-    return split_program(run_program(plain, skip=skip, dump=dump, options=options), folded)
+    and options. `stored` is the backend's (Backend.stored)."""
+    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype)
+    return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 
 
 class ParamSource(Protocol):
@@ -108,6 +114,8 @@ class MadeParams:
 
     packing: Packing
     source: WeightSource
+    #: where it is to be known how weights lie on a 4-bit grid: name -> groups that do, groups
+    grids: dict[str, tuple[int, int]] | None = None
     #: results of the last recipe that nobody has asked for yet: codes are made with their scales
     _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -116,9 +124,24 @@ class MadeParams:
             self._made.clear()
             recipe = self.packing.recipe(param)
             given = {v.name: self.given(v) for v in recipe.params}
-            self._made.update(interpret(recipe, {}, given, {})[0])
+            seen: dict[str, torch.Tensor] = {}
+
+            def keep(v: Value, t: torch.Tensor) -> None:
+                seen[v.name] = t
+
+            watch = None if self.grids is None else keep
+            self._made.update(interpret(recipe, {}, given, {}, watch)[0])
             self._require_finite(recipe)
+            self._count_grids(recipe, {**given, **seen})
         return self._made.pop(param)
+
+    def _count_grids(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
+        if self.grids is None:
+            return
+        for n in recipe.find("quantize"):
+            if n.word("form") == "int4":
+                codes, scales = (made[v.name] for v in n.outputs)
+                self.grids[n["w"].name] = on_grid(made[n["w"].name], codes, scales), scales.numel()
 
     def _require_finite(self, recipe: Graph) -> None:
         """Raise WeightsError for scales that are not: what they were made of is not either."""

@@ -7,6 +7,7 @@ at module level, so headers can be checked without it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import stat
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -62,16 +64,20 @@ TORCH = {
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu",
 }
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
+LENGTH_BYTES = 8  # that say how long the header is
+#: the addresses of tensors in files that we write are multiples of it: a cache line
+ALIGNED = 64
+MADV_POPULATE_READ = 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def read_header(path: Path) -> Header:
         ) from None
     table = parse_json(path, raw)
     metadata = _metadata(path, table.pop("__metadata__", {}))
-    data = 8 + len(raw)
+    data = LENGTH_BYTES + len(raw)
     entries = [_entry(path, name, fields, data) for name, fields in table.items()]
     _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
     _check_library(path)
@@ -144,10 +150,12 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
-    if size < 8:
-        raise WeightsError(f"{path}: expected at least 8 bytes, found {size}; {DOWNLOAD}")
-    length = int.from_bytes(file.read(8), "little")
-    limit = min(HEADER_LIMIT, size - 8)
+    if size < LENGTH_BYTES:
+        raise WeightsError(
+            f"{path}: expected at least {LENGTH_BYTES} bytes, found {size}; {DOWNLOAD}"
+        )
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    limit = min(HEADER_LIMIT, size - LENGTH_BYTES)
     if not 2 <= length <= limit:
         raise WeightsError(
             f"{path}: header length must be 2 to {limit}, found {length} "
@@ -295,6 +303,23 @@ def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
+def read_pages(tensor: torch.Tensor) -> None:
+    """Read what a tensor on a mapped file has not yet in memory, and make its pages known."""
+    page = mmap.PAGESIZE
+    start = tensor.data_ptr() // page * page
+    length = tensor.data_ptr() + tensor.nbytes - start
+    if length > 0:  # where the system does not know the advice, pages come when they are used
+        _madvise()(start, length, MADV_POPULATE_READ)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function: Callable[[int, int, int], int] = found
+    return function
+
+
 def write_tensors(
     path: Path,
     table: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -303,19 +328,23 @@ def write_tensors(
 ) -> None:
     """Write one file, tensor by tensor, under a temporary name that is renamed at the end.
 
-    `table` maps a name to (dtype code, shape); `tensor(name)` is called once each, in order.
+    `table` maps a name to (dtype code, shape); `tensor(name)` is called once each, in the order in
+    which they are written: sizes that are a multiple of ALIGNED bytes first, so that these tensors
+    begin at one.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    sizes = {name: prod(shape) * BITS[code] // 8 for name, (code, shape) in table.items()}
+    names = sorted(table, key=lambda name: sizes[name] % ALIGNED > 0)
     at = 0
-    for name, (code, shape) in table.items():
-        size = prod(shape) * BITS[code] // 8
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+    for name in names:
+        code, shape = table[name]
+        offsets = [at, at + sizes[name]]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
+        at += sizes[name]
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # keeps the data aligned to 8 bytes
-    write_file(
-        path, [len(raw).to_bytes(8, "little"), raw], (_bytes(tensor(name)) for name in table)
-    )
+    raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
+    length = len(raw).to_bytes(LENGTH_BYTES, "little")
+    write_file(path, [length, raw], (_bytes(tensor(name)) for name in names))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

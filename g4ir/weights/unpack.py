@@ -1,7 +1,7 @@
 """Makes a model's own weights again from what an engine holds: undoes the weight prologue.
 
 An engine that refers to a checkpoint or to a seed still has them; a packed one has slices of what
-its prologue joined. Of a quantised weight it has codes and scales, and what they mean.
+its prologue joined or turned. Of a quantised weight it has codes and scales, or what they mean.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import run_node
 from g4ir.model.names import CODES, SCALES
+from g4ir.ops.quant import by_rows
 
 from .pack import MadeParams, ParamSource
 
@@ -33,8 +34,8 @@ class Unpacked:
 
     def holds(self, v: Value) -> bool:
         """Whether the tensor of a param follows from what is held."""
-        joins = (n for n in self.prologue.find("concat") if v in n.inputs)
-        return v.name in self.params or any(self.holds(n.out) for n in joins)
+        after = (n for n in self.prologue.find("concat", "columns") if v in n.inputs)
+        return v.name in self.params or any(self.holds(n.out) for n in after)
 
     def __call__(self, v: Value) -> torch.Tensor:
         """Return the tensor of a param; EngineError where what is held does not say what it was."""
@@ -42,9 +43,10 @@ class Unpacked:
             return self.held.given(v)
         if v.name in self.params:
             return self.held.tensor(v.name)
-        for n in self.prologue.find("concat"):
-            if v in n.inputs:
-                return _slice(n, v, self(n.out))
+        for n in self.prologue.find("concat", "columns"):
+            if v in n.inputs and self.holds(n.out):
+                made = self(n.out)
+                return by_rows(made) if n.op == "columns" else _slice(n, v, made)
         raise EngineError(
             f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
             f"DIR"
@@ -81,7 +83,7 @@ class Unpacked:
 
     def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         """Slice a weight from what codes and scales were made into at build."""
-        for n in self.prologue.find("dequantize"):
+        for n in self.prologue.find("dense"):
             joined = self.prologue.producers().get(n["codes"].name)
             if n["codes"] == codes:
                 return self(n.out)

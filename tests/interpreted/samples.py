@@ -8,13 +8,23 @@ lies behind an operand, are NaN; and operands are views where the kernel takes s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 import torch
 
 from g4ir.backends.torch_compile.kernels import KERNELS
-from g4ir.backends.torch_compile.kernels.base import Choice, Kernel, Sample, Schedule, arrivals
+from g4ir.backends.torch_compile.kernels.base import (
+    Choice,
+    Coded,
+    Kernel,
+    Sample,
+    Schedule,
+    arrivals,
+    held,
+)
+from g4ir.backends.torch_compile.lower import dense
 from g4ir.backends.torch_compile.run import Run
 from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.tunings import Tuning
@@ -56,6 +66,9 @@ def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
         if i in s.given:
             return torch.tensor(s.given[i])
         shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
+        if dtype in ("i8", "u8"):  # codes: every byte is one
+            codes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+            return codes.view(torch_dtype(dtype))
         x = torch.randn(shape, generator=random)
         if text.startswith("*"):
             x = x * shape[-1] ** -0.5 if len(shape) > 1 else 1 + x / 2
@@ -66,6 +79,22 @@ def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
         return x.to(torch_dtype(dtype))
 
     return [one(i, text) for i, text in enumerate(s.inputs)]
+
+
+#: form -> significant bits of a scale with which a number is exact in bf16
+SCALE_BITS = {"int8": 0, "int4": 3, "fp8": 3}
+
+
+def in_codes(w: Tensor, form: str, group: int) -> Coded:
+    """Codes of about these numbers. In bf16 they mean what bf16 holds, so that the op, which rounds
+    a weight once, and a kernel that does not compute the same."""
+    scale = "f32" if w.dtype == torch.float32 else "bf16"
+    codes, scales = OPS["quantize"].reference(w, form=form, group=group, scale=scale)  # type: ignore[misc]
+    if w.dtype == torch.bfloat16:
+        kept, exponent = torch.frexp(scales.float())
+        steps = 2.0 ** (1 + SCALE_BITS[form])
+        scales = torch.ldexp((kept * steps).trunc() / steps, exponent).bfloat16()
+    return Coded(codes, before_nan(scales)[0], w.dtype)
 
 
 def summed(parts: Tensor) -> Tensor:
@@ -108,6 +137,19 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9))
 
 
+def parts(x: Any) -> list[Tensor]:
+    """A tensor, or the codes and scales of a weight."""
+    return [t.float() for t in held(x) if t is not None]
+
+
+def copied(x: Any) -> Any:
+    return (
+        replace(x, codes=x.codes.clone(), scales=x.scales.clone())
+        if isinstance(x, Coded)
+        else x.clone()
+    )
+
+
 def rms(x: Tensor) -> Tensor:
     return x.double().square().mean().sqrt()
 
@@ -129,6 +171,9 @@ class Try:
             random = torch.Generator().manual_seed(i)
             ours[i] = 2 * size * torch.randn((count, *ours[i].shape), generator=random)
             self.given[i] = summed(ours[i]).to(self.given[i].dtype)
+        for i, how in s.coded.items():
+            ours[i] = in_codes(self.given[i], *how)
+            self.given[i] = dense(ours[i])
         self.held = range(*n.definition.held(**n.attrs)) if n.definition.held else range(0)
         for i in self.held:
             hidden = ~seen(n, self.given).any(1).t()[:, :, None, None]
@@ -142,7 +187,7 @@ class Try:
         self.rooms = {
             i: in_a_room(x) if i in chosen else before_nan(x)
             for i, x in enumerate(ours)
-            if x.is_floating_point()
+            if i not in s.coded and x.is_floating_point() and x.element_size() > 1
         }
         self.ours = [self.rooms[i][0] if i in self.rooms else x for i, x in enumerate(ours)]
 
@@ -166,11 +211,11 @@ class Try:
 
     def run(self, **use: Any) -> tuple[Tensor, ...]:
         """The kernel's results; nothing has changed but caches that it writes."""
-        before = [x.clone() for x in self.ours]
+        before = [copied(x) for x in self.ours]
         around = {i: room.clone() for i, (_, room) in self.rooms.items()}
         got = self.call(self.ours, **use)
         for i, x in enumerate(self.ours):
-            assert i in self.written.values() or same(x, before[i])
+            assert i in self.written.values() or all(map(same, parts(x), parts(before[i])))
         for i, (inner, room) in self.rooms.items():
             new = inner.clone()
             inner.copy_(before[i])

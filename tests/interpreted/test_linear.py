@@ -22,7 +22,7 @@ PARTS = kernel_called("skinny_linear_parts")
 def test_each_part_is_the_sum_of_its_chunk(sample: object, split: int, dtype: str) -> None:
     one = Try(PARTS, sample, dtype)  # type: ignore[arg-type]
     (parts,) = one.run(split=split)
-    (x, w), (rows, k) = one.ours, one.ours[1].shape
+    (x, w), (rows, k) = one.given, one.given[1].shape
     step = chunk(k, split, one.sample.use["block_k"])
     assert parts.shape == (split, *x.shape[:-1], rows)
     for p in range(split):

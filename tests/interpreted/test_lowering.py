@@ -18,11 +18,13 @@ from g4ir.backends.torch_compile.programs import choice_texts
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, graph_steps
 from g4ir.backends.torch_compile.target import Target
-from g4ir.ir.graph import Graph, Program, bind
+from g4ir.ir.graph import Graph, Node, Program, bind
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import parse_graph
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
+from g4ir.ops.quant import FORM_OF, FORMS
+from g4ir.ops.types import torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import split_program
 from tests.configs import spec_called
@@ -34,6 +36,7 @@ BUDGET = 5e-2
 WORST = 0.4
 #: tokens for which a router may choose otherwise, between scores that lie a rounding apart
 SPARED = 0.2
+#: name, form of latent caches, and the recipe of weights in fewer bits behind a +
 MODELS = (
     ("tiny-dense", "off"),
     ("tiny-moe", "off"),
@@ -44,12 +47,18 @@ MODELS = (
     ("31b-small", "value"),
     ("31b-small", "raw"),
     ("combined", "off"),
+    ("tiny-ple+int4", "off"),
+    ("tiny-moe+int4", "off"),
+    ("tiny-moe+int8", "off"),
+    ("tiny-dense+fp8", "off"),
 )
 SLOTS = 40
 
 
 def graph_of(name: str, form: str, phase: str, rows: int) -> Graph:
-    program = split_program(built_program(spec_called(name), latent_kv=form, dtype="bf16")).program
+    model, _, quant = name.partition("+")
+    spec, how = spec_called(model), {"latent_kv": form, "dtype": "bf16", "quant": quant}
+    program = split_program(built_program(spec, **how)).program
     return bind(program.graphs[phase], B=rows) if rows == 1 else program.graphs[phase]
 
 
@@ -57,9 +66,17 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
     """Feeds, params and caches; caches hold normal values, unread slots of linear ones NaN."""
     random = torch.Generator().manual_seed(3)
     dims = {"B": rows, "S": chunk, "C": SLOTS}
+    sizes = {n["scales"].name: size_of_scales(n) for n in g.find("dequantize")}
 
     def draw(v: Any) -> torch.Tensor:
         shape = [int(d) for d in v.type.bind(dims).shape]
+        if v.type.dtype in ("i8", "u8"):
+            codes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+            return codes.view(torch_dtype(v.type.dtype))
+        if v.type.dtype == "f8e4m3":
+            return (torch.randn(shape, generator=random) * 99).to(torch.float8_e4m3fn)
+        if v.name in sizes:
+            return (torch.rand(shape, generator=random) + 0.5).mul_(sizes[v.name]).bfloat16()
         scale = 1 / shape[-1] ** 0.5 if len(shape) in (2, 3) and v in g.params else 1.0
         t = torch.randn(shape, generator=random) * scale
         return t if v.type.dtype == "f32" else t.to(torch.bfloat16)
@@ -75,6 +92,12 @@ def drawn(g: Graph, rows: int, chunk: int, held: list[int]) -> tuple[dict[str, A
     return feeds, {v.name: draw(v) for v in g.params}, caches
 
 
+def size_of_scales(n: Node) -> float:
+    """With which a weight keeps the size of what it multiplies."""
+    largest = FORMS[FORM_OF[n["codes"].type.dtype]].largest
+    return 2 / largest * int(n.out.type.shape[-1]) ** -0.5
+
+
 ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
@@ -83,6 +106,8 @@ QUICK = {
     ("tiny-dense", "off", "prefill", "ragged"),
     ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
+    ("tiny-moe+int4", "off", "decode", "ragged"),
+    ("tiny-dense+fp8", "off", "prefill", "ragged"),
 }
 
 

@@ -28,7 +28,12 @@ class Net:
         return self.network.add_input(name or f"x{self.network.num_inputs}", kind, shape)
 
     def constant(self, tensor: torch.Tensor) -> Any:
-        kinds = {torch.float32: "FLOAT", torch.int32: "INT32", torch.int64: "INT64"}
+        kinds = {
+            torch.float32: "FLOAT",
+            torch.int32: "INT32",
+            torch.int64: "INT64",
+            torch.int8: "INT8",
+        }
         self.kept.append(tensor.contiguous())
         weights = self.trt.Weights(
             self.trt.DataType[kinds[tensor.dtype]], self.kept[-1].data_ptr(), tensor.numel()
@@ -45,6 +50,11 @@ class Net:
     def output(self, tensor: Any, name: str = "y") -> None:
         tensor.name = name
         self.network.mark_output(tensor)
+
+    def dequantized(self, codes: Any, scale: Any, axis: int = 0, to: str = "FLOAT") -> Any:
+        layer = self.network.add_dequantize(codes, scale, self.trt.DataType[to])
+        layer.axis = axis
+        return layer.get_output(0)
 
     def product(self, a: Any, b: Any) -> Any:
         none = self.trt.MatrixOperation.NONE

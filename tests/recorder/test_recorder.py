@@ -129,6 +129,19 @@ def _twice_named(n: Net) -> None:
     check(n.network)
 
 
+CODES = torch.tensor([[-127, 0, 3], [127, -5, 1]], dtype=torch.int8)
+
+
+def _codes(
+    n: Net,
+    scales: tuple[float, ...] = (0.5, 2.0),
+    dtype: torch.dtype = torch.int8,
+    **how: Any,
+) -> Any:
+    """Codes with a scale for each row; a look at their shape is a look at the rules."""
+    return n.dequantized(n.constant(CODES.to(dtype)), n.constant(torch.tensor(scales)), **how).shape
+
+
 #: what is built -> what it says
 RULES: dict[str, tuple[Build, str]] = {
     "elementwise types": (lambda n: n.sum(n.x(2), n.x(2, dtype="BF16")), "nothing is cast"),
@@ -268,6 +281,15 @@ RULES: dict[str, tuple[Build, str]] = {
     "mask type": (lambda n: _masked(n, n.x(2, 1, 3, 5, dtype="HALF")), "a mask takes"),
     "mask rank": (lambda n: _masked(n, n.x(2, 3, 5, dtype="BOOL")), "a mask is"),
     "mask shape": (lambda n: _masked(n, n.x(2, 1, 1, 5, dtype="BOOL")), "a mask is"),
+    "dequantised type": (lambda n: _codes(n, dtype=torch.int32), "takes INT8"),
+    "dequantised by what is computed": (
+        lambda n: n.dequantized(n.constant(CODES), n.exp(n.x(2))).shape,
+        "not a constant",
+    ),
+    "dequantised to another type": (lambda n: _codes(n, to="HALF"), "has its type"),
+    "scales of another axis": (lambda n: _codes(n, axis=1), "one for each entry of axis 1"),
+    "scales of no axis": (lambda n: _codes(n, axis=2), "axis 2"),
+    "a scale below zero": (lambda n: _codes(n, scales=(0.5, -2.0)), "positive"),
     "cache is an input": (_cache_made, "a cache is a network input"),
     "cache size": (lambda n: _cache(n, slots=-1), "S_max is static"),
     "cache type": (lambda n: _cache(n, dtype="INT32", update="INT32"), "a cache takes"),
@@ -412,6 +434,20 @@ def test_bf16_is_rounded_once() -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
     got = run(n, n.exp(n.x(-1, dtype="BF16")), x0=x)
     assert got.dtype == torch.bfloat16 and torch.equal(got, x.float().exp().bfloat16())
+
+
+def test_dequantised_codes() -> None:
+    """By one scale, or by one for each entry of an axis."""
+    n = Net()
+    codes = n.constant(CODES)
+    n.output(n.dequantized(codes, n.constant(torch.tensor([0.5, 2.0]))), "rows")
+    n.output(n.dequantized(codes, n.constant(torch.tensor([1.0, 2.0, 3.0])), axis=-1), "columns")
+    n.output(n.dequantized(codes, n.constant(torch.tensor(0.25))), "all")
+    check(n.network)
+    got = execute(n.network, {})
+    assert got["rows"].tolist() == [[-63.5, 0, 1.5], [254, -10, 2]]
+    assert got["columns"].tolist() == [[-127, 0, 9], [127, -10, 3]]
+    assert torch.equal(got["all"], CODES * 0.25)
 
 
 def test_cache_update_is_in_place() -> None:

@@ -77,12 +77,14 @@ def written(version: str, name: str, settings: dict[str, str]) -> list[Call]:
     return distinct(api.trt.calls)
 
 
-def recorded(version: str, name: str, settings: dict[str, str], folder: Path) -> list[Call]:
+def recorded(
+    version: str, name: str, settings: dict[str, str], folder: Path, quant: str = "none"
+) -> list[Call]:
     """What building, loading and running an engine asks: both phases, ragged rows."""
     api = emulator(version)
     with pytest.MonkeyPatch.context() as patch:
         use(patch, emulated(folder, version, api=lambda: api))
-        engine = build(folder / "engine", name, settings=settings)
+        engine = build(folder / "engine", name, settings=settings, quant=quant)
         session = engine.session(2)
         session.prefill([[5, 6, 7], [8, 9, 0]], [3, 2])
         session.decode([4, 5])
@@ -129,6 +131,13 @@ def test_building_loading_and_running(
         "IExecutionContext",
     }
     assert owners <= {c.owner for c in calls}
+    fits_bindings(calls, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_in_codes(version: str, tmp_path: Path) -> None:
+    calls = recorded(version, "tiny-dense", {"weights": "refit"}, tmp_path, quant="int8")
+    assert "IDequantizeLayer" in {c.owner for c in calls}
     fits_bindings(calls, version)
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +33,7 @@ from g4ir.backends.trt.interface import interface
 from g4ir.backends.trt.recorder import SHARED_BYTES, recorder, recording
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder.layers import ISoftMaxLayer
+from g4ir.check.logits import verify_engine
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -48,6 +50,7 @@ from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec
+from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import StoredParams
 from tests.configs import SMALL, VARIANTS, few, spec_called
 from tests.engines import agrees
@@ -673,6 +676,31 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["outputs"]["logits"].startswith("bf16[B,1,")
     assert "GiB of host memory" in plan["builder"]
     assert plan["peak_bytes"] < 4 << 30
+
+
+def test_dry_run_of_weights_in_codes() -> None:
+    """The small network holds codes as the large one does; what is made at build is told."""
+    found = {}
+    for quant in ("int8", "int4"):
+        options = BuildOptions(backend="trt", quant=quant, media="none", dtype="float32")
+        p = prepare(load_spec("tiny-moe"), options, dry=True)
+        found[quant] = dry.dry_run(p, no_progress)
+        assert found[quant]["logits_error"]["f32"] < dry.BUDGETS["f32"]
+        small, _ = dry.in_small(p, "f32")
+        assert any(True for _ in small.program.graphs["prefill"].find("dequantize"))
+    assert found["int8"]["layer_kinds"]["IDequantizeLayer"] == 25
+    assert found["int4"]["layer_kinds"]["IDequantizeLayer"] == 1, "the head"
+    assert found["int4"]["notes"][0].startswith("36 weights in codes are made dense at build")
+
+
+@pytest.mark.parametrize("weights", ["baked", "streamed", "refit"])
+@pytest.mark.parametrize("quant", few(("int8", "int4", "fp8")))
+def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
+    """int8 codes go to the network as they are; other weights are made of theirs at build."""
+    engine = trt("tiny-moe", quant=quant, settings={"weights": weights})
+    held = Counter(v.type.dtype for v in engine.program.graphs["prefill"].params)
+    assert held["i8"] == {"int8": 25, "int4": 1, "fp8": 0}[quant]
+    assert verify_engine(engine).ok
 
 
 def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None:

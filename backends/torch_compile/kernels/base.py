@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ops.quant import FORM_OF
 from g4ir.ops.types import Type
 
 from ..target import Target
@@ -41,6 +42,7 @@ class Sample:
     given   operand -> its whole numbers
     parts   operand -> of how many partial sums in fp32 it comes as a stack
     packed  whether no operand may be a view of something larger
+    coded   operand -> the form of the codes that it comes in, and how many share a scale (0: a row)
     """
 
     inputs: tuple[str, ...]
@@ -49,6 +51,21 @@ class Sample:
     given: Mapping[int, Any] = field(default_factory=dict)
     parts: Mapping[int, int] = field(default_factory=dict)
     packed: bool = False
+    coded: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight in codes, for kernels and lowerings that take it so; dtype: what it stands in."""
+
+    codes: Any
+    scales: Any
+    dtype: Any
+
+
+def held(w: Any) -> tuple[Any, Any]:
+    """Return a weight and None, or its codes and their scales."""
+    return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class Kernel:
     differ   share of bf16 results that may differ from the op's; None: their error against float64
              is compared with that of the op
     use      settings where no entry of the table of tunings fits
+    coded    whether weights may come in codes
     ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
     """
 
@@ -74,6 +92,7 @@ class Kernel:
     error: float
     differ: float | None = 0.01
     use: Use | None = None
+    coded: bool = False
     ending: Callable[[Graph, Node], Node | None] = lambda g, n: None
 
     def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
@@ -145,6 +164,18 @@ def size(t: Type, axis: int) -> int:
     return found
 
 
+def codes_of(g: Graph, v: Value) -> dict[str, int]:
+    """Return {form: how many codes share a scale} of a weight in codes that kernels read as such;
+    nothing of any other. A part of a row has a power of two of them, from 16 on."""
+    n = g.producers().get(v.name)
+    if n is None or n.op != "dequantize":
+        return {}
+    codes, k = n["codes"].type, size(v.type, -1)
+    group = k // size(n["scales"].type, -1)
+    whole = group == k or (group >= 16 and group & (group - 1) == 0)
+    return {FORM_OF[codes.dtype]: group} if whole and k % 8 == 0 else {}
+
+
 def reads_blocks(n: Node) -> bool:
     """Whether an attention reads block ids."""
     return len(n.chunk) > len(n.caches)
@@ -156,9 +187,10 @@ def kv_heads(n: Node) -> int:
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone. None
+    for rows in fewer bits too: they are widened before the library reads them."""
     q, heads = n["q"].type, kv_heads(n)
-    if reads_blocks(n):
+    if reads_blocks(n) or n.caches[0].type.dtype != q.dtype:
         return None
     return {
         "d": size(q, -1),

@@ -8,7 +8,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -29,7 +29,7 @@ def _sum(g: Graph, n: Node) -> Node | None:
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     w = n["w"].type
     found = {"rows": target.rows, "n": size(w, 0), "k": size(w, 1)}
-    return found if is_skinny(n, target) else None
+    return found | codes_of(g, n["w"]) if is_skinny(n, target) else None
 
 
 def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -39,20 +39,23 @@ def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
 def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
     from .linear_triton import skinny_linear
 
-    return skinny_linear(x, w, **choice.use)
+    w, scales = held(w)
+    return skinny_linear(x, w, **choice.use, scales=scales)
 
 
 def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
     """Return a stack of partial sums, which the norm behind it adds up."""
     from .linear_triton import skinny_linear_parts
 
-    return skinny_linear_parts(x, w, **choice.use)
+    w, scales = held(w)
+    return skinny_linear_parts(x, w, **choice.use, scales=scales)
 
 
 def _glu(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
     from .linear_triton import skinny_linear_glu
 
-    return skinny_linear_glu(x, w, up, n.word("act"), **choice.use)
+    w, scales = held(w)
+    return skinny_linear_glu(x, w, up, n.word("act"), **choice.use, scales=scales)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -79,6 +82,33 @@ PRODUCTS = [
 ]
 SUMMED = [(1, 21, 7, ONE, 3), (1, 21, 100, ONE, 4), (3, 21, 100, MANY, 3), (16, 21, 256, MANY, 1)]
 GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
+#: the same of weights in codes, and the codes: of rows and of groups, more and fewer than a block
+INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
+CODED = [
+    (1, 17, 104, ONE, INT8),
+    (3, 5, 96, ONE, INT4),
+    (1, 9, 160, _use(1, 4, 128), INT4),
+    (1, 17, 40, ONE, FP8),
+    (4, 17, 96, MANY, ("int8", 32)),
+    (16, 5, 96, _use(16, 16, 64), INT4),
+    (19, 17, 40, MANY, FP8),
+    (2, 5, 256, MANY, ("fp8", 128)),
+    (4, 5, 40, MANY, ("int4", 0)),
+    (1, 5, 40, ONE, ("int4", 0)),
+    (1, 6, 128, _use(1, 4, 64), ("int8", 16)),
+]
+CODED_PARTS = [
+    (1, 21, 224, ONE, INT4),
+    (3, 21, 72, ONE, INT8),
+    (16, 21, 224, MANY, INT4),
+    (4, 21, 72, MANY, FP8),
+]
+CODED_GLU = [
+    (1, 5, 96, ONE, INT4),
+    (16, 5, 96, MANY, INT4),
+    (1, 5, 40, ONE, FP8),
+    (4, 5, 40, MANY, INT8),
+]
 
 
 def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
@@ -93,8 +123,13 @@ KERNELS = (
         call=_parts,
         samples=tuple(
             Sample(_product(b, n, k), use={**use, "split": split}) for b, n, k, use, split in SUMMED
+        )
+        + tuple(
+            Sample(_product(b, n, k), use={**use, "split": 3}, coded={1: how})
+            for b, n, k, use, how in CODED_PARTS
         ),
         error=5e-6,
+        coded=True,
         ending=_sum,
     ),
     Kernel(
@@ -102,8 +137,10 @@ KERNELS = (
         starts={"skinny_linear": 1},
         rule=_shape,
         call=_linear,
-        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS),
+        samples=tuple(Sample(_product(b, n, k), use=use) for b, n, k, use in PRODUCTS)
+        + tuple(Sample(_product(b, n, k), use=use, coded={1: how}) for b, n, k, use, how in CODED),
         error=5e-6,
+        coded=True,
     ),
     Kernel(
         op="linear_glu",
@@ -118,8 +155,13 @@ KERNELS = (
             )
             for (b, n, k, use), act in zip(GATED, ACTIVATIONS, strict=True)
             for packed in (True, False)
+        )
+        + tuple(
+            Sample((*_product(b, 2 * n, k),), {"act": "silu"}, use, coded={1: how})
+            for b, n, k, use, how in CODED_GLU
         ),
         error=1e-5,
         differ=0.02,
+        coded=True,
     ),
 )

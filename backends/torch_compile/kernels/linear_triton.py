@@ -25,52 +25,45 @@ from torch.library import triton_op
 
 from ....ops.linear import linear
 from ....ops.mlp import glu
+from .codes_triton import (
+    bits_of_16,
+    dense,
+    form_of,
+    row_scaled,
+    row_sums,
+    rows_of,
+    scales_of,
+    weight_tile,
+)
 from .launch import activate, blocks, rounded, start, takes
 
 Tensor = torch.Tensor
 
 
 @triton.jit
-def _one_row(x, w, live, first, K, CHUNK, BLOCK_K, R, STAGES):
-    """fp32 [R, 1]: sum over CHUNK values of j, from `first`, of x[j] * w[r][j]; w: R pointers."""
+def _many_rows(
+    x, w, scales, row, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES, FORM, GROUP
+):
+    """fp32 [R, BLOCK_M]: what `row_sums` adds, for the rows m of x, by tensor cores."""
     j = tl.arange(0, BLOCK_K)
-    sums = tl.zeros([R, BLOCK_K], tl.float32)
-    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
-        here = first + at + j
-        a = tl.load(x + here, mask=here < K, other=0).to(tl.float32)
-        b = tl.load(
-            w[:, None] + here[None, :],
-            mask=live[:, None] & (here < K)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        sums += b.to(tl.float32) * a[None, :]
-    return tl.sum(sums, 1)[:, None]
-
-
-@triton.jit
-def _many_rows(x, w, m, live, first, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES):
-    """fp32 [R, BLOCK_M]: the same sum for the rows m of x, by tensor cores."""
-    j = tl.arange(0, BLOCK_K)
+    exponent = bits_of_16(w)
+    w = rows_of(w, row, K, FORM)
+    scales = scales_of(scales, row, K, GROUP)
     x += m.to(tl.int64)[None, :] * K
     sums = tl.zeros([R, BLOCK_M], tl.float32)
     for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
+        a = weight_tile(w, scales, live, first + at, exponent, K, BLOCK_K, R, FORM, GROUP)
         here = first + at + j
-        a = tl.load(
-            w[:, None] + here[None, :],
-            mask=live[:, None] & (here < K)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
         b = tl.load(x + here[:, None], mask=(m < rows)[None, :] & (here < K)[:, None], other=0)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-    return sums
+        sums = tl.dot(a.to(b.dtype), b, sums, input_precision="ieee")
+    return row_scaled(sums, scales, live, FORM, GROUP)
 
 
 @triton.jit
 def _skinny(
     x,
     w,
+    scales,
     up,
     y,
     rows,
@@ -83,23 +76,46 @@ def _skinny(
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
     ACT: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Columns of y for BLOCK_M rows, over one CHUNK of K.
 
-    x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up [rows, N], read if
-    ACT is given and not PACKED; y [chunks, rows, N]. Grid: columns, chunks, rows.
+    x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
+    each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
+    rows, N]. Grid: columns, chunks, rows.
     """
     part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
     i = tl.program_id(0) * BLOCK_N + r % BLOCK_N
     live = i < N
-    w += (i + r // BLOCK_N * N).to(tl.int64) * K
+    row = i + r // BLOCK_N * N
+    first = part * CHUNK
     if BLOCK_M == 1:
         x += tl.program_id(2).to(tl.int64) * K
-        sums = _one_row(x, w, live, part * CHUNK, K, CHUNK, BLOCK_K, R, STAGES)
+        sums = row_sums(x, w, scales, row, live, first, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP)[
+            :, None
+        ]
     else:
-        sums = _many_rows(x, w, m, live, part * CHUNK, rows, K, CHUNK, BLOCK_K, R, BLOCK_M, STAGES)
+        sums = _many_rows(
+            x,
+            w,
+            scales,
+            row,
+            m,
+            live,
+            first,
+            rows,
+            K,
+            CHUNK,
+            BLOCK_K,
+            R,
+            BLOCK_M,
+            STAGES,
+            FORM,
+            GROUP,
+        )
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (i < N)[:, None] & (m < rows)[None, :]
     at = m.to(tl.int64)[None, :] * N + i[:, None]
@@ -122,6 +138,7 @@ def _gated(gate, up, like, ACT):
 def _start(
     x: Tensor,
     w: Tensor,
+    scales: Tensor | None,
     up: Tensor | None,
     y: Tensor,
     split: int,
@@ -130,15 +147,20 @@ def _start(
     act: str = "",
 ) -> None:
     """Fill y; `sizes`: block_m, block_n, block_k, warps, stages."""
-    if not w.is_contiguous():
-        raise ValueError(f"weight of strides {w.stride()}: its rows must follow one another")
     block_m, block_n, block_k, warps, stages = sizes
-    n, k = y.shape[-1], w.shape[1]
+    n, k = y.shape[-1], x.shape[-1]
     rows = x.numel() // k
     start(
         _skinny,
         (blocks(n, block_n), split, blocks(rows, block_m)),
-        (x.contiguous(), w, x if up is None else up.contiguous(), y, rows),
+        (
+            x.contiguous(),
+            w,
+            w if scales is None else scales,
+            x if up is None else up.contiguous(),
+            y,
+            rows,
+        ),
         N=n,
         K=k,
         CHUNK=chunk(k, split, block_k),
@@ -148,6 +170,7 @@ def _start(
         STAGES=stages,
         PACKED=packed,
         ACT=act,
+        **form_of(w, scales),
         num_warps=warps,
     )
 
@@ -159,13 +182,21 @@ def chunk(k: int, split: int, block_k: int) -> int:
 
 @triton_op("g4ir::skinny_linear", mutates_args={})
 def skinny_linear(
-    x: Tensor, w: Tensor, block_m: int, block_n: int, block_k: int, warps: int, stages: int
+    x: Tensor,
+    w: Tensor,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]."""
+    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; here and below w may be codes, and
+    has scales then."""
     if not takes(x):
-        return _linear(x, w)
+        return _linear(x, dense(w, scales, x.dtype))
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
-    _start(x, w, None, y, 1, (block_m, block_n, block_k, warps, stages))
+    _start(x, w, scales, None, y, 1, (block_m, block_n, block_k, warps, stages))
     return y
 
 
@@ -179,15 +210,16 @@ def skinny_linear_parts(
     block_k: int,
     warps: int,
     stages: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds
     them."""
     if not takes(x):
-        step = chunk(w.shape[1], split, block_k)
+        w, step = dense(w, scales, x.dtype), chunk(x.shape[-1], split, block_k)
         at = [slice(p * step, (p + 1) * step) for p in range(split)]
         return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
     y = x.new_empty((split, *x.shape[:-1], w.shape[0]), dtype=torch.float32)
-    _start(x, w, None, y, split, (block_m, block_n, block_k, warps, stages))
+    _start(x, w, scales, None, y, split, (block_m, block_n, block_k, warps, stages))
     return y
 
 
@@ -202,20 +234,21 @@ def skinny_linear_glu(
     block_k: int,
     warps: int,
     stages: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute the ops `linear`, then `glu_packed`, or `glu` with a given up.
 
     x [..., k], w [2n, k] -> [..., n]; or w [n, k] and up [..., n] -> [..., n].
     """
     if not takes(x):
-        gate = _linear(x, w)
+        gate = _linear(x, dense(w, scales, x.dtype))
         if up is None:
             gate, up = gate.chunk(2, -1)
         out: Tensor = glu.reference(gate, up, act=act)
         return out
     n = w.shape[0] // 2 if up is None else w.shape[0]
     y = x.new_empty((*x.shape[:-1], n))
-    _start(x, w, up, y, 1, (block_m, block_n, block_k, warps, stages), up is None, act)
+    _start(x, w, scales, up, y, 1, (block_m, block_n, block_k, warps, stages), up is None, act)
     return y
 
 

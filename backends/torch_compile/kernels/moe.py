@@ -9,7 +9,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, Use, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, Use, codes_of, held, is_skinny, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 UNSORTED = 3
 
 
-def _shape(n: Node, target: Target) -> Shape:
+def _shape(g: Graph, n: Node, target: Target) -> Shape:
     x, dense, gate_up = n["x_moe"].type, n["w_dense"].type, n["gate_up"].type
     return {
         "rows": target.rows,
@@ -26,15 +26,16 @@ def _shape(n: Node, target: Target) -> Shape:
         "experts": size(gate_up, 0),
         "inner": size(gate_up, 1) // 2,
         "dense": size(dense, 0) // 2,
+        **codes_of(g, n["gate_up"]),
     }
 
 
 def _few(g: Graph, n: Node, target: Target) -> Shape | None:
-    return _shape(n, target) if is_skinny(n, target) and target.rows <= UNSORTED else None
+    return _shape(g, n, target) if is_skinny(n, target) and target.rows <= UNSORTED else None
 
 
 def _many(g: Graph, n: Node, target: Target) -> Shape | None:
-    return _shape(n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
+    return _shape(g, n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
 
 
 def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
@@ -44,8 +45,10 @@ def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
     scores = _scores(n, choice, given)
-    inner = moe_gate_up(x_dense, x, scores, w_dense, gate_up, top_k, act, **use["moe_gate_up"])
-    return moe_down(inner, scores, per_expert, w_dense_down, down, top_k, **use["moe_down"])
+    ups, ups_scales = _held(w_dense, gate_up)
+    downs, downs_scales = _held(w_dense_down, down)
+    inner = moe_gate_up(x_dense, x, scores, *ups, top_k, act, **use["moe_gate_up"], **ups_scales)
+    return moe_down(inner, scores, per_expert, *downs, top_k, **use["moe_down"], **downs_scales)
 
 
 def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
@@ -55,10 +58,21 @@ def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
     weights, *chosen = moe_sort(_scores(n, choice, given), per_expert, top_k, **use["moe_sort"])
+    ups, ups_scales = _held(w_dense, gate_up)
+    downs, downs_scales = _held(w_dense_down, down)
     inner = moe_gate_up_sorted(
-        x_dense, x, *chosen, w_dense, gate_up, act, **use["moe_gate_up_sorted"]
+        x_dense, x, *chosen, *ups, act, **use["moe_gate_up_sorted"], **ups_scales
     )
-    return moe_down_sorted(inner, weights, *chosen, w_dense_down, down, **use["moe_down_sorted"])
+    return moe_down_sorted(
+        inner, weights, *chosen, *downs, **use["moe_down_sorted"], **downs_scales
+    )
+
+
+def _held(w_dense: Any, w: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return both weights or their codes, and the scales by their operands' names."""
+    pairs = held(w_dense), held(w)
+    scales = {"dense_scales": pairs[0][1], "scales": pairs[1][1]}
+    return (pairs[0][0], pairs[1][0]), scales
 
 
 def _scores(n: Node, choice: Choice, given: tuple[Any, ...]) -> Any:
@@ -76,6 +90,8 @@ def _sample(
     experts: int,
     top_k: int,
     act: str,
+    dense_form: Form | None = None,
+    form: Form | None = None,
 ) -> Sample:
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
@@ -85,9 +101,11 @@ def _sample(
         {"top_k": top_k, "root": d**-0.5, "act": act},
         use,
         packed=True,
+        coded={i: f for i, f in zip((6, 7, 8, 9), (dense_form, dense_form, form, form)) if f},
     )
 
 
+Form = tuple[str, int]
 #: rows, d, inner, dense, experts, top_k: few are multiples of a block
 SIZES = [(1, 37, 11, 29, 6, 2), (2, 32, 16, 48, 8, 4), (3, 37, 11, 29, 6, 6), (5, 37, 16, 29, 5, 1)]
 SORTED = [
@@ -96,6 +114,18 @@ SORTED = [
     (16, 37, 8, 16, 6, 1),
     (17, 20, 11, 29, 12, 2),
     (3, 18, 8, 16, 128, 8),
+]
+#: the same in codes: rows, d, inner, dense, experts, top_k, the dense MLP's form, the experts'
+INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
+CODED = [
+    (1, 64, 32, 32, 6, 2, INT8, INT4),
+    (2, 40, 16, 24, 5, 3, FP8, INT8),
+    (1, 40, 24, 32, 4, 2, None, FP8),
+]
+CODED_SORTED = [
+    (4, 64, 32, 32, 6, 2, INT8, INT4),
+    (16, 40, 16, 24, 5, 1, FP8, INT8),
+    (17, 40, 24, 32, 4, 2, None, FP8),
 ]
 ACTS = (*ACTIVATIONS, *ACTIVATIONS)
 SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
@@ -114,9 +144,11 @@ KERNELS = (
         starts={"router_logits": 1, "moe_gate_up": 1, "moe_down": 1},
         rule=_few,
         call=_by_row,
-        samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS)),
+        samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS))
+        + tuple(_sample(ROWS, *sizes[:6], "silu", *sizes[6:]) for sizes in CODED),
         error=1e-5,
         differ=0.05,
+        coded=True,
     ),
     Kernel(
         op="moe_mlp",
@@ -126,8 +158,13 @@ KERNELS = (
         samples=tuple(
             _sample(LARGE if sizes[0] > 16 else TILES, *sizes, act)
             for sizes, act in zip(SORTED, ACTS)
+        )
+        + tuple(
+            _sample(LARGE if sizes[0] > 16 else TILES, *sizes[:6], "silu", *sizes[6:])
+            for sizes in CODED_SORTED
         ),
         error=1e-5,
         differ=0.05,
+        coded=True,
     ),
 )

@@ -33,6 +33,17 @@ from torch.library import triton_op
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate as activation
 
+from .codes_triton import (
+    bits_of_16,
+    columns,
+    dense,
+    form_of,
+    row_scaled,
+    row_sums,
+    rows_of,
+    scales_of,
+    weight_tile,
+)
 from .launch import activate, blocks, power_of_2, rounded, start, takes, tile
 
 Tensor = torch.Tensor
@@ -205,33 +216,16 @@ def _router_logits(
 
 
 @triton.jit
-def _row_glu(
-    x,
-    w,
-    out,
-    n,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[n] = act(w[n] @ x) * (w[N + n] @ x); x [K], w [2N, K]."""
-    gates = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    at = w + n[:, None] * K
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        g = tl.load(at + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        u = tl.load(at + N * K + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        gates += a * g.to(tl.float32)
-        ups += a * u.to(tl.float32)
-    gate = rounded(activate(rounded(tl.sum(gates, 1), out), ACT), out)
-    up = rounded(tl.sum(ups, 1), out)
-    tl.store(out + n, (gate * up).to(out.dtype.element_ty), mask=n < N)
+def _row_glu(x, w, scales, base, out, n0, N, K, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP):
+    """out[n] = act(w[base + n] @ x) * (w[base + N + n] @ x) for BLOCK_N of n from n0; x [K]."""
+    r = tl.arange(0, 2 * BLOCK_N)
+    i = n0 + r % BLOCK_N
+    row = base + i + r // BLOCK_N * N
+    sums = row_sums(x, w, scales, row, i < N, 0, K, K, BLOCK_K, 2 * BLOCK_N, STAGES, FORM, GROUP)
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
+    gate = rounded(activate(rounded(gate, out), ACT), out)
+    n = n0 + tl.arange(0, BLOCK_N)
+    tl.store(out + n, (gate * rounded(up, out)).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -240,7 +234,9 @@ def _gate_up(
     x_moe,
     logits,
     w_dense,
+    dense_scales,
     gate_up,
+    scales,
     out,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -253,6 +249,10 @@ def _gate_up(
     ACT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    DENSE_FORM: tl.constexpr,
+    DENSE_GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
     stream while the others wait for their top-k."""
@@ -261,39 +261,42 @@ def _gate_up(
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
-        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        x, w, y = x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER
-        _row_glu(x, w, y, n, DENSE, HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES)
+        _row_glu(
+            x_dense + row * HIDDEN,
+            w_dense,
+            dense_scales,
+            0,
+            out + TOP_K * INNER,
+            block * BLOCK_N,
+            DENSE,
+            HIDDEN,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+            DENSE_FORM,
+            DENSE_GROUP,
+        )
     else:
         per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         slot = (block - dense_blocks) // per_slot
-        n = (block - dense_blocks) % per_slot * BLOCK_N + tl.arange(0, BLOCK_N)
         expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-        x, w, y = x_moe + row * HIDDEN, gate_up + expert * (2 * INNER * HIDDEN), out + slot * INNER
-        _row_glu(x, w, y, n, INNER, HIDDEN, BLOCK_N, BLOCK_K, ACT, STAGES)
-
-
-@triton.jit
-def _row_linear(
-    x,
-    w,
-    out,
-    n,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out[n] = w[n] @ x; x [K], w [N, K]."""
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        at = w + n[:, None] * K + k[None, :]
-        acc += a * tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < N)
+        _row_glu(
+            x_moe + row * HIDDEN,
+            gate_up,
+            scales,
+            expert * (2 * INNER),
+            out + slot * INNER,
+            (block - dense_blocks) % per_slot * BLOCK_N,
+            INNER,
+            HIDDEN,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+            FORM,
+            GROUP,
+        )
 
 
 @triton.jit
@@ -302,7 +305,9 @@ def _down(
     logits,
     per_expert,
     w_dense,
+    dense_scales,
     down,
+    scales,
     dense,
     moe,
     HIDDEN: tl.constexpr,
@@ -316,32 +321,64 @@ def _down(
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    DENSE_FORM: tl.constexpr,
+    DENSE_GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One row; BLOCK_N columns of all slots at once, or S * BLOCK_N columns of the dense MLP: both
     tiles have as many rows of weights, so that both keep as many loads in flight."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     act += row * (TOP_K * INNER + DENSE)
-    dense_blocks: tl.constexpr = (HIDDEN + S * BLOCK_N - 1) // (S * BLOCK_N)
+    R: tl.constexpr = S * BLOCK_N
+    dense_blocks: tl.constexpr = (HIDDEN + R - 1) // R
     if block < dense_blocks:
-        wide_n = block * (S * BLOCK_N) + tl.arange(0, S * BLOCK_N)
-        x, out = act + TOP_K * INNER, dense + row * HIDDEN
-        _row_linear(x, w_dense, out, wide_n, HIDDEN, DENSE, S * BLOCK_N, BLOCK_K, STAGES)
+        wide_n = block * R + tl.arange(0, R)
+        x = act + TOP_K * INNER
+        sums = row_sums(
+            x,
+            w_dense,
+            dense_scales,
+            wide_n,
+            wide_n < HIDDEN,
+            0,
+            DENSE,
+            DENSE,
+            BLOCK_K,
+            R,
+            STAGES,
+            DENSE_FORM,
+            DENSE_GROUP,
+        )
+        tl.store(
+            dense + row * HIDDEN + wide_n, sums.to(dense.dtype.element_ty), mask=wide_n < HIDDEN
+        )
     else:
-        n = (block - dense_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n0 = (block - dense_blocks) * BLOCK_N
         slots = tl.arange(0, S)
         ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
-        live = (slots < TOP_K)[:, None, None]
-        at = down + ids[:, None, None] * (HIDDEN * INNER) + n[None, :, None] * INNER
-        acc = tl.zeros([S, BLOCK_N, BLOCK_K], tl.float32)
-        for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-            k = (k0 + tl.arange(0, BLOCK_K))[None, None, :]
-            inside = live & (k < INNER)
-            a = tl.load(act + slots[:, None, None] * INNER + k, mask=inside, other=0.0)
-            inside = inside & (n < HIDDEN)[None, :, None]
-            w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first")
-            acc += a.to(tl.float32) * w.to(tl.float32)
-        y = rounded(tl.sum(acc, 2), moe) * weights[:, None]
+        r = tl.arange(0, R)
+        slot, i = r // BLOCK_N, n0 + r % BLOCK_N
+        expert = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,))
+        sums = row_sums(
+            act + tl.minimum(slots, TOP_K - 1) * INNER,
+            down,
+            scales,
+            expert * HIDDEN + i,
+            (slot < TOP_K) & (i < HIDDEN),
+            0,
+            INNER,
+            INNER,
+            BLOCK_K,
+            R,
+            STAGES,
+            FORM,
+            GROUP,
+            S,
+        )
+        y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
+        n = n0 + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_N], tl.float32)
         for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
             total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)
@@ -352,9 +389,26 @@ def _down(
 
 
 @triton.jit
+def _tile_sums(x, live, w, scales, row, inside, K, R, BLOCK_M, BLOCK_K, STAGES, FORM, GROUP):
+    """fp32 [R, BLOCK_M]: rows of a weight, times x[m] for live m; x: pointers per row m."""
+    exponent = bits_of_16(w)
+    w = rows_of(w, row, K, FORM)
+    scales = scales_of(scales, row, K, GROUP)
+    acc = tl.zeros([R, BLOCK_M], tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
+        a = tl.load(x[:, None] + k, mask=live[:, None] & (k < K), other=0.0)
+        t = weight_tile(w, scales, inside, k0, exponent, K, BLOCK_K, R, FORM, GROUP)
+        acc = tl.dot(t.to(a.dtype), tl.trans(a), acc, input_precision="ieee")
+    return row_scaled(acc, scales, inside, FORM, GROUP)
+
+
+@triton.jit
 def _tile_glu(
     x,
     w,
+    scales,
+    base,
     out,
     live,
     n0,
@@ -365,33 +419,32 @@ def _tile_glu(
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
     STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """out[m][n] = act(w[n] @ x[m]) * (w[N + n] @ x[m]) for live m; x and out: pointers per row m.
+    """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
+    pointers per row m.
 
     Gate and up rows alternate in one tile, so that a pair ends up in one thread.
     """
-    r = tl.arange(0, 2 * BLOCK_N)
+    R: tl.constexpr = 2 * BLOCK_N
+    r = tl.arange(0, R)
     wn = n0 + r // 2
-    at = w + (r % 2 * N + wn)[:, None] * K
-    acc = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = tl.load(x[:, None] + k, mask=live[:, None] & (k < K), other=0.0)
-        inside = (wn < N)[:, None] & (k < K)
-        t = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(t, tl.trans(a), acc, input_precision="ieee")
+    row = base + r % 2 * N + wn
+    acc = _tile_sums(x, live, w, scales, row, wn < N, K, R, BLOCK_M, BLOCK_K, STAGES, FORM, GROUP)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
-    like = w
-    y = rounded(activate(rounded(gate, like), ACT), like) * rounded(up, like)
+    y = rounded(activate(rounded(gate, out), ACT), out) * rounded(up, out)
     n = n0 + tl.arange(0, BLOCK_N)
     inside = live[None, :] & (n < N)[:, None]
-    tl.store(out[None, :] + n[:, None], y.to(w.dtype.element_ty), mask=inside)
+    tl.store(out[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _tile_linear(
     x,
     w,
+    scales,
+    base,
     out,
     live,
     n0,
@@ -401,19 +454,16 @@ def _tile_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """out[m][n] = w[n] @ x[m] for live m; x and out: pointers per row m."""
+    """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = tl.load(x[:, None] + k, mask=live[:, None] & (k < K), other=0.0)
-        inside = (n < N)[:, None] & (k < K)
-        at = w + n[:, None] * K + k
-        t = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(t, tl.trans(a), acc, input_precision="ieee")
+    acc = _tile_sums(
+        x, live, w, scales, base + n, n < N, K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, FORM, GROUP
+    )
     inside = live[None, :] & (n < N)[:, None]
-    tl.store(out[None, :] + n[:, None], acc.to(w.dtype.element_ty), mask=inside)
+    tl.store(out[None, :] + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -432,7 +482,9 @@ def _gate_up_sorted(
     index,
     listed,
     w_dense,
+    dense_scales,
     gate_up,
+    scales,
     out,
     rows,
     HIDDEN: tl.constexpr,
@@ -445,6 +497,10 @@ def _gate_up_sorted(
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
     STAGES: tl.constexpr,
+    DENSE_FORM: tl.constexpr,
+    DENSE_GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert."""
     block = tl.program_id(0)
@@ -453,21 +509,47 @@ def _gate_up_sorted(
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
-        x, w, y = x_dense + row * HIDDEN, w_dense, out + TOP_K * INNER
-        n0 = block * BLOCK_N
-        _tile_glu(x, w, y, m < rows, n0, DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES)
+        _tile_glu(
+            x_dense + row * HIDDEN,
+            w_dense,
+            dense_scales,
+            0,
+            out + TOP_K * INNER,
+            m < rows,
+            block * BLOCK_N,
+            DENSE,
+            HIDDEN,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            ACT,
+            STAGES,
+            DENSE_FORM,
+            DENSE_GROUP,
+        )
     else:
         per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         expert = tl.load(listed + (block - dense_blocks) // per_expert).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
-            n0 = (block - dense_blocks) % per_expert * BLOCK_N
-            x, w, y = (
+            _tile_glu(
                 x_moe + row * HIDDEN,
-                gate_up + expert * (2 * INNER * HIDDEN),
+                gate_up,
+                scales,
+                expert * (2 * INNER),
                 out + slot * INNER,
+                live,
+                (block - dense_blocks) % per_expert * BLOCK_N,
+                INNER,
+                HIDDEN,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                ACT,
+                STAGES,
+                FORM,
+                GROUP,
             )
-            _tile_glu(x, w, y, live, n0, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES)
 
 
 @triton.jit
@@ -476,7 +558,9 @@ def _down_sorted(
     index,
     listed,
     w_dense,
+    dense_scales,
     down,
+    scales,
     dense,
     parts,
     rows,
@@ -489,6 +573,10 @@ def _down_sorted(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    DENSE_FORM: tl.constexpr,
+    DENSE_GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
     HIDDEN], rounded and not yet weighted."""
@@ -499,18 +587,44 @@ def _down_sorted(
     per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     n0 = block % per_expert * BLOCK_N
     if block < per_expert:
-        x, w, y = act + TOP_K * INNER, w_dense, dense + row * HIDDEN
-        _tile_linear(x, w, y, m < rows, n0, HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+        _tile_linear(
+            act + TOP_K * INNER,
+            w_dense,
+            dense_scales,
+            0,
+            dense + row * HIDDEN,
+            m < rows,
+            n0,
+            HIDDEN,
+            DENSE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+            DENSE_FORM,
+            DENSE_GROUP,
+        )
     else:
         expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
-            x, w, y = (
+            _tile_linear(
                 act + slot * INNER,
-                down + expert * (HIDDEN * INNER),
+                down,
+                scales,
+                expert * HIDDEN,
                 parts + (row * TOP_K + slot) * HIDDEN,
+                live,
+                n0,
+                HIDDEN,
+                INNER,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                FORM,
+                GROUP,
             )
-            _tile_linear(x, w, y, live, n0, HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit
@@ -541,6 +655,18 @@ def _rows(x: Tensor) -> Any:
 def _most_in_use(listed: Tensor, index: Tensor) -> Any:
     """Count the experts that can be in use: all, or one per slot of every row."""
     return torch.sym_min(listed.shape[0], index.numel())
+
+
+def _operands(
+    w_dense: Tensor, dense_scales: Tensor | None, w: Tensor, scales: Tensor | None
+) -> Any:
+    """Return both weights, each with its scales, or with itself for want of such."""
+    own = w_dense if dense_scales is None else dense_scales, w if scales is None else scales
+    return w_dense, own[0], w, own[1]
+
+
+def _forms(w_dense: Tensor, dense_scales: Tensor | None, w: Tensor, scales: Tensor | None) -> Any:
+    return {**form_of(w_dense, dense_scales, "DENSE_"), **form_of(w, scales)}
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -673,6 +799,8 @@ def moe_gate_up(
     block_k: int,
     warps: int,
     stages: int,
+    dense_scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
 
@@ -680,23 +808,31 @@ def moe_gate_up(
     """
     if not takes(x_moe):
         _, index = _topk_reference(logits, logits.new_ones(logits.shape[-1]), top_k)
-        return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
-    experts, double, hidden = gate_up.shape
-    inner, dense, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
-    out = x_moe.new_empty((rows, top_k * inner + dense))
-    programs = blocks(dense, block_n) + top_k * blocks(inner, block_n)
+        weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
+        return _gate_up_reference(x_dense, x_moe, index, *weights, act)
+    experts, double, hidden = *gate_up.shape[:2], x_moe.shape[-1]
+    inner, width, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
+    out = x_moe.new_empty((rows, top_k * inner + width))
+    programs = blocks(width, block_n) + top_k * blocks(inner, block_n)
     start(
         _gate_up,
         (rows, programs),
-        (x_dense, x_moe, logits, w_dense, gate_up, out),
+        (
+            x_dense,
+            x_moe,
+            logits,
+            *_operands(w_dense, dense_scales, gate_up, scales),
+            out,
+        ),
         HIDDEN=hidden,
         EXPERTS=experts,
         INNER=inner,
-        DENSE=dense,
+        DENSE=width,
         TOP_K=top_k,
         E_P=power_of_2(experts),
         ACT=act,
         WIDE=_is_wide(logits),
+        **_forms(w_dense, dense_scales, gate_up, scales),
         **tile(block_n, block_k, warps, stages),
     )
     return out
@@ -714,6 +850,8 @@ def moe_down(
     block_k: int,
     warps: int,
     stages: int,
+    dense_scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
@@ -721,26 +859,36 @@ def moe_down(
     """
     if not takes(act):
         weights, index = _topk_reference(logits, per_expert, top_k)
-        return _down_reference(act, weights, index, w_dense, down)
-    experts, hidden, inner = down.shape
+        matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
+        return _down_reference(act, weights, index, *matrices)
+    experts, hidden = down.shape[:2]
+    inner, width = columns(down), columns(w_dense)
     slots = power_of_2(top_k)
-    dense, moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
+    y_dense, y_moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
     programs = blocks(hidden, slots * block_n) + blocks(hidden, block_n)
     start(
         _down,
         (_rows(logits), programs),
-        (act, logits, per_expert, w_dense, down, dense, moe),
+        (
+            act,
+            logits,
+            per_expert,
+            *_operands(w_dense, dense_scales, down, scales),
+            y_dense,
+            y_moe,
+        ),
         HIDDEN=hidden,
         EXPERTS=experts,
         INNER=inner,
-        DENSE=w_dense.shape[1],
+        DENSE=width,
         TOP_K=top_k,
         S=slots,
         E_P=power_of_2(experts),
         WIDE=_is_wide(logits),
+        **_forms(w_dense, dense_scales, down, scales),
         **tile(block_n, block_k, warps, stages),
     )
-    return dense, moe
+    return y_dense, y_moe
 
 
 @triton_op("g4ir::moe_gate_up_sorted", mutates_args={})
@@ -757,25 +905,37 @@ def moe_gate_up_sorted(
     block_k: int,
     warps: int,
     stages: int,
+    dense_scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute `moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
     if not takes(x_moe):
-        return _gate_up_reference(x_dense, x_moe, index, w_dense, gate_up, act)
-    _, double, hidden = gate_up.shape
+        weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
+        return _gate_up_reference(x_dense, x_moe, index, *weights, act)
+    double, hidden = gate_up.shape[1], x_moe.shape[-1]
     top_k, rows = index.shape[-1], _rows(x_moe)
-    inner, dense = double // 2, w_dense.shape[0] // 2
-    out = x_moe.new_empty((rows, top_k * inner + dense))
-    programs = blocks(dense, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
+    inner, width = double // 2, w_dense.shape[0] // 2
+    out = x_moe.new_empty((rows, top_k * inner + width))
+    programs = blocks(width, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
     start(
         _gate_up_sorted,
         (programs, blocks(rows, block_m)),
-        (x_dense, x_moe, index, listed, w_dense, gate_up, out, rows),
+        (
+            x_dense,
+            x_moe,
+            index,
+            listed,
+            *_operands(w_dense, dense_scales, gate_up, scales),
+            out,
+            rows,
+        ),
         HIDDEN=hidden,
         INNER=inner,
-        DENSE=dense,
+        DENSE=width,
         TOP_K=top_k,
         S=power_of_2(top_k),
         ACT=act,
+        **_forms(w_dense, dense_scales, gate_up, scales),
         **tile(block_n, block_k, warps, stages, block_m),
     )
     return out
@@ -794,35 +954,47 @@ def moe_down_sorted(
     block_k: int,
     warps: int,
     stages: int,
+    dense_scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
     if not takes(act):
-        return _down_reference(act, weights, index, w_dense, down)
-    _, hidden, inner = down.shape
-    top_k, rows = index.shape[-1], _rows(index)
-    dense, moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
+        matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
+        return _down_reference(act, weights, index, *matrices)
+    hidden, top_k, rows = down.shape[1], index.shape[-1], _rows(index)
+    inner, width = columns(down), columns(w_dense)
+    y_dense, y_moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
     parts = act.new_empty((rows, top_k, hidden))
     programs = (1 + _most_in_use(listed, index)) * blocks(hidden, block_n)
     start(
         _down_sorted,
         (programs, blocks(rows, block_m)),
-        (act, index, listed, w_dense, down, dense, parts, rows),
+        (
+            act,
+            index,
+            listed,
+            *_operands(w_dense, dense_scales, down, scales),
+            y_dense,
+            parts,
+            rows,
+        ),
         HIDDEN=hidden,
         INNER=inner,
-        DENSE=w_dense.shape[1],
+        DENSE=width,
         TOP_K=top_k,
         S=power_of_2(top_k),
+        **_forms(w_dense, dense_scales, down, scales),
         **tile(block_n, block_k, warps, stages, block_m),
     )
     block = 256
     start(
         _sum_slots,
         (rows, blocks(hidden, block)),
-        (parts, weights, moe),
+        (parts, weights, y_moe),
         HIDDEN=hidden,
         TOP_K=top_k,
         BLOCK=block,
         num_warps=1,
         num_stages=1,
     )
-    return dense, moe
+    return y_dense, y_moe

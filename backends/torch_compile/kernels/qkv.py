@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from ..run import Run
 
 
-def _write_shape(g: Graph, n: Node, target: Target) -> Shape:
-    return {"d": size(n.outputs[0].type, -1)}
+def _write_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None where rows are held in fewer bits."""
+    q, cache = (v.type for v in n.outputs[:2])
+    return {"d": size(q, -1)} if cache.dtype == q.dtype else None
 
 
 def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:

@@ -27,6 +27,9 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 #: operands that lie or count in multiples of 16 are known to
 _ALIGNED = [["tt.divisibility", 16]]

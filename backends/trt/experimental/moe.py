@@ -107,7 +107,9 @@ def moe_gate_up_grouped(
     if tl.max(live.to(tl.int32), 0) == 1:
         _tile_glu(
             x + slot // TOP_K * HIDDEN,
-            gate_up + expert * (2 * INNER * HIDDEN),
+            gate_up,
+            gate_up,
+            expert * (2 * INNER),
             act + slot * INNER,
             live,
             tl.program_id(1) * BLOCK_N,
@@ -118,6 +120,8 @@ def moe_gate_up_grouped(
             BLOCK_K,
             ACT,
             STAGES,
+            "",
+            0,
         )
 
 
@@ -146,7 +150,9 @@ def moe_down_grouped(
     if tl.max(live.to(tl.int32), 0) == 1:
         _tile_linear(
             act + slot * INNER,
-            down + expert * (HIDDEN * INNER),
+            down,
+            down,
+            expert * HIDDEN,
             parts + slot * HIDDEN,
             live,
             tl.program_id(1) * BLOCK_N,
@@ -156,4 +162,6 @@ def moe_down_grouped(
             BLOCK_N,
             BLOCK_K,
             STAGES,
+            "",
+            0,
         )

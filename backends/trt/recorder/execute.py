@@ -117,6 +117,15 @@ def _constant(layer: Any, ins: Tensors) -> Tensors:
     return [cached[layer._index]]
 
 
+def _dequantize(layer: Any, ins: Tensors) -> Tensors:
+    """Multiply in fp32, rounded once; a scale serves one entry of the axis, or all numbers."""
+    x, scale = ins
+    axis = int(held(layer, "axis"))
+    if scale.dim():
+        scale = scale.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
+    return [(x.float() * scale.float()).to(scale.dtype)]
+
+
 _SAME_NAME = "EXP LOG SQRT ABS NEG SIN COS ERF FLOOR CEIL SIGN TANH SIGMOID RELU"
 #: operations and activations
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -276,6 +285,7 @@ _RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {
     "constant": _constant,
     "identity": lambda layer, ins: ins,
     "cast": lambda layer, ins: [ins[0].to(TORCH[held(layer, "to_type")])],
+    "dequantize": _dequantize,
     "unary": _looked_up(_UNARY, "op"),
     "activation": _looked_up(_UNARY, "type"),
     "elementwise": _looked_up(_ELEMENTWISE, "op"),

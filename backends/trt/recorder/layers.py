@@ -290,6 +290,32 @@ class ICastLayer(ILayer):
         return self._in()._known() if held(self, "to_type") in INDEXES else None
 
 
+class IDequantizeLayer(ILayer):
+    _kind = "dequantize"
+    _lazy = True
+    axis = Attribute("int", -1)
+    to_type = Attribute("DataType")
+
+    def _infer(self) -> list[Output]:
+        (x, scale), to = (self._in(0), self._in(1)), held(self, "to_type")
+        self._kinds(x, {DataType.INT8}, "here it")
+        self._kinds(scale, FLOATS, "the scale")
+        self._need(scale._dtype == to, f"{scale._text}: the result, {to.name}, has its type")
+        self._need(isinstance(scale._layer, IConstantLayer), f"{scale._text}: not a constant")
+        if scale._dims:
+            axis = int(held(self, "axis"))
+            axis += len(x._dims) if axis < 0 else 0
+            fits = 0 <= axis < len(x._dims) and scale._dims == (x._dims[axis],)
+            self._need(fits, f"{scale._text}: one for each entry of axis {axis} of {x._text}")
+        self._need(self._positive(scale), f"{scale._text}: scales are positive")
+        return [(to, x._dims)]
+
+    def _positive(self, scale: ITensor) -> bool:
+        """Whether scales are, as far as their numbers are there."""
+        weights = held(scale._layer, "weights")  # type: ignore[arg-type]
+        return not weights._pointer or bool((weights._tensor() > 0).all())
+
+
 class IUnaryLayer(ILayer):
     _kind = "unary"
     op = Attribute("UnaryOperation")

@@ -109,6 +109,12 @@ class INetworkDefinition(Recorded):
         return self._add(kinds.ICastLayer, [input], to_type=to_type)
 
     @api
+    def add_dequantize(
+        self, input: ITensor, scale: ITensor, output_type: DataType
+    ) -> kinds.IDequantizeLayer:
+        return self._add(kinds.IDequantizeLayer, [input, scale], to_type=output_type)
+
+    @api
     def add_unary(self, input: ITensor, op: UnaryOperation) -> kinds.IUnaryLayer:
         return self._add(kinds.IUnaryLayer, [input], op=op)
 

@@ -1,0 +1,232 @@
+"""Weights as kernels read them: in a float dtype, or in codes with scales (g4ir/ops/quant.py).
+
+FORM is empty for a float dtype, else the form of the codes. GROUP is how many codes share a scale;
+0: those of a row, whose scale is applied to the row's sum. Products with one row of x keep code *
+scale exact; where tensor cores multiply, a weight in groups is rounded to x's dtype, which is the
+definition.
+
+int4 is read in words of eight codes. Four bits become a float without a conversion: put below the
+exponent of 16.0 they are 16 + (code + 8), exact in fp32; 24 is taken off by one multiplication with
+the sum of eight x, or in the multiply-add with the scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from g4ir.ops.quant import FORM_OF, FORMS, dequantized
+from g4ir.ops.types import torch_dtype
+
+Tensor = torch.Tensor
+_FORMS = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
+
+
+@triton.jit
+def rows_of(w, row, K, FORM):
+    """Pointers to rows of a weight of K columns: of words in int4."""
+    if FORM == "int4":
+        w = w.to(tl.pointer_type(tl.int32), bitcast=True)
+    return w + row.to(tl.int64) * (K // 8 if FORM == "int4" else K)
+
+
+@triton.jit
+def scales_of(scales, row, K, GROUP):
+    """Pointers to the scales of rows."""
+    return scales + row.to(tl.int64) * (K // GROUP if GROUP else 1)
+
+
+@triton.jit
+def row_scaled(sums, scales, live, FORM, GROUP):
+    """Sums of the products of rows [R] or [R, M], times the rows' scale where they have one."""
+    if FORM != "" and GROUP == 0:
+        s = tl.load(scales, mask=live, other=0.0).to(tl.float32)
+        sums = sums * (s if len(sums.shape) == 1 else s[:, None])
+    return sums
+
+
+@triton.jit
+def _scaled(t, scales, live, at, K, C, BLOCK_K, R, GROUP, OFFSET):
+    """(t - OFFSET) times the scales of the groups; t [R, C] stands for BLOCK_K columns from `at`,
+    a multiple of BLOCK_K."""
+    EACH: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
+    G: tl.constexpr = BLOCK_K // EACH
+    g = at // GROUP + tl.arange(0, G)
+    inside = live[:, None] & (g < K // GROUP)[None, :]
+    s = tl.load(scales[:, None] + g[None, :], mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    t = tl.reshape(t, (R, G, C // G)) * s
+    if OFFSET:
+        t -= s * OFFSET
+    return tl.reshape(t, (R, C))
+
+
+@triton.jit
+def bits_of_16(w):
+    """The bits of 16.0, which the compiler must not know: it then joins a mask and these in one
+    instruction."""
+    return tl.where(w.to(tl.int64) != 0, 0x41800000, 0)
+
+
+@triton.jit
+def _nibble(word, NTH: tl.constexpr, exponent):
+    """16 + the NTH 4 bits of a word, fp32."""
+    if NTH < 5:
+        bits = word << (19 - 4 * NTH)
+    else:
+        bits = word >> (4 * NTH - 19)
+    return ((bits & 0x00780000) | exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eighths(x, A, W):
+    """[A, 8 W] -> eight [A, W]: columns 0, 8, ..; 1, 9, ..; and so on."""
+    even, odd = tl.split(tl.reshape(x, (A, W, 4, 2)))
+    a, c = tl.split(tl.reshape(even, (A, W, 2, 2)))
+    b, d = tl.split(tl.reshape(odd, (A, W, 2, 2)))
+    x0, x4 = tl.split(a)
+    x1, x5 = tl.split(b)
+    x2, x6 = tl.split(c)
+    x3, x7 = tl.split(d)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _word_products(word, x, exponent, A, W):
+    """The sum of the products of each word's codes with eight columns of x [A, 8 W], fp32."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eighths(x, A, W)
+    sums = _nibble(word, 0, exponent) * _beside(x0, A)
+    sums += _nibble(word, 1, exponent) * _beside(x1, A)
+    sums += _nibble(word, 2, exponent) * _beside(x2, A)
+    sums += _nibble(word, 3, exponent) * _beside(x3, A)
+    sums += _nibble(word, 4, exponent) * _beside(x4, A)
+    sums += _nibble(word, 5, exponent) * _beside(x5, A)
+    sums += _nibble(word, 6, exponent) * _beside(x6, A)
+    sums += _nibble(word, 7, exponent) * _beside(x7, A)
+    return sums - 24.0 * _beside((x0 + x1) + (x2 + x3) + (x4 + x5) + (x6 + x7), A)
+
+
+@triton.jit
+def _beside(x, A):
+    """x [A, W] for rows of a weight: of all of them, or [A, 1, W] of A shares of them."""
+    return x if A == 1 else x[:, None, :]
+
+
+@triton.jit
+def row_sums(
+    x,
+    w,
+    scales,
+    row,
+    live,
+    first,
+    K,
+    CHUNK,
+    BLOCK_K,
+    R,
+    STAGES,
+    FORM,
+    GROUP,
+    A: tl.constexpr = 1,
+):
+    """fp32 [R]: sum over CHUNK values of k, from `first`, of x[k] * weight[row][k].
+
+    x points to a row, or [A] to one for each share of the rows; `row` [R] are rows of w [.., K].
+    """
+    EACH: tl.constexpr = 8 if FORM == "int4" else 1
+    W: tl.constexpr = BLOCK_K // EACH
+    exponent = bits_of_16(w)
+    w = rows_of(w, row, K, FORM)
+    scales = scales_of(scales, row, K, GROUP)
+    j, k = tl.arange(0, W), tl.arange(0, BLOCK_K)
+    sums = tl.zeros([R, W], tl.float32)
+    for at in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
+        columns = first + at + k
+        if A == 1:
+            a = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        else:
+            a = tl.load(x[:, None] + columns[None, :], mask=(columns < K)[None, :], other=0.0)
+            a = a.to(tl.float32)
+        here = (first + at) // EACH + j
+        t = tl.load(
+            w[:, None] + here[None, :],
+            mask=live[:, None] & (here < K // EACH)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        if A > 1:
+            t = tl.reshape(t, (A, R // A, W))
+        if FORM == "int4":
+            t = _word_products(t, a, exponent, A, W)
+        else:
+            t = t.to(tl.float32) * _beside(a, A)
+        if A > 1:
+            t = tl.reshape(t, (R, W))
+        if GROUP:
+            t = _scaled(t, scales, live, first + at, K, W, BLOCK_K, R, GROUP, 0)
+        sums += t
+    return row_scaled(tl.sum(sums, 1), scales, live, FORM, GROUP)
+
+
+@triton.jit
+def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP):
+    """[R, BLOCK_K] of a weight from column `at`, zero behind its end: as it is stored, or fp32.
+    w, scales: pointers to rows, of `rows_of` and `scales_of`; a row's own scale is not applied.
+    exponent: of `bits_of_16`."""
+    EACH: tl.constexpr = 8 if FORM == "int4" else 1
+    W: tl.constexpr = BLOCK_K // EACH
+    here = at // EACH + tl.arange(0, W)
+    t = tl.load(
+        w[:, None] + here[None, :],
+        mask=live[:, None] & (here < K // EACH)[None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    if FORM == "int4":
+        t = _numbers(t, exponent, R, BLOCK_K)
+        if not GROUP:
+            t -= 24.0
+    elif FORM != "":
+        t = t.to(tl.float32)
+    if GROUP:
+        OFFSET: tl.constexpr = 24 if FORM == "int4" else 0
+        t = _scaled(t, scales, live, at, K, BLOCK_K, BLOCK_K, R, GROUP, OFFSET)
+    return t
+
+
+@triton.jit
+def _numbers(word, exponent, R, BLOCK_K):
+    """24 + each code, fp32 [R, BLOCK_K], of words [R, BLOCK_K / 8]."""
+    a = tl.join(_nibble(word, 0, exponent), _nibble(word, 4, exponent))
+    b = tl.join(_nibble(word, 1, exponent), _nibble(word, 5, exponent))
+    c = tl.join(_nibble(word, 2, exponent), _nibble(word, 6, exponent))
+    d = tl.join(_nibble(word, 3, exponent), _nibble(word, 7, exponent))
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, BLOCK_K))
+
+
+def form_of(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any]:
+    """Return the constants FORM and GROUP of a weight. ValueError for one whose rows do not
+    follow one another."""
+    for t in (w, scales):
+        if t is not None and not t.is_contiguous():
+            raise ValueError(f"weight of strides {t.stride()}: its rows must follow one another")
+    if scales is None:
+        return {f"{prefix}FORM": "", f"{prefix}GROUP": 0}
+    groups = scales.shape[-1]
+    return {
+        f"{prefix}FORM": _FORMS[w.dtype],
+        f"{prefix}GROUP": columns(w) // groups if groups > 1 else 0,
+    }
+
+
+def columns(w: Tensor) -> int:
+    """Count the numbers of a row of a weight, or of its codes."""
+    return w.shape[-1] * FORMS[_FORMS[w.dtype]].packed if w.dtype in _FORMS else w.shape[-1]
+
+
+def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a weight, made of its codes where it is held so."""
+    made: Tensor = w if scales is None else dequantized(w, scales, dtype)
+    return made

@@ -1,0 +1,136 @@
+"""The cost of fewer bits: next tokens of a quantised engine beside those of the same model with its
+weights as they were. Numbers to read; nothing passes or fails by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g4ir.engine.engine import Engine
+from g4ir.plan.fit import device_memory
+from g4ir.ui.progress import Progress
+from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.pack import MadeParams
+
+from .peers import EnginePeer
+from .reference import plain_engine, plain_packing
+
+if TYPE_CHECKING:
+    import torch
+
+#: rows of logits whose chances are worked out together
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The distance of the engine's next tokens to those of the weights as they were: the mean
+    Kullback-Leibler divergence of theirs from the engine's (nats), the share of positions with the
+    same best token, and the mean negative log likelihood of the given text, the engine's first.
+    Without numbers, the `reason` why there are none."""
+
+    positions: int = 0
+    divergence: float | None = None
+    same_top: float | None = None
+    nll: tuple[float, float] | None = None
+    reason: str | None = None
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report."""
+        if self.divergence is None or self.same_top is None:
+            return [f"  {'quality':10}  not measured: {self.reason}"]
+        lines = [
+            f"  {'quality':10}{self.divergence:>12.2e} of KL divergence from the weights as they "
+            f"were, same top token {self.same_top:.1%} of {self.positions}"
+        ]
+        if self.nll:
+            lines.append("  {:10}{:>12.6f} of NLL, and {:.6f} of those".format("", *self.nll))
+        return lines
+
+
+def find_quality(
+    engine: Engine,
+    got: torch.Tensor,
+    ids: torch.Tensor,
+    turns: Sequence[int],
+    every: bool,
+    where: Sequence[int],
+    checkpoint: str | Path | None,
+    taken: int,
+    progress: Progress,
+) -> Quality | None:
+    """Return the quality of a quantised engine whose logits are `got`; None for another engine.
+
+    The weights as they were come from `checkpoint`, else from where the engine makes its own.
+    `taken`: bytes of the device that others hold.
+    """
+    if engine.recipe is None:
+        return None
+    source = _source(engine, checkpoint)
+    if source is None:
+        return Quality(reason="give --checkpoint DIR, the weights that it was made of")
+    packing = plain_packing(engine)
+    need = sum(v.type.nbytes() for v in packing.program.params().values())
+    free = device_memory(engine.device) - taken
+    if need > free:
+        return Quality(
+            reason=f"the weights as they were take {size_text(need)} beside what is loaded, and "
+            f"{size_text(max(free, 0))} are free"
+        )
+    progress(f"{len(ids)} tokens through the weights as they were")
+    peer = EnginePeer(plain_engine(engine, MadeParams(packing, source)))
+    want = peer.logits(ids, turns, every)
+    if checkpoint is not None:
+        source.close()
+    return measured(got, want, ids, where)
+
+
+def _source(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
+    """Return where the weights are as they were; None where that is not known."""
+    if checkpoint is not None:
+        return Checkpoint.open(checkpoint, engine.spec, engine.media.kinds)
+    held = engine.runtime.source
+    return held.source if isinstance(held, MadeParams) else None
+
+
+# --- formulas ---------------------------------------------------------------------------------
+
+
+def measured(
+    got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor, where: Sequence[int]
+) -> Quality:
+    """Return the quality of logits [N, vocab] after the tokens `where` of `ids`."""
+    import torch
+
+    pairs = [*zip(got.split(ROWS), want.split(ROWS), strict=True)]
+    divergence = torch.cat([divergences(*pair) for pair in pairs])
+    same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
+    known = nll(got, ids, where), nll(want, ids, where)
+    return Quality(
+        len(where),
+        float(divergence.mean()),
+        float(same.double().mean()),
+        known if any(at + 1 < len(ids) for at in where) else None,
+    )
+
+
+def divergences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return the sum of p (log p - log q) of each row, p of `want` and q of `got`, in nats."""
+    log_p, log_q = (_log_chances(t.cpu()) for t in (want, got))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
+    """Return the mean of -log p(next token) over the positions that have a next token."""
+    rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
+    following = ids[[where[i] + 1 for i in rows]]
+    chances = _log_chances(logits[rows])
+    return -float(chances.gather(1, following[:, None]).mean())
+
+
+def _log_chances(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)

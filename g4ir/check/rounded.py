@@ -1,0 +1,75 @@
+"""Lets a transformers model attend to K and V as an engine's narrowed caches hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from g4ir.engine.engine import Engine
+from g4ir.ir.graph import Node
+from g4ir.ir.names import layer_of
+from g4ir.ops import OPS
+from g4ir.ops.latent import keys_values_of_value
+from g4ir.ops.narrow import numbers
+from g4ir.ops.rope import rotated_pairs
+from g4ir.passes.narrow_kv import OFF
+
+if TYPE_CHECKING:
+    import torch
+
+
+def narrowed(engine: Engine) -> str:
+    """Return what an engine's caches are narrowed to, or OFF."""
+    options = engine.manifest["options"].get("narrow_kv", {})
+    to: str = options.get("to", OFF)
+    return to
+
+
+def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
+    """Return what makes caches for a transformers model whose K and V are rounded as the engine's
+    rows are; None for an engine that holds them in its dtype."""
+    from transformers import DynamicCache
+
+    to, readers = narrowed(engine), _readers(engine)
+    if to == OFF:
+        return None
+    layers = model.get_decoder().layers
+
+    class RoundingCache(DynamicCache):
+        """Rounds what it is given, then keeps it."""
+
+        def update(self, k: Any, v: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
+            attention = layers[layer_idx].self_attn
+            k, v = _as_read(readers[layer_idx], k, v, attention, to)
+            return super().update(k, v, layer_idx, *more, **named)
+
+    return lambda: RoundingCache(config=model.config.get_text_config())
+
+
+def _readers(engine: Engine) -> Mapping[int, Node]:
+    """Return layer -> the node that attends to the caches that it owns."""
+    nodes = engine.program.graphs["decode"].nodes
+    found = ((layer_of(n.caches[0].name), n) for n in nodes if n.definition.held)
+    return {layer: n for layer, n in found if layer is not None}
+
+
+def rounded(x: torch.Tensor, to: str) -> torch.Tensor:
+    """Return the numbers that rows [.., d] say once they are held in a dtype, in their own."""
+    reference = OPS["narrow_row"].reference
+    assert reference
+    out: torch.Tensor = numbers(reference(x, to=to), x.dtype)
+    return out
+
+
+def _as_read(
+    n: Node, k: torch.Tensor, v: torch.Tensor, attention: Any, to: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V [B,n,T,d] as a node reads them from its caches."""
+
+    if n.op != "attention_latent":
+        return rounded(k, to), rounded(v, to)
+    pairs = rotated_pairs(n.word("kind"), k.shape[-1], n.number("fraction"))
+    join = OPS["latent_row"].reference
+    assert join
+    row = join(v, k, pairs=pairs)
+    return keys_values_of_value(rounded(row, to), attention.k_norm.weight.to(row.dtype))

@@ -1,0 +1,67 @@
+"""Compares files with their digests, large ones once: what has not changed since is not read again.
+
+What a user compared is kept in the user's own state folder, one file for each digest: the file
+system's facts of the file, which change when anybody writes to it or puts another in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from g4ir.errors import TrustError
+from g4ir.ui.files import write_file
+from g4ir.ui.places import check_private, private, state_root
+from g4ir.weights.checkpoint import sha256
+
+#: bytes from which on a file is worth remembering: some hundredths of a second
+LARGE = 64 << 20
+#: after a write so long ago, a further one has another time: file systems count in ticks
+TICK_NS = 50_000_000
+
+
+def has_digest(file: Path, digest: str) -> bool:
+    """Whether the SHA-256 of a file is `digest`; read only where that is not known already."""
+    if file.stat().st_size < LARGE:
+        return sha256(file) == digest
+    return _kept(digest) == _facts(file) or _compared(file, digest) == digest
+
+
+def remembered_digest(file: Path) -> str:
+    """Return the SHA-256 of a file, so that `has_digest` need not read it again."""
+    return sha256(file) if file.stat().st_size < LARGE else _compared(file, None)
+
+
+def _compared(file: Path, wanted: str | None) -> str:
+    """Return the digest of a file; keep it where it is the wanted one, and nobody wrote since."""
+    before = _facts(file)
+    time.sleep(min(max(before[-1] + TICK_NS - time.time_ns(), 0), TICK_NS) / 1e9)
+    begun = time.time_ns()
+    found = sha256(file)
+    settled = before == _facts(file) and before[-1] + TICK_NS <= begun
+    if settled and wanted in (None, found):
+        with suppress(OSError, TrustError):  # it saves time alone
+            write_file(private(_folder()) / found, [json.dumps(before).encode()])
+    return found
+
+
+def _facts(file: Path) -> list[int]:
+    """Return device, inode, size, time of the last write and of the last change, ns."""
+    s = os.stat(file)
+    return [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
+
+
+def _kept(digest: str) -> list[int] | None:
+    file = _folder() / digest
+    with suppress(OSError, ValueError, TrustError):
+        check_private(file.parent)
+        kept: list[int] = json.loads(file.read_text())
+        return kept
+    return None
+
+
+def _folder() -> Path:
+    return state_root() / "digests"

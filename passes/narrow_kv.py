@@ -1,0 +1,98 @@
+"""cache_write(cache, x), attention(.., x)  ->  cache_write(cache', row), attention(.., row)
+
+row = narrow_row(x), cache' the state in the dtype `to`; "off" leaves everything
+
+A chunk is read as its cache will hold it, so that results do not depend on how tokens are cut into
+chunks. This pass changes what a graph computes, by a rounding of K and V that the user asked for.
+Caches of the form `raw` are left: what they hold is bounded by no norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Builder, Graph, Node, Value, rebuild
+from g4ir.ops.attention import split_chunk
+from g4ir.ops.narrow import NARROW, as_held
+from g4ir.ops.types import ITEMSIZE
+
+from .match import Note, ignore
+
+AFTER = "latent_kv"  # what caches hold is decided
+CHANGES_STATE = True
+CHANGES_MEANING = True
+
+OFF = "off"
+DTYPES = (OFF, *NARROW)
+
+
+def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
+    """Hold caches in a dtype of fewer bits. InputError for another dtype."""
+    if to not in DTYPES:
+        raise InputError(f"narrow_kv: to {to!r}: expected one of {', '.join(DTYPES)}")
+    writes = [n for n in g.find("cache_write") if _is_wider(n, to)]
+    raw = _raw(g)
+    for n in (n for n in writes if n["cache"] in raw or n.out in raw):
+        note(n["cache"].name, "left: it holds a projection before its norm")
+    writes = [n for n in writes if n["cache"] not in raw and n.out not in raw]
+    if not writes:
+        return g
+    rows = {n["new"].name: _row(n["new"], to) for n in writes}
+    states = {n["cache"].name: _as_held(n["cache"], to) for n in writes}
+    for v in states.values():
+        note(v.name, f"held as {v.type.dtype}")
+    nodes: list[Node] = []
+    missing = dict(rows)
+    for n in g.nodes:
+        made = _reading(n, rows)
+        needed = [v.name for v in n.inputs if made is not n]
+        nodes += [missing.pop(name) for name in needed if name in missing]
+        nodes.append(made)
+    state = tuple(states.get(v.name, v) for v in g.state)
+    return rebuild(replace(g, nodes=tuple(nodes), state=state))
+
+
+def _raw(g: Graph) -> set[Value]:
+    """Return the caches of the form `raw` that attentions read."""
+    return {v for n in g.nodes if n.attrs.get("form") == "raw" for v in n.caches}
+
+
+def _is_wider(write: Node, to: str) -> bool:
+    return to != OFF and ITEMSIZE[write["cache"].type.dtype] > ITEMSIZE[to]
+
+
+def _as_held(v: Value, to: str) -> Value:
+    return Value(v.name, as_held(v.type, to))
+
+
+def _row(v: Value, to: str) -> Node:
+    b = Builder()
+    b.emit("narrow_row", v, to=to, name=f"{v.name}.row")
+    return b.nodes[0]
+
+
+def _reading(n: Node, rows: dict[str, Node]) -> Node:
+    """Return a cache's write or reader with rows in the place of what they are made of."""
+    if n.op == "cache_write":
+        new = rows[n["new"].name].out if n["new"].name in rows else n["new"]
+        return replace(n, inputs=(n["cache"], new, *n.inputs[2:]))
+    if not n.definition.held:
+        return n
+    chunk, block_ids = split_chunk(n.chunk, len(n.caches))
+    fresh = tuple(rows[v.name].out if v.name in rows else v for v in chunk)
+    ids = () if block_ids is None else (block_ids,)
+    return replace(n, inputs=(*n.inputs[: len(n.inputs) - len(n.chunk)], *fresh, *ids))
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node, to: str = OFF) -> bool:
+    """Whether a node writes a cache of more bits than `to`, of which attention reads K and V."""
+    return (
+        n.op == "cache_write"
+        and to != OFF
+        and ITEMSIZE[n["new"].type.dtype] > ITEMSIZE[to]
+        and not _raw(g) & {n["cache"], n.out}
+    )

@@ -1,0 +1,520 @@
+"""Caches in fewer bits than the model's dtype: the rows, the graphs, sessions, plans, refusals.
+
+What an engine computes with them is held against transformers whose caches round K and V the same
+way (g4ir/check/rounded.py): in fp32 both give the same logits, but where a number lies so near the
+middle of two that they take different ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import g4ir
+from g4ir.backends.torch_compile.compile import compile_program
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.runtime import _load_program
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.target import Target
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError, VerifyError
+from g4ir.ir.distance import BUDGETS, HELD, budget_of
+from g4ir.ir.graph import Builder, Value, infer
+from g4ir.ir.interpret import interpret
+from g4ir.ir.text import print_graph
+from g4ir.model.text import build_graph
+from g4ir.ops import OPS, narrow
+from g4ir.ops.narrow import (
+    GROUP,
+    NARROW,
+    as_held,
+    as_read,
+    comparable,
+    held_width,
+    narrow_width,
+    numbers,
+)
+from g4ir.ops.types import Type
+from g4ir.passes import run_passes
+from g4ir.plan.formats import kv_bytes
+from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.settings import KV_DTYPES, KV_NAMES
+from g4ir.spec.record import load_spec
+from tests.cli_tools import g4ir as cli
+from tests.oracle import relative
+from tests.test_quant import gaussian
+
+BITS8 = ("float8", "int8")
+FORMS = ("off", "value")
+
+
+def reference(op: str, *given: torch.Tensor, **attrs: Any) -> Any:
+    made = OPS[op].reference
+    assert made
+    return made(*given, **attrs)
+
+
+def row(x: torch.Tensor, to: str) -> torch.Tensor:
+    out: torch.Tensor = reference("narrow_row", x, to=to)
+    return out
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def test_e4m3_by_hand() -> None:
+    """Three bits of mantissa, ties to even, subnormals of 2^-9; beyond the range its end."""
+    given = [1.0, 1.0625, 1.1875, 17.0, 0.3, 2**-9, 2**-11, 460.0, -1e9, float("inf"), -0.0]
+    want = [1.0, 1.0, 1.25, 16.0, 0.3125, 2**-9, 0.0, 448.0, -448.0, 448.0, -0.0]
+    assert numbers(row(torch.tensor(given), "f8e4m3")).tolist() == want
+    assert numbers(row(torch.tensor([float("nan")]), "f8e4m3")).isnan().all()
+
+
+def test_int8_by_hand() -> None:
+    """Each group of 32 has a scale of its own, in bf16 behind the codes, low byte first."""
+    x = torch.zeros(40)
+    x[:3], x[32:34] = torch.tensor([254.0, -127.0, 1.0]), torch.tensor([-0.5, 0.25])
+    made = row(x, "i8")
+    small = float(torch.tensor(0.5 / 127).to(torch.bfloat16))
+    bits = torch.tensor([2.0, small]).to(torch.bfloat16).view(torch.int16)
+    assert made[:3].tolist() == [127, -64, 0] and made[32:34].tolist() == [-127, 64]
+    assert made[40:].tolist() == bits.view(torch.int8).tolist()
+    said = numbers(made)
+    assert said[:3].tolist() == [254.0, -128.0, 0.0]
+    assert said[32:34].tolist() == [-127 * small, 64 * small]
+
+
+@given(st.integers(1, 700))
+def test_a_row_says_how_long_it_is(width: int) -> None:
+    for to in NARROW:
+        t = Type("f32", ("C", 2, width))
+        held = as_held(t, to)
+        assert held_width(held) == width and as_read(held, "f32") == t
+        assert held.shape[-1] == narrow_width(width, to)
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 80])
+@pytest.mark.parametrize("to", NARROW)
+def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
+    """Within half a step; rounded again nothing changes; of zeros zeros come; float64 is alike."""
+    x = gaussian(5, width) * torch.tensor([1e-3, 1.0, 20.0, 1.0, 0.0])[:, None]
+    x[3, :1] = 30.0  # an outlier coarsens its own group alone
+    said = numbers(row(x, to))
+    groups = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    spread = groups.abs().amax(-1)[..., None].expand_as(groups).flatten(-2)[:, :width]
+    step = {
+        "bf16": x.abs() * 2**-8,
+        "f8e4m3": (x.abs() * 2**-4).clamp(min=2**-10),
+        "i8": spread * (1 + 2**-7) / 254 + 1e-12,
+    }[to]
+    assert ((said - x).abs() <= step).all()
+    assert torch.equal(numbers(row(said, to)), said) and not said[4].any()
+    assert torch.equal(numbers(row(x.double(), to), torch.float64), said.double())
+    assert torch.equal(numbers(row(x, to), torch.bfloat16), said.to(torch.bfloat16))
+
+
+def test_groups_of_32_are_nearer_than_e4m3() -> None:
+    """The reason for int8: by the text that the format follows 0.006 against 0.026."""
+    x = gaussian(64, 512)
+    x[:, :4] *= 20
+    errors = [float((numbers(row(x, to)) - x).norm() / x.norm()) for to in ("f8e4m3", "i8")]
+    assert 0.02 < errors[0] < 0.03 and 0.004 < errors[1] < 0.01
+
+
+def test_infer_wants_fewer_bits() -> None:
+    b = Builder()
+    x = b.input("x", Type("bf16", (2, 40)))
+    assert b.emit("narrow_row", x, to="i8").type == Type("i8", (2, 44))
+    for value, to in ((x, "bf16"), (x, "f32"), (b.input("n", Type("i64", (2, 40))), "i8")):
+        with pytest.raises(VerifyError, match="narrow_row"):
+            infer("narrow_row", (value,), {"to": to}, "y")
+
+
+def attention_types(q: str, cache: str, fresh: str) -> tuple[Type, ...]:
+    def rows(dtype: str, *lead: int) -> Type:
+        return (
+            as_held(Type("f32", (*lead, 2, 40)), dtype)
+            if dtype in NARROW
+            else Type(dtype, (*lead, 2, 40))
+        )
+
+    ints = (Type("i64", (2, 3)), Type("i64", (2,)))
+    return Type(q, (2, 3, 4, 40)), *ints, *[rows(cache, 9, 2)] * 2, *[rows(fresh, 2, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("q", "cache", "fresh", "fits"),
+    [
+        ("f32", "f8e4m3", "f8e4m3", True),
+        ("bf16", "i8", "i8", True),
+        ("f32", "bf16", "bf16", True),
+        ("f32", "f8e4m3", "f32", False),
+        ("f32", "f32", "f8e4m3", False),
+        ("f32", "i8", "f8e4m3", False),
+        ("bf16", "f32", "f32", False),
+        ("f16", "bf16", "bf16", False),
+    ],
+)
+def test_a_chunk_is_held_as_its_cache(q: str, cache: str, fresh: str, fits: bool) -> None:
+    op = OPS["attention"]
+    attrs = {"window": 4, "scale": 1.0, "softcap": 0.0}
+    types = attention_types(q, cache, fresh)
+    if fits:
+        assert op.infer_types(types, attrs) == (types[0],)
+        return
+    with pytest.raises(ValueError, match="attention"):
+        op.infer_types(types, attrs)
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+#: windows of 8 and shared caches; experts; K = V
+SPECS = ("tiny-ple", "tiny-moe", "tiny-dense")
+SMALL: dict[str, Any] = {
+    "backend": "reference",
+    "device": "cpu",
+    "dtype": "float32",
+    "max_batch": 2,
+    "max_seq": 64,
+    "prefill_chunk": 16,
+    "all_logits": True,
+    "random_weights": 0,
+}
+
+
+def build(folder: Path, spec: str = "tiny-ple", **options: Any) -> Engine:
+    return g4ir.build(spec, folder, **{**SMALL, **options})
+
+
+@pytest.fixture(scope="module", params=itertools.product(SPECS, BITS8, FORMS), ids="-".join)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
+    spec, kv, form = request.param
+    folder = tmp_path_factory.mktemp("narrow") / "engine"
+    built = build(folder, spec, kv_dtype=kv, latent_kv=form)
+    yield built
+    built.close()
+
+
+def tokens(rows: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 100, (rows, count), generator=torch.Generator().manual_seed(0))
+
+
+def held_apart(got: torch.Tensor, want: torch.Tensor, to: str) -> None:
+    """A row after a number that fell to the other side may lie as far away as `verify` allows."""
+    assert relative(got, want).max() < HELD[to]
+
+
+def test_chunks_do_not_matter(engine: Engine) -> None:
+    """A prompt at once, in chunks that wrap the rings, token by token; two rows of two lengths."""
+    to = engine.manifest["options"]["narrow_kv"]["to"]
+    ids = tokens(2, 30)
+    session = engine.session(2)
+    whole = session.prefill(ids, all_logits=True)
+    chunked = engine.session(2)
+    parts = [chunked.prefill(piece, all_logits=True) for piece in ids.split(7, 1)]
+    held_apart(torch.cat(parts, 1), whole, to)
+    single = engine.session(2)
+    held_apart(torch.stack([single.decode(column) for column in ids.t()], 1), whole, to)
+    ragged = engine.session(2)
+    lengths = torch.tensor([11, 30])
+    last = ragged.prefill(ids, lengths=lengths)
+    held_apart(last, whole[torch.arange(2), lengths - 1], to)
+
+
+def test_truncate_restore_and_bytes(engine: Engine) -> None:
+    """What is dropped is not seen; a snapshot brings rings back, bit for bit; the bytes are those
+    that are allocated, and those of the plan."""
+    ids = tokens(1, 20)
+    session = engine.session(1)
+    session.prefill(ids[:, :6])
+    session.truncate(3)
+    again = session.prefill(ids[:, 6:9])
+    fresh = engine.session(1).prefill(torch.cat((ids[:, :3], ids[:, 6:9]), 1))
+    held_apart(again, fresh, engine.manifest["options"]["narrow_kv"]["to"])
+    kept = session.snapshot()
+    first = session.prefill(ids[:, 9:])
+    session.restore(kept)
+    assert torch.equal(session.prefill(ids[:, 9:]), first)
+    options = engine.manifest["options"]
+    planned = make_plan(
+        engine.spec,
+        replace(
+            PLANNED,
+            dtype="float32",
+            device="cpu",
+            kv_dtype=KV_NAMES[options["narrow_kv"]["to"]],
+            latent_kv=options["latent_kv"]["form"],
+        ),
+        ctx=64,
+    ).rows[0]
+    state = session.state.tensors.values()
+    assert session.nbytes() == planned.built == sum(t.untyped_storage().nbytes() for t in state)
+    assert planned.built * 3 < planned.planned
+    assert {t.dtype for t in state} <= {torch.float8_e4m3fn, torch.int8}
+
+
+@pytest.mark.parametrize("kv", BITS8)
+def test_bytes_of_a_spec_by_hand(kv: str) -> None:
+    """31B: 50 sliding layers of 16 heads of 256, 10 of 4 heads of 512; a scale for 32 numbers."""
+    spec, held = load_spec("31b"), KV_DTYPES[kv]
+    more = 1 + (kv == "int8") * 2 / 32
+    found = kv_bytes(spec, 32768, 1, held)
+    assert found.window == 50 * 16 * 256 * 2 * 1024 * more
+    assert found.per_token_full == 10 * 4 * 512 * 2 * more
+    plan = make_plan(spec, replace(PLANNED, kv_dtype=kv, latent_kv="off"), ctx=32768)
+    assert plan.rows[0].built == found.planned and plan.to_dict()["kv_dtype"] == kv
+    latent = make_plan(spec, replace(PLANNED, kv_dtype=kv, latent_kv="value"), ctx=32768)
+    assert latent.cache.built_per_token == 10 * 4 * (512 + 128) * more
+    plain = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=32768)
+    assert plain.rows[0].built == plan.rows[0].planned and plain.to_dict()["kv_dtype"] is None
+    assert (
+        f"as built: latent form off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
+    )
+
+
+def test_a_decode_step_moves_fewer_bytes() -> None:
+    """The least time of a step over a long context follows the bytes of its caches."""
+    seconds = {
+        kv: make_plan(load_spec("31b"), replace(PLANNED, kv_dtype=kv), ctx=262144, memory=[1 << 40])
+        .rows[0]
+        .built
+        for kv in (None, "int8", "float8")
+    }
+    assert seconds["float8"] * 2 == seconds[None] and seconds["int8"] * 32 == seconds[None] * 17
+
+
+# --- against transformers ---------------------------------------------------------------------
+
+#: several chunks, more than two windows
+IDS = range(3, 31)
+#: cases of the short run
+VERIFIED = (
+    ("tiny-ple", "int8", "off"),
+    ("tiny-moe", "float8", "value"),
+    ("tiny-dense", "int8", "value"),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kv", "form"),
+    [
+        pytest.param(*case, marks=() if case in VERIFIED else pytest.mark.full)
+        for case in itertools.product(SPECS, BITS8, FORMS)
+    ],
+)
+def test_verify(spec: str, kv: str, form: str, tmp_path: Path) -> None:
+    """Transformers with caches of the same rows gives the same logits, far below what is allowed;
+    and every pass keeps what the one before it computes."""
+    engine, to = build(tmp_path / "engine", spec, kv_dtype=kv, latent_kv=form), KV_DTYPES[kv]
+    report = verify_engine(engine, "hf", IDS)
+    assert report.ok and max(p.relative for p in report.positions) < HELD[to] / 10
+    stages = verify_each_pass(engine, IDS)
+    assert stages.ok and "as asked: not compared" in stages.text()
+
+
+@pytest.mark.parametrize("kv", ["float8", pytest.param("int8", marks=pytest.mark.full)])
+def test_without_that_rounding_transformers_differs(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the comparison above could not fail."""
+    engine = build(tmp_path / "engine", kv_dtype=kv)
+    monkeypatch.setattr("g4ir.check.peers.rounding_caches", lambda *_: None)
+    assert not verify_engine(engine, "hf", IDS).ok
+
+
+@pytest.mark.parametrize("kv", BITS8)
+def test_a_wrong_rounding_is_found(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of the neighbouring head, or a range that ends too soon, in the engine alone."""
+    engine = build(tmp_path / "engine", kv_dtype=kv)
+    right = narrow.coded
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        made, width = right(x), x.shape[-1]
+        return torch.cat((made[..., :width], made[..., width:].roll(1, -2)), -1)
+
+    def kept(x: torch.Tensor, to: str) -> torch.Tensor:
+        made = right(x) if to == "i8" else x.clamp(-448, 448).to(torch.float8_e4m3fn)
+        return numbers(made, x.dtype)
+
+    monkeypatch.setattr("g4ir.check.rounded.rounded", kept)
+    assert verify_engine(engine, "hf", IDS).ok
+    monkeypatch.setattr(narrow, "coded", shifted)
+    monkeypatch.setitem(NARROW, "f8e4m3", 1.0)  # type: ignore[arg-type]
+    assert not verify_engine(engine, "hf", IDS).ok
+
+
+def test_budgets() -> None:
+    """A budget of its own where fp32 is compared; 16 bits measure their rounding as ever."""
+    assert budget_of("f32", "hf", "off") is BUDGETS["f32", "hf"]
+    assert budget_of("bf16", "hf", "i8") is BUDGETS["bf16", "hf"]
+    assert [budget_of("f32", "hf", to).relative for to in ("f8e4m3", "i8")] == [2**-4, 2**-5]
+
+
+# --- the torch backend ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["f8e4m3", "i8"])
+@pytest.mark.parametrize("case", range(len(OPS["attention"].samples)))
+def test_lowered_attention(case: int, to: str) -> None:
+    """Each path of the lowering over narrowed rows, against the op."""
+    s = OPS["attention"].samples[case]
+    if s.types()[3].dtype != "f32":
+        return
+    g = torch.Generator().manual_seed(case)
+    given, values = [], []
+    for i, t in enumerate(s.types()):
+        shape = [int(d) for d in t.shape]
+        x = (
+            torch.randint(*s.ints[i], shape, generator=g)
+            if i in s.ints
+            else torch.randn(shape, generator=g)
+        )
+        held = 2 < i < 7
+        given.append(row(x, to) if held else x)
+        values.append(Value(f"x{i}", as_held(t, to) if held else t))
+    b = Builder("segment")
+    out = b.emit("attention", *values, name="y", **s.attrs)
+    graph = replace(b.graph(out), inputs=tuple(values))
+    (got,) = SegmentModule(schedule(graph, Target("cpu")))(*given)
+    torch.testing.assert_close(got, reference("attention", *given, **s.attrs))
+
+
+def test_a_compiled_chunk(tmp_path: Path) -> None:
+    """Rows are made, attended to beside a ring, and written into it in place."""
+    b = Builder("segment")
+    q = b.input("q", Type("f32", (2, "S", 4, 40)))
+    k, v = (b.input(name, Type("f32", (2, "S", 2, 40))) for name in "kv")
+    positions = b.input("positions", Type("i64", (2, "S")))
+    start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
+    outs, attrs = [], {"window": 8, "scale": 0.2, "softcap": 0.0}
+    for to in ("f8e4m3", "i8"):
+        rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
+        ring = as_held(Type("f32", (8, 2, 2, 40)), to)
+        old = [b.cache(f"{to}.{x}", ring) for x in "kv"]
+        outs.append(b.emit("attention", q, positions, start, *old, *rows, **attrs))
+        for cache, new in zip(old, rows, strict=True):
+            b.next[cache.name] = b.emit("cache_write", cache, new, start, lengths)
+    graph = b.graph(*outs)
+    path = tmp_path / "segment.pt2"
+    compile_program(print_graph(graph), Target("cpu"), path)
+    g = torch.Generator().manual_seed(0)
+    first = torch.tensor([11, 3])
+    feeds = {x: torch.randn(2, 5, 4 if x == "q" else 2, 40, generator=g) for x in "qkv"}
+    feeds |= {"positions": first[:, None] + torch.arange(5), "start": first}
+    feeds |= {"lengths": torch.tensor([5, 2])}
+    state = {x.name: row(torch.randn(8, 2, 2, 40, generator=g), x.type.dtype) for x in graph.state}
+    outputs, after = interpret(graph, feeds, {}, state)
+    held = [t.clone() for t in state.values()]
+    made = _load_program(path, "cpu")([*feeds.values(), *held])
+    for got, want in zip(made, outputs.values(), strict=True):
+        torch.testing.assert_close(got, want)
+    for got, want in zip(held, after.values(), strict=True):
+        assert torch.equal(comparable(got), comparable(want))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kv", "form"), [("float8", "value"), ("float8", "off"), ("int8", "off")])
+def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
+    """A ring and a list of K = V, from prefill in chunks to steps, against the interpreter."""
+    spec = load_spec("tiny-dense")
+    text = replace(spec.text, num_hidden_layers=2, pattern=("sliding", "full"))
+    engine = g4ir.build(
+        replace(spec, name="two", text=text),
+        tmp_path / "engine",
+        **{**SMALL, "backend": "torch", "max_batch": 1},
+        kv_dtype=kv,
+        latent_kv=form,
+    )
+    assert verify_engine(engine).ok
+    assert verify_each_pass(engine).ok
+
+
+def test_gpu_kernels_leave_narrowed_rows() -> None:
+    """They read and write rows in the dtype: narrowed ones are left to the library."""
+    plain = build_graph(load_spec("tiny-dense"), "decode", dtype="bf16")
+    for to, taken in (("off", True), ("f8e4m3", False), ("i8", False)):
+        for form in FORMS:
+            options = {"narrow_kv": {"to": to}, "latent_kv": {"form": form}}
+            s = schedule(run_passes(plain, options=options), Target("cuda", "h100", 1))
+            nodes = [n for n in s.graph.nodes if n.definition.held or n.op == "qkv_write"]
+            assert nodes and all((s.find(n) is not None) == taken for n in nodes)
+
+
+# --- options and refusals ---------------------------------------------------------------------
+
+REFUSED = {
+    "unknown": ({"kv_dtype": "fp8"}, "kv-dtype 'fp8': expected one of bfloat16, float8, int8"),
+    "no gain": ({"kv_dtype": "bfloat16", "dtype": "float16"}, "as much room as float16"),
+    "raw": ({"kv_dtype": "float8", "latent_kv": "raw"}, "latent-kv raw: it holds projections"),
+    "onnx": ({"kv_dtype": "float8", "backend": "onnx"}, "--kv-dtype float8: backend onnx cannot"),
+    "onnx int8": ({"kv_dtype": "int8", "backend": "onnx"}, "--kv-dtype int8: backend onnx cannot"),
+    "trt": (
+        {"kv_dtype": "float8", "backend": "trt", "device": "cuda"},
+        "--kv-dtype float8: backend trt cannot: TensorRT's layer for caches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    options, words = REFUSED[case]
+    with pytest.raises(InputError, match=words.partition("'")[0]):
+        build(tmp_path / "engine", "tiny-moe", **options)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_the_dtype_itself_changes_nothing(tmp_path: Path) -> None:
+    plain = build(tmp_path / "a", dtype="bfloat16")
+    same = build(tmp_path / "b", dtype="bfloat16", kv_dtype="bfloat16")
+    assert plain.manifest["options"] == same.manifest["options"]
+    assert plain.manifest["files"] == same.manifest["files"]
+    assert plain.manifest["options"]["narrow_kv"] == {"to": "off"}
+
+
+def test_what_the_engine_says(tmp_path: Path) -> None:
+    """The manifest, the graphs, the plan of a dry run, and what is shown of a variant."""
+    out = tmp_path / "engine"
+    words = ("build", "--variant", "tiny-moe", "--random-weights", "0", "--backend", "reference")
+    words = (*words, "--kv-dtype", "float8", "--latent-kv", "value", "--max-seq", "64")
+    assert "kv_dtype       float8" in cli(*words, "--dry-run").out
+    assert cli(*words, "--out", out).code == 0
+    assert "state %L5.latent: f8e4m3[C,B,1," in cli("show", out).out
+    shown = cli("show", "--variant", "tiny-moe", "--kv-dtype", "int8", "--after", "narrow_kv")
+    assert "i8[8,B,2,34]" in shown.out
+    asked = ("show", out, "--kv-dtype", "int8", "--after", "narrow_kv")
+    assert "its own form" in cli(*asked).err
+
+
+def test_k_beyond_the_range_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """sqrt(32) * 100 is more than 448: the layer is named, and the engine still computes."""
+    spec = load_spec("tiny-ple")
+    prepared: dict[str, Any] = {"kv_dtype": "float8"}
+    build(tmp_path / "fine", **prepared)
+    assert not caplog.records
+    from g4ir.engine import build as module
+
+    real = module.RandomCheckpoint.tensor
+
+    def loud(self: Any, name: str) -> torch.Tensor:
+        t = real(self, name)
+        return t * 100 if name == "layers.2.self_attn.k_norm.weight" else t
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.RandomCheckpoint, "tensor", loud)
+        engine = build(tmp_path / "loud", **prepared)
+        assert engine.session(1).prefill(tokens(1, 9)).isfinite().all()
+        build(tmp_path / "int8", kv_dtype="int8")
+    (told,) = caplog.messages
+    assert "in L2.attn.norm_k" in told and "beyond 448" in told and spec.text.num_hidden_layers > 2
