@@ -55,7 +55,8 @@ def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
 
 def _raw(g: Graph) -> set[Value]:
     """Return the caches of the form `raw` that attentions read."""
-    return {v for n in g.nodes if n.attrs.get("form") == "raw" for v in n.caches}
+    readers = (n for n in g.find("attention_latent") if n.attrs["form"] == "raw")
+    return {v for n in readers for v in n.caches}
 
 
 def _is_wider(write: Node, to: str) -> bool:

@@ -210,6 +210,7 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
+    assert "not measured: the checkpoint holds codes" in report.text()
 
 
 def test_each_pass(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
+from g4ir.ops.narrow import NARROW
 from g4ir.passes import CHANGES_STATE, PASSES, _leaves, _ordered, find_pass, run_passes, run_program
 from g4ir.passes.match import Note
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
@@ -112,8 +113,10 @@ SKIPS = {
 
 
 def options(skip: str) -> dict[str, dict[str, str]]:
-    """The form of the K=V caches in a pipeline of SKIPS."""
+    """The form of the K=V caches in a pipeline of SKIPS, or what caches are narrowed to."""
     form = skip.partition(" ")[0]
+    if form in NARROW:
+        return {"narrow_kv": {"to": form}}
     return {"latent_kv": {"form": form}} if form in LATENT else {}
 
 
@@ -141,12 +144,12 @@ def test_a_pipeline_keeps_the_laws(spec: str, skip: str) -> None:
         assert interface(out) == interface(g)
         assert set(out.params) <= set(g.params)
         assert run_passes(out, skip=SKIPS[skip], options=options(skip)) == out
-        idle = set() if options(skip) else {"latent_kv"}
+        idle = {"narrow_kv"} if options(skip) else {"latent_kv", "narrow_kv"}
         if not CHANGES_STATE - set(SKIPS[skip]) - idle:
             assert out.state == g.state and out.next.keys() == g.next.keys()
 
 
-@pytest.mark.parametrize("form", ["off", *LATENT])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -156,7 +159,8 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
     routed = any(x.has_moe for x in SPECS[spec]().layers())
     idle = {
         "last_token_only": phase == "decode",
-        "latent_kv": form == "off" or not tied,
+        "latent_kv": form not in LATENT or not tied,
+        "narrow_kv": form not in NARROW,
         "fuse_moe": not routed,
         "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
@@ -426,6 +430,7 @@ FIRST_LEFT = {
     "plan_cache": "%L0.attn.out = attention",
     "last_token_only": "%logits = last_row",
     "latent_kv": "%L3.v.next = cache_write",
+    "narrow_kv": "%L0.k.next = cache_write",
     "fuse_glu": "%L0.mlp.act = glu_packed",
     "fuse_moe": "%L1.moe.out = experts",
     "fuse_dual_norm": "%L1.ffn.out = norm_residual",
@@ -442,7 +447,7 @@ def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.Mon
     before = PASSES[: PASSES.index(name)]
     start = f"pass {name} on graph {phase}" + (f" (after {', '.join(before)})" if before else "")
     with pytest.raises(PassError) as e:
-        run_passes(g, options=options("raw"))
+        run_passes(g, options=options("i8" if name == "narrow_kv" else "raw"))
     assert str(e.value).startswith(start)
     assert f"left {FIRST_LEFT[name]}, which it should have taken" in str(e.value)
     run_passes(g, skip=[name])

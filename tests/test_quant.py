@@ -476,9 +476,8 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
     assert f"int4: {share} of " in done.err and f"on a 4-bit grid: {kind} weights" in done.err
     engine = g4ir.load_engine(out)
     weights, rules = weights_of(engine.spec), recipe_called("int4")
-    groups = [
-        weights[n].numel() // 32 for n, s in rules.schemes(weights).items() if s.form == "int4"
-    ]
+    held = rules.schemes(weights)
+    groups = [weights[n].numel() // 32 for n, s in held.items() if s.form == "int4"]
     grid = engine.manifest["notes"]["grid"]
     assert grid == {"groups": sum(groups), "exact": sum(groups) if exact else grid["exact"]}
     assert f"{share} of " in command("show", str(out), "--provenance").out
