@@ -210,6 +210,7 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
+    assert "not measured: the checkpoint holds codes" in report.text()
 
 
 def test_each_pass(tmp_path: Path) -> None:
@@ -336,6 +337,7 @@ def test_commands(model: Path, tmp_path: Path) -> None:
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     stated = command("specs", "from-hf", model, "--json")
     assert json.loads(stated.out)["text"]["num_hidden_layers"] == 8
+    assert "text.moe.num_experts" in command("specs", "diff", model, "tiny-moe").out
 
 
 def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from g4ir.engine.engine import Engine
 from g4ir.plan.fit import device_memory
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams
 
 from .peers import EnginePeer
@@ -73,6 +74,8 @@ def find_quality(
     source = _source(engine, checkpoint)
     if source is None:
         return Quality(reason="give --checkpoint DIR, the weights that it was made of")
+    if source.forms:
+        return Quality(reason="the checkpoint holds codes, and not what they were made of")
     packing = plain_packing(engine)
     need = sum(v.type.nbytes() for v in packing.program.params().values())
     free = device_memory(engine.device) - taken
@@ -92,7 +95,7 @@ def find_quality(
 def _source(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
     """Return where the weights are as they were; None where that is not known."""
     if checkpoint is not None:
-        return Checkpoint.open(checkpoint, engine.spec, engine.media.kinds)
+        return find_origin(checkpoint).open(engine.spec, engine.media.kinds, engine.dtype)
     held = engine.runtime.source
     return held.source if isinstance(held, MadeParams) else None
 

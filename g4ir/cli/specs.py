@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.spec.parts import slug
-from g4ir.spec.record import Spec, diff_specs, json_schema, load_spec, spec_names, specs_dir
+from g4ir.spec.record import (
+    SUFFIXES,
+    Spec,
+    diff_specs,
+    json_schema,
+    load_spec,
+    spec_names,
+    specs_dir,
+)
 from g4ir.ui.table import aligned
-from g4ir.weights.origin import GGUF, find_origin
 
 from .common import add_verb, emit
 
@@ -120,10 +127,17 @@ def _specs_schema(args: argparse.Namespace) -> int:
 
 def any_spec(source: str) -> Spec:
     """Read the spec of a shipped name, a YAML file, a config.json or a checkpoint."""
-    stated = source.endswith((".json", GGUF)) or ("/" in source and Path(source).is_dir())
+    path = Path(source)
+    other = path.suffix not in ("", *SUFFIXES) and path.is_file()
+    stated = other or path.suffix == ".json" or ("/" in source and path.is_dir())
     return _stated_spec(source) if stated else load_spec(source)
 
 
 def _stated_spec(source: str) -> Spec:
     """Read what a checkpoint, or a config.json, says of itself."""
-    return find_origin(source).spec() if source.endswith(GGUF) else Spec.from_hf(source)
+    path = Path(source)
+    if path.suffix == ".json" or not path.is_file():
+        return Spec.from_hf(source)
+    from g4ir.weights.origin import find_origin
+
+    return find_origin(path).spec()

@@ -120,14 +120,15 @@ def prepare(
     resolved = _resolved(agreed, options, backend, device, origin)
     if not dry:
         backend.check(device)
-    source = _open_source(resolved, options, origin)
+    checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     if origin and GENERATION in side:
         read_defaults(origin.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
-    r = resolved = replace(resolved, recipe=_recipe(resolved, source, origin))
+    r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
+    source = checkpoint or _random(resolved, options)
     weights = _kept(source, options)
     if weights is not None:
         _check_range(resolved, source)
@@ -199,11 +200,8 @@ def _fitted(
     return r, ""
 
 
-def _open_source(r: Resolved, o: BuildOptions, origin: Origin | None) -> WeightSource:
-    """Return where the weights come from."""
-    if origin is None:
-        return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
-    return origin.open(r.spec, r.media.kinds, r.dtype)
+def _random(r: Resolved, o: BuildOptions) -> WeightSource:
+    return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
 
 
 def _kept(source: WeightSource, o: BuildOptions) -> Any:
@@ -213,9 +211,9 @@ def _kept(source: WeightSource, o: BuildOptions) -> Any:
     return None if o.random_weights is None else RandomWeights("random", o.random_weights)
 
 
-def _recipe(r: Resolved, source: WeightSource, origin: Origin | None) -> Recipe | None:
+def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
     """Return the recipe that was given, or that of a checkpoint in codes; InputError for both."""
-    held = held_recipe(r.spec, source.forms)
+    held = held_recipe(r.spec, opened.forms) if opened else None
     if held and r.recipe:
         raise InputError(
             f"--quant {r.recipe.name}: {origin and origin.path} is quantised already; leave "
