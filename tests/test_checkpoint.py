@@ -124,6 +124,14 @@ def test_data_that_is_not_aligned(tmp_path: Path) -> None:
     assert tensorfile.view(mapped, found.entries["a"]).tolist() == [7]
 
 
+def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(5000)}, tmp_path / "x")
+    found = read_header(tmp_path / "x")
+    made = tensorfile.view(tensorfile.map_file(found), found.entries["a"])
+    made.mul_(3)
+    assert made.sum() == 15_000 and load_file(tmp_path / "x")["a"].sum() == 5000
+
+
 def test_written_files_are_what_the_safetensors_library_reads(tmp_path: Path, dense: Spec) -> None:
     path = write_checkpoint(tmp_path / "ckpt", dense, source(dense), config=False)
     loaded = load_file(path / "model.safetensors")

@@ -43,7 +43,6 @@ from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
-from g4ir.quant.recipe import SCHEMES as HELD
 from g4ir.quant.recipe import Recipe, Rule, built_in, find_recipe
 from g4ir.quant.rewrite import from_codes, quantised, weights_of
 from g4ir.spec.record import Spec, load_spec
@@ -506,7 +505,7 @@ def test_a_network_of_codes(tmp_path: Path, name: str, recipe: str) -> None:
 def held_bytes(spec: Spec, recipe: str) -> int:
     """Codes and scales of an fp32 engine, and its other params."""
     weights, schemes = weights_of(spec), recipe_called(recipe).schemes(weights_of(spec))
-    sizes = {n: HELD[s].nbytes(weights[n], "f32") for n, s in schemes.items()}
+    sizes = {n: s.nbytes(weights[n], "f32") for n, s in schemes.items()}
     program = run_program(build_program(spec, False, "f32"))
     plain = {v.name: v.type.nbytes() for v in split_program(program).prologue.params}
     plain |= {v.name: v.type.nbytes() for v in split_program(program).program.params().values()}

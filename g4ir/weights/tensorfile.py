@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import stat
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +76,8 @@ DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # that say how long the header is
 #: the addresses of tensors in files that we write are multiples of it: a cache line
 ALIGNED = 64
+#: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
+PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
 
 
@@ -246,21 +247,24 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def map_file(header: Header) -> mmap.mmap:
-    """Map a checked file read-only; a file that changed since the check is refused.
+    """Map a checked file; a file that changed since the check is refused.
 
-    The mapping stays valid while any view of it lives, also after the owner dropped it.
+    The mapping stays valid while any view of it lives, also after the owner dropped it. What is
+    written into it is this process's own and never reaches the file.
     """
     try:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
                 raise WeightsError(f"{header.path}: changed while it was being read; fix: retry")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Not ACCESS_COPY: a system that counts such pages as its own memory would refuse files
+            # larger than that.
+            return mmap.mmap(file.fileno(), 0, flags=PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise WeightsError(f"{header.path}: cannot be mapped ({error}); fix: retry") from None
 
 
 def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
-    """Return a tensor on the mapped bytes: no copy, nothing read; writing to it is a fault.
+    """Return a tensor on the mapped bytes: no copy, nothing read.
 
     Data that is not aligned to its element size (the format allows it) is copied.
     """
@@ -288,10 +292,7 @@ def _mapped_bytes(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
 
     if not entry.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():
-        # torch warns that the buffer is read-only, which is what we want
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
 
 
 def drop_pages(mapped: mmap.mmap, entry: Entry) -> None:
