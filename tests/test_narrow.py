@@ -196,7 +196,19 @@ def build(folder: Path, spec: str = "tiny-ple", **options: Any) -> Engine:
     return g4ir.build(spec, folder, **{**SMALL, **options})
 
 
-@pytest.fixture(scope="module", params=itertools.product(SPECS, BITS8, FORMS), ids="-".join)
+#: spec, bits and form of the short run
+SHORT = (
+    ("tiny-ple", "int8", "off"),
+    ("tiny-moe", "float8", "value"),
+    ("tiny-dense", "int8", "value"),
+)
+CASES = [
+    pytest.param(case, marks=() if case in SHORT else pytest.mark.full, id="-".join(case))
+    for case in itertools.product(SPECS, BITS8, FORMS)
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
     spec, kv, form = request.param
     folder = tmp_path_factory.mktemp("narrow") / "engine"
@@ -297,24 +309,13 @@ def test_a_decode_step_moves_fewer_bytes() -> None:
 
 #: several chunks, more than two windows
 IDS = range(3, 31)
-#: cases of the short run
-VERIFIED = (
-    ("tiny-ple", "int8", "off"),
-    ("tiny-moe", "float8", "value"),
-    ("tiny-dense", "int8", "value"),
-)
 
 
-@pytest.mark.parametrize(
-    ("spec", "kv", "form"),
-    [
-        pytest.param(*case, marks=() if case in VERIFIED else pytest.mark.full)
-        for case in itertools.product(SPECS, BITS8, FORMS)
-    ],
-)
-def test_verify(spec: str, kv: str, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_verify(case: tuple[str, str, str], tmp_path: Path) -> None:
     """Transformers with caches of the same rows gives the same logits, far below what is allowed;
     and every pass keeps what the one before it computes."""
+    spec, kv, form = case
     engine, to = build(tmp_path / "engine", spec, kv_dtype=kv, latent_kv=form), KV_DTYPES[kv]
     report = verify_engine(engine, "hf", IDS)
     assert report.ok and max(p.relative for p in report.positions) < HELD[to] / 10

@@ -223,6 +223,7 @@ def test_transformers_with_the_dequantised_weights(name: str, recipe: str) -> No
     assert relative(got, peer.logits).max() <= max(oracle.budget, peer.budget)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recipe", [*built_in(), "mixed"])
 @pytest.mark.parametrize("name", TINY)
 def test_passes_change_nothing(name: str, recipe: str) -> None:
@@ -292,6 +293,7 @@ def test_an_engine_that_holds_codes_needs_no_weight() -> None:
 LIMITS = {"max_seq": 64, "prefill_chunk": 16}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recipe", built_in())
 @pytest.mark.parametrize("name", TINY)
 def test_an_engine_against_transformers(tmp_path: Path, name: str, recipe: str) -> None:
@@ -485,6 +487,7 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
 # --- ONNX --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recipe", built_in())
 @pytest.mark.parametrize("name", few(TINY))
 def test_a_network_of_codes(tmp_path: Path, name: str, recipe: str) -> None:
@@ -514,8 +517,9 @@ def held_bytes(spec: Spec, recipe: str) -> int:
     return sum(sizes.values()) + others + sizes["embed.table"] * ("head.w" not in weights)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("experts", ["gather", "all"])
-@pytest.mark.parametrize("form", HELD)
+@pytest.mark.parametrize("form", FORMS)
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
     """Of every form, also where their codes are gathered."""
     file = tmp_path / "r.yaml"
