@@ -26,7 +26,7 @@ from g4ir.backends.onnx_graph import backend, export
 from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
-from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE
+from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
@@ -66,7 +66,7 @@ from tests.test_numerics_torch import (
     last_tokens_agree,
     ragged_rows_agree,
 )
-from tests.test_ops import CASES, OF_CODES, node, sample, tensors
+from tests.test_ops import IN_NETWORKS, node, sample, tensors
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 SHORT = ("e2b-small", "26b-a4b-small", "combined", "tiny-dense")
@@ -529,7 +529,7 @@ def ring(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", OP_BUDGET)
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE | OF_CODES])
+@pytest.mark.parametrize("case", IN_NETWORKS)
 def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
     """Every op alone, on its samples, as its reference computes it."""
     s = sample(case)

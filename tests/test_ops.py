@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as f
 
+from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.errors import VerifyError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, infer
@@ -40,6 +41,15 @@ CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
 
 def sample(case: tuple[str, int]) -> Sample:
     return OPS[case[0]].samples[case[1]]
+
+
+#: those that a network has: its caches are of its own dtype
+IN_NETWORKS = [
+    c
+    for c in CASES
+    if c[0] not in OUTSIDE | OF_CODES
+    and not {"i8", "f8e4m3"} & {t.dtype for t in sample(c).types()}
+]
 
 
 def tensors(types: tuple[Type, ...], s: Sample, dtype: torch.dtype | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ from g4ir.ops.base import as_tuple
 from g4ir.plan.limits import Limits
 from g4ir.ui.places import unpacking
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource
+from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
 from ..base import Tensors, Watch
@@ -114,11 +114,12 @@ class TorchRuntime:
             for name in s.params
         )
         loaded: dict[str, torch.Tensor] = {}
+        mapped = isinstance(params, StoredParams) and self.device == "cpu"
+        source = params.apart() if isinstance(params, StoredParams) and mapped else params
         for i, name in enumerate(names):
-            given = params.tensor(name)
-            loaded[name] = _placed(given, self.device)
-            if loaded[name] is not given:
-                params.release(name)
+            loaded[name] = _placed(source.tensor(name), self.device, mapped)
+            if not mapped:
+                source.release(name)
             progress(f"weights {i + 1}/{len(names)}")
         return loaded
 
@@ -253,10 +254,10 @@ def _any_length(program: Program, limits: Limits, device: str) -> bool:
     return bool(s.target.gpu) and all(s.find(n) for n in attentions)
 
 
-def _placed(t: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a param on the device, aligned. On a CPU that is the mapped file itself, where the
-    param begins at a whole cache line of it, or what was made of a checkpoint or a seed."""
-    if device == "cpu" and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
+def _placed(t: torch.Tensor, device: str, mapped: bool) -> torch.Tensor:
+    """Return a param on the device, aligned: the mapped file itself, where that may be and the
+    param begins at a whole cache line of it, else a copy."""
+    if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
         return t
     return t.to(device, copy=True).contiguous()

@@ -190,6 +190,11 @@ class StoredParams:
     def open(cls, files: list[Path]) -> StoredParams:
         return cls(tuple(tensorfile.read_header(f) for f in files))
 
+    def apart(self) -> StoredParams:
+        """Return the same params on mappings of their own: what is written into a tensor of one is
+        not in those of the other."""
+        return StoredParams(self.headers)
+
     def check(self, program: Program) -> None:
         """Raise EngineError unless these are the program's params, each once, of its shape and
         dtype: compiled programs do not look at what they are given."""

@@ -46,7 +46,7 @@ from tests.oracle import (
 )
 from tests.recorder.networks import new_network
 from tests.runner import built_program, open_session
-from tests.test_ops import CASES, OF_CODES, sample, tensors
+from tests.test_ops import IN_NETWORKS, sample, tensors
 from tests.trt.running import Emitted, emit, prepared, recorded_session
 
 #: of rms, against the interpreter in bf16: one rounding is 2^-9, and every layer adds its own
@@ -364,7 +364,7 @@ def in_float32(s: Sample) -> Sample:
     return replace(s, attrs={k: "f32" if v == "f64" else v for k, v in s.attrs.items()})
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in OUTSIDE | OF_CODES], ids=str)
+@pytest.mark.parametrize("case", IN_NETWORKS, ids=str)
 def test_op(case: tuple[str, int]) -> None:
     """A graph of one op; caches are rings."""
     s = in_float32(sample(case))
