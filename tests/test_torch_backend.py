@@ -31,7 +31,7 @@ from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, graph_steps, state_steps
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.text import parse_graph, print_graph
@@ -732,6 +732,25 @@ def test_a_chunk_goes_to_its_slots_of_a_list(
     want = OPS["cache_write"].reference(cache, new, *where)
     _list_write(cache, new, *where)
     assert torch.equal(cache, want)
+
+
+def test_what_a_killed_compile_left_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's cache may hold an empty description of a program."""
+    made: list[str | None] = []
+
+    def package(program: Any, *, package_path: Any, inductor_configs: Any) -> None:
+        made.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        with ZipFile(package_path, "w") as archive:
+            archive.writestr("model/metadata.json", "" if len(made) == 1 else "{}")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
+    monkeypatch.setattr(compiler, "exported", lambda text, target: None)
+    compiler.compile_program("a segment", find_target("cpu", 1), tmp_path / "a.pt2")
+    with ZipFile(tmp_path / "a.pt2") as archive:
+        assert archive.read("model/metadata.json") == b"{}"
+    assert len(set(made)) == len(made) == 2
 
 
 def test_angles_are_no_product_of_the_library_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

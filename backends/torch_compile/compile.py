@@ -477,18 +477,35 @@ def _kernels_understood() -> Iterator[None]:
 
 def _compile(text: str, target: Target, path: Path) -> None:
     """Write a program's file, which ends with what it was made of."""
+    from torch._inductor.utils import fresh_cache
+
+    package = _packaged(text, target)
+    if not _is_whole(package):  # of a compile that was killed, a part lies in the compiler's cache
+        with fresh_cache():
+            package = _packaged(text, target)
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.comment = marker(text)
+    write_file(path, [package.getbuffer()])
+
+
+def _packaged(text: str, target: Target) -> io.BytesIO:
+    """Return a package in memory: where torch's own writer finds the disk full, it ends the
+    process."""
     import torch
 
-    # Written here: where torch's own writer finds the disk full, it ends the process.
     package = io.BytesIO()
     toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
     with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
             exported(text, target), package_path=package, inductor_configs=INDUCTOR
         )
-    with zipfile.ZipFile(package, "a") as archive:
-        archive.comment = marker(text)
-    write_file(path, [package.getbuffer()])
+    return package
+
+
+def _is_whole(package: io.BytesIO) -> bool:
+    """Whether no file in a package is empty that says something of the others."""
+    with zipfile.ZipFile(package) as archive:
+        return all(f.file_size for f in archive.infolist() if f.filename.endswith(".json"))
 
 
 def marker(text: str) -> bytes:

@@ -23,11 +23,13 @@ def called(k: Kernel) -> str:
 
 
 def cases() -> Iterator[Any]:
-    """All; in bf16 every other one unless --full is given."""
+    """All; in bf16 every other one unless --full is given, of weights in codes the others in
+    fp32."""
     for kernel in KERNELS:
         for i, sample in enumerate(kernel.samples):
             for dtype in DTYPES:
-                marks = pytest.mark.full if dtype == "bf16" and i % 2 else ()
+                spare = i % 2 if dtype == "bf16" else sample.coded and not i % 2
+                marks = pytest.mark.full if spare else ()
                 yield pytest.param(
                     kernel, sample, dtype, marks=marks, id=f"{called(kernel)}-{i}-{dtype}"
                 )

@@ -693,6 +693,7 @@ def test_dry_run_of_weights_in_codes() -> None:
     assert found["int4"]["notes"][0].startswith("36 weights in codes are made dense at build")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["baked", "streamed", "refit"])
 @pytest.mark.parametrize("quant", few(("int8", "int4", "fp8")))
 def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
