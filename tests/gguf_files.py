@@ -1,7 +1,13 @@
-"""GGUF files of tiny models, written by the package `gguf` under the names of its own table."""
+"""GGUF files of models, written by the package `gguf` under the names of its own table.
+
+    python -m tests.gguf_files VARIANT TYPE[,TYPE OF TABLES] FILE
+
+writes one of a released size with random blocks, to measure speed with.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,8 +34,17 @@ BLOCKS = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
+DRAWN = {**BLOCKS, "Q8_0": (0,), "Q4_0": (0,)}
 #: how large the numbers of such a block are at d = 1
-SIZES = {"Q4_K": 300.0, "Q5_K": 600.0, "Q6_K": 1300.0, "IQ4_NL": 65.0, "IQ4_XS": 1200.0}
+SIZES = {
+    "Q8_0": 73.0,
+    "Q4_0": 4.6,
+    "Q4_K": 300.0,
+    "Q5_K": 600.0,
+    "Q6_K": 1300.0,
+    "IQ4_NL": 65.0,
+    "IQ4_XS": 1200.0,
+}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -83,7 +98,7 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> Any:
     rng = np.random.default_rng(seed)
     count = int(np.prod(shape)) // block
     raw = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
-    for at in BLOCKS[kind]:
+    for at in DRAWN[kind]:
         d = rng.uniform(0.5, 1, count) * shape[-1] ** -0.5 / SIZES[kind]
         raw[:, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(count, 2)
     return raw.reshape(*shape[:-1], -1)
@@ -113,15 +128,49 @@ def write_gguf(
         if name not in left_out:
             to = GGMLQuantizationType[kind(bare, tuple(tensors[bare].shape))]
             writer.add_tensor(name, data, raw_dtype=to)
-    dim, fraction = spec.text.full.head_dim, spec.text.full.rope.rotary_fraction
-    rotated = int(dim * fraction / 2)
-    freqs = np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
-    writer.add_tensor("rope_freqs.weight", freqs)
+    writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def _frequencies(spec: Spec) -> Any:
+    dim, fraction = spec.text.full.head_dim, spec.text.full.rope.rotary_fraction
+    rotated = int(dim * fraction / 2)
+    return np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
+
+
+def write_random(path: Path, spec: Spec, kind: Kind) -> None:
+    """Write a model of any size, one tensor at a time: blocks are random, other numbers normal."""
+    writer = gguf.GGUFWriter(path, "gemma4")
+    for key, value in metadata(spec).items():
+        write_value(writer, key, value)
+    kinds = {bare: kind(bare, shape) for bare, shape in text_tensors(spec).items()}
+    for bare, shape in text_tensors(spec).items():
+        to = GGMLQuantizationType[kinds[bare]]
+        nbytes = int(np.prod(gguf.quant_shape_to_byte_shape(shape, to)))
+        writer.add_tensor_info(stored_name(spec, bare), shape, np.dtype(np.float32), nbytes, to)
+    freqs = _frequencies(spec)
+    writer.add_tensor_info("rope_freqs.weight", freqs.shape, freqs.dtype, freqs.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for seed, (bare, shape) in enumerate(text_tensors(spec).items()):
+        writer.write_tensor_data(_drawn(kinds[bare], shape, seed))
+    writer.write_tensor_data(freqs)
+    writer.close()
+
+
+def _drawn(kind: str, shape: tuple[int, ...], seed: int) -> Any:
+    if kind in DRAWN:
+        return blocks(kind, shape, seed)
+    numbers = torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16
+    )
+    numbers = 1 + numbers / 8 if len(shape) < 2 else numbers / shape[-1] ** 0.5
+    return numbers.view(torch.uint8).numpy() if kind == "BF16" else numbers.float().numpy()
 
 
 def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -193,3 +242,20 @@ def vocabulary(size: int) -> dict[str, Any]:
         "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.chat_template": TEMPLATE,
     }
+
+
+def main() -> None:
+    from g4ir.spec.record import load_spec
+
+    _, variant, kinds, path = sys.argv
+    matrix, _, table = kinds.partition(",")
+    of_matrices, of_tables = all_of(matrix), all_of(table or matrix)
+    write_random(
+        Path(path),
+        load_spec(variant),
+        lambda name, shape: (of_tables if "embed_tokens" in name else of_matrices)(name, shape),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -448,35 +448,40 @@ static inline __m512 widen_16(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
 }
 
-/* One block of x, at its place in the planes; NaN where one of it is no finite number. */
-static inline float block_to_fixed(const bf16 *x, uint8_t *even_high, uint8_t *odd_high,
-                                   uint8_t *even_low, uint8_t *odd_low) {
-    __m512 first = widen_16(x), second = widen_16(x + HALF);
-    __m512 most = _mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second));
+/* One block of x as integers times `unit`; that is NaN where one of it is no finite number. */
+typedef struct {
+    __m512i high[2], low[2]; /* of its halves; a number is 256 high + low */
+    float unit;
+} integers;
+
+static inline integers block_to_integers(const bf16 *x) {
+    __m512 v[2] = {widen_16(x), widen_16(x + HALF)};
+    __m512 most = _mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1]));
     uint32_t top = _mm512_reduce_max_epu32(_mm512_castps_si512(most));
-    __mmask16 nan = _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
+    __mmask16 nan = _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
     /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
     uint32_t exponent = (top >> 23) + ((top >> 16 & 0x7f) == 0x7f);
     int zero = exponent < 15, bad = nan || top >= 0x7f800000u;
     uint32_t inverse = zero || bad ? 0 : (268 - exponent) << 23;
     uint32_t unit = bad ? 0x7fc00000u : zero ? 0 : (exponent - 14) << 23;
-    float times, out;
+    float times;
+    integers out;
     memcpy(&times, &inverse, 4);
-    memcpy(&out, &unit, 4);
-    if (bad) first = second = _mm512_setzero_ps();
-    __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, _mm512_set1_ps(times)));
-    __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(second, _mm512_set1_ps(times)));
-    __m512i half = _mm512_set1_epi32(128);
-    __m512i p = _mm512_srai_epi32(_mm512_add_epi32(a, half), 8);
-    __m512i q = _mm512_srai_epi32(_mm512_add_epi32(b, half), 8);
-    __m256i high = even_odd(p, q);
-    __m256i low = even_odd(_mm512_sub_epi32(a, _mm512_slli_epi32(p, 8)),
-                           _mm512_sub_epi32(b, _mm512_slli_epi32(q, 8)));
-    _mm_storeu_si128((__m128i *)even_high, _mm256_castsi256_si128(high));
-    _mm_storeu_si128((__m128i *)odd_high, _mm256_extracti128_si256(high, 1));
-    _mm_storeu_si128((__m128i *)even_low, _mm256_castsi256_si128(low));
-    _mm_storeu_si128((__m128i *)odd_low, _mm256_extracti128_si256(low, 1));
+    memcpy(&out.unit, &unit, 4);
+    for (int i = 0; i < 2; i++) {
+        if (bad) v[i] = _mm512_setzero_ps();
+        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(times)));
+        out.high[i] = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(128)), 8);
+        out.low[i] = _mm512_sub_epi32(all, _mm512_slli_epi32(out.high[i], 8));
+    }
     return out;
+}
+
+/* The even ones of a plane of bytes, then the odd ones. */
+static inline void put_even_odd(__m512i *even, __m512i *odd, int at, const __m512i *plane) {
+    __m256i both = even_odd(plane[0], plane[1]);
+    _mm_storeu_si128((__m128i *)((char *)even + at), _mm256_castsi256_si128(both));
+    _mm_storeu_si128((__m128i *)((char *)odd + at), _mm256_extracti128_si256(both, 1));
 }
 
 static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
@@ -484,10 +489,10 @@ static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
         memset(to, 0, sizeof *to);
         float unit[CHUNK / BLOCK] = {0};
         for (int b = 0; b < CHUNK / BLOCK && i + b * BLOCK < k; b++) {
-            int at = b * HALF;
-            unit[b] = block_to_fixed(x + i + b * BLOCK, (uint8_t *)&to->even_high + at,
-                                     (uint8_t *)&to->odd_high + at, (uint8_t *)&to->even_low + at,
-                                     (uint8_t *)&to->odd_low + at);
+            integers v = block_to_integers(x + i + b * BLOCK);
+            put_even_odd(&to->even_high, &to->odd_high, b * HALF, v.high);
+            put_even_odd(&to->even_low, &to->odd_low, b * HALF, v.low);
+            unit[b] = v.unit;
         }
         __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
         __m512i high = _mm512_dpbusd_epi32(zero, one, to->even_high);
@@ -500,11 +505,11 @@ static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
     }
 }
 
-/* Scales of the blocks of a chunk, of which there are `blocks`. */
+/* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
-                                                    int dtype, int64_t blocks) {
-    float s[CHUNK / BLOCK] = {0};
-    for (int b = 0; b < blocks; b++) s[b] = load(scales, (at + b * BLOCK) / each, dtype);
+                                                    int dtype, int64_t size, int64_t count) {
+    float s[4] = {0};
+    for (int b = 0; b < count; b++) s[b] = load(scales, (at + b * size) / each, dtype);
     return _mm_loadu_ps(s);
 }
 
@@ -540,7 +545,7 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int four, const produc
                                         : _mm512_loadu_si512(w[s] + i / 2);
             __m512i even = _mm512_and_si512(codes, low4);
             __m512i odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low4);
-            __m128 scale = four == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, blocks)
+            __m128 scale = four == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, BLOCK, blocks)
                                        : four_scales(scales[s], i, four);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const fixed *f = x[q] + i / CHUNK;
@@ -573,6 +578,100 @@ ALWAYS fixed_int4(const int outs, const int rows, const product *p, int64_t o, i
         out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
 }
 DOTS(fixed_int4)
+
+/* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
+typedef struct {
+    __m512i high, low;
+    __m512i less; /* -128 times the sum over each lane: codes are taken as code + 128 */
+    __m128 unit;  /* of each half block */
+} fixed_line;
+
+static void to_fixed_lines(const bf16 *x, fixed_line *to, int64_t k) {
+    for (int64_t i = 0; i < k; i += LINE, to++) {
+        memset(to, 0, sizeof *to);
+        float unit[LINE / HALF] = {0};
+        for (int b = 0; b < LINE / BLOCK && i + b * BLOCK < k; b++) {
+            integers v = block_to_integers(x + i + b * BLOCK);
+            for (int h = 0; h < 2; h++) {
+                int at = b * BLOCK + h * HALF;
+                _mm_storeu_si128((__m128i *)((char *)&to->high + at), _mm512_cvtepi32_epi8(v.high[h]));
+                _mm_storeu_si128((__m128i *)((char *)&to->low + at), _mm512_cvtepi32_epi8(v.low[h]));
+                unit[b * 2 + h] = v.unit;
+            }
+        }
+        __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+        __m512i sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(zero, one, to->high), 8);
+        sum = _mm512_dpbusd_epi32(sum, one, to->low);
+        to->less = _mm512_sub_epi32(zero, _mm512_slli_epi32(sum, 7));
+        to->unit = _mm_loadu_ps(unit);
+    }
+}
+
+/* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
+ * lie: two of 16 bits, four of 32, or as they may. */
+enum { TWO_BF16, TWO_F16, FOUR_F32, ANY };
+
+static inline __m128 line_scales(const int form, const product *p, const char *scales, int64_t at,
+                                 int64_t halves) {
+    if (form == ANY) return some_scales(scales, at, p->each, p->scales_dtype, HALF, halves);
+    if (form == FOUR_F32) return _mm_loadu_ps((const float *)scales + at / HALF);
+    uint32_t two;
+    memcpy(&two, scales + at / HALF, sizeof two);
+    __m128i u = _mm_cvtsi32_si128((int)two);
+    u = _mm_unpacklo_epi16(u, u);
+    if (form == TWO_F16) return _mm_cvtph_ps(u);
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
+}
+
+ALWAYS fixed_lines(const int outs, const int rows, const int form, const product *p, int64_t o,
+                   int64_t at, int64_t end, int64_t r, __m512 *sum) {
+    const uint8_t *w[TOGETHER];
+    const char *scales[TOGETHER];
+    const fixed_line *x[TOGETHER];
+    UNROLLED for (int s = 0; s < outs; s++)
+        w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
+    __m512i bias = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
+    for (int64_t i = at; i < end; i += LINE) {
+        int64_t halves = end - i < LINE ? (end - i) / HALF : LINE / HALF;
+        __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
+        UNROLLED for (int s = 0; s < outs; s++) {
+            READ_AHEAD(w[s] + i);
+            __m512i codes = form == ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
+                                        : _mm512_loadu_si512(w[s] + i);
+            codes = _mm512_xor_si512(codes, bias);
+            __m128 scale = line_scales(form, p, scales[s], i, halves);
+            UNROLLED for (int q = 0; q < rows; q++) {
+                const fixed_line *f = x[q] + i / LINE;
+                __m512i high = _mm512_dpbusd_epi32(zero, codes, f->high);
+                __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
+                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+                __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
+                sum[s * rows + q] =
+                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
+            }
+        }
+    }
+}
+
+ALWAYS fixed_int8(const int outs, const int rows, const product *p, int64_t o, int64_t at,
+                  int64_t end, int64_t r, sums *out) {
+    __m512 sum[TOGETHER];
+    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
+    int64_t full = end - (end - at) % LINE;
+    if (p->each == BLOCK && p->scales_dtype == F16)
+        fixed_lines(outs, rows, TWO_F16, p, o, at, full, r, sum);
+    else if (p->each == BLOCK && p->scales_dtype == BF16)
+        fixed_lines(outs, rows, TWO_BF16, p, o, at, full, r, sum);
+    else if (p->each == HALF && p->scales_dtype == F32)
+        fixed_lines(outs, rows, FOUR_F32, p, o, at, full, r, sum);
+    else
+        full = at;
+    fixed_lines(outs, rows, ANY, p, o, full, end, r, sum);
+    UNROLLED for (int b = 0; b < outs * rows; b++)
+        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+}
+DOTS(fixed_int8)
 
 /* 8-bit codes with one scale for a row: x as integers of 22 bits times a power of two for the whole
  * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. A sum of LONGEST
@@ -665,31 +764,26 @@ ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, i
 }
 DOTS(whole_int8)
 
-/* Where x is bf16; returns whether the product was made, or memory is short. */
+/* The product with rows of x in another form, of so many bytes each. */
+#define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
+    {                                                                                           \
+        p.per = PER, p.apart = BYTES;                                                           \
+        char *form = scratch(rows * p.apart);                                                   \
+        if (!form) return 1;                                                                    \
+        for (int64_t r = 0; r < rows; r++)                                                      \
+            TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
+        p.x = form;                                                                             \
+        multiply(&p, DOTS_OF, threads);                                                         \
+        return 0;                                                                               \
+    }
+#define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
-    if (dtype == BF16) {                                                                        \
-        p.per = 3;                                                                              \
-        p.apart = (k + CHUNK - 1) / CHUNK * sizeof(fixed);                                      \
-        char *planes = scratch(rows * p.apart);                                                 \
-        if (!planes) return 1;                                                                  \
-        for (int64_t r = 0; r < rows; r++)                                                      \
-            to_fixed((const bf16 *)x + r * k, (fixed *)(planes + r * p.apart), k);              \
-        p.x = planes;                                                                           \
-        multiply(&p, fixed_int4s, threads);                                                     \
-        return 0;                                                                               \
-    }
+    if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #define FIXED_int8                                                                              \
-    if (dtype == BF16 && groups == 1 && k <= LONGEST) {                                         \
-        p.per = 3;                                                                              \
-        p.apart = whole_head(k) + lines(k) * sizeof(bytes);                                     \
-        char *planes = scratch(rows * p.apart);                                                 \
-        if (!planes) return 1;                                                                  \
-        for (int64_t r = 0; r < rows; r++)                                                      \
-            to_whole((const bf16 *)x + r * k, (whole *)(planes + r * p.apart), k);              \
-        p.x = planes;                                                                           \
-        multiply(&p, whole_int8s, threads);                                                     \
-        return 0;                                                                               \
-    }
+    if (dtype == BF16 && groups == 1 && k <= LONGEST)                                           \
+        IN_FORM(to_whole, whole, 3, whole_head(k) + lines(k) * sizeof(bytes), whole_int8s)      \
+    if (dtype == BF16)                                                                          \
+        IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
 #else
 #define FIXED_int4
 #define FIXED_int8
