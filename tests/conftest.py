@@ -101,6 +101,14 @@ def same_numbers() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Looking for dead objects passes over all that the modules before have imported and kept, which
+    else takes most of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_compiler_a_worker() -> Iterator[None]:
     """The test workers share the cores already, and a process to compile in takes seconds to

@@ -22,7 +22,7 @@ from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.errors import VerifyError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, infer
-from g4ir.ir.interpret import expansion, run_node
+from g4ir.ir.interpret import run_node
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, Sample
 from g4ir.ops.attention import slot_positions, visible
@@ -397,7 +397,7 @@ def test_every_fused_op_is_listed() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] in EXPANSIONS])
 def test_an_expansion_is_the_documented_composition(case: tuple[str, int]) -> None:
     n = node(case[0], sample(case).types(), sample(case).attrs)
-    nodes, results = expansion(n)
+    nodes, results = n.expanded
     assert [inner.op for inner in nodes] == EXPANSIONS[case[0]][case[1]]
     assert [v.type for v in results] == [v.type for v in n.outputs]
 

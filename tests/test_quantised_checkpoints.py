@@ -303,8 +303,8 @@ def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
         seen.append(logits(g4ir.load_engine(out), oracle))
         assert verify_engine(engine, against="hf", checkpoint=tmp_path / "c").ok
         assert verify_engine(engine, against="reference").ok
-        checkpoint = tmp_path / "c" if "backend" in way else None
-        assert verify_each_pass(engine, [*range(5, 17)], checkpoint=checkpoint).ok
+    # The last, of networks, does not know where its checkpoint is.
+    assert verify_each_pass(engine, [*range(5, 17)], checkpoint=tmp_path / "c").ok
     assert torch.equal(seen[0], seen[1])
     assert relative(seen[2], seen[0]).max().item() < oracle.budget
     prologue = (tmp_path / "e" / "prologue.g4ir").read_text()

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ir.interpret import expansion
 from g4ir.ops.base import as_tuple
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
@@ -77,7 +76,7 @@ class Network:
                 f"backends/primitives/lowerings.py"
             )
         if lower is None:
-            inner, results = expansion(n)
+            inner, results = n.expanded
             for m in inner:
                 self.node(m)
             made: Sequence[Operand] = [self.env[v.name] for v in results]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from g4ir.ir.graph import Node, Value
-from g4ir.ir.interpret import expansion
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
 from g4ir.ops.quant import dequantized
@@ -34,7 +33,7 @@ def run_node(run: Run, n: Node) -> None:
     elif n.definition.reference:
         results = as_tuple(n.definition.reference(*map(dense, tensors), **n.attrs))
     else:
-        nodes, values = expansion(n)
+        nodes, values = n.expanded
         for inner in nodes:
             run_node(run, inner)
         results = tuple(run.env[v.name] for v in values)

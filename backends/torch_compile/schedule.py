@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.ir.interpret import expansion
 
 from .kernels import KERNELS
 from .kernels.base import Choice, Schedule
@@ -47,7 +46,7 @@ def _choose_all(
         if choice:
             choices[n.outputs[0].name] = choice
         elif n.definition.expand:
-            _choose_all(g, expansion(n)[0], target, choices)
+            _choose_all(g, n.expanded[0], target, choices)
 
 
 def _choose(g: Graph, n: Node, target: Target) -> Choice | None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .graph import Graph, Node, Value
-from .interpret import expansion
 
 
 def inner_nodes(n: Node) -> list[Node]:
@@ -19,7 +18,7 @@ def inner_nodes(n: Node) -> list[Node]:
     node itself where it stays whole."""
     if n.definition.flops is not None:
         return [n]
-    nodes, results = expansion(n)
+    nodes, results = n.expanded
     own = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
 
     def named(values: Iterable[Value]) -> tuple[Value, ...]:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from g4ir.errors import VerifyError
 from g4ir.ops import OPS, Op
+from g4ir.ops.base import as_tuple
 from g4ir.ops.types import Type
 
 Attr = int | float | str | bool | tuple[int, ...] | tuple[bool, ...]
@@ -46,6 +47,24 @@ class Node:
     @property
     def definition(self) -> Op:
         return OPS[self.op]
+
+    @cached_property
+    def inferred(self) -> tuple[Type, ...]:
+        """Types of the results by the op's `infer`; VerifyError names the node. They follow from
+        the node alone, which many passes leave as it is."""
+        return infer(self.op, self.inputs, self.attrs, self.results())
+
+    def results(self) -> str:
+        """Return the names of the results, for a message."""
+        return ", ".join(map(str, self.outputs))
+
+    @cached_property
+    def expanded(self) -> tuple[tuple[Node, ...], tuple[Value, ...]]:
+        """A fused node in simpler ops, and the values that stand for its results."""
+        b = Builder(scope=f"{self.outputs[0].name}/")
+        assert self.definition.expand
+        results = as_tuple(self.definition.expand(b, *self.inputs, **self.attrs))
+        return tuple(b.nodes), results
 
     @property
     def out(self) -> Value:
@@ -146,6 +165,19 @@ class Graph:
                 table.setdefault(v.name, []).append(n)
         for v in self.results():
             table.setdefault(v.name, []).append(RESULT)
+        return table
+
+    @cached_property
+    def last_uses(self) -> dict[int, list[str]]:
+        """Node index -> values that die there, so that a long graph stays small in memory."""
+        keep = {v.name for v in (*self.results(), *self.state)}
+        last: dict[str, int] = {}
+        for i, n in enumerate(self.nodes):
+            last.update({v.name: i for v in (*n.inputs, *n.outputs)})
+        table: dict[int, list[str]] = {}
+        for name, i in last.items():
+            if name not in keep:
+                table.setdefault(i, []).append(name)
         return table
 
     def results(self) -> tuple[Value, ...]:
@@ -281,15 +313,9 @@ def verify(g: Graph) -> None:
         _define(g, known, v)
     for n in g.nodes:
         for v in n.inputs:
-            _use(g, known, v, f"input of {n.op}")
-        names = ", ".join(map(str, n.outputs))
-        types = infer(n.op, n.inputs, n.attrs, f"graph {g.name}: {names}")
-        declared = tuple(v.type for v in n.outputs)
-        if types != declared:
-            raise VerifyError(
-                f"graph {g.name}: {names} = {n.op}: declared {_list(declared)}, "
-                f"inferred {_list(types)}"
-            )
+            if known.get(v.name) is not v:
+                _use(g, known, v, f"input of {n.op}")
+        _check_types(g, n)
         for v in n.outputs:
             _define(g, known, v)
     for v in g.outputs:
@@ -303,6 +329,19 @@ def verify(g: Graph) -> None:
             raise VerifyError(
                 f"graph {g.name}: next of %{name} is {v.type}, the state {states[name].type}"
             )
+
+
+def _check_types(g: Graph, n: Node) -> None:
+    try:
+        types = n.inferred
+    except VerifyError as e:
+        raise VerifyError(f"graph {g.name}: {e}") from e
+    declared = tuple(v.type for v in n.outputs)
+    if types != declared:
+        raise VerifyError(
+            f"graph {g.name}: {n.results()} = {n.op}: declared {_list(declared)}, "
+            f"inferred {_list(types)}"
+        )
 
 
 def _list(types: Iterable[Type]) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ops.base import as_tuple
 from g4ir.ops.types import FLOATS, torch_dtype
 
-from .graph import Builder, Graph, Node, Value
+from .graph import Graph, Node, Value
 
 Tensors = Mapping[str, Any]
 
@@ -38,14 +38,13 @@ def interpret(
             if v.name not in given:
                 raise InputError(f"graph {g.name}: {kind} %{v.name} ({v.type}) was not given")
             env[v.name] = given[v.name]
-    last_use = _last_uses(g)
     for i, n in enumerate(g.nodes):
         results = run_node(n, [env[v.name] for v in n.inputs])
         for v, t in zip(n.outputs, results, strict=True):
             env[v.name] = t
             if watch:
                 watch(v, t)
-        for name in last_use.get(i, ()):
+        for name in g.last_uses.get(i, ()):
             env.pop(name, None)
     return (
         {v.name: env[v.name] for v in g.outputs},
@@ -59,20 +58,12 @@ def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
     env: dict[str, Any] = {}
-    nodes, results = expansion(n)
+    nodes, results = n.expanded
     env.update({v.name: t for v, t in zip(n.inputs, tensors, strict=True)})
     for inner in nodes:
         made = run_node(inner, [env[v.name] for v in inner.inputs])
         env.update({v.name: t for v, t in zip(inner.outputs, made, strict=True)})
     return tuple(env[v.name] for v in results)
-
-
-def expansion(n: Node) -> tuple[list[Node], tuple[Value, ...]]:
-    """Return a fused node in simpler ops, and the values that stand for its results."""
-    b = Builder(scope=f"{n.outputs[0].name}/")
-    assert n.definition.expand
-    results = as_tuple(n.definition.expand(b, *n.inputs, **n.attrs))
-    return b.nodes, results
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
@@ -86,21 +77,3 @@ def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[st
         kept = (t.dtype in FLOATS and dtype) or torch_dtype(t.dtype)
         out[v.name] = torch.zeros([int(d) for d in t.shape], dtype=kept)
     return out
-
-
-def _last_uses(g: Graph) -> dict[int, list[str]]:
-    """Node index -> values that die there, so that a long graph stays small in memory."""
-    keep = {v.name for v in g.results()} | {v.name for v in g.state}
-    last: dict[str, int] = {}
-    for i, n in enumerate(g.nodes):
-        last.update({v.name: i for v in _touched(n)})
-    table: dict[int, list[str]] = {}
-    for name, i in last.items():
-        if name not in keep:
-            table.setdefault(i, []).append(name)
-    return table
-
-
-def _touched(n: Node) -> Iterator[Value]:
-    yield from n.inputs
-    yield from n.outputs

@@ -16,6 +16,7 @@ from .samples import Try, kernel_called
 PARTS = kernel_called("skinny_linear_parts")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("split", [1, 3, 4])
 @pytest.mark.parametrize("sample", PARTS.samples, ids=lambda s: s.inputs[0])
