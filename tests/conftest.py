@@ -103,7 +103,7 @@ def same_numbers() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Looking for dead objects passes over all that the modules before have imported and kept, which
+    """Looking for dead objects passes over what the modules before have imported and kept, which
     else takes most of a second each time."""
     gc.collect()
     gc.freeze()

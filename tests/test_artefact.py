@@ -187,7 +187,7 @@ def manifest_of(path: Path, values: dict[str, Any]) -> Iterator[None]:
         file.write_bytes(before)
 
 
-@settings(max_examples=max(1000, settings.default.max_examples if settings.default else 0))
+@settings(max_examples=max(500, settings.default.max_examples if settings.default else 0))
 @given(data=st.data())
 def test_any_alteration_is_refused_or_changes_nothing(
     engine: Engine, answer: list[int], data: st.DataObject

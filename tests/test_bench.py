@@ -599,12 +599,15 @@ def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
     assert str(path) in refused("bench-compare", path, path)
 
 
-def test_reports_that_lack_or_change_something_are_refused(report: Report, tmp_path: Path) -> None:
-    """Every value taken away or replaced: refused exactly where the schema does not allow it."""
+def test_reports_that_lack_or_change_something_are_refused(
+    report: Report, tmp_path: Path, full: bool
+) -> None:
+    """Every value taken away or replaced, in the short run in two of the ways: refused exactly
+    where the schema does not allow it."""
     values, validator = written(report), jsonschema.Draft202012Validator(json_schema())
-    refusals = 0
-    for path in paths(values):
-        for value in ("gone", "text", [1], {"a": 1}, -1, None, True):
+    refusals, ways = 0, ["gone", "text", [1], {"a": 1}, -1, None, True]
+    for i, path in enumerate(paths(values)):
+        for value in ways if full else (ways[i % 7], ways[(i + 3) % 7]):
             bad = changed(values, path, value)
             if validator.is_valid(bad):
                 report_of(bad)
@@ -612,7 +615,7 @@ def test_reports_that_lack_or_change_something_are_refused(report: Report, tmp_p
             refusals += 1
             with pytest.raises(InputError):
                 report_of(bad)
-    assert refusals > 500
+    assert refusals > (500 if full else 150)
     with pytest.raises(InputError, match="runs: must have at least 1 items, has 0"):
         report_of(changed(values, ("runs",), []))
     bad = changed(values, ("runs", 0, "stats", "itl_ms", "p50", "value"), "gone")

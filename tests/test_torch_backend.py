@@ -38,6 +38,7 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.plan.limits import Limits
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.places import claimed
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from tests.configs import RANDOM, SMALL, spec_called
@@ -429,18 +430,40 @@ def test_damaged_cache_entry_is_compiled_again(
 def test_what_was_kept_first_counts(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another process compiles the same program at the same time."""
+    """As where another process, which keeps nobody out, compiles the same at the same time."""
+    first = tmp_path / "first" / f"{name(TEXT)}.pt2"
 
     def compiled(text: str, target: Target, path: Path) -> None:
-        if path.parent.name == "late":
-            compiler.compile_all([TEXT], target, tmp_path / "first", 1, no_progress)
-        path.write_text(path.parent.name)
+        first.parent.mkdir()
+        first.write_text("first")
+        compiler._keep(first)
+        path.write_text("late")
 
     monkeypatch.setattr(compiler, "compile_program", compiled)
     made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
-    for folder in ("late", "first"):
-        assert [p.name for p in (tmp_path / folder).iterdir()] == [made[TEXT]]
-        assert (tmp_path / folder / made[TEXT]).read_text() == "first"
+    assert [p.name for p in (tmp_path / "late").iterdir()] == [made[TEXT]] == [first.name]
+    assert (tmp_path / "late" / first.name).read_text() == "first"
+
+
+def test_processes_share_the_work(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process is at comes last, and then from the cache."""
+    done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
+    waiting = Thread(
+        target=compiler.compile_all,
+        args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress),
+    )
+    with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
+        assert alone and not again
+        waiting.start()
+        while len(done) < 1:
+            time.sleep(0.01)
+        (tmp_path / made[0]).write_text("theirs")
+        compiler._keep(tmp_path / made[0])
+        assert waiting.is_alive()
+    waiting.join()
+    assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
 
 
 def test_cache_that_cannot_be_written_is_no_error(

@@ -33,7 +33,14 @@ from typing import Any
 from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
-from g4ir.ui.places import cache_root, check_private, keep_inductor_private, private, state_root
+from g4ir.ui.places import (
+    cache_root,
+    check_private,
+    claimed,
+    keep_inductor_private,
+    private,
+    state_root,
+)
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
@@ -221,9 +228,7 @@ def _compile_missing(
 ) -> None:
     workers = min(jobs, len(texts))
     if workers == 1:
-        for i, t in enumerate(texts):
-            compile_program(t, target, out / files[t])
-            _keep(out / files[t])
+        for i, _ in enumerate(_shared(texts, files, target, out)):
             progress(f"compiled {i + 1}/{len(texts)}")
         return
     # The longest programs first, so that none is left alone at the end.
@@ -238,6 +243,27 @@ def _compile_missing(
         finally:
             started.kill()  # or the pool would wait for what nobody needs any more
             pool.shutdown(cancel_futures=True)
+
+
+def _shared(
+    texts: Sequence[str], files: dict[str, str], target: Target, out: Path
+) -> Iterator[str]:
+    """Compile one after the other, and yield what is there. A program that another process is at
+    comes last: two that compile the same share the work."""
+    todo, passed_over = deque(texts), 0
+    while todo:
+        text = todo.popleft()
+        name = files[text]
+        with claimed(name, wait=passed_over > len(todo)) as alone:
+            if not alone:
+                todo.append(text)
+                passed_over += 1
+                continue
+            if not _from_cache(name, out):
+                compile_program(text, target, out / name)
+                _keep(out / name)
+        passed_over = 0
+        yield text
 
 
 class _Workers:

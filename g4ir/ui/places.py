@@ -147,6 +147,28 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
     )
 
 
+@contextmanager
+def claimed(name: str, wait: bool) -> Iterator[bool]:
+    """A context that says whether no other process is in it under the same name, and then keeps
+    others out; `wait` for them instead. Where files cannot be locked nobody is kept out."""
+    try:
+        file = os.open(private(state_root() / "claims") / name, os.O_RDWR | os.O_CREAT, 0o600)
+    except (OSError, TrustError):
+        yield True
+        return
+    try:
+        alone = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            alone = False
+        except OSError:
+            pass
+        yield alone
+    finally:
+        os.close(file)
+
+
 def private(folder: Path) -> Path:
     """Return the folder; make what is missing of it and above it for this user alone, whatever the
     umask. TrustError where others could change what lies in it, OSError where it cannot be made."""
