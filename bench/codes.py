@@ -10,17 +10,14 @@ many bytes. --save writes bench/results/codes.txt.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import medians, save, seconds
+from common import load_kernels, medians, save, seconds
 
 from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.ops import OPS
 from g4ir.ui.table import aligned
 
@@ -83,9 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        compile_kernels(path := Path(folder) / "kernels.so")
-        pyops.load_kernels(path)
+    load_kernels()
     found = [["weight", "rows", "read GB/s", "bf16", *FORMS]]
     for n, k in SIZES:
         held = weights(n, k)

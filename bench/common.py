@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.bench.measure import interleave
 from g4ir.bench.stats import median
 from g4ir.bench.system import environment
@@ -27,6 +30,13 @@ def medians(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
     """Return each run's median seconds over A-B-A-B rounds: every round calls every run once."""
     _, times = interleave(rounds, lambda: None, runs)
     return {name: median(values) for name, values in times.items()}
+
+
+def load_kernels() -> None:
+    """Compile the CPU kernels of this checkout, and load them."""
+    with tempfile.TemporaryDirectory() as folder:
+        compile_kernels(path := Path(folder) / "kernels.so")
+        pyops.load_kernels(path)
 
 
 def save(name: str, text: str, device: str = "cpu") -> None:

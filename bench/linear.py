@@ -10,16 +10,13 @@ writes bench/results/linear.txt.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from common import medians, save, seconds
+from common import load_kernels, medians, save, seconds
 
 from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.bench.roof import Meter
 from g4ir.ui.table import aligned
 
@@ -54,9 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        compile_kernels(path := Path(folder) / "kernels.so")
-        pyops.load_kernels(path)
+    load_kernels()
     read = Meter("cpu", torch.float32).measure().read
     rows = [row(d, *size, r, args.rounds, read) for d in DTYPES for size in SIZES for r in ROWS]
     text = f"read {read / 1e9:.1f} GB/s\n{aligned([HEAD, *rows], indent=0)}"

@@ -1,5 +1,6 @@
-/* Products of a weight [n, k] with a few rows. Every part of the weight is read from memory once, by
- * one thread; for one row that is as fast as memory delivers it. Sums are fp32. */
+/* Products of a weight [n, k] with a few rows. Every part of the weight is read from memory once for
+ * every four rows, by one thread; for one row that is about as fast as memory delivers it. Sums are
+ * fp32. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -144,17 +145,8 @@ static void multiply(const product *given, const dot *dots, int threads) {
     }
 }
 
-/* Memory of this thread for x in the form in which a product takes it; NULL where there is none. */
-static void *scratch(size_t size) {
-    static _Thread_local void *held;
-    static _Thread_local size_t room;
-    if (size > room) {
-        free(held);
-        held = aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE);
-        room = held ? size : 0;
-    }
-    return held;
-}
+/* Memory for x in the form in which a product takes it; NULL where there is none. */
+static void *scratch(size_t size) { return aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE); }
 
 /* ---- weights in floating point ---- */
 
@@ -448,6 +440,18 @@ static inline __m512 widen_16(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
 }
 
+/* What takes numbers of an exponent to integers of `bits` bits, and the unit of these: NaN where one
+ * is no finite number, 0 where all are too small. */
+static inline float scaled_to(int bits, uint32_t exponent, int bad, float *unit) {
+    int zero = (int)exponent < bits;
+    uint32_t inverse = zero || bad ? 0 : (253 + bits - exponent) << 23;
+    uint32_t u = bad ? 0x7fc00000u : zero ? 0 : (exponent - bits + 1) << 23;
+    float times;
+    memcpy(&times, &inverse, 4);
+    memcpy(unit, &u, 4);
+    return times;
+}
+
 /* One block of x as integers times `unit`; that is NaN where one of it is no finite number. */
 typedef struct {
     __m512i high[2], low[2]; /* of its halves; a number is 256 high + low */
@@ -461,13 +465,9 @@ static inline integers block_to_integers(const bf16 *x) {
     __mmask16 nan = _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
     /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
     uint32_t exponent = (top >> 23) + ((top >> 16 & 0x7f) == 0x7f);
-    int zero = exponent < 15, bad = nan || top >= 0x7f800000u;
-    uint32_t inverse = zero || bad ? 0 : (268 - exponent) << 23;
-    uint32_t unit = bad ? 0x7fc00000u : zero ? 0 : (exponent - 14) << 23;
-    float times;
+    int bad = nan || top >= 0x7f800000u;
     integers out;
-    memcpy(&times, &inverse, 4);
-    memcpy(&out.unit, &unit, 4);
+    float times = scaled_to(15, exponent, bad, &out.unit);
     for (int i = 0; i < 2; i++) {
         if (bad) v[i] = _mm512_setzero_ps();
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(times)));
@@ -562,6 +562,11 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int four, const produc
     }
 }
 
+ALWAYS add_lanes(const int outs, const int rows, const __m512 *sum, sums *out) {
+    UNROLLED for (int b = 0; b < outs * rows; b++)
+        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+}
+
 ALWAYS fixed_int4(const int outs, const int rows, const product *p, int64_t o, int64_t at,
                   int64_t end, int64_t r, sums *out) {
     __m512 sum[TOGETHER];
@@ -574,8 +579,7 @@ ALWAYS fixed_int4(const int outs, const int rows, const product *p, int64_t o, i
     else
         full = at;
     fixed_chunks(outs, rows, F32, p, o, full, end, r, sum);
-    UNROLLED for (int b = 0; b < outs * rows; b++)
-        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+    add_lanes(outs, rows, sum, out);
 }
 DOTS(fixed_int4)
 
@@ -668,15 +672,13 @@ ALWAYS fixed_int8(const int outs, const int rows, const product *p, int64_t o, i
     else
         full = at;
     fixed_lines(outs, rows, ANY, p, o, full, end, r, sum);
-    UNROLLED for (int b = 0; b < outs * rows; b++)
-        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+    add_lanes(outs, rows, sum, out);
 }
 DOTS(fixed_int8)
 
 /* 8-bit codes with one scale for a row: x as integers of 22 bits times a power of two for the whole
- * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. A sum of LONGEST
- * products stays below 2^31. */
-#define LONGEST (1 << 20)
+ * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. Sums over the part
+ * of a row that is near, NEAR / 3 + CHUNK numbers at most, stay below 2^31. */
 
 typedef struct {
     __m512i high, middle, low;
@@ -705,14 +707,9 @@ static inline __m128i low_bytes(__m512i *v) {
 static void to_whole(const bf16 *x, whole *to, int64_t k) {
     uint16_t most = 0;
     for (int64_t i = 0; i < k; i++) most = (x[i] & 0x7fff) > most ? x[i] & 0x7fff : most;
-    uint32_t exponent = most >> 7;
-    int zero = exponent < 22, bad = exponent == 0xff;
-    uint32_t inverse = zero || bad ? 0 : (275 - exponent) << 23;
-    uint32_t unit = bad ? 0x7fc00000u : zero ? 0 : (exponent - 21) << 23;
-    float times, out;
-    memcpy(&times, &inverse, 4);
-    memcpy(&out, &unit, 4);
-    to->unit = out;
+    int bad = most >> 7 == 0xff;
+    float unit, times = scaled_to(22, most >> 7, bad, &unit);
+    to->unit = unit;
     to->at = (bytes *)((char *)to + whole_head(k));
     memset(to->at, 0, lines(k) * sizeof(bytes));
     double sum = 0;
@@ -774,13 +771,14 @@ DOTS(whole_int8)
             TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
         p.x = form;                                                                             \
         multiply(&p, DOTS_OF, threads);                                                         \
+        free(form);                                                                             \
         return 0;                                                                               \
     }
 #define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #define FIXED_int8                                                                              \
-    if (dtype == BF16 && groups == 1 && k <= LONGEST)                                           \
+    if (dtype == BF16 && groups == 1)                                                           \
         IN_FORM(to_whole, whole, 3, whole_head(k) + lines(k) * sizeof(bytes), whole_int8s)      \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
@@ -809,6 +807,7 @@ DOTS(whole_int8)
         }                                                                                       \
         p.x = wide;                                                                             \
         multiply(&p, groups == 1 ? rowwise_##NAME##s : coded_##NAME##s, threads);               \
+        free(wide);                                                                             \
         return 0;                                                                               \
     }
 

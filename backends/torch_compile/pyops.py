@@ -68,7 +68,7 @@ class CodedKernel:
     """Functions of kernels.c on codes: the product with a few rows, and the weight's rows."""
 
     product: Callable[..., int]
-    decode: Callable[..., int]
+    decode: Callable[..., None]
 
 
 _kernels: dict[torch.dtype, Kernel] = {}
@@ -87,7 +87,7 @@ def load_kernels(path: Path) -> None:
     _kernels[torch.bfloat16] = Kernel(_typed(library.g4ir_linear_bf16, "pppsss"), most, rows)
     _kernels[torch.float32] = Kernel(_typed(library.g4ir_linear_f32, "pppsss"), ROWS, torch.float32)
     for dtype, name in CODED.items():
-        product = _typed(library[f"g4ir_coded_{name}"], "ppippissss")
+        product = _typed(library[f"g4ir_coded_{name}"], "ppippissss", ctypes.c_int)
         _coded[dtype] = CodedKernel(product, _typed(library[f"g4ir_decode_{name}"], "ppipisss"))
 
 
@@ -95,8 +95,9 @@ def load_kernels(path: Path) -> None:
 _TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
 
 
-def _typed(kernel: Any, arguments: str) -> Callable[..., Any]:
-    """Declare the arguments of a function, before the number of threads."""
+def _typed(kernel: Any, arguments: str, result: Any = None) -> Callable[..., Any]:
+    """Declare the arguments of a function, before the number of threads, and its result."""
+    kernel.restype = result
     kernel.argtypes = [_TYPES[a] for a in arguments + "i"]
     typed: Callable[..., Any] = kernel
     return typed
@@ -117,7 +118,8 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
-    are multiplied with the exact products, more with w rounded to x's dtype."""
+    are multiplied with the exact weight (those in bf16 as integers, where the CPU has instructions
+    for these: see kernels.c), more with w rounded to x's dtype."""
     (n, groups), k = scales.shape, x.shape[-1]
     rows = x.numel() // k
     if not (0 < rows <= CODED_ROWS and _has_kernel(x.dtype, codes, scales, k)):

@@ -105,7 +105,8 @@ class TorchRuntime:
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
     ) -> dict[str, torch.Tensor]:
-        """Load each param once, tensor by tensor, so that no more than one is held twice."""
+        """Load each param once, tensor by tensor, so that no more than one is held twice: on a CPU
+        those of the engine's own files are mapped."""
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -114,8 +115,9 @@ class TorchRuntime:
             for name in s.params
         )
         loaded: dict[str, torch.Tensor] = {}
-        mapped = isinstance(params, StoredParams) and self.device == "cpu"
-        source = params.apart() if isinstance(params, StoredParams) and mapped else params
+        on_cpu = self.device == "cpu"
+        source = params.apart() if isinstance(params, StoredParams) and on_cpu else params
+        mapped = source is not params
         for i, name in enumerate(names):
             loaded[name] = _placed(source.tensor(name), self.device, mapped)
             if not mapped:

@@ -74,22 +74,29 @@ def find_quality(
     source = _source(engine, checkpoint)
     if source is None:
         return Quality(reason="give --checkpoint DIR, the weights that it was made of")
+    try:
+        if reason := _why_not(engine, source, taken):
+            return Quality(reason=reason)
+        progress(f"{len(ids)} tokens through the weights as they were")
+        peer = EnginePeer(plain_engine(engine, MadeParams(plain_packing(engine), source)))
+        return measured(got, peer.logits(ids, turns, every), ids, where)
+    finally:
+        if checkpoint is not None:
+            source.close()
+
+
+def _why_not(engine: Engine, source: WeightSource, taken: int) -> str | None:
+    """Return why the weights as they were cannot be run; None where they can."""
     if source.forms:
-        return Quality(reason="the checkpoint holds codes, and not what they were made of")
-    packing = plain_packing(engine)
-    need = sum(v.type.nbytes() for v in packing.program.params().values())
-    free = device_memory(engine.device) - taken
-    if need > free:
-        return Quality(
-            reason=f"the weights as they were take {size_text(need)} beside what is loaded, and "
-            f"{size_text(max(free, 0))} are free"
-        )
-    progress(f"{len(ids)} tokens through the weights as they were")
-    peer = EnginePeer(plain_engine(engine, MadeParams(packing, source)))
-    want = peer.logits(ids, turns, every)
-    if checkpoint is not None:
-        source.close()
-    return measured(got, want, ids, where)
+        return "the checkpoint holds codes, and not what they were made of"
+    params = plain_packing(engine).program.params().values()
+    need, free = sum(v.type.nbytes() for v in params), device_memory(engine.device) - taken
+    if need <= free:
+        return None
+    return (
+        f"the weights as they were take {size_text(need)} beside what is loaded, and "
+        f"{size_text(max(free, 0))} are free"
+    )
 
 
 def _source(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:

@@ -52,9 +52,9 @@ class Node:
     def inferred(self) -> tuple[Type, ...]:
         """Types of the results by the op's `infer`; VerifyError names the node. They follow from
         the node alone, which many passes leave as it is."""
-        return infer(self.op, self.inputs, self.attrs, self.results())
+        return infer(self.op, self.inputs, self.attrs, self.result_names())
 
-    def results(self) -> str:
+    def result_names(self) -> str:
         """Return the names of the results, for a message."""
         return ", ".join(map(str, self.outputs))
 
@@ -339,7 +339,7 @@ def _check_types(g: Graph, n: Node) -> None:
     declared = tuple(v.type for v in n.outputs)
     if types != declared:
         raise VerifyError(
-            f"graph {g.name}: {n.results()} = {n.op}: declared {_list(declared)}, "
+            f"graph {g.name}: {n.result_names()} = {n.op}: declared {_list(declared)}, "
             f"inferred {_list(types)}"
         )
 

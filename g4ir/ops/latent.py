@@ -164,6 +164,27 @@ def _split(form: str, held: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, 
     return (*held[:parts], *rows), () if block_ids is None else (block_ids,)
 
 
+#: of the samples below: q, places, ends and a norm's weight; attrs; rows that are held and new
+_QUERY = ("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]")
+_VALUE: dict[str, Any] = {
+    "form": "value",
+    "window": 4,
+    "scale": 1.0,
+    "softcap": 0.0,
+    "kind": "proportional",
+    "theta": 1e4,
+    "fraction": 0.5,
+    "factor": 1.0,
+    "dtype": "f32",
+}
+_RAW = {**_VALUE, "form": "raw", "kind": "default", "fraction": 1.0, "factor": 2.0}
+_ROWS = {
+    "value": ("f32[7,2,2,12]", "f32[2,5,2,12]"),
+    "raw": ("f32[7,2,2,8]", "f32[7,2,2,1]", "f32[2,5,2,8]", "f32[2,5,2,1]"),
+}
+_AT = {1: (9, 14), 2: (9, 10)}
+
+
 @op
 class attention_latent:
     """`attention` over K and V that are made again from rows in one of two forms
@@ -273,145 +294,25 @@ class attention_latent:
         return attention_workspace(ins[0], ins[4:], len(PARTS[form]), softcap, raw)
 
     samples = [
-        Sample(
-            ("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]", "f32[7,2,2,12]", "f32[2,5,2,12]"),
-            {
-                "form": "value",
-                "window": 4,
-                "scale": 1.0,
-                "softcap": 0.0,
-                "kind": "proportional",
-                "theta": 1e4,
-                "fraction": 0.5,
-                "factor": 1.0,
-                "dtype": "f32",
-            },
-            {1: (9, 14), 2: (9, 10)},
-        ),
-        Sample(
-            (
-                "f32[2,5,4,8]",
-                "i64[2,5]",
-                "i64[2]",
-                "f32[8]",
-                "f32[7,2,2,8]",
-                "f32[7,2,2,1]",
-                "f32[2,5,2,8]",
-                "f32[2,5,2,1]",
-            ),
-            {
-                "form": "raw",
-                "window": 4,
-                "scale": 1.0,
-                "softcap": 0.0,
-                "kind": "default",
-                "theta": 1e4,
-                "fraction": 1.0,
-                "factor": 2.0,
-                "dtype": "f32",
-            },
-            {1: (9, 14), 2: (9, 10)},
-        ),
-        Sample(
-            (
-                "f32[2,5,4,8]",
-                "i64[2,5]",
-                "i64[2]",
-                "f32[8]",
-                "f32[7,2,2,12]",
-                "f32[2,5,2,12]",
-                "i64[2,5]",
-            ),
-            {
-                "form": "value",
-                "window": 4,
-                "scale": 1.0,
-                "softcap": 0.0,
-                "kind": "proportional",
-                "theta": 1e4,
-                "fraction": 0.5,
-                "factor": 1.0,
-                "dtype": "f32",
-            },
-            {1: (9, 14), 2: (9, 10), 6: (-1, 2)},
-        ),
-        Sample(
-            (
-                "f32[2,5,4,8]",
-                "i64[2,5]",
-                "i64[2]",
-                "f32[8]",
-                "f32[7,2,2,8]",
-                "f32[7,2,2,1]",
-                "f32[2,5,2,8]",
-                "f32[2,5,2,1]",
-                "i64[2,5]",
-            ),
-            {
-                "form": "raw",
-                "window": 4,
-                "scale": 1.0,
-                "softcap": 0.0,
-                "kind": "default",
-                "theta": 1e4,
-                "fraction": 1.0,
-                "factor": 2.0,
-                "dtype": "f32",
-            },
-            {1: (9, 14), 2: (9, 10), 8: (-1, 2)},
-        ),
+        Sample((*_QUERY, *_ROWS["value"]), _VALUE, _AT),
+        Sample((*_QUERY, *_ROWS["raw"]), _RAW, _AT),
+        Sample((*_QUERY, *_ROWS["value"], "i64[2,5]"), _VALUE, _AT | {6: (-1, 2)}),
+        Sample((*_QUERY, *_ROWS["raw"], "i64[2,5]"), _RAW, _AT | {8: (-1, 2)}),
         Sample(
             ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
-            {
-                "form": "value",
-                "window": 0,
-                "scale": 1.0,
-                "softcap": 20.0,
-                "kind": "proportional",
-                "theta": 1e6,
-                "fraction": 0.25,
-                "factor": 1.0,
-                "dtype": "f32",
-            },
+            {**_VALUE, "window": 0, "softcap": 20.0, "theta": 1e6, "fraction": 0.25},
             {1: (6, 7), 2: (7, 8)},
         ),
         Sample(
             ("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8]", "f32[8,1,2,8]", "f32[8,1,2,1]"),
-            {
-                "form": "raw",
-                "window": 8,
-                "scale": 1.0,
-                "softcap": 0.0,
-                "kind": "proportional",
-                "theta": 1e6,
-                "fraction": 0.5,
-                "factor": 1.0,
-                "dtype": "f32",
-            },
+            {**_VALUE, "form": "raw", "window": 8, "theta": 1e6},
             {1: (29, 30), 2: (30, 31)},
         ),
         *(
             Sample(
-                (
-                    "f32[2,5,4,8]",
-                    "i64[2,5]",
-                    "i64[2]",
-                    "f32[8]",
-                    f"{held}[7,2,2,{width}]",
-                    f"{held}[2,5,2,{width}]",
-                ),
-                {
-                    "form": "value",
-                    "window": 4,
-                    "scale": 1.0,
-                    "softcap": 0.0,
-                    "kind": "proportional",
-                    "theta": 1e4,
-                    "fraction": 0.5,
-                    "factor": 1.0,
-                    "dtype": "f32",
-                },
-                {1: (9, 14), 2: (9, 10), 4: (1, 64), 5: (1, 64)},
+                (*_QUERY, f"{held}[7,2,2,{width}]", f"{held}[2,5,2,{width}]"),
+                _VALUE,
+                _AT | {4: (1, 64), 5: (1, 64)},
             )
             for held, width in (("f8e4m3", 12), ("i8", 14))
         ),

@@ -31,6 +31,19 @@ def _held_as(b: Any, cache: Any, row: Any) -> Any:
     return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
 
 
+#: of the samples below: norms' weights, rope tables, starts and lengths; attrs
+_OTHERS = ("f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]")
+_PLAIN: dict[str, Any] = {
+    "heads": 4,
+    "kv_heads": 2,
+    "values": True,
+    "form": "plain",
+    "pairs": 0,
+    "eps": 1e-6,
+}
+_AT = {5: (3, 9), 6: (0, 2)}
+
+
 @op
 class qkv_write:
     """Q normed and rotated, and the caches after one more token, from one packed projection
@@ -124,81 +137,24 @@ class qkv_write:
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = [
+        Sample(("f32[2,1,64]", *_OTHERS, *["f32[4,2,2,8]"] * 2), _PLAIN, _AT),
         Sample(
-            (
-                "f32[2,1,64]",
-                "f32[8]",
-                "f32[8]",
-                "f32[2,1,8]",
-                "f32[2,1,8]",
-                "i64[2]",
-                "i64[2]",
-                "f32[4,2,2,8]",
-                "f32[4,2,2,8]",
-            ),
-            {"heads": 4, "kv_heads": 2, "values": True, "form": "plain", "pairs": 0, "eps": 1e-6},
-            {5: (3, 9), 6: (0, 2)},
+            ("f32[2,1,40]", *_OTHERS, *["f32[9,2,1,8]"] * 2),
+            {**_PLAIN, "kv_heads": 1, "values": False},
+            _AT,
         ),
         Sample(
-            (
-                "f32[2,1,40]",
-                "f32[8]",
-                "f32[8]",
-                "f32[2,1,8]",
-                "f32[2,1,8]",
-                "i64[2]",
-                "i64[2]",
-                "f32[9,2,1,8]",
-                "f32[9,2,1,8]",
-            ),
-            {"heads": 4, "kv_heads": 1, "values": False, "form": "plain", "pairs": 0, "eps": 1e-6},
-            {5: (3, 9), 6: (0, 2)},
+            ("f32[2,1,48]", *_OTHERS, "f32[9,2,2,12]"),
+            {**_PLAIN, "values": False, "form": "value", "pairs": 2},
+            _AT,
         ),
         Sample(
-            (
-                "f32[2,1,48]",
-                "f32[8]",
-                "f32[8]",
-                "f32[2,1,8]",
-                "f32[2,1,8]",
-                "i64[2]",
-                "i64[2]",
-                "f32[9,2,2,12]",
-            ),
-            {"heads": 4, "kv_heads": 2, "values": False, "form": "value", "pairs": 2, "eps": 1e-6},
-            {5: (3, 9), 6: (0, 2)},
-        ),
-        Sample(
-            (
-                "f32[2,1,48]",
-                "f32[8]",
-                "f32[8]",
-                "f32[2,1,8]",
-                "f32[2,1,8]",
-                "i64[2]",
-                "i64[2]",
-                "f32[9,2,2,8]",
-                "f32[9,2,2,1]",
-            ),
-            {"heads": 4, "kv_heads": 2, "values": False, "form": "raw", "pairs": 0, "eps": 1e-6},
-            {5: (3, 9), 6: (0, 2)},
+            ("f32[2,1,48]", *_OTHERS, "f32[9,2,2,8]", "f32[9,2,2,1]"),
+            {**_PLAIN, "values": False, "form": "raw"},
+            _AT,
         ),
         *(
-            Sample(
-                (
-                    "f32[2,1,64]",
-                    "f32[8]",
-                    "f32[8]",
-                    "f32[2,1,8]",
-                    "f32[2,1,8]",
-                    "i64[2]",
-                    "i64[2]",
-                    *[f"{held}[4,2,2,{width}]"] * 2,
-                ),
-                {"form": "plain", "values": True, "heads": 4, "kv_heads": 2, "pairs": 0}
-                | {"eps": 1e-6},
-                {5: (3, 9), 6: (0, 2)},
-            )
+            Sample(("f32[2,1,64]", *_OTHERS, *[f"{held}[4,2,2,{width}]"] * 2), _PLAIN, _AT)
             for held, width in (("f8e4m3", 8), ("i8", 10))
         ),
     ]

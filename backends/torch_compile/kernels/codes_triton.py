@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.quant import FORM_OF, FORMS, dequantized
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.quant import FORMS, dequantized
+
+from ..pyops import CODED
 
 Tensor = torch.Tensor
-_FORMS = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
 
 
 @triton.jit
@@ -172,7 +172,9 @@ def row_sums(
 
 @triton.jit
 def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP):
-    """[R, BLOCK_K] of a weight from column `at`, zero behind its end: as it is stored, or fp32.
+    """[R, BLOCK_K] of a weight from column `at`: as it is stored, or fp32. Behind its end it is zero,
+    and int4 with one scale for a row is not: there x has to be.
+
     w, scales: pointers to rows, of `rows_of` and `scales_of`; a row's own scale is not applied.
     exponent: of `bits_of_16`."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
@@ -216,14 +218,14 @@ def form_of(w: Tensor, scales: Tensor | None, prefix: str = "") -> dict[str, Any
         return {f"{prefix}FORM": "", f"{prefix}GROUP": 0}
     groups = scales.shape[-1]
     return {
-        f"{prefix}FORM": _FORMS[w.dtype],
+        f"{prefix}FORM": CODED[w.dtype],
         f"{prefix}GROUP": columns(w) // groups if groups > 1 else 0,
     }
 
 
 def columns(w: Tensor) -> int:
     """Count the numbers of a row of a weight, or of its codes."""
-    return w.shape[-1] * FORMS[_FORMS[w.dtype]].packed if w.dtype in _FORMS else w.shape[-1]
+    return w.shape[-1] * FORMS[CODED[w.dtype]].packed if w.dtype in CODED else w.shape[-1]
 
 
 def dense(w: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
