@@ -172,8 +172,8 @@ def row_sums(
 
 @triton.jit
 def weight_tile(w, scales, live, at, exponent, K, BLOCK_K, R, FORM, GROUP):
-    """[R, BLOCK_K] of a weight from column `at`: as it is stored, or fp32. Behind its end it is zero,
-    and int4 with one scale for a row is not: there x has to be.
+    """[R, BLOCK_K] of a weight from column `at`: as it is stored, or fp32. Behind its end it is
+    zero, and int4 with one scale for a row is not: there x has to be.
 
     w, scales: pointers to rows, of `rows_of` and `scales_of`; a row's own scale is not applied.
     exponent: of `bits_of_16`."""
