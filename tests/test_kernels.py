@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops, scratch
+from g4ir.backends.torch_compile.target import cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.quant import dequantized
@@ -222,6 +224,29 @@ def test_with_bf16_instructions(tmp_path: Path) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
     library = _library(tmp_path / "native.so", "-mavx512f", "-mavx512bf16")
     assert ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value == 0
+
+
+@pytest.fixture(scope="module", params=[(), ("avx512f", "avx512bw")], ids=["plain C", "AVX-512"])
+def other_cpu(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[None]:
+    """Kernels as CPUs without integer products run them."""
+    if not {*request.param} <= {*cpu_flags()}:
+        pytest.skip(f"this CPU has no {request.param[0]}")
+    path = tmp_path_factory.mktemp("kernels") / "other.so"
+    _library(path, *(f"-m{flag}" for flag in request.param))
+    with pytest.MonkeyPatch.context() as patch:
+        for table in ("_kernels", "_coded"):
+            patch.setattr(pyops, table, {})
+        pyops.load_kernels(path)
+        yield
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
+def test_codes_on_other_cpus(
+    other_cpu: None, dtype: torch.dtype, form: str, group: int, scale: str
+) -> None:
+    test_groups_and_outliers(dtype, form, group, scale, 37, 704)
+    test_decoded_codes_are_the_definition(dtype, form)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
