@@ -103,8 +103,8 @@ def same_numbers() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Looking for dead objects passes over all that the modules before have imported and kept, which
-    else takes most of a second each time."""
+    """Looking for dead objects passes over all that the modules before have imported and kept,
+    which else takes most of a second each time."""
     gc.collect()
     gc.freeze()
 

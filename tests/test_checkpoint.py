@@ -315,14 +315,11 @@ def write_holes(directory: Path, spec: Spec) -> None:
         file.truncate(8 + len(raw) + at)
 
 
-def test_files_location_and_digest(tmp_path: Path, dense: Spec) -> None:
+def test_files_and_digest(tmp_path: Path, dense: Spec) -> None:
     path = save(tmp_path / "c", dense)
     opened = Checkpoint.open(path, dense)
     ((file, size),) = opened.files
     assert (file, size) == (path / "model.safetensors", file.stat().st_size)
-    where, entry = opened.location("norm.weight")
-    data = where.read_bytes()[entry.start : entry.end]
-    assert data == source(dense).tensor("norm.weight").view(torch.uint8).numpy().tobytes()
     digest = opened.sha256(file)
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     assert sha256(file) != digest
