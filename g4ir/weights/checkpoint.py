@@ -1,7 +1,7 @@
 """Opens Hugging Face checkpoints: names, shapes and dtypes are checked against the spec.
 
 Everything is checked before any tensor data is read; a tensor is then a view of the mapped
-file, so that peak memory follows what is in use. Only safetensors are read, never pickles.
+file, so that peak memory follows what is in use. Only safetensors are read here, never pickles.
 """
 
 from __future__ import annotations
