@@ -25,10 +25,12 @@ from .match import Left, Note, ignore, maker
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
 
-FORMS = ("off", *PARTS)
+#: the form in which K and V are cached
+PLAIN = "off"
+FORMS = (PLAIN, *PARTS)
 
 
-def latent_kv(g: Graph, note: Note = ignore, form: str = "off") -> Graph:
+def latent_kv(g: Graph, note: Note = ignore, form: str = PLAIN) -> Graph:
     """Make one cache for each layer where K = V. InputError where the form is not in FORMS."""
     if form not in FORMS:
         raise InputError(f"latent_kv: form {form!r}: expected one of {', '.join(FORMS)}")
@@ -197,7 +199,7 @@ def _check_readers(g: Graph, m: _Match) -> None:
 
 
 def _check_form(m: _Match, form: str) -> None:
-    if form == "off":
+    if form == PLAIN:
         raise Left("the form `off` keeps K and V")
     if form == "value" and 2 * m.rotated == m.dim:
         raise Left("every dim of K is rotated, so that V says nothing of them")
@@ -217,9 +219,9 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
 # --- what it must leave to nobody --------------------------------------------------------------
 
 
-def left(g: Graph, n: Node, form: str = "off") -> bool:
+def left(g: Graph, n: Node, form: str = PLAIN) -> bool:
     """Whether a node caches V of a K = V projection that one cache of this form could hold."""
-    v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != "off" else None
+    v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != PLAIN else None
     if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
         return False
     return any(

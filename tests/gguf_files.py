@@ -175,6 +175,7 @@ def _drawn(kind: str, shape: tuple[int, ...], seed: int) -> Any:
 
 def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    kinds[np.float64] = "float64"
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 

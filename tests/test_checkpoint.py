@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -315,17 +316,26 @@ def write_holes(directory: Path, spec: Spec) -> None:
         file.truncate(8 + len(raw) + at)
 
 
-def test_files_location_and_digest(tmp_path: Path, dense: Spec) -> None:
+def test_files_and_digest(tmp_path: Path, dense: Spec) -> None:
     path = save(tmp_path / "c", dense)
     opened = Checkpoint.open(path, dense)
     ((file, size),) = opened.files
     assert (file, size) == (path / "model.safetensors", file.stat().st_size)
-    where, entry = opened.location("norm.weight")
-    data = where.read_bytes()[entry.start : entry.end]
-    assert data == source(dense).tensor("norm.weight").view(torch.uint8).numpy().tobytes()
     digest = opened.sha256(file)
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     assert sha256(file) != digest
+
+
+def test_a_system_that_counts_mapped_pages(
+    tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
+    monkeypatch.setattr("g4ir.weights.tensorfile.mmap.mmap", refuse)
+    with pytest.raises(WeightsError, match=r"Cannot allocate memory.*vm\.overcommit_memory"):
+        opened.tensor("norm.weight")
 
 
 def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: Spec) -> None:

@@ -788,7 +788,9 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     shown = ok("show", "--variant", "tiny-moe", "--latent-kv", "value")
     assert "form='value'" in shown
     assert "form='value'" not in ok("show", "--variant", "tiny-moe")
-    assert "its own form" in refused("show", out, "--latent-kv", "raw", "--after", "latent_kv")
+    assert "an engine has its own" in refused(
+        "show", out, "--latent-kv", "raw", "--after", "latent_kv"
+    )
 
 
 def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:

@@ -364,7 +364,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     (tmp_path / "a.gguf").write_bytes(b"")
     assert f"give --checkpoint {tmp_path / 'a.gguf'}" in refused(*words, tmp_path)
-    assert "no GGUF file" in refused(*words, tmp_path / "model.safetensors")
+    assert "no GGUF file" in refused(*words, tmp_path / "a.gguf")
+    message = refused(*words, tmp_path / "model.safetensors")
+    assert f"one file of a checkpoint; give its directory, {tmp_path}" in message
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
@@ -445,6 +447,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),
     "no integer": (lambda v: v.update({"gemma4.block_count": 8.5}), "expected an integer"),
     "range": (lambda v: v.update({"gemma4.embedding_length": 0}), "hidden_size"),
+    "beyond float32": (
+        lambda v: v.update({"gemma4.rope.freq_base": np.float64(1e300)}),
+        "rope_theta",
+    ),
     "layers": (lambda v: v.update({"gemma4.block_count": 9}), "expected an array of 9 bools"),
     "many layers": (lambda v: v.update({"gemma4.block_count": 2**31}), "an array of 2147483648"),
     "last layer": (

@@ -83,6 +83,9 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("decode on h200, up to 1 rows: ")
     assert any("decode_attention" in x and x.endswith("estimated") for x in lines)
+    assert lines[1].startswith("weights and caches to move at 1K: ")
+    assert main(["show", "--variant", "e2b", "--kernels", "--context", "4K"]) == 0
+    assert "to move at 4K: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "rtx4090"], "h100 and h200"),
         (["--gpu", "24GiB"], "h100 and h200"),
         (["--cost"], "--cost or --kernels"),
-        (["--context", "4K"], "--context needs --cost"),
+        (["--nodes"], "--nodes needs --cost"),
         (["--batch", "0"], "--batch"),
     ],
 )

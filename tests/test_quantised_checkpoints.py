@@ -15,12 +15,13 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
+from g4ir.errors import EngineError, InputError, WeightsError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.quant import unpacked
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
@@ -227,6 +228,7 @@ OTHERS = {
         0,
         0,
     ),
+    "mobile": Blocks({"quant_method": "gemma", "num_bits": 8}, int8_weight, 1, 0),
 }
 
 
@@ -292,6 +294,20 @@ def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
     assert relative(got, want).max().item() < oracle.budget
 
 
+def test_experts_with_grids_of_their_own(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-moe"))
+    moe_checkpoint(OTHERS["mobile"], oracle, tmp_path / "c")
+
+    def change(tensors: Tensors) -> None:
+        for name in [n for n in tensors if ".experts." in n and n.endswith(".weight")]:
+            module = name.removesuffix(".weight")
+            tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
+
+    rewrite(tmp_path / "c", change)
+    with pytest.raises(WeightsError, match=r"experts\.0\..*activations are rounded to a grid"):
+        Checkpoint.open(tmp_path / "c", oracle.spec)
+
+
 def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     """All that makes graphs again does: verify, pass by pass too, links, show and cost."""
     oracle = find_oracle(load_spec("tiny-moe"))
@@ -337,6 +353,18 @@ def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
         want = numbers.to(torch.bfloat16) * scales.to(torch.bfloat16)
         param = next(p for p in weights_of(engine.spec) if checkpoint_name(p) == name)
         assert torch.equal(engine.param(param), want), name
+        dense = find_origin(folder).open(engine.spec, (), engine.dtype)
+        assert torch.equal(dense.tensor(name).to(torch.bfloat16), want), name
+
+
+def test_links_keep_what_says_how_codes_are_held(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["HF fp8"].write(oracle, tmp_path / "c")
+    linked = built(folder, tmp_path / "e", link_weights=True)
+    assert torch.equal(logits(g4ir.load_engine(linked.path), oracle), logits(linked, oracle))
+    rewrite(folder, lambda tensors: None, quantization_config=fp8_config(15, 16))
+    with pytest.raises(EngineError, match=r"config\.json is missing or is not the file"):
+        g4ir.load_engine(linked.path)
 
 
 def test_towers_in_codes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ MOST = {
     "g4ir/spec": 2330,
     "g4ir/model": 1630,
     "g4ir/quant": 290,
-    "g4ir/weights": 2960,
+    "g4ir/weights": 3050,
     "g4ir/weights/gguf": 1340,
     "g4ir/plan": 2730,
     "backends": 15100,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
-from g4ir.passes.narrow_kv import OFF
-from g4ir.plan.latent import FORMS
+from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.plan.settings import find_kv_dtype, find_latent
 from g4ir.plan.settings import pass_options as pass_arguments
 from g4ir.spec.record import Spec, spec_names
@@ -127,11 +126,8 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.engine is None:
         spec = spec_of(args)
         kv = find_kv_dtype(args.kv_dtype, spec.dtype)
-        form = find_latent(args.latent_kv or OFF, spec, "cpu", spec.dtype, 1, kv)
+        form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
         return dict(pass_arguments(form, kv))
-    for flag, given in (("--latent-kv", args.latent_kv), ("--kv-dtype", args.kv_dtype)):
-        if given is not None:
-            raise InputError(f"{flag}: an engine has its own form")
     return dict(stored(args).manifest.pass_options)
 
 

@@ -30,7 +30,9 @@ COST_OPTIONS = (
     "nodes",
 )
 #: and those that `--kernels` has too
-KERNEL_OPTIONS = ("batch", "gpu")
+KERNEL_OPTIONS = ("batch", "chunk", "context", "gpu")
+#: options that an engine has already
+OF_ENGINE = ("variant", "spec", "all_logits", "quant", "kv_dtype", "latent_kv")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
@@ -49,7 +51,7 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
     p.set_defaults(stored=None)
     add_source(p)
-    add_options(p, ("quant",))
+    add_options(p, ("quant", "kv_dtype"))
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
@@ -59,7 +61,6 @@ def add_show(verbs: Any) -> None:
         metavar="FORM",
         help="what layers with K=V cache: off (default), value or raw",
     )
-    p.add_argument("--kv-dtype", metavar="T", help="what caches hold: bfloat16, float8 or int8")
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
     p.add_argument(
@@ -78,7 +79,7 @@ def add_show(verbs: Any) -> None:
         "--kernels",
         action="store_true",
         help="which kernel each node becomes on a GPU (--gpu, default h200; --batch:\n"
-        "most rows), and its settings",
+        "most rows), and its settings; bytes to move at --context, --chunk",
     )
     p.add_argument(
         "--provenance",
@@ -135,10 +136,9 @@ def _check_cost(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    if args.engine is not None and (args.variant or args.spec or args.all_logits or args.quant):
-        raise InputError(
-            "an engine has its own spec: leave out --variant, --spec, --all-logits, --quant"
-        )
+    if args.engine is not None and any(getattr(args, name) for name in OF_ENGINE):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in OF_ENGINE)
+        raise InputError(f"an engine has its own spec: leave out {flags}")
     if args.ops:
         return _show_ops(args)
     args.phase = args.phase or "decode"

@@ -6,7 +6,7 @@
     graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
     weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
     programs/                compiled files of the backend
-    tokenizer.json ...       copied from the checkpoint
+    tokenizer.json ...       copied from the checkpoint, or made of a GGUF file's metadata
 
 Anybody can write a manifest with right digests, so it is read as data of strangers: every field has
 its type and range, files are ordinary ones inside the directory, and what two places say must
@@ -55,6 +55,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import sha256
+from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
@@ -113,7 +114,7 @@ class LinkedWeights:
 
 def linked_path(directory: str, files: Iterable[str]) -> Path:
     """Return the checkpoint that files of a directory are: it, or the one GGUF file in it."""
-    return Path(directory, *(name for name in files if not name.endswith(".safetensors")))
+    return Path(directory, *(name for name in files if not name.endswith(OF_DIRECTORY)))
 
 
 WEIGHTS: dict[str, type] = {
@@ -155,7 +156,7 @@ class Grid:
     """Groups of numbers that were made into 4-bit codes, and those that these stand for bit for
     bit."""
 
-    groups: Count
+    groups: Annotated[int, Range(1, 1 << 60)]
     exact: Count
 
     def __str__(self) -> str:
@@ -442,6 +443,8 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
     most, limits = spec.text.max_position_embeddings, m.limits
     if not limits.prefill_chunk <= limits.max_seq <= most:
         raise fail(where, "limits", f"expected prefill_chunk <= max_seq <= {most}")
+    if (grid := m.notes.grid) and grid.exact > grid.groups:
+        raise fail(where, "notes.grid.exact", f"expected at most groups, {grid.groups}")
     try:
         if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")

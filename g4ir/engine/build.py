@@ -180,7 +180,7 @@ def _fitted(
     program: Program,
     dry: bool,
 ) -> tuple[Resolved, str]:
-    """Origin the table of per-layer embeddings where it fits; return that, and why the engine does
+    """Place the table of per-layer embeddings where it fits; return that, and why the engine does
     not fit its device. Only a dry run may go on then: PlanError otherwise."""
     memory = o.memory if o.memory is not None else _memory(r.device, dry)
     if memory is None:

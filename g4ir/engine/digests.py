@@ -1,7 +1,7 @@
 """Compares files with their digests, large ones once: what has not changed since is not read again.
 
-What a user compared is kept in the user's own state folder, one file for each digest: the file
-system's facts of the file, which change when anybody writes to it or puts another in its place.
+What a user compared is kept in the user's own state folder, one file for each digest and file: the
+file system's facts of it, which change when anybody writes to it or puts another in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def has_digest(file: Path, digest: str) -> bool:
     """Whether the SHA-256 of a file is `digest`; read only where that is not known already."""
     if file.stat().st_size < LARGE:
         return sha256(file) == digest
-    return _kept(digest) == _facts(file) or _compared(file, digest) == digest
+    facts = _facts(file)
+    return _kept(digest, facts) == facts or _compared(file, digest) == digest
 
 
 def remembered_digest(file: Path) -> str:
@@ -44,7 +45,7 @@ def _compared(file: Path, wanted: str | None) -> str:
     settled = before == _facts(file) and before[-1] + TICK_NS <= begun
     if settled and wanted in (None, found):
         with suppress(OSError, TrustError):  # it saves time alone
-            write_file(private(_folder()) / found, [json.dumps(before).encode()])
+            write_file(private(_folder()) / _name(found, before), [json.dumps(before).encode()])
     return found
 
 
@@ -54,8 +55,13 @@ def _facts(file: Path) -> list[int]:
     return [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
 
 
-def _kept(digest: str) -> list[int] | None:
-    file = _folder() / digest
+def _name(digest: str, facts: list[int]) -> str:
+    """Return a name of its own for each of several files with a digest."""
+    return f"{digest}-{facts[0]:x}-{facts[1]:x}"
+
+
+def _kept(digest: str, facts: list[int]) -> list[int] | None:
+    file = _folder() / _name(digest, facts)
     with suppress(OSError, ValueError, TrustError):
         check_private(file.parent)
         kept: list[int] = json.loads(file.read_text())

@@ -46,7 +46,8 @@ def load_engine(
     """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
-    check_weights=False leaves out the weight files, which take about a second per GiB.
+    check_weights=False leaves out the weight files, which take about a second per GiB the first
+    time (digests.py).
     ple_placement puts the table of per-layer embeddings elsewhere than the build said;
     cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
@@ -193,5 +194,6 @@ def _open_params(found: Artefact) -> packings.ParamSource:
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:
-    """Return weight files by their paths inside the checkpoint's directory."""
-    return {p.relative_to(source.directory).as_posix(): p for p, _ in source.files}
+    """Return the files that say its weights, by their paths inside the checkpoint's directory."""
+    paths = [p for p, _ in source.files] + ([source.stated] if source.stated else [])
+    return {p.relative_to(source.directory).as_posix(): p for p in paths}

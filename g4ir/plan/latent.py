@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Annotated
 
 from g4ir.errors import SpecError
-from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
+from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.spec.parts import AttentionKind
 from g4ir.spec.reader import Count, OneOf, build, read_tree
 from g4ir.spec.record import Spec
 
 TABLE = Path(__file__).with_suffix(".yaml")
-#: what a measurement may have found fastest
-FORMS = ("off", *PARTS)
 #: a measurement speaks for contexts up to this factor away
 REACH = 2.0
 _HEADER = """\
@@ -61,7 +59,7 @@ def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
     heads = spec.text.num_attention_heads
     kinds = {x.attention for x in spec.layers() if x.donor is None and x.attention.k_eq_v}
     found = {_nearest(read_table(), (device, dtype, *_shape(k, heads)), max_seq) for k in kinds}
-    return found.pop() if len(found) == 1 else "off"
+    return found.pop() if len(found) == 1 else PLAIN
 
 
 def _shape(kind: AttentionKind, heads: int) -> tuple[int, int, int]:
@@ -78,7 +76,7 @@ def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -
 
     rows = [r for r in table if (r.device, r.dtype, r.head_dim, r.rotated, r.group) == key]
     near = min(rows, key=away, default=None)
-    return near.form if near and away(near) <= log2(REACH) else "off"
+    return near.form if near and away(near) <= log2(REACH) else PLAIN
 
 
 @cache

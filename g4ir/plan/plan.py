@@ -28,6 +28,7 @@ from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES, run_passes
+from g4ir.passes.latent_kv import PLAIN
 from g4ir.passes.narrow_kv import OFF
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import quantised
@@ -516,7 +517,7 @@ def _footprint(
     built = run_passes(plain, skip=skip, options=options)
     # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
-    planned = run_passes(plain, skip=others) if (form, kv) != (OFF, OFF) else built
+    planned = run_passes(plain, skip=others) if (form, kv) != (PLAIN, OFF) else built
 
     def decode() -> Graph:
         plain = Program({"decode": build_graph(spec, "decode", all_logits, dtype)})
@@ -590,7 +591,7 @@ def cache_lines(plan: Plan) -> CacheLines:
     contexts = sorted({*(c for c in powers if c <= longest), longest})
     totals = {"naive": [rates.naive_per_token * c for c in contexts]}
     totals["planned"] = [rates.window + rates.per_token * capacity(c) for c in contexts]
-    if plan.latent != OFF or plan.kv_dtype:
+    if plan.latent != PLAIN or plan.kv_dtype:
         built = [rates.built_window + rates.built_per_token * capacity(c) for c in contexts]
         totals |= {"built": built} if built != totals["planned"] else {}
     return CacheLines(plan.spec.name, contexts, totals)

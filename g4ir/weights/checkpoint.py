@@ -1,7 +1,7 @@
 """Opens Hugging Face checkpoints: names, shapes and dtypes are checked against the spec.
 
 Everything is checked before any tensor data is read; a tensor is then a view of the mapped
-file, so that peak memory follows what is in use. Only safetensors are read, never pickles.
+file, so that peak memory follows what is in use. Only safetensors are read here, never pickles.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
+GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 SHOWN = 5  # problems listed in one message
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
@@ -91,6 +92,7 @@ FIXES = {
     "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
     "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
     "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
+    "head": "leave the head out of the file, or set tie_word_embeddings to false",
 }
 
 
@@ -106,13 +108,19 @@ class Checkpoint:
     stored: Files
     coded: Mapping[str, CodedWeight | MadeWeight] = field(default_factory=dict)
     _tied: tuple[Header, Entry] | None = None  # a head stored although it is tied, not yet compared
+    #: the file that says what codes mean, where it is not that of the weights
+    stated: Path | None = None
 
     @classmethod
-    def open(cls, directory: Path | str, spec: Spec, media: Iterable[str] = ()) -> Checkpoint:
-        """Check config, index, headers, names, shapes and dtypes; reads no tensor data.
+    def open(
+        cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
+    ) -> Checkpoint:
+        """Check config, index, headers, names, shapes and dtypes; of tensors it reads those alone
+        that say how codes are held: shapes, and ranges of activations.
 
-        `media`: the kinds whose towers are wanted too. Raises WeightsError naming file, tensor,
-        expected, found and the fix.
+        `media`: the kinds whose towers are wanted too; `dtype`: that of the engine, which scales
+        have that a file holds wider. Raises WeightsError naming file, tensor, expected, found and
+        the fix.
         """
         directory = Path(directory)
         headers = read_headers(directory)
@@ -131,10 +139,11 @@ class Checkpoint:
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
             raise WeightsError(report(directory, spec, problems))
-        coded = _coded(live, found)
+        coded = _coded(live, found, dtype)
         plain = {name: entry for name, entry in live.items() if name not in coded}
         ignored |= found.ignored
-        return cls(directory, plain, headers, ignored, defaults, stored, coded, tied)
+        stated = directory / CONFIG if coded else None
+        return cls(directory, plain, headers, ignored, defaults, stored, coded, tied, stated)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,11 +158,6 @@ class Checkpoint:
     def files(self) -> tuple[tuple[Path, int], ...]:
         """Path and size in bytes of every weight file."""
         return tuple((header.path, header.size) for header in self.headers)
-
-    def location(self, name: str) -> tuple[Path, Entry]:
-        """Return the file and byte range of a stored tensor (for engines that refer to it)."""
-        header, entry = self._entry(name)
-        return header.path, entry
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a read-only view of the mapped file; a default is a new tensor of one element."""
@@ -284,6 +288,9 @@ def _no_weights(directory: Path) -> str:
             "code and are never opened; fix: load the model where you trust it and call "
             "save_pretrained(DIR, safe_serialization=True)"
         )
+    if gguf := [name for name in files if name.endswith(GGUF)]:
+        place = directory / gguf[0]
+        return f"{wanted}, found {quoted(gguf[0])}; fix: give --checkpoint {place}"
     return f"{wanted}, found no weights; fix: download the checkpoint again"
 
 
@@ -442,13 +449,13 @@ def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     return inside and _tower(spec, name) is None
 
 
-def _coded(live: Found, found: Coded) -> dict[str, CodedWeight]:
+def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
-    for _, entry in live.values():
-        if entry in found.faults:
-            raise WeightsError(found.faults[entry])
-    kept = ((name, found.weights.get(entry)) for name, (_, entry) in live.items())
-    return {name: weight for name, weight in kept if weight}
+    kept = {name: w for name, (_, entry) in live.items() if (w := found.weights.get(entry))}
+    for weight in kept.values():
+        if weight.fault:
+            raise WeightsError(weight.fault)
+    return {name: replace(w, dtype=dtype) for name, w in kept.items()}
 
 
 def absent_value(name: str) -> float | None:
@@ -549,7 +556,10 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
 
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
-    if head.dtype != embed.dtype or head.dtype == CODED:
+    if CODED in (head.dtype, embed.dtype):
+        text = f"of its own, in codes as it or {TOKEN_TABLE} is, although it is tied to that"
+        yield Problem(header.path.name, head.name, text, "head")
+    elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
         yield Problem(header.path.name, head.name, text, "tie")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.quant import dequantized
+from g4ir.ops.types import torch_dtype
 from g4ir.quant.recipe import Scheme
 
 if TYPE_CHECKING:
@@ -26,13 +27,16 @@ def _nothing() -> None:
 @dataclass(frozen=True, eq=False)
 class CodedWeight:
     """A weight of `shape` in a scheme. `rows` i64[n] are of a table, [rows, columns]; `release`
-    gives back the pages of what was read."""
+    gives back the pages of what was read; `fault`: why it may not be used."""
 
     scheme: Scheme
     shape: tuple[int, ...]
     codes: Part
     scales: Part
     release: Callable[[], None] = _nothing
+    fault: str = ""
+    #: dtype of the engine, which scales have where the scheme says none
+    dtype: str = "f32"
 
     def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Return codes or scales, by the suffix of their name; f32 numbers where it has none."""
@@ -40,7 +44,8 @@ class CodedWeight:
             return {CODES: self.codes, SCALES: self.scales}[suffix](rows)
         import torch
 
-        return dequantized(self.codes(rows), self.scales(rows), torch.float32)
+        scales = self.scales(rows).to(torch_dtype(self.scheme.scale or self.dtype))
+        return dequantized(self.codes(rows), scales, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +73,14 @@ def forms_of(weights: Mapping[str, CodedWeight | MadeWeight]) -> dict[str, Schem
     return {name: w.scheme for name, w in weights.items() if isinstance(w, CodedWeight)}
 
 
-def checked_scales(scales: torch.Tensor, where: str, signed: bool = False) -> torch.Tensor:
-    """Return scales; WeightsError, which says where they lie, for one that is zero, not finite or,
-    unless they may be `signed`, negative."""
-    size = scales.float().abs() if signed else scales.float()
-    good = (size > 0) & size.isfinite()
+def checked_scales(scales: torch.Tensor, where: str) -> torch.Tensor:
+    """Return scales; WeightsError, which says where they lie, for one that is not positive and
+    finite."""
+    good = (scales.float() > 0) & scales.isfinite()
     if not bool(good.all()):
         value = float(scales[~good].flatten()[0])
         raise WeightsError(
-            f"{where}: a scale is {value:g}, expected {'non-zero' if signed else 'positive'} and "
-            f"finite numbers; fix: download the file again"
+            f"{where}: a scale is {value:g}, expected positive and finite numbers; fix: download "
+            f"the file again"
         )
     return scales

@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Protocol
 from g4ir.errors import InputError
 from g4ir.spec.record import Spec
 
-from .checkpoint import CONFIG, Checkpoint, read_extractor, read_side_files
+from .checkpoint import CONFIG, GGUF, Checkpoint, read_extractor, read_side_files
 from .gguf.checkpoint import open_gguf
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
 
-GGUF = ".gguf"
+#: ends of files that are one of a checkpoint's several
+OF_DIRECTORY = (".safetensors", ".json")
 
 
 class Origin(Protocol):
@@ -52,9 +53,13 @@ class Origin(Protocol):
 
 
 def find_origin(path: Path | str) -> Origin:
-    """Return what lies at a path; InputError where there is no such file."""
+    """Return what lies at a path; InputError where there is no such file, or one of a directory."""
     path = Path(path)
     if path.is_file():
+        if path.name.endswith(OF_DIRECTORY):
+            raise InputError(
+                f"--checkpoint {path}: one file of a checkpoint; give its directory, {path.parent}"
+            )
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"--checkpoint {path}: no such file")
@@ -103,7 +108,7 @@ class Directory:
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        return Checkpoint.open(self.path, spec, kinds)
+        return Checkpoint.open(self.path, spec, kinds, dtype)
 
 
 @dataclass(frozen=True)

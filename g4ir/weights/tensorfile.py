@@ -8,6 +8,7 @@ at module level, so headers can be checked without it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -260,7 +261,9 @@ def map_file(header: Header) -> mmap.mmap:
             # larger than that.
             return mmap.mmap(file.fileno(), 0, flags=PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{header.path}: cannot be mapped ({error}); fix: retry") from None
+        strict = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        fix = "set vm.overcommit_memory to 0 or 1, or free memory" if strict else "retry"
+        raise WeightsError(f"{header.path}: cannot be mapped ({error}); fix: {fix}") from None
 
 
 def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:

@@ -253,15 +253,20 @@ def build_of(world: World, variant: str, **changes: Any) -> str:
 
 
 def codes(
-    world: World, of: str, set: Mapping[str, Any] | None = None, tensors: Any = (), **options: Any
+    world: World,
+    of: str,
+    set: Mapping[str, Any] | None = None,
+    tensors: Any = (),
+    config: Any = (),
+    **options: Any,
 ) -> Any:
-    """A build of a checkpoint in codes, with other tensors and another quantization_config."""
+    """A build of a checkpoint in codes, with other tensors and another config.json."""
     folder = CODES[of].write(find_oracle(load_spec("tiny-ple")), world.here / "c")
     file = folder / "config.json"
     values = json.loads(file.read_text())
     for path, value in (set or {}).items():
         put(values["quantization_config"], path, value)
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps({**values, **dict(config)}))
     _change(folder, {}, tensors=tensors)
     options = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16, **options}
     try:

@@ -1,5 +1,5 @@
 """Reads `quantization_config` of a config.json, and finds the weights that are in codes: one module
-for each way to store them. What is not understood is refused by name, before any data is read."""
+for each way to store them. What is not understood is refused by name, before any codes are read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
-from g4ir.weights.tensorfile import open_regular, parse_json, quoted
+from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 
 from . import compressed_tensors, fp8, mobile
-from .base import Coded, Files, nothing_coded
+from .base import KEY, Coded, Files, nothing_coded
 
-KEY = "quantization_config"
 #: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
@@ -32,7 +31,10 @@ def is_coded(config: Path) -> bool:
 
 def _config(config: Path) -> Any:
     with open_regular(config) as file:
-        return parse_json(config, file.read(LIMIT)).get(KEY)
+        raw = file.read(LIMIT + 1)
+    if len(raw) > LIMIT:
+        raise WeightsError(f"{config}: larger than {LIMIT} bytes; {DOWNLOAD}")
+    return parse_json(config, raw).get(KEY)
 
 
 def read_coded(config: Path, files: Files) -> Coded:

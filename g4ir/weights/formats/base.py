@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.quant.recipe import Scheme
+from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, checked_scales
 from g4ir.weights.tensorfile import Entry, Header, quoted
+
+from .patterns import MOST_NAME
 
 if TYPE_CHECKING:
     import mmap
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 Found = tuple[Header, Entry]
+KEY = "quantization_config"
+FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
+#: a list of modules
+NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 #: dtype of an entry that stands for codes and scales
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
@@ -32,7 +39,7 @@ LEAST_GROUP = 16
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
-_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 @dataclass
@@ -80,12 +87,11 @@ class Files:
 @dataclass(frozen=True)
 class Coded:
     """A checkpoint's tensors with one entry in the place of codes and scales: `weights` by that
-    entry. `ignored` tensors -> why; `faults`: an entry that may not be used -> why."""
+    entry. `ignored` tensors -> why."""
 
     names: Mapping[str, Found]
     weights: Mapping[Entry, CodedWeight]
     ignored: Mapping[str, str]
-    faults: Mapping[Entry, str] = field(default_factory=dict)
 
 
 def nothing_coded(files: Files) -> Coded:
@@ -103,10 +109,13 @@ class Modules:
     parts: dict[str, dict[str, Found]] = field(default_factory=dict)
     weights: dict[str, tuple[Found, CodedWeight]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    faults: dict[Entry, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, found in self.files.names.items():
+            if len(name) > MOST_NAME:
+                raise wrong(
+                    found, f"a name of {len(name)} characters, at most {MOST_NAME} are read"
+                )
             suffix = next((s for s in self.suffixes if name.endswith(s)), None)
             if suffix is None:
                 self.plain[name] = found
@@ -119,7 +128,7 @@ class Modules:
 
     def add(self, module: str, found: Found, weight: CodedWeight) -> None:
         """Take a module's weight, of which `found` is one tensor."""
-        name = module if _STACKED.fullmatch(module) else f"{module}.weight"
+        name = module if STACKED.fullmatch(module) else f"{module}.weight"
         self.weights[name] = found, weight
 
     def done(self) -> Coded:
@@ -128,13 +137,7 @@ class Modules:
         for name, ((header, entry), weight) in stacked(self.weights).items():
             stand_in = replace(entry, dtype=CODED, shape=weight.shape)
             entries[name], weights[stand_in] = (header, stand_in), weight
-        faults = {replace(e, dtype=CODED, shape=s.shape): t for e, (s, t) in self._faults()}
-        return Coded(entries, weights, self.ignored, faults)
-
-    def _faults(self) -> Iterable[tuple[Entry, tuple[CodedWeight, str]]]:
-        for (_, entry), weight in self.weights.values():
-            if entry in self.faults:
-                yield entry, (weight, self.faults[entry])
+        return Coded(entries, weights, self.ignored)
 
 
 def wrong(found: Found, what: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
@@ -198,6 +201,42 @@ class Grid:
         return scales
 
 
+@dataclass(frozen=True)
+class _Scales:
+    """Stored scales of a weight of `shape`, on a grid."""
+
+    files: Files
+    found: Found
+    shape: tuple[int, ...]
+    grid: Grid
+
+    @property
+    def flat(self) -> bool:
+        """Whether one number, which is no matrix, serves all of the weight."""
+        return math.prod(self.grid.shape(self.shape)) == 1 and self.found[1].shape in ((), (1,))
+
+    def check(self) -> None:
+        """Raise WeightsError unless they have a dtype and the shape of scales."""
+        shape = self.found[1].shape if self.flat else self.grid.shape(self.shape)
+        require(self.found, SCALES, shape)
+
+    def read(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """Return scales of rows, or of rows `ids`; WeightsError for one that is no scale."""
+        header, entry = self.found
+        one_by_one = self.grid.block(self.shape)[0] == 1 and not self.flat
+        stored = self.files.rows(self.found, ids) if one_by_one else self.files.tensor(self.found)
+        stored = stored.float() if entry.dtype == "F8_E8M0" else stored
+        checked_scales(stored, f"{header.path}: tensor {quoted(entry.name)}")
+        if one_by_one:
+            return self.grid.spread(stored, (len(stored), *self.shape[1:]), None)
+        return self.grid.spread(stored, self.shape, ids)
+
+
+def as_it_is(t: torch.Tensor) -> torch.Tensor:
+    """Return codes that are canonical in the file."""
+    return t
+
+
 def coded_weight(
     files: Files,
     form: str,
@@ -205,7 +244,7 @@ def coded_weight(
     codes: Found,
     scales: Found,
     grid: Grid,
-    convert: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+    convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> CodedWeight:
     """Return the weight [.., N, K] of two stored tensors; `convert` makes its codes canonical. The
@@ -215,26 +254,14 @@ def coded_weight(
     group = grid.group(shape)
     if group < min(LEAST_GROUP, shape[-1]):
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
-    wanted = grid.shape(shape)
-    flat = math.prod(wanted) == 1 and scales[1].shape in ((), (1,))
-    require(scales, SCALES, scales[1].shape if flat else wanted)
-    where = f"{scales[0].path}: tensor {quoted(scales[1].name)}"
+    stored = _Scales(files, scales, shape, grid)
+    stored.check()
     kept = SCALES[scales[1].dtype] if dtype == "" else dtype
-    one_by_one = grid.block(shape)[0] == 1 and not flat
-
-    def read_scales(ids: torch.Tensor | None) -> torch.Tensor:
-        stored = files.rows(scales, ids) if one_by_one else files.tensor(scales)
-        stored = stored.float() if scales[1].dtype == "F8_E8M0" else stored
-        checked_scales(stored, where)
-        if one_by_one:
-            return grid.spread(stored, (len(stored), *shape[1:]), None)
-        return grid.spread(stored, shape, ids)
-
     return CodedWeight(
         Scheme(form, 0 if group == shape[-1] else group, kept),
         shape,
         lambda ids: convert(files.rows(codes, ids)),
-        read_scales,
+        stored.read,
         lambda: files.release((codes, scales)),
     )
 
@@ -312,4 +339,5 @@ def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, Co
         lambda ids: join(lambda w: w.codes(None)),
         lambda ids: join(lambda w: w.scales(None)),
         release,
+        next((w.fault for _, w in parts if w.fault), ""),
     )

@@ -19,13 +19,25 @@ from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
 from g4ir.weights.coded import CodedWeight
 from g4ir.weights.tensorfile import quoted
 
-from .base import Coded, Files, Found, Grid, Modules, coded_weight, e4m3, require, wrong
+from .base import (
+    FIX,
+    KEY,
+    Coded,
+    Files,
+    Found,
+    Grid,
+    Modules,
+    as_it_is,
+    coded_weight,
+    e4m3,
+    require,
+    wrong,
+)
 from .patterns import Names
 
 if TYPE_CHECKING:
     import torch
 
-KEY = "quantization_config"
 PACKED, INTEGER, FLOAT, NAIVE, MIXED = (
     "pack-quantized",
     "int-quantized",
@@ -41,7 +53,6 @@ READ = {
     (FLOAT, "float"): (8,),
     (NAIVE, "float"): (8,),
 }
-FIX = "fix: correct quantization_config of config.json, or download the checkpoint again"
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 #: tensors of a module in codes
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
@@ -261,7 +272,7 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
         return _packed(files, parts, numbers, grid)
     dtype, name = {"int": ("I8", "int8"), "float": ("F8_E4M3", "fp8")}[numbers.type]
     require(codes, [dtype])
-    check = e4m3(codes) if name == "fp8" else _as_it_is
+    check = e4m3(codes) if name == "fp8" else as_it_is
     _divides(codes, codes[1].shape, numbers)
     return coded_weight(files, name, codes[1].shape, codes, scales, grid, check)
 
@@ -286,10 +297,6 @@ def _divides(codes: Found, shape: tuple[int, ...], numbers: Numbers) -> None:
     group = numbers.group_size or 0
     if group > 0 and shape[-1] % group:
         raise wrong(codes, f"groups of {group} do not divide rows of {shape[-1]}", FIX)
-
-
-def _as_it_is(t: torch.Tensor) -> torch.Tensor:
-    return t
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,28 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
 
-from .base import Coded, Files, Found, Grid, Modules, coded_weight, e4m3, require, wrong
+from .base import (
+    FIX,
+    KEY,
+    STACKED,
+    Coded,
+    Files,
+    Found,
+    Grid,
+    Modules,
+    NameList,
+    coded_weight,
+    e4m3,
+    require,
+    wrong,
+)
 from .patterns import excluded
 
-KEY = "quantization_config"
 WEIGHT, SCALE, STACKED_SCALE, ACTIVATION = (
     ".weight",
     ".weight_scale_inv",
@@ -21,12 +33,9 @@ WEIGHT, SCALE, STACKED_SCALE, ACTIVATION = (
     ".activation_scale",
 )
 SUFFIXES = (SCALE, STACKED_SCALE, ACTIVATION, WEIGHT)
-EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
-FIX = "fix: correct quantization_config of config.json, or download the checkpoint again"
 
 log = logging.getLogger(__name__)
 _Side = Annotated[int, Range(1, 1 << 16)]
-_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,9 @@ class Config:
     quant_method: str
     activation_scheme: Annotated[str, OneOf(("dynamic", "static"))] = "dynamic"
     weight_block_size: Annotated[tuple[_Side, ...], Length(2, 2)] | None = (128, 128)
-    modules_to_not_convert: _Names | None = None
-    modules_to_convert: _Names | None = None
-    ignored_layers: _Names | None = None
+    modules_to_not_convert: NameList | None = None
+    modules_to_convert: NameList | None = None
+    ignored_layers: NameList | None = None
     scale_fmt: Annotated[str, OneOf(("float", "ue8m0"))] = "float"
     fmt: Annotated[str, OneOf(("e4m3",))] = "e4m3"
     dequantize: Any = None
@@ -60,7 +69,7 @@ def _take(
     """Sort the tensors of one module into weights in codes and plain ones."""
     if found := parts.pop(ACTIVATION, None):
         modules.ignored[found[1].name] = "a scale of activations, which are not rounded"
-    if EXPERTS.fullmatch(module) and module in modules.plain:
+    if STACKED.fullmatch(module) and module in modules.plain:
         parts[WEIGHT] = modules.plain.pop(module)
     scales = parts.get(SCALE) or parts.get(STACKED_SCALE)
     weight = parts.get(WEIGHT)

@@ -8,30 +8,41 @@ grid of their own (`input_activation_scale`), which is not followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import Length, Node, Range, build
+from g4ir.weights.coded import CodedWeight
 
-from .base import Coded, Files, Found, Grid, Modules, coded_weight, require, wrong
+from .base import (
+    FIX,
+    KEY,
+    Coded,
+    Files,
+    Found,
+    Grid,
+    Modules,
+    NameList,
+    as_it_is,
+    coded_weight,
+    require,
+    wrong,
+)
 from .patterns import compiled, excluded
 
 if TYPE_CHECKING:
     import torch
 
-KEY = "quantization_config"
 WEIGHT, SCALE = ".weight", ".weight_scale"
 TABLE, TABLE_SCALE = ".embedding_quantized", ".embedding_scale"
 RANGES = (".input_activation_scale", ".output_activation_scale")
 CACHES = (".k_cache_scale", ".v_cache_scale")
 SUFFIXES = (SCALE, TABLE, TABLE_SCALE, *RANGES, *CACHES, WEIGHT)
-FIX = "fix: correct quantization_config of config.json, or download the checkpoint again"
 ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
 OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
 _Bits = Annotated[int, Range(2, 8)]
-_Names = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Config:
     num_bits: _Bits = 4
     quantize_embeddings: bool = False
     module_quant_configs: dict[Annotated[str, Length(1, 500)], Own] | None = None
-    modules_to_not_convert: _Names | None = None
+    modules_to_not_convert: NameList | None = None
 
     def bits(self, module: str, where: str) -> int:
         """Return the bits of a module; the first pattern that is found in its name counts."""
@@ -76,36 +87,51 @@ def _take(
         if found := parts.pop(suffix, None):
             modules.ignored[found[1].name] = "a scale of caches, which are not rounded"
     ranges = [found for suffix in RANGES if (found := parts.pop(suffix, None))]
-    table = TABLE in parts or TABLE_SCALE in parts
-    codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
-    if scales is None and not table:
+    if not parts.keys() & {SCALE, TABLE, TABLE_SCALE}:
         if ranges:
             raise wrong(ranges[0], "is of a module without weight_scale")
         modules.plain |= {f[1].name: f for f in parts.values()}
         return
+    table = not parts.keys().isdisjoint((TABLE, TABLE_SCALE))
+    codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
     if scales is None or codes is None or len(parts) > 2:
         raise wrong(modules.named(parts), "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
         raise wrong(codes, "is in codes, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
         raise wrong(codes, "is in codes, but quantize_embeddings is false", FIX)
+    fault = _grid_fault(modules, ranges)
+    form = _form(config, module, where)
+    weight = _weight(modules.files, form, codes, scales, table)
+    modules.add(module, codes, replace(weight, fault=fault))
+
+
+def _grid_fault(modules: Modules, ranges: list[Found]) -> str:
+    """Return why a module with a grid for its activations may not be used; "" where it has none."""
+    fault = ""
     for found in ranges:
-        modules.ignored[found[1].name] = "0: activations are not rounded"
-        if _is_set(modules.files, found):
-            modules.faults[codes[1]] = str(wrong(found, ROUNDED, OTHERWISE))
+        is_set = _is_set(modules.files, found)
+        modules.ignored[found[1].name] = ROUNDED if is_set else "0: activations are not rounded"
+        fault = str(wrong(found, ROUNDED, OTHERWISE)) if is_set else fault
+    return fault
+
+
+def _form(config: Config, module: str, where: str) -> Form:
+    """Return how the codes of a module lie."""
     bits = config.bits(module, where)
     if bits not in FORMS:
         raise WeightsError(
             f"{where}: {KEY}: num_bits {bits} of {module}: expected 2, 4 or 8; {FIX}"
         )
-    form = FORMS[bits]
+    return FORMS[bits]
+
+
+def _weight(files: Files, form: Form, codes: Found, scales: Found, table: bool) -> CodedWeight:
+    """Return a weight in codes; its scales have the engine's dtype."""
     require(codes, [form.dtype])
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
-    columns = _columns(scales, shape) if table else 0
-    weight = coded_weight(
-        modules.files, form.name, shape, codes, scales, Grid(1, columns), form.convert, None
-    )
-    modules.add(module, codes, weight)
+    grid = Grid(1, _columns(scales, shape) if table else 0)
+    return coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
 
 
 def _columns(scales: Found, shape: tuple[int, ...]) -> int:
@@ -122,10 +148,6 @@ def _is_set(files: Files, found: Found) -> bool:
     if found[1].shape not in ((), (1,)):
         raise wrong(found, f"expected one number, found {list(found[1].shape)}")
     return float(files.tensor(found).flatten()[0]) != 0
-
-
-def _as_it_is(t: torch.Tensor) -> torch.Tensor:
-    return t
 
 
 def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
@@ -148,6 +170,6 @@ class Form:
 
 FORMS: Mapping[int, Form] = {
     2: Form("U8", 4, "int4", _from_2_bits),
-    4: Form("U8", 2, "int4", _as_it_is),
-    8: Form("I8", 1, "int8", _as_it_is),
+    4: Form("U8", 2, "int4", as_it_is),
+    8: Form("I8", 1, "int8", as_it_is),
 }

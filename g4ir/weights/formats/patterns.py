@@ -11,19 +11,44 @@ from functools import lru_cache
 from g4ir.errors import WeightsError
 from g4ir.weights.tensorfile import quoted
 
-#: characters of a pattern, and repetitions in it; patterns of a list
-MOST_LENGTH, MOST_REPEATS, MOST_PATTERNS = 400, 8, 1000
+#: characters of a pattern and of a tensor's name; patterns of a list
+MOST_LENGTH, MOST_NAME, MOST_PATTERNS = 400, 200, 1000
+#: repetitions, each of which may multiply the cost by the length of a name; ways to take
+#: alternatives and optional parts, fewer by a factor for each repetition
+MOST_REPEATS, MOST_WAYS, FEWER = 3, 4096, 8
+#: an escaped character, or a class of characters
+_ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
+#: what begins a group; comments and the flag x, in which others read another pattern, are not taken
+_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
 #: a repeated group, whose cost may double with each character
-_NESTED = re.compile(r"\)[*+{]")
-_REPEATS = re.compile(r"(?<!\\)[*+{]")
+_NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+_INNER = re.compile(r"\(([^()]*)\)")
+
+
+def _ways(plain: str) -> int:
+    """Return how many ways there are, at most, to take alternatives and optional parts."""
+    plain = _GROUP.sub("(", plain)
+    ways: int = 1 << plain.count("?")
+    while inner := _INNER.search(plain):
+        ways *= inner[1].count("|") + 1
+        plain = plain[: inner.start()] + plain[inner.end() :]
+    return ways * (plain.count("|") + 1)
+
+
+def _is_slow(pattern: str) -> bool:
+    if len(pattern) > MOST_LENGTH or _COMMENT.search(pattern):
+        return True
+    plain = _ONE.sub("x", pattern)
+    repeats = len(_REPEATS.findall(plain))
+    many = repeats > MOST_REPEATS or _ways(plain) * FEWER**repeats > MOST_WAYS
+    return many or _NESTED.search(plain) is not None
 
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Return a pattern of `where`; WeightsError for one that is no regular expression, or a slow
     one."""
-    long = len(pattern) > MOST_LENGTH or len(_REPEATS.findall(pattern)) > MOST_REPEATS
-    if long or _NESTED.search(pattern):
+    if _is_slow(pattern):
         raise WeightsError(
             f"{where}: pattern {quoted(pattern)} may take for ever; write a simpler one"
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     #: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
     Part = Callable[[torch.Tensor], torch.Tensor]
 
-#: numbers that are looked at together: few enough to stay in a core's cache
+#: bytes of blocks that are looked at together: few enough to stay in a core's cache
 PIECE = 1 << 18
 
 

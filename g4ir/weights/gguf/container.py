@@ -348,5 +348,8 @@ def shortest(value: Any) -> Any:
 
 
 def _single(value: float) -> float:
-    (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
+    try:
+        (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
+    except OverflowError:
+        return math.inf
     return float(single)
