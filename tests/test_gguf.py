@@ -791,11 +791,23 @@ def test_changed_bytes(fuzzed: Path, edits: list[tuple[int, int, int]]) -> None:
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-ple"])
 def test_llama_cpp(tmp_path: Path, name: str, kind: str) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    engine, peer, _ = built(tmp_path, load_spec(name), all_of(kind))
-    tokens = peer.tokens[0].tolist()
+    """Its products with weights in BF16 round x too: so it also gets their numbers in F32."""
+    pytest.importorskip("llama_cpp")
+    spec = load_spec(name)
+    engine, peer, meant = built(tmp_path, spec, all_of(kind))
+    ours = engine.session().prefill(peer.tokens[:1], all_logits=True)[0]
+    write_gguf(tmp_path / "exact.gguf", spec, meant, all_of("F32"))
+    assert cosine(ours, by_llama_cpp(tmp_path / "exact.gguf", peer.tokens[0])).min() >= 0.99999
+    rounded = by_llama_cpp(tmp_path / "model.gguf", peer.tokens[0])
+    assert cosine(ours, rounded).min() >= (0.99999 if kind == "F32" else 0.999)
+
+
+def by_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of every token, with caches in fp32."""
+    import llama_cpp
+
     model = llama_cpp.Llama(
-        str(tmp_path / "model.gguf"),
+        str(path),
         n_ctx=256,
         logits_all=True,
         verbose=False,
@@ -803,7 +815,5 @@ def test_llama_cpp(tmp_path: Path, name: str, kind: str) -> None:
         type_v=0,
         flash_attn=False,
     )
-    model.eval(tokens)
-    theirs = torch.from_numpy(np.array(model.scores[: len(tokens)]))
-    ours = engine.session().prefill(peer.tokens[:1], all_logits=True)[0]
-    assert cosine(ours, theirs).min() >= 0.99999
+    model.eval(tokens.tolist())
+    return torch.from_numpy(np.array(model.scores[: len(tokens)]))
