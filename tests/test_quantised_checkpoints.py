@@ -357,6 +357,21 @@ def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(dense.tensor(name).to(torch.bfloat16), want), name
 
 
+def test_grids_of_a_tower_that_is_left_out(tmp_path: Path) -> None:
+    oracle = find_oracle(load_spec("tiny-ple"))
+    folder = CASES["mobile"].write(oracle, tmp_path / "c")
+    module = f"{oracle.spec.prefixes.vision[0]}layer"
+    spec = find_origin(folder).spec()
+
+    def change(tensors: Tensors) -> None:
+        tensors.update(mobile_weight(lambda name: 4)(module, torch.ones(4, 32)))
+        tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
+
+    ignored = Checkpoint.open(rewrite(folder, change), spec).ignored
+    assert "grid of their own" in ignored[f"{module}.input_activation_scale"]
+    assert "not rounded" in ignored[f"{module}.output_activation_scale"]
+
+
 def test_links_keep_what_says_how_codes_are_held(tmp_path: Path) -> None:
     oracle = find_oracle(load_spec("tiny-ple"))
     folder = CASES["HF fp8"].write(oracle, tmp_path / "c")

@@ -106,34 +106,25 @@ def prepare(
     also goes without what the environment lacks, a device or weights; `dump` sees each graph after
     each pass."""
     backend = find_backend(options.backend)
-    device = options.device or backend.devices[0]
-    if device not in backend.devices:
-        runs = ", ".join(backend.devices)
-        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    device = _device(backend, options.device)
     settings = checked_settings(backend, options.settings or {})
     origin = _origin(spec, options, dry)
     _check_link(options.link_weights, origin, backend)
     agreed = agreed_spec(spec, origin)
-    side = origin.side_files() if origin else {}
-    if origin and TOKENIZER in side:
-        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+    side = _side_files(agreed, origin) if origin else {}
     resolved = _resolved(agreed, options, backend, device, origin)
     if not dry:
         backend.check(device)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
-    if origin and GENERATION in side:
-        read_defaults(origin.path / GENERATION, resolved.spec.text.vocab_size, side[GENERATION])
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source = checkpoint or _random(resolved, options)
-    weights = _kept(source, options)
+    weights = _kept(source, options, backend.packs_weights)
     if weights is not None:
         _check_range(resolved, source)
-    if backend.packs_weights and isinstance(weights, RandomWeights):
-        weights = PackedWeights("packed")
     return Prepared(
         **vars(resolved),
         backend=backend,
@@ -204,11 +195,13 @@ def _random(r: Resolved, o: BuildOptions) -> WeightSource:
     return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
 
 
-def _kept(source: WeightSource, o: BuildOptions) -> Any:
-    """Return what the manifest says of the weights."""
+def _kept(source: WeightSource, o: BuildOptions, packs: bool) -> Any:
+    """Return what the manifest says of the weights; `packs`: random ones are written too."""
     if isinstance(source, Checkpoint):
         return _linked(source) if o.link_weights else PackedWeights("packed")
-    return None if o.random_weights is None else RandomWeights("random", o.random_weights)
+    if o.random_weights is None:
+        return None
+    return PackedWeights("packed") if packs else RandomWeights("random", o.random_weights)
 
 
 def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
@@ -414,6 +407,25 @@ def _check_link(link: bool, origin: Origin | None, backend: Backend) -> None:
             f"--link-weights: what backend {backend.name} writes refers to packed weights; leave "
             f"the option out"
         )
+
+
+def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
+    """Return a checkpoint's side files by name; those that are used later can be read."""
+    side = origin.side_files()
+    if TOKENIZER in side:
+        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+    if GENERATION in side:
+        read_defaults(origin.path / GENERATION, spec.text.vocab_size, side[GENERATION])
+    return side
+
+
+def _device(backend: Backend, given: str | None) -> str:
+    """Return the device asked for, else the backend's first."""
+    device = given or backend.devices[0]
+    if device not in backend.devices:
+        runs = ", ".join(backend.devices)
+        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    return device
 
 
 def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:

@@ -557,7 +557,7 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
     if CODED in (head.dtype, embed.dtype):
-        text = f"of its own, in codes as it or {TOKEN_TABLE} is, although it is tied to that"
+        text = f"stored although it is tied to {TOKEN_TABLE}, and codes are not compared"
         yield Problem(header.path.name, head.name, text, "head")
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"

@@ -100,48 +100,55 @@ def vocabulary(file: Container) -> dict[str, int]:
     return ids
 
 
+def _replace(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+#: what a tokenizer.json says of every file: characters are merged, those that have no token become
+#: bytes, and spaces are U+2581
+FIXED: Mapping[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "normalizer": _replace(" ", SPACE),
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+    "post_processor": None,
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [_replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}],
+    },
+}
+#: and of its merges
+FIXED_MODEL: Mapping[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": True,
+    "byte_fallback": True,
+    "ignore_merges": False,
+}
+
+
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return a tokenizer.json: byte-pair merges of characters, with bytes for those that have no
-    token, and spaces as U+2581."""
+    """Return a tokenizer.json."""
     if file.values[f"{PREFIX}model"] != MODEL:
         raise file.wrong(f"{PREFIX}model", f"expected {MODEL}", file.values[f"{PREFIX}model"])
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
     if not 0 < len(ids) <= rows:
         raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(i, text) for i, text in _special(file, ids)],
-        "normalizer": _replace(" ", SPACE),
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [_replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": _unknown(file, ids),
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": ids,
-            "merges": list(_merges(file, ids)),
-        },
+    own = {
+        "unk_token": _unknown(file, ids),
+        "vocab": ids,
+        "merges": list(_merges(file, ids)),
     }
-
-
-def _replace(old: str, new: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+    added = [_added(i, text) for i, text in _special(file, ids)]
+    return {**FIXED, "added_tokens": added, "model": {**FIXED_MODEL, **own}}
 
 
 def _added(i: int, text: str) -> dict[str, Any]:
