@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops, scratch
-from g4ir.backends.torch_compile.target import cpu_flags
+from g4ir.backends.torch_compile import pyops, runtime, scratch
+from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.quant import dequantized
@@ -159,9 +159,9 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(pyops, "_library_linear", lambda x, w: seen.append(len(x)))
     w = torch.randn(8, 64)
-    for rows in (0, 1, pyops.ROWS, pyops.ROWS + 1, 100):
+    for rows in (0, 1, 4, 5, 100):
         pyops.linear(torch.randn(rows, 64), w)
-    assert seen == [0, pyops.ROWS + 1, 100]
+    assert seen == [0, 5, 100]
 
 
 def test_rows_that_are_not_contiguous() -> None:
@@ -205,17 +205,22 @@ def _library(path: Path, *flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+BF16, F32, F16 = (pyops.DTYPES[d] for d in (torch.bfloat16, torch.float32, torch.float16))
+
+
 def test_without_bf16_instructions(tmp_path: Path) -> None:
-    """The plain C path is the one that other CPUs run; it takes rows in fp32."""
+    """The plain C path is the one that other CPUs run; it makes rows of bf16 wide."""
     library = _library(tmp_path / "plain.so")
-    assert ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value == 1
-    kernel = library.g4ir_linear_bf16
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 3 + [size] * 3 + [ctypes.c_int], None
+    takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
+    wanted = {*((BF16, rows) for rows in range(1, 25)), *((F32, rows) for rows in range(1, 5))}
+    assert {t for t in takes if library.g4ir_takes(*map(ctypes.c_int64, t))} == wanted
+    kernel = library.g4ir_linear
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    kernel.argtypes = [pointer] * 3 + [number] + [size] * 3 + [number]
     for rows in (1, 2, 3, 4, 7, 24):
         x, w = torch.randn(rows, 77).bfloat16(), torch.randn(13, 77).bfloat16()
-        out, wide = torch.empty(rows, 13, dtype=torch.bfloat16), x.float()
-        kernel(w.data_ptr(), wide.data_ptr(), out.data_ptr(), rows, 13, 77, 2)
+        out = torch.empty(rows, 13, dtype=torch.bfloat16)
+        kernel(w.data_ptr(), x.data_ptr(), out.data_ptr(), BF16, rows, 13, 77, 2)
         torch.testing.assert_close(out.double(), x.double() @ w.double().t(), rtol=8e-3, atol=0.05)
 
 
@@ -223,7 +228,7 @@ def test_without_bf16_instructions(tmp_path: Path) -> None:
 def test_with_bf16_instructions(tmp_path: Path) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
     library = _library(tmp_path / "native.so", "-mavx512f", "-mavx512bf16")
-    assert ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value == 0
+    assert not library.g4ir_takes(BF16, ctypes.c_int64(5))
 
 
 @pytest.fixture(scope="module", params=[(), ("avx512f", "avx512bw")], ids=["plain C", "AVX-512"])
@@ -234,8 +239,7 @@ def other_cpu(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator
     path = tmp_path_factory.mktemp("kernels") / "other.so"
     _library(path, *(f"-m{flag}" for flag in request.param))
     with pytest.MonkeyPatch.context() as patch:
-        for table in ("_kernels", "_coded"):
-            patch.setattr(pyops, table, {})
+        patch.setattr(pyops, "_kernels", {})
         pyops.load_kernels(path)
         yield
 
@@ -331,3 +335,63 @@ def test_padding_is_not_attended_to(valid: list[int]) -> None:
     got = pyops.encoder_attention(q, k, v, mask, 0.5)
     wanted = OPS["encoder_attention"].reference(q, k, v, mask, scale=0.5)
     torch.testing.assert_close(got, wanted)
+
+
+class Products(torch.nn.Module):
+    """Products as compiled programs have them: of an operand, of every second row, in three dtypes,
+    of codes with scales of rows and of groups."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        codes: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    ) -> tuple[torch.Tensor, ...]:
+        linear, coded = torch.ops.g4ir.linear, torch.ops.g4ir.linear_coded
+        plain = (linear(x, w), linear(x[:, ::2], w), *(linear(x.to(d), w.to(d)) for d in DTYPES))
+        return (*plain, *(coded(x, *c) for c in codes))
+
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directly with a few rows; with many, in half precision, and with rows apart in memory through
+    the op."""
+    g = torch.Generator().manual_seed(0)
+    w = torch.randn(24, 96, generator=g).bfloat16()
+    forms = (("int8", 0), ("int8", 48), ("int4", 32), ("fp8", 0))
+    codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
+    x = torch.randn(1, 2, 96, generator=g).bfloat16()
+    path, sizes = tmp_path / "products.pt2", ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 4)
+    with compiler._any_size():
+        exported = torch.export.export(
+            Products(), (x, w, codes), dynamic_shapes=sizes, strict=False
+        )
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs=compiler._inductor(Target("cpu"))
+        )
+    call = runtime._load_program(path, "cpu")
+    library, seen = pyops._library_linear, []
+
+    def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append((x.dtype, x.numel() // 96))
+        return library(x, w)
+
+    monkeypatch.setattr(pyops, "_library_linear", counted)
+    monkeypatch.setattr(pyops, "_kernels", {})  # the op has none: what it is asked for is seen
+    bf16, f32, f16 = torch.bfloat16, *DTYPES
+    for rows, wanted in (
+        (1, {(f16, 1)}),
+        (4, {(f16, 4), (bf16, 2)}),
+        (100, {(f16, 100), (bf16, 50), (bf16, 100), (f32, 100)}),
+    ):
+        seen.clear()
+        x = torch.randn(1, rows, 96, generator=g).bfloat16()
+        operands = [x, w, *(t for c in codes for t in c)]
+        made, right = call(operands), Products()(x, w, codes)
+        assert len(made) == len(right)
+        for got, want in zip(made, right, strict=True):
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=0.1)
+        assert {*seen[: len(seen) // 2]} >= wanted

@@ -403,14 +403,14 @@ def _end_with(parent: int) -> None:
 
 
 def compile_kernels(path: Path) -> None:
-    """Compile the CPU kernels into a shared library for this machine (about a second)."""
+    """Compile the CPU kernels, and what programs call them by, into a shared library for this
+    machine (about a second)."""
+    import torch
     from torch._inductor import cpp_builder
 
-    source = Path(__file__).resolve().parent / "kernels.c"
+    here = Path(__file__).resolve().parent
     command = [
         cpp_builder.get_cpp_compiler(),
-        "-x",
-        "c",
         "-O3",
         "-march=native",
         "-fopenmp",
@@ -421,14 +421,19 @@ def compile_kernels(path: Path) -> None:
         "-fno-trapping-math",
         "-shared",
         "-fPIC",
-        str(source),
+        "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
+        *(word for name in ("kernels.c", "calls.c") for word in ("-x", "c", str(here / name))),
+        "-x",
+        "none",
+        f"-L{Path(torch.__file__).parent / 'lib'}",
+        "-ltorch_cpu",
         "-o",
         str(path),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise _without_space(RuntimeError(done.stderr), path) or LowerError(
-            f"torch: kernels.c does not compile: {done.stderr[:800]}"
+            f"torch: kernels.c or calls.c does not compile: {done.stderr[:800]}"
         )
 
 
@@ -523,9 +528,16 @@ def _packaged(text: str, target: Target) -> io.BytesIO:
     toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
     with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=package, inductor_configs=INDUCTOR
+            exported(text, target), package_path=package, inductor_configs=_inductor(target)
         )
     return package
+
+
+def _inductor(target: Target) -> dict[str, Any]:
+    from . import pyops
+
+    calls = {"aot_inductor.custom_ops_to_c_shims": pyops.CALLS} if target.device == "cpu" else {}
+    return INDUCTOR | calls
 
 
 def _is_whole(package: io.BytesIO) -> bool:

@@ -1,17 +1,17 @@
-"""Ops that a compiled CPU program calls back for: large products, routed experts, and attention of
-the vision tower.
+"""Ops that a compiled CPU program calls for: large products, routed experts, and attention of the
+vision tower.
 
-Such a call costs about 3 us. A few rows go through kernels.c, which for one row runs at the
-speed at which memory delivers the weight; the library's products do not reach that. More rows, and
-other dtypes, go through the library, those of 16 bits in fp32 where the CPU has no instructions for
-them.
+Products of a few rows go through kernels.c, which for one row runs at the speed at which memory
+delivers the weight; the library's products do not reach that. Programs call it directly (calls.c).
+More rows, and other dtypes, are called back for here, which costs some 10 us: they go through the
+library, those of 16 bits in fp32 where the CPU has no instructions for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,11 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.quant import FORM_OF, dequantized
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.quant import dequantized
 
 from .scratch import empty_f32
 from .target import cpu_flags
 
-#: most rows that a kernel takes
-ROWS = 4
-#: the same where the CPU cannot multiply the dtype (measured at 12288 x 1536 in bf16, beside the
-#: faster of the library in bf16 and in fp32: 2.7x at 8 rows, 1.3x at 16, 1.03x at 24, 0.88x at 32)
-EMULATED_ROWS = 24
-#: most rows that are multiplied with codes as they are
-CODED_ROWS = 8
-#: codes in a block of kernels.c, and at least in a group that has a scale
-BLOCK, LEAST_GROUP = 32, {torch.int8: 16, torch.uint8: 32, torch.float8_e4m3fn: 16}
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
@@ -54,66 +44,43 @@ NATIVE = {
 }
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A product of kernels.c: the most rows it takes, and the dtype it takes them in."""
-
-    run: Callable[..., None]
-    most: int
-    rows: torch.dtype
-
-
-@dataclass(frozen=True)
-class CodedKernel:
-    """Functions of kernels.c on codes: the product with a few rows, and the weight's rows."""
-
-    product: Callable[..., int]
-    decode: Callable[..., None]
-
-
-_kernels: dict[torch.dtype, Kernel] = {}
-_coded: dict[torch.dtype, CodedKernel] = {}
-#: dtype of codes -> their name in kernels.c
-CODED = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
-#: dtype of scales, and of rows but for the last -> its number in kernels.c
+#: name -> function of kernels.h, of the engine that was loaded last
+_kernels: dict[str, Callable[..., int]] = {}
+#: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+FORMS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
+#: letter -> type of an argument there, and the arguments of each function
+_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
+_ARGUMENTS = {
+    "takes": "is",
+    "linear": "pppisssi",
+    "takes_codes": "iisss",
+    "linear_coded": "pipippissssi",
+    "decode": "pipipisssi",
+}
 
 
 def load_kernels(path: Path) -> None:
-    """Make the compiled kernels of an engine available to the ops."""
-    library = ctypes.CDLL(str(path.resolve()))
-    emulated = ctypes.c_int.in_dll(library, "g4ir_bf16_rows_are_f32").value
-    most, rows = (EMULATED_ROWS, torch.float32) if emulated else (ROWS, torch.bfloat16)
-    _kernels[torch.bfloat16] = Kernel(_typed(library.g4ir_linear_bf16, "pppsss"), most, rows)
-    _kernels[torch.float32] = Kernel(_typed(library.g4ir_linear_f32, "pppsss"), ROWS, torch.float32)
-    for dtype, name in CODED.items():
-        product = _typed(library[f"g4ir_coded_{name}"], "ppippissss", ctypes.c_int)
-        _coded[dtype] = CodedKernel(product, _typed(library[f"g4ir_decode_{name}"], "ppipisss"))
-
-
-#: letter -> type of an argument
-_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
-
-
-def _typed(kernel: Any, arguments: str, result: Any = None) -> Callable[..., Any]:
-    """Declare the arguments of a function, before the number of threads, and its result."""
-    kernel.restype = result
-    kernel.argtypes = [_TYPES[a] for a in arguments + "i"]
-    typed: Callable[..., Any] = kernel
-    return typed
+    """Make the compiled kernels of an engine available, to the ops and to programs."""
+    library = ctypes.CDLL(str(path.resolve()), mode=os.RTLD_GLOBAL)
+    for name, arguments in _ARGUMENTS.items():
+        kernel = library[f"g4ir_{name}"]
+        kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
+        _kernels[name] = kernel
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
-    n, k = w.shape
+    (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
-    kernel = _kernels.get(x.dtype)
-    if kernel is None or not 0 < rows <= kernel.most:
+    if not (_kernels and _kernels["takes"](dtype, rows)):
         return _library_linear(x, w)
-    out = x.new_empty((*x.shape[:-1], n))
-    x = x.to(kernel.rows).contiguous()
-    kernel.run(w.data_ptr(), x.data_ptr(), out.data_ptr(), rows, n, k, torch.get_num_threads())
-    return out
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    failed = _kernels["linear"](
+        *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype),
+        *(rows, n, k, torch.get_num_threads()),
+    )
+    return _with_memory(failed, out)
 
 
 def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -122,36 +89,45 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     for these: see kernels.c), more with w rounded to x's dtype."""
     (n, groups), k = scales.shape, x.shape[-1]
     rows = x.numel() // k
-    if not (0 < rows <= CODED_ROWS and _has_kernel(x.dtype, codes, scales, k)):
+    if not _has_kernel(x.dtype, codes, scales, rows, k):
         return _decoded_linear(x, codes, scales)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
-    failed = _coded[codes.dtype].product(
-        *(codes.data_ptr(), scales.data_ptr(), DTYPES[scales.dtype], x.data_ptr()),
-        *(out.data_ptr(), DTYPES[x.dtype], rows, n, k, groups, torch.get_num_threads()),
+    failed = _kernels["linear_coded"](
+        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]),
+        *(rows, n, k, groups, torch.get_num_threads()),
     )
+    return _with_memory(failed, out)
+
+
+def _with_memory(failed: int, out: torch.Tensor) -> torch.Tensor:
+    """Return a result; MemoryError where there was none for rows in another form."""
     if failed:
-        raise MemoryError(f"no memory for {rows} rows of {k} in another order")
+        raise MemoryError(f"no memory for the rows of a product {list(out.shape)} in another form")
     return out
 
 
-def _has_kernel(dtype: torch.dtype, codes: torch.Tensor, scales: torch.Tensor, k: int) -> bool:
-    """Whether kernels.c takes such codes: of whole blocks, in its dtypes."""
-    if codes.dtype not in _coded or dtype not in DTYPES or dtype == torch.float16:
+def _has_kernel(
+    dtype: torch.dtype, codes: torch.Tensor, scales: torch.Tensor, rows: int, k: int
+) -> bool:
+    if not _kernels or scales.dtype not in DTYPES:
         return False
-    whole = k % BLOCK == 0 and (k // scales.shape[-1]) % LEAST_GROUP[codes.dtype] == 0
-    return whole and scales.dtype in DTYPES and codes.is_contiguous() and scales.is_contiguous()
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return False
+    numbers = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
+    return bool(_kernels["takes_codes"](*numbers, rows, k, scales.shape[-1]))
 
 
 def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
     k = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    if not _has_kernel(dtype, codes, scales, k):
+    if not _has_kernel(dtype, codes, scales, 1, k):
         return dequantized(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
-    _coded[codes.dtype].decode(
-        *(codes.data_ptr(), scales.data_ptr(), DTYPES[scales.dtype], w.data_ptr()),
-        *(DTYPES[dtype], n, k, groups, torch.get_num_threads()),
+    _kernels["decode"](
+        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(w.data_ptr(), DTYPES[dtype], n, k, groups, torch.get_num_threads()),
     )
     return w
 
@@ -358,3 +334,20 @@ def _(
 @torch.library.register_fake("g4ir::grouped_mm")
 def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
+
+
+
+def _declared(op: Any) -> str:
+    """Return what a program in C++ knows of the function of calls.c for an op. Torch calls it by a
+    name of its own form, which might be one of torch's one day: therefore it is linked by another.
+    """
+    name = op._schema.name.removeprefix("g4ir::")
+    operands = ", ".join(["AtenTensorHandle"] * len(op._schema.arguments) + ["AtenTensorHandle*"])
+    return f'AOTITorchError aoti_torch_cpu_{name}({operands}) __asm__("g4ir_call_{name}")'
+
+
+#: op -> its function in calls.c
+CALLS = {
+    op: [_declared(op)]
+    for op in (torch.ops.g4ir.linear.default, torch.ops.g4ir.linear_coded.default)
+}

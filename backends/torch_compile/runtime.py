@@ -80,11 +80,12 @@ class TorchRuntime:
         self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
         names = dict.fromkeys(f for many in files.values() for f in many if f)
+        if device == "cpu":  # programs call them
+            _load_kernels(folder / KERNELS_FILE)
         with unpacking() as self.unpacked:
             calls = {name: _load_program(folder / name, device) for name in names}
         if device == "cpu":  # on a GPU kernels are read when they are first used
             self.unpacked.close()
-            _load_kernels(folder / KERNELS_FILE)
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }

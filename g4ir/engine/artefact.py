@@ -59,7 +59,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"

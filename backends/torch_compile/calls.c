@@ -1,0 +1,130 @@
+/* What compiled programs call: kernels.c on tensors, through torch's stable C interface. What the
+ * kernels decline goes on to the op in pyops.py. */
+#include "kernels.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+typedef struct AtenTensorOpaque *tensor;
+typedef int32_t status; /* 0: done */
+status aoti_torch_get_data_ptr(tensor t, void **to);
+status aoti_torch_get_dtype(tensor t, int32_t *to);
+status aoti_torch_get_dim(tensor t, int64_t *to);
+status aoti_torch_get_sizes(tensor t, int64_t **to);
+status aoti_torch_is_contiguous(tensor t, bool *to);
+status aoti_torch_new_tensor_handle(tensor t, tensor *to);
+status aoti_torch_delete_tensor_object(tensor t);
+status aoti_torch_empty_strided(int64_t dim, const int64_t *sizes, const int64_t *strides,
+                                int32_t dtype, int32_t device, int32_t index, tensor *to);
+status aoti_torch_call_dispatcher(const char *op, const char *overload, uint64_t *stack);
+status torch_get_num_threads(uint32_t *to);
+int32_t aoti_torch_device_type_cpu(void);
+int32_t aoti_torch_dtype_bfloat16(void);
+int32_t aoti_torch_dtype_float32(void);
+int32_t aoti_torch_dtype_float16(void);
+int32_t aoti_torch_dtype_int8(void);
+int32_t aoti_torch_dtype_uint8(void);
+int32_t aoti_torch_dtype_float8_e4m3fn(void);
+
+#define MOST_DIMS 8
+
+typedef struct {
+    void *data;
+    int32_t dtype;
+    int64_t dim, *sizes;
+} view;
+
+/* Whether a tensor can be read as one array. */
+static bool viewed(tensor t, view *to) {
+    bool whole = false;
+    status failed = aoti_torch_get_data_ptr(t, &to->data) || aoti_torch_get_dtype(t, &to->dtype) ||
+                    aoti_torch_get_dim(t, &to->dim) || aoti_torch_get_sizes(t, &to->sizes) ||
+                    aoti_torch_is_contiguous(t, &whole);
+    return !failed && whole && to->dim >= 1 && to->dim <= MOST_DIMS;
+}
+
+static int number(int32_t dtype) {
+    if (dtype == aoti_torch_dtype_bfloat16()) return BF16;
+    if (dtype == aoti_torch_dtype_float32()) return F32;
+    return dtype == aoti_torch_dtype_float16() ? F16 : -1;
+}
+
+static int form_of(int32_t dtype) {
+    if (dtype == aoti_torch_dtype_int8()) return INT8;
+    if (dtype == aoti_torch_dtype_uint8()) return INT4;
+    return dtype == aoti_torch_dtype_float8_e4m3fn() ? FP8 : -1;
+}
+
+static int64_t rows_of(const view *x) {
+    int64_t rows = 1;
+    for (int64_t i = 0; i + 1 < x->dim; i++) rows *= x->sizes[i];
+    return rows;
+}
+
+static int threads(void) {
+    uint32_t count;
+    return torch_get_num_threads(&count) ? 1 : (int)count;
+}
+
+/* A new tensor of x's dtype and sizes but for the last, which is n. */
+static status made(const view *x, int64_t n, tensor *to, void **data) {
+    int64_t sizes[MOST_DIMS], strides[MOST_DIMS], stride = 1;
+    for (int64_t i = x->dim - 1; i >= 0; i--) {
+        sizes[i] = i == x->dim - 1 ? n : x->sizes[i];
+        strides[i] = stride;
+        stride *= sizes[i];
+    }
+    return aoti_torch_empty_strided(x->dim, sizes, strides, x->dtype, aoti_torch_device_type_cpu(),
+                                    0, to) ||
+           aoti_torch_get_data_ptr(*to, data);
+}
+
+/* The op of pyops.py, which takes its operands from the stack and leaves its result there. */
+static status dispatched(const char *op, int count, const tensor *operands, tensor *out) {
+    uint64_t stack[4] = {0};
+    for (int i = 0; i < count; i++) {
+        tensor owned;
+        if (aoti_torch_new_tensor_handle(operands[i], &owned)) return 1;
+        stack[i] = (uint64_t)(uintptr_t)owned;
+    }
+    status failed = aoti_torch_call_dispatcher(op, "", stack);
+    *out = failed ? NULL : (tensor)(uintptr_t)stack[0];
+    return failed;
+}
+
+/* The result, once it is known whether memory was short: then the op of pyops.py says so. */
+static status finished(int failed, const char *op, int count, const tensor *operands, tensor *out) {
+    if (!failed) return 0;
+    aoti_torch_delete_tensor_object(*out);
+    return dispatched(op, count, operands, out);
+}
+
+status g4ir_call_linear(tensor x, tensor w, tensor *out) {
+    static const char op[] = "g4ir::linear";
+    tensor operands[] = {x, w};
+    view a, b;
+    void *y;
+    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype ||
+        !g4ir_takes(number(a.dtype), rows_of(&a)))
+        return dispatched(op, 2, operands, out);
+    int64_t n = b.sizes[0], k = b.sizes[1];
+    if (made(&a, n, out, &y)) return 1;
+    int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
+    return finished(failed, op, 2, operands, out);
+}
+
+status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out) {
+    static const char op[] = "g4ir::linear_coded";
+    tensor operands[] = {x, codes, scales};
+    view a, b, c;
+    void *y;
+    if (!viewed(x, &a) || !viewed(codes, &b) || !viewed(scales, &c) || number(c.dtype) < 0)
+        return dispatched(op, 3, operands, out);
+    int dtype = number(a.dtype), form = form_of(b.dtype);
+    int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
+    if (!g4ir_takes_codes(form, dtype, rows, k, groups)) return dispatched(op, 3, operands, out);
+    if (made(&a, n, out, &y)) return 1;
+    int failed = g4ir_linear_coded(b.data, form, c.data, number(c.dtype), a.data, y, dtype, rows,
+                                   n, k, groups, threads());
+    return finished(failed, op, 3, operands, out);
+}

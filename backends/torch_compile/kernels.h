@@ -1,0 +1,26 @@
+/* What kernels.c does; all arrays are contiguous. Dtypes, forms of codes and results are numbered as
+ * in pyops.py. */
+#include <stdint.h>
+
+/* Dtypes of scales; x and results have one of the first two. */
+enum { BF16, F32, F16 };
+/* Forms of codes: a byte each, or two in one. */
+enum { INT8, INT4, FP8, FORMS };
+
+/* Whether a product with so many rows is done here. A library is faster with others. */
+int g4ir_takes(int dtype, int64_t rows);
+
+/* y[rows, n] = x[rows, k] @ w[n, k]^T; sums are fp32, rounded once. Returns 0, or 1 where memory is
+ * short. */
+int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
+                int64_t k, int threads);
+
+/* The same of weights in codes, for w = codes[n, k] * scales[n, groups]. */
+int g4ir_takes_codes(int form, int dtype, int64_t rows, int64_t k, int64_t groups);
+int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
+                      const void *x, void *y, int dtype, int64_t rows, int64_t n, int64_t k,
+                      int64_t groups, int threads);
+
+/* y[n, k] = round(codes * scales), for what is taken as one row. */
+void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
+                 int dtype, int64_t n, int64_t k, int64_t groups, int threads);
