@@ -363,7 +363,10 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     forms = (("int8", 0), ("int8", 48), ("int4", 32), ("fp8", 0))
     codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
     x = torch.randn(1, 2, 96, generator=g).bfloat16()
-    path, sizes = tmp_path / "products.pt2", ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 4)
+    path, sizes = (
+        tmp_path / "products.pt2",
+        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 4),
+    )
     with compiler._any_size():
         exported = torch.export.export(
             Products(), (x, w, codes), dynamic_shapes=sizes, strict=False

@@ -50,7 +50,7 @@ _kernels: dict[str, Callable[..., int]] = {}
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
 #: letter -> type of an argument there, and the arguments of each function
-_TYPES = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
 _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
@@ -334,7 +334,6 @@ def _(
 @torch.library.register_fake("g4ir::grouped_mm")
 def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
-
 
 
 def _declared(op: Any) -> str:

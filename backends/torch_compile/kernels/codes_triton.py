@@ -18,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.quant import FORMS, dequantized
-
-from ..pyops import CODED
+from g4ir.ops.quant import FORM_OF, FORMS, dequantized
+from g4ir.ops.types import torch_dtype
 
 Tensor = torch.Tensor
+#: dtype of codes -> their form
+CODED = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
 
 
 @triton.jit
