@@ -466,6 +466,28 @@ def test_processes_share_the_work(
     assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
 
 
+def test_kernels_are_compiled_once(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def compiled(path: Path) -> None:
+        done.append(path)
+        path.write_text(f"kernels {len(done)}")
+
+    def made(folder: str) -> str:
+        (tmp_path / folder).mkdir()
+        compiler.compile_kernels(tmp_path / folder / "kernels.so")
+        (file,) = (tmp_path / folder).iterdir()
+        assert file.name == "kernels.so"
+        return file.read_text()
+
+    monkeypatch.setattr(compiler, "_compile_kernels", compiled)
+    assert made("a") == made("b") == "kernels 1"
+    monkeypatch.setattr(compiler, "KERNEL_FLAGS", ("-O1",))
+    assert made("c") == "kernels 2" and made("d") == "kernels 2"
+
+
 def test_cache_that_cannot_be_written_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,21 @@ SOURCES = (
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
+#: what the CPU kernels are made of, and how
+KERNEL_SOURCES, KERNEL_HEADER = ("kernels.c", "calls.c"), "kernels.h"
+KERNEL_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-w",
+    "-fno-math-errno",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
+)
 #: the oldest compute capability with bf16
 OLDEST = (8, 0)
 #: what is kept of what a worker prints, and how long is waited for the rest of it
@@ -403,37 +418,33 @@ def _end_with(parent: int) -> None:
 
 
 def compile_kernels(path: Path) -> None:
-    """Compile the CPU kernels, and what programs call them by, into a shared library for this
-    machine (about a second)."""
+    """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
+    one that is kept, or compiled now (some three seconds)."""
+    import torch
+
+    digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())
+    for name in (*KERNEL_SOURCES, KERNEL_HEADER):
+        digest.update((Path(__file__).parent / name).read_bytes())
+    kept = path.with_name(f"{digest.hexdigest()[:24]}{path.suffix}")
+    with claimed(kept.name, wait=True):
+        if not _from_cache(kept.name, kept.parent):
+            _compile_kernels(kept)
+            _keep(kept)
+    kept.replace(path)
+
+
+def _compile_kernels(path: Path) -> None:
     import torch
     from torch._inductor import cpp_builder
 
     here = Path(__file__).resolve().parent
-    command = [
-        cpp_builder.get_cpp_compiler(),
-        "-O3",
-        "-march=native",
-        "-fopenmp",
-        "-w",
-        "-fno-math-errno",
-        "-fassociative-math",
-        "-fno-signed-zeros",
-        "-fno-trapping-math",
-        "-shared",
-        "-fPIC",
-        "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
-        *(word for name in ("kernels.c", "calls.c") for word in ("-x", "c", str(here / name))),
-        "-x",
-        "none",
-        f"-L{Path(torch.__file__).parent / 'lib'}",
-        "-ltorch_cpu",
-        "-o",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    sources = [word for name in KERNEL_SOURCES for word in ("-x", "c", str(here / name))]
+    libraries = ["-x", "none", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+    command = [cpp_builder.get_cpp_compiler(), *KERNEL_FLAGS, *sources, *libraries]
+    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise _without_space(RuntimeError(done.stderr), path) or LowerError(
-            f"torch: kernels.c or calls.c does not compile: {done.stderr[:800]}"
+            f"torch: {' or '.join(KERNEL_SOURCES)} does not compile: {done.stderr[:800]}"
         )
 
 
