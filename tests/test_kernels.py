@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -400,3 +402,41 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, rtol=2**-7, atol=0.1)
         assert {*seen[: len(seen) // 2]} >= wanted
+
+
+def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+    """A product takes Python's lock from no thread, wherever it is called from."""
+    compiler.compile_kernels(tmp_path / "kernels.so")
+    call = ctypes.PyDLL(str(tmp_path / "kernels.so")).g4ir_call_linear  # keeps the lock
+    x, w = torch.randn(1, 4096), torch.randn(8192, 4096)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+    handles = [
+        ctypes.c_void_p(pointer(c, None))
+        for c in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([x, w])
+    ]
+    ticks, stop = [0], Event()
+
+    def tick() -> None:
+        while not stop.wait(1e-4):
+            ticks[0] += 1
+
+    other = Thread(target=tick)
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is asked to give the lock away
+    try:
+        out, seen = ctypes.c_void_p(), 0
+        for _ in range(5):
+            started = ticks[0]
+            assert call(*handles, ctypes.byref(out)) == 0
+            seen += ticks[0] - started
+            made = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(out, None, None))
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        other.join()
+    assert seen
+    torch.testing.assert_close(made, x @ w.t(), rtol=1e-4, atol=1e-3)

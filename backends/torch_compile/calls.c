@@ -26,6 +26,20 @@ int32_t aoti_torch_dtype_int8(void);
 int32_t aoti_torch_dtype_uint8(void);
 int32_t aoti_torch_dtype_float8_e4m3fn(void);
 
+/* Of Python, where that is the process: other threads of it run while a kernel does. */
+#define MAYBE __attribute__((weak))
+MAYBE int PyGILState_Check(void);
+MAYBE void *PyEval_SaveThread(void);
+MAYBE void PyEval_RestoreThread(void *state);
+
+static void *without_lock(void) {
+    return PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : NULL;
+}
+
+static void with_lock(void *state) {
+    if (state) PyEval_RestoreThread(state);
+}
+
 #define MOST_DIMS 8
 
 typedef struct {
@@ -109,7 +123,9 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
         return dispatched(op, 2, operands, out);
     int64_t n = b.sizes[0], k = b.sizes[1];
     if (made(&a, n, out, &y)) return 1;
+    void *state = without_lock();
     int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
+    with_lock(state);
     return finished(failed, op, 2, operands, out);
 }
 
@@ -124,7 +140,9 @@ status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
     if (!g4ir_takes_codes(form, dtype, rows, k, groups)) return dispatched(op, 3, operands, out);
     if (made(&a, n, out, &y)) return 1;
+    void *state = without_lock();
     int failed = g4ir_linear_coded(b.data, form, c.data, number(c.dtype), a.data, y, dtype, rows,
                                    n, k, groups, threads());
+    with_lock(state);
     return finished(failed, op, 3, operands, out);
 }
