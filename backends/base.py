@@ -138,6 +138,8 @@ class Backend(ABC):
     #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
+    #: whether it can round the rows of products (ops/quant.py: fake_quantize)
+    rounds_activations: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 

@@ -11,7 +11,7 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Note, ignore, maker
 
-AFTER = "narrow_kv"  # the caches have their last form
+AFTER = "quantize_activations"  # products have their last operands
 
 
 def fuse_glu(g: Graph, note: Note = ignore) -> Graph:

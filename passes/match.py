@@ -10,6 +10,10 @@ from g4ir.ir.graph import Builder, Graph, Node, Value
 Note = Callable[[str, str], None]
 
 
+#: the option of a pass that rounds, where it is to leave everything
+OFF = "off"
+
+
 class Left(Exception):
     """The reason why a pass leaves nodes as they are."""
 

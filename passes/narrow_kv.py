@@ -17,13 +17,12 @@ from g4ir.ops.attention import split_chunk
 from g4ir.ops.narrow import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE
 
-from .match import Note, ignore
+from .match import OFF, Note, ignore
 
 AFTER = "latent_kv"  # what caches hold is decided
 CHANGES_STATE = True
 CHANGES_MEANING = True
 
-OFF = "off"
 DTYPES = (OFF, *NARROW)
 
 

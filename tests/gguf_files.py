@@ -136,6 +136,89 @@ def write_gguf(
     return meant
 
 
+#: of gemma4_unified, which the package's table does not know yet
+UNIFIED = {
+    "vision_embedder.patch_dense": "v.patch_embd",
+    "vision_embedder.patch_ln1": "v.patch_norm.1",
+    "vision_embedder.patch_ln2": "v.patch_norm.2",
+    "vision_embedder.pos_norm": "v.patch_norm.3",
+    "vision_embedder.pos": "v.position_embd",
+}
+
+
+def stored_tower_name(bare: str) -> str:
+    """The name that llama.cpp's converter gives a tensor of a tower."""
+    name = bare.replace("pos_embedding", "pos.weight")
+    if name.endswith(("per_dim_scale", "position_embedding_table")):
+        name += ".weight"
+    name = name.replace(".linear.", ".")
+    base, _, end = name.rpartition(".")
+    if base in UNIFIED:
+        return f"{UNIFIED[base]}.{end}"
+    part, _, rest = base.partition(".")
+    place = {"vision": "model.vision_tower.", "audio": "conformer."}.get(part)
+    base = f"{place}{rest}".rstrip(".") if place else f"model.{base}"
+    base = base.replace("model.vision_tower.encoder.", "vision_model.model.")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    found = names.get_name(f"{base}.{end}") or names.get_name(base)
+    assert found, f"{bare} has no name"
+    return found if end.startswith("std_") else f"{found}.{end}"
+
+
+def _as_converted(bare: str, t: torch.Tensor) -> torch.Tensor:
+    """What the converter makes of a tensor."""
+    if bare.endswith("per_dim_scale"):
+        return torch.nn.functional.softplus(t)
+    if bare.endswith("depthwise_conv1d.weight"):
+        return t.squeeze(1)
+    if bare.endswith("patch_embedder.input_proj.weight"):
+        side = int((t.shape[1] // 3) ** 0.5)
+        return t.reshape(-1, side, side, 3).permute(0, 3, 1, 2)
+    if bare.endswith(("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")):
+        p = int((t.shape[-1] // 3) ** 0.5)
+        i = torch.arange(p * p * 3)
+        return t[..., (i % (p * p)) // p * p * 3 + i % p * 3 + i // (p * p)]
+    return t.permute(1, 0, 2) if bare.endswith("pos_embedding") else t.reshape(t.shape or (1,))
+
+
+def write_mmproj(
+    path: Path,
+    spec: Spec,
+    tensors: Mapping[str, torch.Tensor],
+    kind: str = "F32",
+    *,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    left_out: Iterable[str] = (),
+) -> Path:
+    """Write the towers of a model, by the names of their tensors in a checkpoint; matrices of
+    layers in a type, where its blocks divide them."""
+    unified = spec.model_type == "gemma4_unified"
+    values: dict[str, Any] = {
+        "clip.vision.projector_type": "gemma4uv" if unified else "gemma4v",
+        "clip.audio.projector_type": "gemma4ua" if unified else "gemma4a",
+        "clip.vision.attention.head_count": getattr(spec.vision, "num_attention_heads", 0),
+        "clip.audio.attention.head_count": getattr(spec.audio, "num_attention_heads", 0),
+        "clip.vision.image_mean": [0.0] * 3,
+        "clip.vision.image_std": [1.0] * 3,
+    }
+    change(values)
+    writer = gguf.GGUFWriter(path, "clip")
+    for key, value in values.items():
+        write_value(writer, key, value)
+    for i, (bare, t) in enumerate(tensors.items()):
+        name, made = stored_tower_name(bare), _as_converted(bare, t).contiguous()
+        if name not in left_out:
+            fits = bare.endswith(".linear.weight") and made.shape[-1] % 32 == 0
+            to = kind if fits else "F32"
+            data, _ = stored(made, to, i)
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[to])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _frequencies(spec: Spec) -> Any:
     dim, fraction = spec.text.full.head_dim, spec.text.full.rope.rotary_fraction
     rotated = int(dim * fraction / 2)

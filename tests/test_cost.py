@@ -335,6 +335,7 @@ def test_every_op_has_a_kind() -> None:
         "causal_conv",
         "quantize",
         "dequantize",
+        "fake_quantize",
         "dequantize_columns",
         "dense",
         "columns",

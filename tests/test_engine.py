@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -573,3 +574,14 @@ def test_an_engine_that_could_not_be_read_is_not_written(tmp_path: Path) -> None
             max_seq=64,
         )
     assert [p.name for p in tmp_path.iterdir()] == ["so\turce"]
+
+
+def test_a_build_tells_how_far_its_weights_are(tmp_path: Path) -> None:
+    """In tenths of their bytes, to the end."""
+    told: list[str] = []
+    checkpoint = random_checkpoint(tmp_path / "hf", "tiny-ple")
+    g4ir.build(
+        None, tmp_path / "e", checkpoint=checkpoint, backend="reference", progress=told.append
+    )
+    shares = [int(n) for n in re.findall(r"weights (\d+) %", "\n".join(told))]
+    assert shares == sorted(set(shares)) and shares[-1] == 100 and len(shares) > 2

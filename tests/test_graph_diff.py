@@ -16,6 +16,9 @@ from g4ir.passes import PASSES, run_passes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
 
+#: passes that do nothing unless they are asked to
+ASKED = ("latent_kv", "narrow_kv", "quantize_activations")
+
 BEFORE = """graph g {
   input %x: f32[B,S,8]
   param %L0.w: f32[4,8]
@@ -105,7 +108,7 @@ def test_diff_of_a_pass(name: str) -> None:
     assert outcome.code == 0
     lines = outcome.out.splitlines()
     assert all(x[:2] in ("- ", "+ ", "~ ", "@@") for x in lines)
-    if name in ("latent_kv", "narrow_kv"):
+    if name in ASKED:
         assert not lines
         assert outcome.err == f"g4ir: {name} changes nothing in graph prefill\n"
     elif name == "fuse_qkv":
@@ -190,7 +193,7 @@ def test_why_of_a_layer(name: str) -> None:
     assert g4ir("show", *words).out.splitlines() == WHY[name]
 
 
-@pytest.mark.parametrize("name", [p for p in PASSES if p not in ("latent_kv", "narrow_kv")])
+@pytest.mark.parametrize("name", [p for p in PASSES if p not in ASKED])
 @pytest.mark.parametrize("variant", ["e2b", "26b-a4b"])
 def test_every_layer_is_told(variant: str, name: str) -> None:
     """Each pass says of each layer what it did, or why not."""

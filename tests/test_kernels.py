@@ -343,7 +343,7 @@ def test_padding_is_not_attended_to(valid: list[int]) -> None:
 
 class Products(torch.nn.Module):
     """Products as compiled programs have them: of an operand, of every second row, in three dtypes,
-    of codes with scales of rows and of groups."""
+    of codes with scales of rows and of groups, and these of rounded rows."""
 
     def forward(
         self,
@@ -353,7 +353,8 @@ class Products(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         linear, coded = torch.ops.g4ir.linear, torch.ops.g4ir.linear_coded
         plain = (linear(x, w), linear(x[:, ::2], w), *(linear(x.to(d), w.to(d)) for d in DTYPES))
-        return (*plain, *(coded(x, *c) for c in codes))
+        rounded = (torch.ops.g4ir.linear_rounded(x, *c) for c in codes)
+        return (*plain, *(coded(x, *c) for c in codes), *rounded)
 
 
 DTYPES = (torch.float32, torch.float16)

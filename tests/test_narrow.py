@@ -358,7 +358,7 @@ def test_a_wrong_rounding_is_found(
 
 def test_budgets() -> None:
     """A budget of its own where fp32 is compared; 16 bits measure their rounding as ever."""
-    assert budget_of("f32", "hf", "off") is BUDGETS["f32", "hf"]
+    assert budget_of("f32", "hf") is BUDGETS["f32", "hf"]
     assert budget_of("bf16", "hf", "i8") is BUDGETS["bf16", "hf"]
     assert [budget_of("f32", "hf", to).relative for to in ("f8e4m3", "i8")] == [2**-4, 2**-5]
 

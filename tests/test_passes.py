@@ -20,8 +20,11 @@ from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.narrow import NARROW
+from g4ir.ops.quant import ACTIVATIONS
 from g4ir.passes import CHANGES_STATE, PASSES, _leaves, _ordered, find_pass, run_passes, run_program
 from g4ir.passes.match import Note
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
 
@@ -113,10 +116,12 @@ SKIPS = {
 
 
 def options(skip: str) -> dict[str, dict[str, str]]:
-    """The form of the K=V caches in a pipeline of SKIPS, or what caches are narrowed to."""
+    """The form of the K=V caches in a pipeline of SKIPS, or what caches or rows are rounded to."""
     form = skip.partition(" ")[0]
     if form in NARROW:
         return {"narrow_kv": {"to": form}}
+    if form in ACTIVATIONS:
+        return {"quantize_activations": {"to": form}}
     return {"latent_kv": {"form": form}} if form in LATENT else {}
 
 
@@ -149,11 +154,16 @@ def test_a_pipeline_keeps_the_laws(spec: str, skip: str) -> None:
             assert out.state == g.state and out.next.keys() == g.next.keys()
 
 
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8"])
+def coded(spec: str) -> Program:
+    """The program of a spec with weights in codes."""
+    return quantised(program(spec), SPECS[spec](), find_recipe("int8"), SPECS[spec]().dtype)
+
+
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
-    stages = [program(spec).graphs[phase]]
+    stages = [(coded if form in ACTIVATIONS else program)(spec).graphs[phase]]
     run_passes(stages[0], dump=lambda _, g: stages.append(g), options=options(form))
     tied = any(x.attention.k_eq_v for x in SPECS[spec]().layers())
     routed = any(x.has_moe for x in SPECS[spec]().layers())
@@ -161,7 +171,8 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "last_token_only": phase == "decode",
         "latent_kv": form not in LATENT or not tied,
         "narrow_kv": form not in NARROW,
-        "fuse_moe": not routed,
+        "quantize_activations": form not in ACTIVATIONS,
+        "fuse_moe": not routed or form in ACTIVATIONS,
         "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
     }
@@ -431,10 +442,18 @@ FIRST_LEFT = {
     "last_token_only": "%logits = last_row",
     "latent_kv": "%L3.v.next = cache_write",
     "narrow_kv": "%L0.k.next = cache_write",
+    "quantize_activations": "%ple.proj = linear",
     "fuse_glu": "%L0.mlp.act = glu_packed",
     "fuse_moe": "%L1.moe.out = experts",
     "fuse_dual_norm": "%L1.ffn.out = norm_residual",
     "fuse_cache_write": "%L0.attn.q = split",
+}
+
+
+#: pass -> the program and the option in which it has something to do, where others have not
+FOR_PASS: dict[str, tuple[Callable[[str], Program], str]] = {
+    "narrow_kv": (program, "i8"),
+    "quantize_activations": (coded, "int8"),
 }
 
 
@@ -443,11 +462,12 @@ def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.Mon
     """An error that names the pass, the graph, those that ran before, and the value left."""
     break_pass(monkeypatch, name, lambda g: g)
     phase = "decode" if name == "fuse_cache_write" else "prefill"
-    g = program("combined").graphs[phase]
+    made, form = FOR_PASS.get(name, (program, "raw"))
+    g = made("combined").graphs[phase]
     before = PASSES[: PASSES.index(name)]
     start = f"pass {name} on graph {phase}" + (f" (after {', '.join(before)})" if before else "")
     with pytest.raises(PassError) as e:
-        run_passes(g, options=options("i8" if name == "narrow_kv" else "raw"))
+        run_passes(g, options=options(form))
     assert str(e.value).startswith(start)
     assert f"left {FIRST_LEFT[name]}, which it should have taken" in str(e.value)
     run_passes(g, skip=[name])

@@ -32,6 +32,8 @@ COPIED = (*PRODUCT, "specs", "tests", "tools", "docs", "bench", "README.md", "py
 #: seconds that the tests of one mutant may take, and how many are tried
 LIMIT_S, MOST_TESTS = 180, 40
 NO_TESTS = 5  # exit code of pytest
+#: kernels, and the tests of their numbers
+KERNELS, INTERPRETED = "backends/torch_compile/kernels/", "tests/interpreted"
 TOO_LONG = "the run ends otherwise"
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -129,7 +131,9 @@ def _size(test: str) -> int:
     return (ROOT / test.split("::")[0]).stat().st_size
 
 
-def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str]:
+def failed(
+    tree: Path, tests: list[str], limit_s: int | None = None, **environment: str
+) -> list[str]:
     """Return those of the tests that fail in a copy of the tree: the first where time is limited;
     `TOO_LONG` where it is over."""
     cache = tree / ".failed"
@@ -139,7 +143,12 @@ def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *stop, *tests],
             cwd=tree,
-            env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+            env={
+                "PYTHONPATH": str(tree),
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(Path.home()),
+                **environment,
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=limit_s,
@@ -152,14 +161,19 @@ def failed(tree: Path, tests: list[str], limit_s: int | None = None) -> list[str
 
 
 def noticed(tree: Path, mutant: Mutant, tests: list[str]) -> list[str]:
-    """Return the tests that fail on the mutant in a copy of the tree."""
+    """Return the tests that fail on the mutant in a copy of the tree. Of a kernel those too that
+    run in a process whose triton interprets, where coverage does not see them."""
     path = tree / mutant.file
     right = path.read_text()
     parsed = ast.parse(right)
     list(changed(parsed, mutant.index))
     path.write_text(ast.unparse(ast.fix_missing_locations(parsed)))
     try:
-        return failed(tree, tests, LIMIT_S)
+        found = failed(tree, tests, LIMIT_S)
+        if not found and mutant.file.startswith(KERNELS):
+            stem = Path(mutant.file).stem.removesuffix("_triton")
+            found = failed(tree, [INTERPRETED, "-k", stem], LIMIT_S, TRITON_INTERPRET="1")
+        return found
     finally:
         path.write_text(right)
 
@@ -211,7 +225,11 @@ def main(words: list[str]) -> int:
         found = list(pool.map(tried, drawn))
     # A test that fails on the right product too has noticed nothing.
     named = sorted({n for _, names in found for n in names if "::" in n})
-    wrong = set(failed(trees.get(), named)) if named else set()
+    interpreted = [n for n in named if n.startswith(INTERPRETED)]
+    others = [n for n in named if n not in interpreted]
+    tree = trees.get()
+    wrong = set(failed(tree, others)) if others else set()
+    wrong |= set(failed(tree, interpreted, TRITON_INTERPRET="1")) if interpreted else set()
     caught = sum(bool(set(names) - wrong) for _, names in found)
     for mutant, names in found:
         if names and not set(names) - wrong:

@@ -41,6 +41,7 @@ class OnnxBackend(Backend):
     dtypes = ("f32", "f16")
     kv_dtypes = ()
     kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
+    rounds_activations = False
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {

@@ -218,6 +218,7 @@ OUTSIDE = frozenset(
     {
         *("embedding", "greedy", "candidates", "relative_keys"),
         *("quantize", "columns", "embedding_quantized", "narrow_row"),
+        "fake_quantize",
     }
 )
 

@@ -129,8 +129,8 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     return finished(failed, op, 2, operands, out);
 }
 
-status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out) {
-    static const char op[] = "g4ir::linear_coded";
+static status linear_coded(const char *op, int rounded, tensor x, tensor codes, tensor scales,
+                           tensor *out) {
     tensor operands[] = {x, codes, scales};
     view a, b, c;
     void *y;
@@ -138,11 +138,19 @@ status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out
         return dispatched(op, 3, operands, out);
     int dtype = number(a.dtype), form = form_of(b.dtype);
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
-    if (!g4ir_takes_codes(form, dtype, rows, k, groups)) return dispatched(op, 3, operands, out);
+    if (!g4ir_takes_codes(form, rounded, dtype, rows, k, groups)) return dispatched(op, 3, operands, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear_coded(b.data, form, c.data, number(c.dtype), a.data, y, dtype, rows,
-                                   n, k, groups, threads());
+    int failed = g4ir_linear_coded(b.data, form, c.data, number(c.dtype), a.data, rounded, y, dtype,
+                                   rows, n, k, groups, threads());
     with_lock(state);
     return finished(failed, op, 3, operands, out);
+}
+
+status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out) {
+    return linear_coded("g4ir::linear_coded", 0, x, codes, scales, out);
+}
+
+status g4ir_call_linear_rounded(tensor x, tensor codes, tensor scales, tensor *out) {
+    return linear_coded("g4ir::linear_rounded", 1, x, codes, scales, out);
 }

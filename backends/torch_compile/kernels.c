@@ -466,13 +466,14 @@ static inline float scaled_to(int bits, uint32_t exponent, int bad, float *unit)
     return times;
 }
 
-/* One block of x as integers times `unit`; that is NaN where one of it is no finite number. */
+/* One block of x as integers times `unit`; that is NaN where one of it is no finite number. `parts`, a
+ * constant here and below, is 2, or 1 for x as fake_quantize has it: then a number is `high`. */
 typedef struct {
     __m512i high[2], low[2]; /* of its halves; a number is 256 high + low */
     float unit;
 } integers;
 
-static inline integers block_to_integers(const bf16 *x) {
+static inline integers block_to_integers(const int parts, const bf16 *x) {
     __m512 v[2] = {widen_16(x), widen_16(x + HALF)};
     __m512 most = _mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1]));
     uint32_t top = _mm512_reduce_max_epu32(_mm512_castps_si512(most));
@@ -481,9 +482,17 @@ static inline integers block_to_integers(const bf16 *x) {
     uint32_t exponent = (top >> 23) + ((top >> 16 & 0x7f) == 0x7f);
     int bad = nan || top >= 0x7f800000u;
     integers out;
-    float times = scaled_to(15, exponent, bad, &out.unit);
+    float largest, times = scaled_to(15, exponent, bad, &out.unit);
+    memcpy(&largest, &top, 4);
+    if (parts == 1 && !bad) out.unit = largest > 0 ? largest / 127 : 1;
     for (int i = 0; i < 2; i++) {
         if (bad) v[i] = _mm512_setzero_ps();
+        if (parts == 1) {
+            __m512 unit = _mm512_set1_ps(bad ? 1 : out.unit);
+            out.high[i] = _mm512_cvtps_epi32(_mm512_div_ps(v[i], unit));
+            out.low[i] = _mm512_setzero_si512();
+            continue;
+        }
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(times)));
         out.high[i] = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(128)), 8);
         out.low[i] = _mm512_sub_epi32(all, _mm512_slli_epi32(out.high[i], 8));
@@ -498,12 +507,17 @@ static inline void put_even_odd(__m512i *even, __m512i *odd, int at, const __m51
     _mm_storeu_si128((__m128i *)((char *)odd + at), _mm256_extracti128_si256(both, 1));
 }
 
-static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
+/* A sum of products with `high` and one with `low`. */
+static inline __m512i joined(const int parts, __m512i high, __m512i low) {
+    return parts == 1 ? high : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+
+ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
     for (int64_t i = 0; i < k; i += CHUNK, to++) {
         memset(to, 0, sizeof *to);
         float unit[CHUNK / BLOCK] = {0};
         for (int b = 0; b < CHUNK / BLOCK && i + b * BLOCK < k; b++) {
-            integers v = block_to_integers(x + i + b * BLOCK);
+            integers v = block_to_integers(parts, x + i + b * BLOCK);
             put_even_odd(&to->even_high, &to->odd_high, b * HALF, v.high);
             put_even_odd(&to->even_low, &to->odd_low, b * HALF, v.low);
             unit[b] = v.unit;
@@ -513,11 +527,14 @@ static void to_fixed(const bf16 *x, fixed *to, int64_t k) {
         high = _mm512_dpbusd_epi32(high, one, to->odd_high);
         __m512i low = _mm512_dpbusd_epi32(zero, one, to->even_low);
         low = _mm512_dpbusd_epi32(low, one, to->odd_low);
-        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-        to->less = _mm512_sub_epi32(zero, _mm512_slli_epi32(sum, 3));
+        __m512i sum = _mm512_slli_epi32(joined(parts, high, low), 3);
+        to->less = _mm512_sub_epi32(zero, sum);
         to->unit = _mm_loadu_ps(unit);
     }
 }
+
+static void to_fixed(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, x, to, k); }
+static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, x, to, k); }
 
 /* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
@@ -541,8 +558,8 @@ static inline __m512 in_lanes(__m128 four) {
 }
 
 /* `four` is the dtype where all chunks have four scales of 16 bits, or F32: a constant too. */
-ALWAYS fixed_chunks(const int outs, const int rows, const int four, const product *p, int64_t o,
-                    int64_t at, int64_t end, int64_t r, __m512 *sum) {
+ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int four,
+                    const product *p, int64_t o, int64_t at, int64_t end, int64_t r, __m512 *sum) {
     const uint8_t *w[TOGETHER];
     const char *scales[TOGETHER];
     const fixed *x[TOGETHER];
@@ -563,11 +580,12 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int four, const produc
                                        : four_scales(scales[s], i, four);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const fixed *f = x[q] + i / CHUNK;
-                __m512i high = _mm512_dpbusd_epi32(zero, even, f->even_high);
+                __m512i high = parts == 1 ? f->less : zero;
+                high = _mm512_dpbusd_epi32(high, even, f->even_high);
                 high = _mm512_dpbusd_epi32(high, odd, f->odd_high);
                 __m512i low = _mm512_dpbusd_epi32(f->less, even, f->even_low);
                 low = _mm512_dpbusd_epi32(low, odd, f->odd_low);
-                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+                __m512i all = joined(parts, high, low);
                 __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
                 sum[s * rows + q] =
                     _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
@@ -581,21 +599,30 @@ ALWAYS add_lanes(const int outs, const int rows, const __m512 *sum, sums *out) {
         out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
 }
 
-ALWAYS fixed_int4(const int outs, const int rows, const product *p, int64_t o, int64_t at,
-                  int64_t end, int64_t r, sums *out) {
+ALWAYS parts_int4(const int outs, const int rows, const int parts, const product *p, int64_t o,
+                  int64_t at, int64_t end, int64_t r, sums *out) {
     __m512 sum[TOGETHER];
     UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
     int64_t full = p->each == BLOCK ? end - (end - at) % CHUNK : at;
     if (p->scales_dtype == BF16)
-        fixed_chunks(outs, rows, BF16, p, o, at, full, r, sum);
+        fixed_chunks(outs, rows, parts, BF16, p, o, at, full, r, sum);
     else if (p->scales_dtype == F16)
-        fixed_chunks(outs, rows, F16, p, o, at, full, r, sum);
+        fixed_chunks(outs, rows, parts, F16, p, o, at, full, r, sum);
     else
         full = at;
-    fixed_chunks(outs, rows, F32, p, o, full, end, r, sum);
+    fixed_chunks(outs, rows, parts, F32, p, o, full, end, r, sum);
     add_lanes(outs, rows, sum, out);
 }
-DOTS(fixed_int4)
+
+#define IN_PARTS(NAME, PARTS, FORM)                                                             \
+    ALWAYS NAME##_##FORM(const int outs, const int rows, const product *p, int64_t o,           \
+                         int64_t at, int64_t end, int64_t r, sums *out) {                       \
+        parts_##FORM(outs, rows, PARTS, p, o, at, end, r, out);                                 \
+    }                                                                                           \
+    DOTS(NAME##_##FORM)
+
+IN_PARTS(fixed, 2, int4)
+IN_PARTS(rounded, 1, int4)
 
 /* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
 typedef struct {
@@ -604,12 +631,12 @@ typedef struct {
     __m128 unit;  /* of each half block */
 } fixed_line;
 
-static void to_fixed_lines(const bf16 *x, fixed_line *to, int64_t k) {
+ALWAYS in_lines(const int parts, const bf16 *x, fixed_line *to, int64_t k) {
     for (int64_t i = 0; i < k; i += LINE, to++) {
         memset(to, 0, sizeof *to);
         float unit[LINE / HALF] = {0};
         for (int b = 0; b < LINE / BLOCK && i + b * BLOCK < k; b++) {
-            integers v = block_to_integers(x + i + b * BLOCK);
+            integers v = block_to_integers(parts, x + i + b * BLOCK);
             for (int h = 0; h < 2; h++) {
                 int at = b * BLOCK + h * HALF;
                 _mm_storeu_si128((__m128i *)((char *)&to->high + at), _mm512_cvtepi32_epi8(v.high[h]));
@@ -618,20 +645,25 @@ static void to_fixed_lines(const bf16 *x, fixed_line *to, int64_t k) {
             }
         }
         __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
-        __m512i sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(zero, one, to->high), 8);
-        sum = _mm512_dpbusd_epi32(sum, one, to->low);
+        __m512i high = _mm512_dpbusd_epi32(zero, one, to->high);
+        __m512i sum = joined(parts, high, _mm512_dpbusd_epi32(zero, one, to->low));
         to->less = _mm512_sub_epi32(zero, _mm512_slli_epi32(sum, 7));
         to->unit = _mm_loadu_ps(unit);
     }
 }
 
+static void to_fixed_lines(const bf16 *x, fixed_line *to, int64_t k) { in_lines(2, x, to, k); }
+static void to_rounded_lines(const bf16 *x, fixed_line *to, int64_t k) { in_lines(1, x, to, k); }
+
 /* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
- * lie: two of 16 bits, four of 32, or as they may. */
-enum { TWO_BF16, TWO_F16, FOUR_F32, ANY };
+ * lie: two of 16 bits, four of 32, or as they may; or that there is one for the row, which counts
+ * later. */
+enum { TWO_BF16, TWO_F16, FOUR_F32, ANY, ONE };
 
 static inline __m128 line_scales(const int form, const product *p, const char *scales, int64_t at,
                                  int64_t halves) {
     if (form == ANY) return some_scales(scales, at, p->each, p->scales_dtype, HALF, halves);
+    if (form == ONE) return _mm_set1_ps(1);
     if (form == FOUR_F32) return _mm_loadu_ps((const float *)scales + at / HALF);
     uint32_t two;
     memcpy(&two, scales + at / HALF, sizeof two);
@@ -641,8 +673,8 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
 }
 
-ALWAYS fixed_lines(const int outs, const int rows, const int form, const product *p, int64_t o,
-                   int64_t at, int64_t end, int64_t r, __m512 *sum) {
+ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int form,
+                   const product *p, int64_t o, int64_t at, int64_t end, int64_t r, __m512 *sum) {
     const uint8_t *w[TOGETHER];
     const char *scales[TOGETHER];
     const fixed_line *x[TOGETHER];
@@ -655,15 +687,15 @@ ALWAYS fixed_lines(const int outs, const int rows, const int form, const product
         __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
             READ_AHEAD(w[s] + i);
-            __m512i codes = form == ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
+            __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             codes = _mm512_xor_si512(codes, bias);
             __m128 scale = line_scales(form, p, scales[s], i, halves);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const fixed_line *f = x[q] + i / LINE;
-                __m512i high = _mm512_dpbusd_epi32(zero, codes, f->high);
+                __m512i high = _mm512_dpbusd_epi32(parts == 1 ? f->less : zero, codes, f->high);
                 __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
-                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+                __m512i all = joined(parts, high, low);
                 __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
                 sum[s * rows + q] =
                     _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
@@ -672,23 +704,38 @@ ALWAYS fixed_lines(const int outs, const int rows, const int form, const product
     }
 }
 
-ALWAYS fixed_int8(const int outs, const int rows, const product *p, int64_t o, int64_t at,
-                  int64_t end, int64_t r, sums *out) {
+ALWAYS parts_int8(const int outs, const int rows, const int parts, const product *p, int64_t o,
+                  int64_t at, int64_t end, int64_t r, sums *out) {
     __m512 sum[TOGETHER];
     UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
     int64_t full = end - (end - at) % LINE;
     if (p->each == BLOCK && p->scales_dtype == F16)
-        fixed_lines(outs, rows, TWO_F16, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, TWO_F16, p, o, at, full, r, sum);
     else if (p->each == BLOCK && p->scales_dtype == BF16)
-        fixed_lines(outs, rows, TWO_BF16, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, TWO_BF16, p, o, at, full, r, sum);
     else if (p->each == HALF && p->scales_dtype == F32)
-        fixed_lines(outs, rows, FOUR_F32, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, FOUR_F32, p, o, at, full, r, sum);
     else
         full = at;
-    fixed_lines(outs, rows, ANY, p, o, full, end, r, sum);
+    fixed_lines(outs, rows, parts, ANY, p, o, full, end, r, sum);
     add_lanes(outs, rows, sum, out);
 }
-DOTS(fixed_int8)
+IN_PARTS(fixed, 2, int8)
+IN_PARTS(rounded, 1, int8)
+
+/* Of codes with one scale for a row. */
+ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, int64_t at,
+                   int64_t end, int64_t r, sums *out) {
+    __m512 sum[TOGETHER];
+    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
+    fixed_lines(outs, rows, 1, ONE, p, o, at, end, r, sum);
+    UNROLLED for (int b = 0; b < outs * rows; b++) {
+        __m512 scale = _mm512_set1_ps(load(scales_of(p, o + b / rows), 0, p->scales_dtype));
+        sum[b] = _mm512_mul_ps(sum[b], scale);
+    }
+    add_lanes(outs, rows, sum, out);
+}
+DOTS(rounded_row)
 
 /* 8-bit codes with one scale for a row: x as integers of 22 bits times a power of two for the whole
  * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. Sums over the part
@@ -796,20 +843,30 @@ DOTS(whole_int8)
         IN_FORM(to_whole, whole, 3, whole_head(k) + lines(k) * sizeof(bytes), whole_int8s)      \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
+#define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
+#define ROUNDED_int8                                                                            \
+    IN_FORM(to_rounded_lines, fixed_line, 4, lines(k) * sizeof(fixed_line),                     \
+            groups == 1 ? rounded_rows : rounded_int8s)
+static const int ROUNDS = 1;
 #else
 #define FIXED_int4
 #define FIXED_int8
+#define ROUNDED_int4
+#define ROUNDED_int8
+static const int ROUNDS = 0;
 #endif
 #define FIXED_fp8
+#define ROUNDED_fp8
 
 #define PRODUCT_CODED(NAME, BYTES)                                                              \
     static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
-                              const void *x, void *y, int dtype, int64_t rows, int64_t n,       \
-                              int64_t k, int64_t groups, int threads) {                         \
+                              const void *x, int rounded, void *y, int dtype, int64_t rows,     \
+                              int64_t n, int64_t k, int64_t groups, int threads) {              \
         product p = {.w = w, .bits = 8 * BYTES / BLOCK, .scales = scales,                       \
                      .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
                      .apart = k * sizeof(float), .per = sizeof(float), .y = y, .dtype = dtype,  \
                      .rows = rows, .n = n, .k = k};                                             \
+        if (rounded) { ROUNDED_##NAME }                                                         \
         FIXED_##NAME                                                                            \
         float *wide = scratch(rows * k * sizeof(float));                                        \
         if (!wide) return 1;                                                                    \
@@ -883,8 +940,8 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
 
 /* The functions of each form, and the codes that share a scale at least. */
 static const struct {
-    int (*product)(const uint8_t *, const void *, int, const void *, void *, int, int64_t, int64_t,
-                   int64_t, int64_t, int);
+    int (*product)(const uint8_t *, const void *, int, const void *, int, void *, int, int64_t,
+                   int64_t, int64_t, int64_t, int);
     void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t, int);
     int64_t group;
 } OF[FORMS] = {
@@ -896,16 +953,18 @@ static const struct {
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
 
-int g4ir_takes_codes(int form, int dtype, int64_t rows, int64_t k, int64_t groups) {
+int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
+    if (rounded && !(ROUNDS && dtype == BF16 && (form == INT8 || form == INT4))) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
     if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
     return k / groups % OF[form].group == 0;
 }
 
 int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
-                      const void *x, void *y, int dtype, int64_t rows, int64_t n, int64_t k,
-                      int64_t groups, int threads) {
-    return OF[form].product(codes, scales, scales_dtype, x, y, dtype, rows, n, k, groups, threads);
+                      const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
+                      int64_t k, int64_t groups, int threads) {
+    return OF[form].product(codes, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
+                            threads);
 }
 
 void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,

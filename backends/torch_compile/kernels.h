@@ -15,11 +15,12 @@ int g4ir_takes(int dtype, int64_t rows);
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads);
 
-/* The same of weights in codes, for w = codes[n, k] * scales[n, groups]. */
-int g4ir_takes_codes(int form, int dtype, int64_t rows, int64_t k, int64_t groups);
+/* The same of weights in codes, for w = codes[n, k] * scales[n, groups]; `rounded`: of rows of x that
+ * are rounded to 8 bits first, with a scale for each 32 numbers. */
+int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
 int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
-                      const void *x, void *y, int dtype, int64_t rows, int64_t n, int64_t k,
-                      int64_t groups, int threads);
+                      const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
+                      int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ import torch
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import dequantized, fake_quantized, quantized
 from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
-from .kernels.base import Coded, Schedule, codes_of
+from .kernels.base import Coded, Schedule, both_in_codes, codes_of
 from .run import Lowering, Run
 from .towers import encoder_attention
 
@@ -22,16 +23,15 @@ from .towers import encoder_attention
 def run_node(run: Run, n: Node) -> None:
     """Add what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
     choice = run.schedule.find(n)
-    tensors = (run.env[v.name] for v in n.inputs)
+    kept = TAKES.get(n.op, ()) if not choice else (Coded,) if choice.kernel.coded else ()
+    given = (run.env[v.name] for v in n.inputs)
+    tensors = (t if isinstance(t, kept) else dense(t) for t in given)
     if choice:
-        operands = tensors if choice.kernel.coded else map(dense, tensors)
-        results = as_tuple(choice.kernel.call(run, n, choice, *operands))
-    elif n.op in TAKES_CODES and run.device == "cpu":
-        results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
+        results = as_tuple(choice.kernel.call(run, n, choice, *tensors))
     elif n.op in LOWERINGS:
-        results = as_tuple(LOWERINGS[n.op](run, n, *map(dense, tensors)))
+        results = as_tuple(LOWERINGS[n.op](run, n, *tensors))
     elif n.definition.reference:
-        results = as_tuple(n.definition.reference(*map(dense, tensors), **n.attrs))
+        results = as_tuple(n.definition.reference(*tensors, **n.attrs))
     else:
         nodes, values = n.expanded
         for inner in nodes:
@@ -67,8 +67,18 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
                 torch._check(size == sizes.setdefault(d, size))
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Rows before `fake_quantize` rounds them to a form, for products that take them so."""
+
+    x: torch.Tensor
+    form: str
+
+
 def dense(value: Any) -> Any:
-    """Return the weight that codes stand for; anything else as it is."""
+    """Return the numbers that codes or rounded rows stand for; anything else as it is."""
+    if isinstance(value, Rounded):
+        return fake_quantized(value.x, value.form)
     if not isinstance(value, Coded):
         return value
     return dequantized(value.codes, value.scales, value.dtype)
@@ -82,14 +92,35 @@ def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> A
     return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
 
 
-def _linear(m: Run, n: Node, x: torch.Tensor, w: torch.Tensor | Coded) -> torch.Tensor:
-    if isinstance(w, Coded):
-        made: torch.Tensor = torch.ops.g4ir.linear_coded(x, w.codes, w.scales)
+def _fake_quantize(m: Run, n: Node, x: torch.Tensor) -> Rounded:
+    return Rounded(x, n.word("form"))
+
+
+def _linear(m: Run, n: Node, x: torch.Tensor | Rounded, w: torch.Tensor | Coded) -> torch.Tensor:
+    made: torch.Tensor
+    if isinstance(x, Rounded) and isinstance(w, Coded):
+        if m.device == "cpu" and x.form == "int8":
+            made = torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales)
+            return made
+        if m.schedule.target.gpu and both_in_codes(m.graph, n):
+            return product_of_codes(x.x, w)
+    rows = dense(x)
+    if isinstance(w, Coded) and m.device == "cpu":
+        made = torch.ops.g4ir.linear_coded(rows, w.codes, w.scales)
         return made
-    if m.device == "cpu" and w.numel() >= pyops.FROM:
-        out: torch.Tensor = torch.ops.g4ir.linear(x, w)
-        return out
-    return torch.nn.functional.linear(x, w)
+    weight = dense(w)
+    if m.device == "cpu" and weight.numel() >= pyops.FROM:
+        made = torch.ops.g4ir.linear(rows, weight)
+        return made
+    return torch.nn.functional.linear(rows, weight)
+
+
+def product_of_codes(x: torch.Tensor, w: Coded) -> torch.Tensor:
+    """Return fake_quantize(x) @ w^T: codes are multiplied, scales after the sum, which is fp32."""
+    rows = x.flatten(0, -2)
+    codes, scales = quantized(rows, "fp8", x.shape[-1], "f32")
+    made = torch._scaled_mm(codes, w.codes.t(), scales, w.scales.float().t(), out_dtype=w.dtype)
+    return made.unflatten(0, x.shape[:-1])
 
 
 def _experts(
@@ -102,7 +133,7 @@ def _experts(
     down: torch.Tensor | Coded,
 ) -> torch.Tensor:
     act = n.word("act")
-    if isinstance(gate_up, Coded) and isinstance(down, Coded):
+    if m.device == "cpu" and isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
         made: torch.Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act)
         return made
@@ -188,13 +219,14 @@ def _list_write(
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
 
 
-#: ops whose lowerings take a weight in codes
-TAKES_CODES = ("linear", "experts")
+#: op -> what its lowering takes that is no tensor
+TAKES: dict[str, tuple[type, ...]] = {"linear": (Coded, Rounded), "experts": (Coded,)}
 #: op -> (run, node, *tensors) -> result, for nodes that become no kernel; an op that is not here
 #: runs its reference
 LOWERINGS: dict[str, Lowering] = {
     "linear": _linear,
     "dequantize": _dequantize,
+    "fake_quantize": _fake_quantize,
     "experts": _experts,
     "cache_write": _cache_write,
     "attention": attention,

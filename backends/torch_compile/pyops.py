@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import dequantized, fake_quantized
 
 from .scratch import empty_f32
 from .target import cpu_flags
@@ -54,8 +54,8 @@ _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes
 _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
-    "takes_codes": "iisss",
-    "linear_coded": "pipippissssi",
+    "takes_codes": "iiisss",
+    "linear_coded": "pipipipissssi",
     "decode": "pipipisssi",
 }
 
@@ -87,15 +87,29 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the CPU has instructions
     for these: see kernels.c), more with w rounded to x's dtype."""
-    (n, groups), k = scales.shape, x.shape[-1]
-    rows = x.numel() // k
-    if not _has_kernel(x.dtype, codes, scales, rows, k):
+    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
         return _decoded_linear(x, codes, scales)
+    return _coded(x, codes, scales, False)
+
+
+def linear_rounded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
+    multiplied as codes, where the CPU has instructions for these; others are rounded to x's dtype
+    once more."""
+    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1], True):
+        return linear_coded(fake_quantized(x, "int8"), codes, scales)
+    return _coded(x, codes, scales, True)
+
+
+def _coded(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rounded: bool
+) -> torch.Tensor:
+    (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear_coded"](
         *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
-        *(x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]),
-        *(rows, n, k, groups, torch.get_num_threads()),
+        *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
+        *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, out)
 
@@ -108,14 +122,19 @@ def _with_memory(failed: int, out: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(
-    dtype: torch.dtype, codes: torch.Tensor, scales: torch.Tensor, rows: int, k: int
+    dtype: torch.dtype,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    rows: int,
+    k: int,
+    rounded: bool = False,
 ) -> bool:
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
-    numbers = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
-    return bool(_kernels["takes_codes"](*numbers, rows, k, scales.shape[-1]))
+    form, number = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
+    return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
 
 
 def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -278,6 +297,8 @@ _LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
 _LIBRARY.impl("linear", linear, "CPU")
 _LIBRARY.define("linear_coded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
 _LIBRARY.impl("linear_coded", linear_coded, "CPU")
+_LIBRARY.define("linear_rounded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
+_LIBRARY.impl("linear_rounded", linear_rounded, "CPU")
 _LIBRARY.define(
     "experts_coded(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor gate_up_scales,"
     " Tensor down, Tensor down_scales, str act) -> Tensor"
@@ -303,6 +324,7 @@ def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.register_fake("g4ir::linear_coded")
+@torch.library.register_fake("g4ir::linear_rounded")
 def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
@@ -348,5 +370,9 @@ def _declared(op: Any) -> str:
 #: op -> its function in calls.c
 CALLS = {
     op: [_declared(op)]
-    for op in (torch.ops.g4ir.linear.default, torch.ops.g4ir.linear_coded.default)
+    for op in (
+        torch.ops.g4ir.linear.default,
+        torch.ops.g4ir.linear_coded.default,
+        torch.ops.g4ir.linear_rounded.default,
+    )
 }

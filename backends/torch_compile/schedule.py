@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from g4ir.ir.graph import Graph, Node
 
 from .kernels import KERNELS
-from .kernels.base import Choice, Schedule
+from .kernels.base import Choice, Schedule, both_in_codes
 from .target import Target
 
 HALF = frozenset({"bf16", "f16"})
@@ -31,7 +31,7 @@ def dense_bytes(s: Schedule) -> int:
 
     def taken(n: Node) -> int:
         choice = s.find(n)
-        coded = choice is not None and choice.kernel.coded
+        coded = choice.kernel.coded if choice else both_in_codes(s.graph, n)
         return 0 if coded else sum(made.get(v.name, 0) for v in n.inputs)
 
     return max(map(taken, s.graph.nodes), default=0)

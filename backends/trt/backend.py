@@ -71,6 +71,7 @@ class TrtBackend(Backend):
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
     kv_reason: str = "TensorRT's layer for caches takes its plans' dtypes alone"
+    rounds_activations: bool = False
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True

@@ -14,10 +14,12 @@ from g4ir.check.logits import find_anchor, rounding_error
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
 from g4ir.check.room import float64_refusal
+from g4ir.check.rounded import asked
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, widened
 from g4ir.ops.types import torch_dtype
+from g4ir.passes.match import OFF
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.ui.progress import Progress, no_progress
 
@@ -315,6 +317,7 @@ def _engine_facts(engine: Engine) -> schema.EngineFacts:
         tuple(m["skipped_passes"]),
         asdict(engine.limits),
         Line(engine.recipe.name) if engine.recipe else None,
+        Line(form) if (form := asked(engine, "quantize_activations")) != OFF else None,
     )
 
 

@@ -90,7 +90,7 @@ class RoofStats:
 @dataclass(frozen=True)
 class EngineFacts:
     """The engine that ran; `manifest` is the digest of its manifest, `quant` the name of the recipe
-    of a quantised one."""
+    of a quantised one, `activations` the form that its rows are rounded to."""
 
     manifest: str
     dtype: str
@@ -100,6 +100,7 @@ class EngineFacts:
     skipped_passes: tuple[str, ...]
     limits: dict[str, Any]
     quant: Own[Line] = None
+    activations: Own[Line] = None
 
 
 @dataclass(frozen=True)

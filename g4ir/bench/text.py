@@ -148,6 +148,7 @@ def _engine_details(run: Run) -> Iterator[str]:
             f"caches {size_text(c.state_bytes)}: at least {_short(c.floor_ms)} ms ({c.bound})"
         )
     held = f", weights in codes of {e.quant}" if e.quant else ""
+    held += f", rows rounded to {e.activations}" if e.activations else ""
     yield f"  token    {size_text(run.bytes_per_token or 0)} of weights and caches are read{held}"
     if x := work.experts:
         yield (

@@ -38,7 +38,6 @@ from g4ir.ir.distance import (
 )
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE
-from g4ir.passes.narrow_kv import OFF
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import check_media
@@ -47,7 +46,7 @@ from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
 from .room import float64_refusal
-from .rounded import narrowed
+from .rounded import coarse
 from .tokens import (
     EVERY_LOGITS,
     chunks_of,
@@ -128,7 +127,7 @@ def _compare(
     want = peer.logits(ids, turns, every, shown, theirs)
     where = positions_of(turns, every)
     errors = row_errors(got, want)
-    budget = budget_of(engine.dtype, against, narrowed(engine))
+    budget = budget_of(engine.dtype, against, *coarse(engine))
     local: tuple[LocalError, ...] = ()
     if rounded:
         device = engine.device if against == "reference" else "cpu"
@@ -233,11 +232,11 @@ def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Sat
 def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
-    it grows from layer to layer. Where caches are narrowed, also token by token: each mode rounds
-    other numbers of K and V to the other side."""
+    it grows from layer to layer. Where it was asked to round to a coarse grid, also token by token:
+    each mode rounds other numbers to the other side."""
     reference = EnginePeer(reference_engine(engine))
     wide = reference.wide(ids, turns, every)
-    modes = [reference.logits, reference.other] if narrowed(engine) != OFF else [reference.logits]
+    modes = [reference.logits, *([reference.other] if coarse(engine) else [])]
     return max(float(row_errors(mode(ids, turns, every), wide).relative.max()) for mode in modes)
 
 

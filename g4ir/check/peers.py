@@ -30,7 +30,7 @@ from g4ir.weights.write import write_checkpoint
 
 from .hf import hf_model
 from .reference import reference_engine, wide_engine
-from .rounded import rounding_caches
+from .rounded import round_activations, rounding_caches
 from .tokens import positions_of
 from .watch import Place, watched
 from .wide import other_attention, wide_model
@@ -240,9 +240,10 @@ def find_peer(
         with _room_in(folder):
             directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
         origin = find_origin(directory)
-        agreed_spec(engine.spec, origin)
+        agreed_spec(engine.spec, origin, bool(engine.media.kinds))
         progress(f"transformers loads {directory}")
         model = _model(engine, origin)
+        round_activations(engine, model)
         yield HfPeer(model, rounding_caches(engine, model))
 
 

@@ -1,4 +1,5 @@
-"""Lets a transformers model attend to K and V as an engine's narrowed caches hold them."""
+"""Lets a transformers model round what an engine was asked to round: K and V as its narrowed caches
+hold them, and what products with weights in codes take."""
 
 from __future__ import annotations
 
@@ -8,21 +9,51 @@ from typing import TYPE_CHECKING, Any
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
+from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
+from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.latent import keys_values_of_value
 from g4ir.ops.narrow import numbers
+from g4ir.ops.quant import fake_quantized
 from g4ir.ops.rope import rotated_pairs
-from g4ir.passes.narrow_kv import OFF
+from g4ir.passes.match import OFF
+from g4ir.quant.rewrite import weights_of
 
 if TYPE_CHECKING:
     import torch
 
 
-def narrowed(engine: Engine) -> str:
-    """Return what an engine's caches are narrowed to, or OFF."""
-    options = engine.manifest["options"].get("narrow_kv", {})
-    to: str = options.get("to", OFF)
+def asked(engine: Engine, name: str) -> str:
+    """Return what a pass that rounds was asked to round to, or OFF."""
+    if name in engine.manifest["skipped_passes"]:
+        return OFF
+    to: str = engine.manifest["options"].get(name, {}).get("to", OFF)
     return to
+
+
+def coarse(engine: Engine) -> tuple[str, ...]:
+    """Return the grids that an engine was asked to round to."""
+    found = (asked(engine, name) for name in ("narrow_kv", "quantize_activations"))
+    return tuple(to for to in found if to != OFF)
+
+
+def round_activations(engine: Engine, model: Any) -> None:
+    """Have a transformers model round what its products take, for the weights in codes."""
+    form = asked(engine, "quantize_activations")
+    if form == OFF or engine.recipe is None:
+        return
+    held = engine.recipe.schemes(weights_of(engine.spec))
+    graph = build_graph(engine.spec, "prefill", all_logits=True)
+    names = {n["w"].name for n in graph.find("linear")} & held.keys()
+    modules = dict(model.get_decoder().named_modules())
+    head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())
+    for weight in map(checkpoint_name, names):
+        module = head.get(weight) or modules[weight.removesuffix(".weight")]
+        module.register_forward_pre_hook(_rounder(form))
+
+
+def _rounder(form: str) -> Callable[..., Any]:
+    return lambda module, given: (fake_quantized(given[0], form),)
 
 
 def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
@@ -30,7 +61,7 @@ def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
     rows are; None for an engine that holds them in its dtype."""
     from transformers import DynamicCache
 
-    to, readers = narrowed(engine), _readers(engine)
+    to, readers = asked(engine, "narrow_kv"), _readers(engine)
     if to == OFF:
         return None
     layers = model.get_decoder().layers

@@ -155,6 +155,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "settings": dict(p.settings),
         "media": p.media.to_dict(),
         "quant": p.recipe.name if p.recipe else None,
+        "quant_activations": p.options["quantize_activations"]["to"],
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.passes.latent_kv import FORMS, PLAIN
-from g4ir.plan.settings import find_kv_dtype, find_latent
+from g4ir.plan.settings import find_activations, find_kv_dtype, find_latent
 from g4ir.plan.settings import pass_options as pass_arguments
 from g4ir.spec.record import Spec, spec_names
 
@@ -127,7 +127,7 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         spec = spec_of(args)
         kv = find_kv_dtype(args.kv_dtype, spec.dtype)
         form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        return dict(pass_arguments(form, kv))
+        return dict(pass_arguments(form, kv, find_activations(args.quant_activations)))
     return dict(stored(args).manifest.pass_options)
 
 

@@ -32,7 +32,7 @@ COST_OPTIONS = (
 #: and those that `--kernels` has too
 KERNEL_OPTIONS = ("batch", "chunk", "context", "gpu")
 #: options that an engine has already
-OF_ENGINE = ("variant", "spec", "all_logits", "quant", "kv_dtype", "latent_kv")
+OF_ENGINE = ("variant", "spec", "all_logits", "quant", "quant_activations", "kv_dtype", "latent_kv")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
@@ -51,7 +51,7 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
     p.set_defaults(stored=None)
     add_source(p)
-    add_options(p, ("quant", "kv_dtype"))
+    add_options(p, ("quant", "quant_activations", "kv_dtype"))
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"

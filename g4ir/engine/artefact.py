@@ -32,8 +32,9 @@ from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import Options, find_pass
 from g4ir.passes.latent_kv import FORMS
+from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
-from g4ir.passes.narrow_kv import OFF
+from g4ir.passes.quantize_activations import FORMS as ACTIVATION_FORMS
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.plan.settings import DEVICES, KV_NAMES, find_placement
@@ -59,7 +60,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 8
+FORMAT = 9
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -135,11 +136,17 @@ class NarrowOptions:
 
 
 @dataclass(frozen=True)
+class ActivationOptions:
+    to: Annotated[str, OneOf(ACTIVATION_FORMS)] = OFF
+
+
+@dataclass(frozen=True)
 class PassOptions:
     """Arguments of the passes that have any."""
 
     latent_kv: LatentOptions
     narrow_kv: NarrowOptions = NarrowOptions()
+    quantize_activations: ActivationOptions = ActivationOptions()
 
 
 @dataclass(frozen=True)
@@ -501,6 +508,11 @@ def _stored_params(
     return params
 
 
+def _activation_words(m: Manifest) -> list[str]:
+    form = m.options.quantize_activations.to
+    return ["--quant-activations", form] if form != OFF else []
+
+
 def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     """Return the command that builds an engine again, with its own settings."""
     words = [
@@ -525,6 +537,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += [w for name in m.skipped_passes for w in ("--skip", name)]
     words += ["--latent-kv", m.options.latent_kv.form]
     words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
+    words += _activation_words(m)
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)

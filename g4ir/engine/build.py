@@ -29,13 +29,14 @@ from g4ir.model.text import has_blocks
 from g4ir.ops.narrow import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
-from g4ir.passes.narrow_kv import OFF
+from g4ir.passes.match import OFF
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import (
     KV_NAMES,
+    find_activations,
     find_dtype,
     find_kv_dtype,
     find_latent,
@@ -65,6 +66,7 @@ from .artefact import (
     BUILDING,
     MANIFEST,
     WEIGHT_FILES,
+    ActivationOptions,
     Grid,
     LatentOptions,
     LinkedWeights,
@@ -117,6 +119,7 @@ def prepare(
         backend.check(device)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
+    _check_activations(resolved)
     packing = make_packing(
         r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
     )
@@ -156,7 +159,7 @@ def _resolved(
         limits,
         o.all_logits,
         tuple(o.skip),
-        pass_options(form, kv),
+        pass_options(form, kv, _activations(backend, o.quant_activations)),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
@@ -349,7 +352,9 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         all_logits=p.all_logits,
         skipped_passes=p.skip,
         options=PassOptions(
-            LatentOptions(**p.options["latent_kv"]), NarrowOptions(**p.options["narrow_kv"])
+            LatentOptions(**p.options["latent_kv"]),
+            NarrowOptions(**p.options["narrow_kv"]),
+            ActivationOptions(**p.options["quantize_activations"]),
         ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
@@ -383,6 +388,13 @@ def _linked(source: Checkpoint) -> LinkedWeights:
 def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
     """Return the checkpoint, or None for random weights, or where a dry run has none."""
     checkpoint, seed = o.checkpoint, o.random_weights
+    if o.mmproj is not None and (checkpoint is None or spec is None):
+        raise InputError(
+            f"--mmproj {o.mmproj}: it goes with --checkpoint FILE.gguf and, as no file says how "
+            f"towers compute, with --variant or --spec"
+        )
+    if o.mmproj is not None and o.link_weights:
+        raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
     if seed is not None:
@@ -390,7 +402,7 @@ def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
             raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
         return None
     if checkpoint is not None:
-        return existing_origin(checkpoint)
+        return existing_origin(checkpoint, o.mmproj)
     if spec is None:
         raise InputError("give a variant, a spec or a checkpoint")
     if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
@@ -451,6 +463,27 @@ def _kv_dtype(backend: Backend, given: str | None, dtype: str) -> str:
     )
 
 
+def _activations(backend: Backend, given: str | None) -> str:
+    """Return what rows are rounded to, or OFF; InputError where the backend does not."""
+    form = find_activations(given)
+    if form != OFF and not backend.rounds_activations:
+        raise InputError(
+            f"--quant-activations {given}: backend {backend.name} does not round rows as it runs; "
+            f"leave the option out"
+        )
+    return form
+
+
+def _check_activations(r: Resolved) -> None:
+    """Raise InputError where rows are to be rounded and no weight is in codes."""
+    form = r.options["quantize_activations"]["to"]
+    if form != OFF and r.recipe is None:
+        raise InputError(
+            f"--quant-activations {form}: no weight is in codes, and only products with such "
+            f"weights round what they take; give --quant int8, int4 or fp8 too"
+        )
+
+
 def _memory(device: str, dry: bool) -> int | None:
     """Return the bytes that the device has; None in a dry run without one."""
     import torch
@@ -483,15 +516,20 @@ OF_MEDIA = {
 
 def _check_towers(spec: Spec, origin: Origin | None, media: Media) -> None:
     """Raise SpecError where a checkpoint's config.json disagrees on the media that are taken."""
-    if origin is None or not media.kinds:
+    if origin is None or not media.kinds or not origin.says_towers:
         return
     keys = tuple(key for kind in media.kinds for key in OF_MEDIA[kind])
     rows = [r for r in diff_specs(spec, origin.spec()) if r[0].startswith(keys)]
     _refuse_differences(spec, origin, rows)
 
 
-def agreed_spec(spec: Spec | None, origin: Origin | None) -> Spec:
-    """Return the spec, after comparing its text part with what the checkpoint says."""
+#: fields of the text model that pictures alone ask
+OF_PICTURES = ("text.use_bidirectional_attention",)
+
+
+def agreed_spec(spec: Spec | None, origin: Origin | None, pictures: bool = True) -> Spec:
+    """Return the spec, after comparing its text part with what the checkpoint says; without
+    `pictures` what only they ask may differ."""
     if origin is None:
         if spec is None:
             raise InputError("--random-weights needs --variant or --spec")
@@ -499,8 +537,8 @@ def agreed_spec(spec: Spec | None, origin: Origin | None) -> Spec:
     found = origin.spec()
     if spec is None:
         return found
-    rows = diff_specs(spec, found)
-    text = [r for r in rows if r[0].startswith("text.") and r[0] not in origin.spec_only]
+    free = (*origin.spec_only, *(() if pictures else OF_PICTURES))
+    text = [r for r in diff_specs(spec, found) if r[0].startswith("text.") and r[0] not in free]
     _refuse_differences(spec, origin, text)
     return spec
 

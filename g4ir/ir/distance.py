@@ -137,19 +137,19 @@ BUDGETS = {
     ("f16", "reference"): Budget(cosine=0.999),
     ("f16", "hf"): Budget(cosine=0.999),
 }
-#: dtype of narrowed caches -> relative error where the model computes in fp32. A number of K or V
-#: that lies next to the middle between two of the coarse grid falls to either side, by the last bit
-#: of what made it, and all tokens after it see that: half a step of the grid, but for int8, whose
-#: groups have several. `verify --each-pass` compares without that, on the same rows
-HELD = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4}
+#: dtype of narrowed caches, or form of rounded rows -> relative error where the model computes in
+#: fp32. A number next to the middle between two of the coarse grid falls to either side, by the
+#: last bit of what made it, and all tokens after it see that: half a step of the grid, but for
+#: int8, whose groups have several. `verify --each-pass` compares without that, on the same rows
+HELD = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 
-def budget_of(dtype: str, against: str, held: str) -> Budget:
-    """Return the budget of an engine of a dtype whose caches are narrowed to `held`, if at all."""
+def budget_of(dtype: str, against: str, *coarse: str) -> Budget:
+    """Return the budget of an engine of a dtype that was asked to round to coarse grids, if any."""
     found = BUDGETS[dtype, against]
-    if found.relative is None or held not in HELD:
+    if found.relative is None or not coarse:
         return found
-    return Budget(relative=max(found.relative, HELD[held]))
+    return Budget(relative=max(found.relative, *(HELD[grid] for grid in coarse)))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from .base import Sample, Traffic, nothing, op, require, wide
 from .budgets import MOVES, Budget
-from .types import ITEMSIZE, Type, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, torch_dtype
 
 #: elements that `quantize` looks at together: few enough to stay in a core's cache
 PIECE = 1 << 18
@@ -32,6 +32,8 @@ FORMS = {"int8": Form("i8", 1, 127), "int4": Form("u8", 2, 8), "fp8": Form("f8e4
 #: dtype of codes -> form
 FORM_OF = {f.codes: name for name, f in FORMS.items()}
 PACKED = {f.codes: f.packed for f in FORMS.values()}
+#: form that rows of a model may be rounded to -> numbers of a row that share a scale, 0: all
+ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: of two codes in a byte, between code + 8 and two's complement
 COMPLEMENT = 0x88
 
@@ -232,6 +234,33 @@ class embedding_quantized:
     ]
 
 
+@op
+class fake_quantize:
+    """x as codes of 8 bits would say it: round(code * scale), with scales of its own numbers
+
+    `int8`: a scale for 32 numbers, the last group may be shorter; `fp8` (e4m3): one for a row. A
+    scale is the largest magnitude divided by the largest code, in fp32.
+    """
+
+    budget = Budget(1, 0, "a number may be rounded the other way, by one step", grid=2.0**-3)
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, *, form: str) -> Type:
+        require(
+            form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {', '.join(ACTIVATIONS)}"
+        )
+        fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
+        require(fits, f"fake_quantize: {x} has no rows of a known size")
+        return x
+
+    @staticmethod
+    def reference(x: Any, *, form: str) -> Any:
+        return fake_quantized(x, form)
+
+    samples = [Sample(("f32[2,3,80]",), {"form": form}) for form in ACTIVATIONS]
+
+
 # --- codes to numbers --------------------------------------------------------------------------
 
 
@@ -243,6 +272,17 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     numbers = (unpacked(codes) if codes.dtype == torch.uint8 else codes).to(factor.dtype)
     w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
     return w if w.dtype == torch.float64 else w.to(dtype)
+
+
+def fake_quantized(x: Any, form: str) -> Any:
+    """Compute the op `fake_quantize`."""
+    import torch
+
+    width = x.shape[-1]
+    group = ACTIVATIONS[form] or width
+    whole = torch.nn.functional.pad(x, (0, -width % group)) if width % group else x
+    codes, scales = quantized(whole, form, group, "f32")
+    return dequantized(codes, scales, x.dtype)[..., :width]
 
 
 def packed(codes: Any) -> Any:

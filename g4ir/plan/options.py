@@ -32,6 +32,9 @@ class BuildOptions:
         "a Hugging Face directory, or a GGUF file (default: the local hub cache)",
         metavar="DIR|FILE",
     )
+    mmproj: str | Path | None = option(
+        None, "the GGUF file of the towers, beside a GGUF checkpoint", metavar="FILE"
+    )
     random_weights: int | None = option(None, "weights made from a seed", type=int, metavar="SEED")
     backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")
     device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")
@@ -41,6 +44,12 @@ class BuildOptions:
     quant: str | Path | None = option(
         None,
         "weights in fewer bits: int8, int4, fp8, or a recipe FILE.yaml\n(default none)",
+        metavar="Q",
+    )
+    quant_activations: str | None = option(
+        None,
+        "round what products with quantised weights take: int8 (in groups of 32)\nor fp8 "
+        "(default: not)",
         metavar="Q",
     )
     kv_dtype: str | None = option(

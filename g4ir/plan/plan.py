@@ -29,7 +29,7 @@ from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE
 from g4ir.passes import PASSES, run_passes
 from g4ir.passes.latent_kv import PLAIN
-from g4ir.passes.narrow_kv import OFF
+from g4ir.passes.match import OFF
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec

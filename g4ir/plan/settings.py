@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from g4ir.errors import InputError
+from g4ir.ops.quant import ACTIVATIONS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
-from g4ir.passes.narrow_kv import OFF
+from g4ir.passes.match import OFF
 from g4ir.spec.record import Spec
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
@@ -46,9 +47,22 @@ def find_kv_dtype(given: str | None, dtype: str) -> str:
     return OFF if to == dtype else to
 
 
-def pass_options(latent: str, kv: str) -> Options:
-    """Return the passes' own arguments: the form of K=V caches, and what caches are narrowed to."""
-    return {"latent_kv": {"form": latent}, "narrow_kv": {"to": kv}}
+def find_activations(given: str | None) -> str:
+    """Return what rows are rounded to before products with weights in codes, or OFF."""
+    if given is not None and given not in ACTIVATIONS:
+        expected = ", ".join(ACTIVATIONS)
+        raise InputError(f"quant-activations {given!r}: expected one of {expected}")
+    return given or OFF
+
+
+def pass_options(latent: str, kv: str, activations: str = OFF) -> Options:
+    """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, and
+    what rows are rounded to."""
+    return {
+        "latent_kv": {"form": latent},
+        "narrow_kv": {"to": kv},
+        "quantize_activations": {"to": activations},
+    }
 
 
 def find_latent(

@@ -90,6 +90,8 @@ FIXES = {
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "media": "complete the download, or leave the towers out (--media none)",
     "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
+    "mmproj": "take the mmproj file that llama.cpp's converter made of this variant, or name the "
+    "kinds of media that it has (--media)",
     "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
     "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
     "head": "leave the head out of the file, or set tie_word_embeddings to false",

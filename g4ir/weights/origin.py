@@ -4,7 +4,7 @@ files that an engine keeps, and its weights."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -17,6 +17,7 @@ from .gguf.checkpoint import open_gguf
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
+from .gguf.towers import with_towers
 
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
@@ -27,6 +28,8 @@ class Origin(Protocol):
 
     #: fields that it cannot say: where only these differ, the spec is right
     spec_only: ClassVar[tuple[str, ...]]
+    #: whether its spec has its towers
+    says_towers: ClassVar[bool]
 
     @property
     def path(self) -> Path:
@@ -66,12 +69,21 @@ def find_origin(path: Path | str) -> Origin:
     return Directory(path)
 
 
-def existing_origin(path: Path | str) -> Origin:
-    """Return what lies at a path; InputError where nothing does."""
+def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
+    """Return what lies at a path, with the towers of a GGUF file; InputError where nothing does."""
     found = find_origin(path)
     if not found.path.exists():
         raise InputError(f"--checkpoint {path}: no such directory")
-    return found
+    if mmproj is None:
+        return found
+    if not isinstance(found, GgufFile):
+        raise InputError(
+            f"--mmproj {mmproj}: {path} is no GGUF file, and has its own towers; leave the option "
+            f"out"
+        )
+    if not Path(mmproj).is_file():
+        raise InputError(f"--mmproj {mmproj}: no such file")
+    return replace(found, towers=Path(mmproj))
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Directory:
         "text.attn_logit_softcapping",
         "text.sliding.k_eq_v",
     )
+    says_towers: ClassVar[bool] = True
 
     @property
     def stated(self) -> Path:
@@ -113,10 +126,13 @@ class Directory:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file: a text model, its tokenizer and its chat template."""
+    """A GGUF file: a text model, its tokenizer and its chat template; its towers may lie in one of
+    their own."""
 
     path: Path
+    towers: Path | None = None
     spec_only: ClassVar[tuple[str, ...]] = (*Directory.spec_only, *SPEC_ONLY)
+    says_towers: ClassVar[bool] = False
 
     @cached_property
     def container(self) -> Container:
@@ -136,15 +152,19 @@ class GgufFile:
         return None
 
     def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+        if self.towers:
+            return asked
         words = asked.split(",") if isinstance(asked, str) else asked
         wanted = [w for w in words if w.strip() not in ("", "all", "none")]
         if wanted:
             raise InputError(
-                f"--media {','.join(wanted)[:80]}: {self.path} holds the text model alone, and "
-                f"towers of GGUF files (mmproj) are not read; build from the Hugging Face "
-                f"checkpoint, or leave the option out"
+                f"--media {','.join(wanted)[:80]}: {self.path} holds the text model alone; give "
+                f"the file of its towers too, --mmproj FILE, or leave the option out"
             )
         return "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        return open_gguf(self.container, spec, dtype)
+        found = open_gguf(self.container, spec, dtype)
+        if not self.towers:
+            return found
+        return with_towers(found, read_container(self.towers), spec, kinds, dtype)

@@ -263,7 +263,8 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
 def write_params(
     packing: Packing, source: ParamSource, folder: Path, shard_bytes: int, progress: Any
 ) -> list[Path]:
-    """Write every param into safetensors shards, tensor by tensor; returns the files."""
+    """Write every param into safetensors shards, tensor by tensor; returns the files. `progress`
+    hears of every tenth of the bytes."""
     params = list(packing.program.params().values())
     shards: list[list[Value]] = [[]]
     for v in params:
@@ -271,24 +272,30 @@ def write_params(
             shards.append([])
         shards[-1].append(v)
     files = []
+    take = _taking_turns(source, {v.name: v.type.nbytes() for v in params}, progress)
     for i, shard in enumerate(shards):
         table = {v.name: _stored_as(v) for v in shard}
         path = folder / f"weights-{i:05d}.safetensors"
-        tensorfile.write_tensors(path, table, _taking_turns(source))
+        tensorfile.write_tensors(path, table, take)
         files.append(path)
-        progress(f"weights {i + 1}/{len(shards)}")
     return files
 
 
-def _taking_turns(source: ParamSource) -> Any:
-    """Release each tensor's pages when the next is asked for."""
+def _taking_turns(source: ParamSource, sizes: Mapping[str, int], progress: Any) -> Any:
+    """Release each tensor's pages when the next is asked for, and tell how far that is."""
     before: list[str] = []
+    done, whole = 0, max(1, sum(sizes.values()))
 
     def take(name: str) -> torch.Tensor:
+        nonlocal done
         if before:
             source.release(before.pop())
         before.append(name)
-        return source.tensor(name)
+        made = source.tensor(name)
+        tenths = (10 * done // whole, 10 * (done := done + sizes[name]) // whole)
+        if tenths[0] < tenths[1]:
+            progress(f"weights {10 * tenths[1]} %")
+        return made
 
     return take
 

@@ -123,18 +123,30 @@ def idle_gpu(out: Path) -> Path:
 # --- programs ---------------------------------------------------------------------------------
 
 
-def programs(variant: str, rows: int, phases: Sequence[str], form: str) -> Iterator[Program]:
+def programs(
+    variant: str,
+    rows: int,
+    phases: Sequence[str],
+    form: str,
+    quant: str | None,
+    activations: str | None,
+) -> Iterator[Program]:
     """The different programs of an engine in bf16, in the order of their first call."""
     from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
     from g4ir.backends.torch_compile.segment import Segment
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.plan.limits import Limits
+    from g4ir.plan.settings import find_activations, pass_options
+    from g4ir.quant.recipe import find_recipe
+    from g4ir.quant.rewrite import quantised
     from g4ir.spec.record import load_spec
     from g4ir.weights.pack import split_program
 
-    plain = build_program(load_spec(variant), dtype="bf16")
-    program = split_program(run_program(plain, options={"latent_kv": {"form": form}})).program
+    spec = load_spec(variant)
+    plain = quantised(build_program(spec, dtype="bf16"), spec, find_recipe(quant), "bf16")
+    options = pass_options(form, "off", find_activations(activations))
+    program = split_program(run_program(plain, options=options)).program
     limits = Limits(max_batch=rows)
     seen: set[str] = set()
     for phase, steps in phase_steps(program, limits).items():
@@ -243,6 +255,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 8), metavar="N")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--latent-kv", default="off", choices=("off", "value", "raw"))
+    parser.add_argument("--quant", metavar="Q", help="int8, int4, fp8 or a recipe")
+    parser.add_argument("--quant-activations", metavar="Q", help="int8 or fp8")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(args)
@@ -254,7 +268,9 @@ def main(args: Sequence[str] | None = None) -> int:
         p
         for variant in given.variants
         for rows in given.rows
-        for p in programs(variant, rows, given.phases, given.latent_kv)
+        for p in programs(
+            variant, rows, given.phases, given.latent_kv, given.quant, given.quant_activations
+        )
     ]
     print(LINE.format(*HEAD, "").rstrip(), flush=True)
     failed = 0

@@ -8,7 +8,7 @@ from g4ir.ir.graph import RESULT, Graph, Node
 from g4ir.ops.quant import FORMS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, both_in_codes, codes_of, is_skinny, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     """Return the shape of a weight with a user that is the library's."""
     form, users = codes_of(g, n.out), g.users().get(n.out.name, [RESULT])
-    if not form or all(u is not RESULT and is_skinny(u, target) for u in users):
+    if not form or all(
+        u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
+    ):
         return None
     k = size(n.out.type, -1)
     return {"n": n.out.type.numel() // k, "k": k, **form}

@@ -61,7 +61,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     files = Files(file.path.parent, plain)
     taken = {checkpoint_name(param) for param in weights_of(spec)}
     for name in live.keys() - plain.keys():
-        blocks = _Blocks(files, file.header, live[name])
+        blocks = Blocks(files, file.header, live[name])
         coded[name] = (name in taken and blocks.in_codes()) or blocks.as_numbers(dtype)
     _log_numbers(file, [live[n] for n, w in coded.items() if isinstance(w, MadeWeight)], dtype)
     return Checkpoint(file.path.parent, plain, (file.header,), ignored, defaults, files, coded)
@@ -149,8 +149,8 @@ def _is_plain(tensors: Tensors) -> bool:
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """The tensors of one weight, not all of them plain numbers."""
+class Blocks:
+    """The tensors of one weight, as what an engine holds is made of them."""
 
     files: Files
     header: Header

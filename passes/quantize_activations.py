@@ -1,0 +1,60 @@
+"""linear(x, w)  ->  linear(fake_quantize(x), w), for weights in codes
+
+This pass changes what a graph computes, by a rounding that the user asked for: a product of two
+rows of codes takes fewer instructions than one of codes and numbers. Routed experts take their rows
+as they are; "off" leaves everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ops.quant import ACTIVATIONS
+
+from .match import OFF, Note, ignore, maker
+
+AFTER = "narrow_kv"  # products are packed, and no part of another op yet
+CHANGES_MEANING = True
+
+FORMS = (OFF, *ACTIVATIONS)
+
+
+def quantize_activations(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
+    """Round what products with weights in codes take. InputError for an unknown form."""
+    if to not in FORMS:
+        raise InputError(f"quantize_activations: to {to!r}: expected one of {', '.join(FORMS)}")
+    if to == OFF:
+        return g
+    b = Builder(g.name)
+    made: dict[str, Value] = {}
+    for n in g.nodes:
+        if n.op == "experts" and maker(g, n, "gate_up", "dequantize"):
+            note(n.out.name, "left: routed experts take their rows as they are")
+        if not _takes_codes(g, n):
+            b.nodes.append(n)
+            continue
+        x = n["x"]
+        if x.name not in made:
+            made[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
+            note(x.name, f"rounded to {to}")
+        b.nodes.append(replace(n, inputs=(made[x.name], n["w"])))
+    return replace(g, nodes=tuple(b.nodes))
+
+
+def _takes_codes(g: Graph, n: Node) -> bool:
+    """Whether it is a product with a weight in codes of a row that is not rounded."""
+    return (
+        n.op == "linear"
+        and maker(g, n, "w", "dequantize") is not None
+        and maker(g, n, "x", "fake_quantize") is None
+    )
+
+
+# --- what it must leave to nobody --------------------------------------------------------------
+
+
+def left(g: Graph, n: Node, to: str = OFF) -> bool:
+    """Whether a node multiplies a weight in codes with a row that should be rounded."""
+    return to != OFF and _takes_codes(g, n)

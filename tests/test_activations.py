@@ -1,0 +1,381 @@
+"""Rows that are rounded before products with weights in codes: the grid, the graphs, the kernels,
+and engines beside a transformers model that rounds what its products take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import lower, pyops
+from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
+from g4ir.backends.torch_compile.lower import SegmentModule
+from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
+from g4ir.backends.torch_compile.target import Target, cpu_flags
+from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.check.peers import EnginePeer, find_peer
+from g4ir.engine.artefact import open_artefact, rebuild
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+from g4ir.ir.distance import HELD
+from g4ir.ir.graph import Builder, Graph, split_prologue
+from g4ir.ir.interpret import interpret
+from g4ir.model.text import build_program
+from g4ir.ops import OPS
+from g4ir.ops.quant import ACTIVATIONS, dequantized, fake_quantized
+from g4ir.ops.types import Type
+from g4ir.passes import run_passes
+from g4ir.plan.settings import pass_options
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
+from g4ir.spec.record import load_spec
+from g4ir.ui.progress import no_progress
+from tests.cli_tools import g4ir as cli
+
+QUANTIZE: Any = OPS["quantize"].reference
+#: for what a product makes: `SUM` of its terms' size
+SUM = 2.0**-8
+
+# --- the grid ----------------------------------------------------------------------------------
+
+
+def test_int8_by_hand() -> None:
+    """127 steps to the largest of 32 numbers; the last group has the numbers that are left."""
+    x = torch.zeros(1, 40)
+    x[0, :4] = torch.tensor([127.0, 1.4, -1.6, 0.2])
+    x[0, 32:] = torch.tensor([-254.0, 3.0, 2.9, 1.0, 0.9, 0.0, 0.0, 0.0])
+    want = x.clone()
+    want[0, :4] = torch.tensor([127.0, 1.0, -2.0, 0.0])
+    want[0, 32:37] = torch.tensor([-254.0, 4.0, 2.0, 0.0, 0.0])  # 1.5 goes to the even code
+    assert torch.equal(fake_quantized(x, "int8"), want)
+
+
+def test_fp8_by_hand() -> None:
+    """The largest number of a row is 448 steps; below it three bits after the first."""
+    x = torch.tensor([[448.0, 17.0, 0.0, -1.0625], [-224.0, 8.5, 0.5, 101.0]])
+    want = torch.tensor([[448.0, 16.0, 0.0, -1.0], [-224.0, 8.0, 0.5, 104.0]])
+    assert torch.equal(fake_quantized(x, "fp8"), want)
+
+
+@pytest.mark.parametrize("form", ACTIVATIONS)
+def test_any_row(form: str) -> None:
+    """Zeros stay zeros, what is no number makes its group none, and the grid is as fine as it
+    should be."""
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    x[3], x[4, 7], x[5, 40] = 0, float("nan"), float("inf")
+    made = fake_quantized(x, form)
+    assert torch.equal(made[3], x[3])
+    assert made[4, :32].isnan().all() and not made[5, 32:64].isfinite().any()
+    error = (made - x)[8:].square().mean().sqrt()
+    assert {"int8": 0.005, "fp8": 0.02}[form] < error < {"int8": 0.0062, "fp8": 0.03}[form]
+    wide = fake_quantized(x.double(), form)
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide[8:].float(), made[8:], rtol=1e-6, atol=0)
+
+
+# --- graphs ------------------------------------------------------------------------------------
+
+
+def coded(name: str, recipe: str = "int8", phase: str = "decode") -> Graph:
+    spec = load_spec(name)
+    return quantised(build_program(spec), spec, find_recipe(recipe), spec.dtype).graphs[phase]
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple", "e2b", "26b-a4b"])
+def test_each_product_with_codes_takes_rounded_rows(name: str) -> None:
+    """Once for all that take the same; a router, attention and routed experts are left."""
+    g = run_passes(coded(name), options=pass_options("off", "off", "int8"))
+    plain = run_passes(coded(name))
+    made = {n.out.name: n for n in g.find("fake_quantize")}
+    assert len({n["x"].name for n in made.values()}) == len(made)
+    products = list(g.find("linear", "linear_glu"))
+    in_codes = {n.out.name for n in g.find("dequantize")}
+    assert products and all((n["x"].name in made) == (n["w"].name in in_codes) for n in products)
+    readers = {u.op for name in made for u in g.users()[name]}
+    assert readers == {"linear", "linear_glu"}
+    experts = list(g.find("experts"))
+    assert len(experts) == len(list(plain.find("moe_mlp")))
+    assert not any(v.name in made for n in experts for v in n.inputs)
+
+
+def test_what_the_pass_says() -> None:
+    notes: dict[str, str] = {}
+
+    def note(name: str, value: str, reason: str) -> None:
+        if name == "quantize_activations":
+            notes[value] = reason
+
+    run_passes(coded("tiny-moe"), note=note, options=pass_options("off", "off", "fp8"))
+    assert notes["L1.moe.out"] == "left: routed experts take their rows as they are"
+    left = Counter(n.op for n in coded("tiny-moe").nodes)["experts"]
+    assert Counter(notes.values())["rounded to fp8"] == len(notes) - left
+
+
+def test_without_codes_nothing_is_rounded() -> None:
+    g = build_program(load_spec("tiny-ple")).graphs["prefill"]
+    assert run_passes(g, options=pass_options("off", "off", "int8")) == run_passes(g)
+    with pytest.raises(Exception, match="quantize_activations: to 'int4': expected one of off, in"):
+        run_passes(g, options={"quantize_activations": {"to": "int4"}})
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+#: several chunks, more than two windows
+IDS = range(3, 31)
+CASES = [
+    ("tiny-ple", "int4", "int8"),
+    ("tiny-moe", "int8", "fp8"),
+    pytest.param("tiny-dense", "fp8", "fp8", marks=pytest.mark.full),
+    pytest.param("tiny-moe", "int4", "int8", marks=pytest.mark.full),
+]
+
+
+def build(out: Path, name: str, quant: str, to: str | None, **options: Any) -> Engine:
+    options = {
+        "backend": "reference",
+        "dtype": "float32",
+        "max_seq": 64,
+        "all_logits": True,
+    } | options
+    return g4ir.build(
+        name, out, random_weights=0, quant=quant, quant_activations=to, prefill_chunk=16, **options
+    )
+
+
+@pytest.mark.parametrize(("name", "quant", "to"), CASES)
+def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
+    """Transformers that rounds the same rows gives the same logits, to the last bits where both
+    compute in float64; and every pass keeps what the one before it computes."""
+    engine = build(tmp_path / "engine", name, quant, to)
+    report = verify_engine(engine, "hf", IDS)
+    assert report.ok and max(p.relative for p in report.positions) < HELD[to]
+    ids = torch.tensor(IDS)
+    with find_peer(engine, "hf", None, no_progress) as peer:
+        want = peer.wide(ids, [len(ids)], True)
+    got = EnginePeer(engine).wide(ids, [len(ids)], True)
+    # A number of a table in codes may lie in the middle of two codes of its row.
+    assert ((got - want).abs().amax(-1) < 1e-6).double().mean() > 0.9
+    stages = verify_each_pass(engine, IDS)
+    assert stages.ok and "as asked: not compared" in stages.text()
+
+
+def test_without_that_rounding_transformers_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the comparison above could not fail."""
+    engine = build(tmp_path / "engine", "tiny-dense", "int8", "fp8")
+    monkeypatch.setattr("g4ir.check.peers.round_activations", lambda *_: None)
+    assert not verify_engine(engine, "hf", IDS).ok
+
+
+def test_chunks_do_not_matter(tmp_path: Path) -> None:
+    """A prompt at once and token by token."""
+    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8")
+    ids = torch.tensor(IDS)[None]
+    whole = engine.session().prefill(ids, all_logits=True)
+    session = engine.session()
+    steps = torch.stack([session.decode(t) for t in ids.t()], 1)
+    assert ((steps - whole).abs() / whole.square().mean(-1, keepdim=True).sqrt()).max() < 2**-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_torch_backend(tmp_path: Path, dtype: str) -> None:
+    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8", backend="torch", dtype=dtype)
+    assert verify_engine(engine, "reference", IDS).ok
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
+)
+def test_a_product_takes_rows_as_they_are(
+    form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
+    b = Builder()
+    x, weight = b.input("x", Type("f32", (1, 1, 64))), b.param("w", Type("f32", (96, 64)))
+    parts = b.emit_all("quantize", weight, form=form, group=0, scale="f32")
+    w = b.emit("dequantize", *parts, to="f32", name="w.dense")
+    rows = b.emit("fake_quantize", x, form=to, name="rows")
+    h = b.emit("linear_glu", rows, w, act="silu", name="h")
+    prologue, g = split_prologue(b.graph(h, b.emit("heads", rows, n=2, name="as they are")))
+    tensors = {"w": torch.randn(96, 64)}
+    made = {**interpret(prologue, {}, tensors, {})[0], "x": torch.randn(1, 1, 64)}
+    want, _ = interpret(g, {"x": made["x"]}, {v.name: made[v.name] for v in g.params}, {})
+    asked = []
+
+    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        asked.append(codes.dtype)
+        return pyops.linear_rounded(x, codes, scales)
+
+    monkeypatch.setattr(pyops, "FROM", 1)
+    monkeypatch.setattr(torch.ops.g4ir, "linear_rounded", counted)
+    got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
+    assert asked == taken * [made[parts[0].name].dtype]
+    for v, t in zip(g.outputs, got, strict=True):
+        torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+
+
+def test_what_the_engine_says(tmp_path: Path) -> None:
+    """The manifest, the graphs, a dry run, how to build it again, and what a variant shows."""
+    out = tmp_path / "engine"
+    words = ("build", "--variant", "tiny-ple", "--random-weights", "0", "--backend", "reference")
+    words = (*words, "--quant", "int4", "--quant-activations", "int8", "--max-seq", "64")
+    assert "quant_activations int8" in cli(*words, "--dry-run").out
+    assert cli(*words, "--out", out).code == 0
+    assert "= fake_quantize" in cli("show", out).out
+    found = open_artefact(out)
+    assert found.manifest.options.quantize_activations.to == "int8"
+    assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)
+    words = ("show", "--variant", "tiny-ple", "--quant", "int8", "--quant-activations", "fp8")
+    assert "= fake_quantize(%pre.norm) {form='fp8'}" in cli(*words).out
+    asked = cli("show", out, "--quant-activations", "int8")
+    assert "an engine has its own" in asked.err
+
+
+def test_leaving_the_pass_out_rounds_nothing(tmp_path: Path) -> None:
+    skip = {"skip": ["quantize_activations"]}
+    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8", **skip)
+    assert not [*engine.program.graphs["decode"].find("fake_quantize")]
+    assert verify_engine(engine, "hf", IDS).ok
+
+
+REFUSED = {
+    "unknown": ({"quant_activations": "int4"}, "quant-activations 'int4': expected one of int8, f"),
+    "no codes": ({"quant": None}, "--quant-activations int8: no weight is in codes"),
+    "onnx": ({"backend": "onnx"}, "--quant-activations int8: backend onnx does not round rows"),
+    "trt": (
+        {"backend": "trt", "device": "cuda"},
+        "--quant-activations int8: backend trt does not round rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    options, words = REFUSED[case]
+    given = {"backend": "reference", "quant": "int8", "quant_activations": "int8"} | options
+    with pytest.raises(InputError) as e:
+        g4ir.build("tiny-ple", tmp_path / "engine", random_weights=0, **given)
+    assert str(e.value).startswith(words)
+    assert not (tmp_path / "engine").exists()
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compiler.compile_kernels(path)
+    pyops.load_kernels(path)
+
+
+#: form, numbers that share a scale, its dtype; 704 is no multiple of what is read at a time
+GROUPS = (
+    ("int4", 32, "f16"),
+    ("int4", 64, "bf16"),
+    ("int4", 0, "f32"),
+    ("int8", 16, "f32"),
+    ("int8", 32, "f16"),
+    ("int8", 32, "bf16"),
+    ("int8", 64, "bf16"),
+    ("int8", 0, "f16"),
+    ("fp8", 0, "f32"),
+)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288), (130, 64)])
+def test_a_product_of_rounded_rows(
+    dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
+) -> None:
+    """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
+    g = torch.Generator().manual_seed(n + k)
+    x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
+    x[1, :: k // 5] *= 3000
+    x[2, 1:] *= 2.0**-20
+    x[3] = 0
+    x = x.to(dtype)
+    codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
+    exact = dequantized(codes, scales.double(), torch.float64)
+    rows = fake_quantized(x.double(), "int8")
+    want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
+    for count in (1, 2, 3, 4, 8, 9):
+        got = pyops.linear_rounded(x[:count].view(1, count, k), codes, scales)[0].double()
+        unit = SUM * (1 + (count > 8)) if dtype == torch.bfloat16 else 1e-5
+        budget = unit * (want.abs() + 2 * size)
+        assert ((got - want[:count]).abs() <= budget[:count]).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("form", "group"), [("int4", 32), ("int8", 32), ("int8", 0)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(form: str, group: int, bad: float) -> None:
+    codes, scales = QUANTIZE(torch.randn(9, 192), form=form, group=group, scale="bf16")
+    x = torch.ones(2, 192).bfloat16()
+    x[0, 77] = bad
+    got = pyops.linear_rounded(x, codes, scales)
+    assert not got[0].isfinite().any() and got[1].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
+def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows in bf16; others are rounded first, and go on as products with codes do."""
+    seen: list[int] = []
+
+    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x.new_zeros(x.shape[0], codes.shape[0])
+
+    monkeypatch.setattr(pyops, "linear_coded", counted)
+    codes, scales = QUANTIZE(torch.randn(8, 64), form="int4", group=32, scale="bf16")
+    for rows in (1, 8, 9):
+        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), codes, scales)
+    pyops.linear_rounded(torch.randn(2, 64), codes, scales)
+    assert seen == [9, 2]
+
+
+def test_codes_times_codes() -> None:
+    """The library's product of e4m3 is the same function on the CPU."""
+    x, w = torch.randn(3, 5, 64).bfloat16(), torch.randn(48, 64)
+    codes, scales = QUANTIZE(w, form="fp8", group=0, scale="f32")
+    got = lower.product_of_codes(x, Coded(codes, scales, torch.bfloat16))
+    want = fake_quantized(x.double(), "fp8") @ dequantized(codes, scales.double(), x.dtype).t()
+    assert got.shape == (3, 5, 48) and got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "to", "taken"),
+    [("fp8", "fp8", True), ("fp8", "int8", False), ("int8", "fp8", False)],
+)
+def test_a_gpu_multiplies_codes(recipe: str, to: str, taken: bool) -> None:
+    """In prompts, e4m3 with e4m3: no weight is made dense first."""
+    g = run_passes(coded("e2b", recipe, "prefill"), options=pass_options("off", "off", to))
+    s = schedule(g, Target("cuda", "h200", 1))
+    made = {n.out.name for n in g.find("dequantize") if s.find(n)}
+    products = [n for n in g.find("linear", "linear_glu") if not s.find(n)]
+    assert products
+    both = [n for n in products if both_in_codes(g, n)]
+    assert all((n in both) != (n["w"].name in made) for n in products)
+    assert bool(both) == taken and (not made or not taken)
+    assert (dense_bytes(s) == 0) == taken
+
+
+def test_kernels_of_a_gpu_take_rounded_rows() -> None:
+    """The same kernels as without: rounding comes before them."""
+    options = pass_options("off", "off", "fp8")
+    rounded = schedule(run_passes(coded("e2b", "fp8"), options=options), Target("cuda", "h200", 1))
+    plain = schedule(run_passes(coded("e2b", "fp8")), Target("cuda", "h200", 1))
+    assert rounded.choices.keys() == plain.choices.keys()
