@@ -46,7 +46,7 @@ os.environ["CPLUS_INCLUDE_PATH"] = os.pathsep.join(filter(None, _HEADERS))
 # An example that takes longer than this counts as a hang. Tests whose examples are costly (they
 # build a model) set their own, smaller `max_examples`.
 _COMMON = {"deadline": timedelta(seconds=10), "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=250, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
 settings.register_profile("full", max_examples=20_000, print_blob=True, **_COMMON)
 
 

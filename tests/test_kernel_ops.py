@@ -225,6 +225,10 @@ def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Cas
     return all_cases(programs, [Target("cuda", "h200", n) for n in rows], 4096, chunk=1024)
 
 
+#: kernel and constants -> what its compiled form takes, for all tests
+RESOURCES: dict[str, Resources] = {}
+
+
 def compiled(cases: Iterator[Case]) -> list[Resources]:
     """Each kernel with each set of constants once."""
     done: dict[str, Resources] = {}
@@ -234,7 +238,7 @@ def compiled(cases: Iterator[Case]) -> list[Resources]:
             types = [a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1) for a in args]
             key = f"{kernel.__name__} {meta} {types}"
             if key not in done:
-                done[key] = resources(launch)
+                done[key] = RESOURCES[key] = RESOURCES.get(key) or resources(launch)
     return list(done.values())
 
 

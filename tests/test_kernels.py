@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -379,6 +380,9 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=compiler._inductor(Target("cpu"))
         )
+    with ZipFile(path) as archive:
+        (library_file,) = (n for n in archive.namelist() if n.endswith(".so"))
+        assert b".debug_line" not in archive.read(library_file), "tables for a profiler"
     call = runtime._load_program(path, "cpu")
     library, seen = pyops._library_linear, []
 

@@ -213,7 +213,7 @@ def f16_oracle(spec: Spec) -> Oracle:
     return Oracle(spec, 0, cast(model, torch.float16), tokens)
 
 
-HALF = ("e2b-small", "26b-a4b-small", "combined")
+HALF = ("e2b-small", "26b-a4b-small")
 
 
 @pytest.mark.parametrize(

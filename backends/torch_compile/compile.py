@@ -94,6 +94,8 @@ INDUCTOR = {
     "compile_threads": 1,
     "_use_fp64_for_unbacked_floats": False,
 }
+#: What a profiler of torch's reads, and more than half of a program's bytes
+NO_TABLES = ("enable_line_tables", "enable_frame_pointer")
 
 
 def program_name(text: str, target: Target) -> str:
@@ -545,10 +547,13 @@ def _packaged(text: str, target: Target) -> io.BytesIO:
 
 
 def _inductor(target: Target) -> dict[str, Any]:
+    from torch._inductor import config
+
     from . import pyops
 
     calls = {"aot_inductor.custom_ops_to_c_shims": pyops.CALLS} if target.device == "cpu" else {}
-    return INDUCTOR | calls
+    known = [name for name in NO_TABLES if hasattr(config.aot_inductor, name)]
+    return INDUCTOR | calls | {f"aot_inductor.{name}": False for name in known}
 
 
 def _is_whole(package: io.BytesIO) -> bool:

@@ -102,7 +102,6 @@ ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
     ("combined", "off", "decode", "ragged"),
-    ("31b-small", "raw", "decode", "one"),
     ("tiny-dense", "off", "prefill", "ragged"),
     ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
