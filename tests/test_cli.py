@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.engine.codec import Codec, TextStream
+from g4ir.engine.codec import Codec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.responder import RAW, Responder
 from g4ir.engine.session import Session
+from g4ir.engine.stream import TextStream
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
@@ -593,12 +594,12 @@ CODEC = Words()
 @given(st.lists(st.integers(0, 511) | st.integers(4, 259), max_size=24))
 @settings(max_examples=300)
 def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
-    stream = TextStream(CODEC)  # type: ignore[arg-type]
+    stream = TextStream(CODEC)
     assert "".join([*map(stream.push, ids), stream.rest()]) == CODEC.decode(ids)
 
 
 def test_a_character_is_streamed_whole() -> None:
-    stream = TextStream(CODEC)  # type: ignore[arg-type]
+    stream = TextStream(CODEC)
     euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
     ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
     assert [p for p in map(stream.push, ids) if p] == ["ab", "€€ w3", " a"]

@@ -27,6 +27,7 @@ ROOMS = (
     "backends",
     "media",
     "engine",
+    "chat",
     "check",
     "bench",
     "cli",
@@ -42,6 +43,7 @@ NO_TORCH_ON_IMPORT = (
     "model",
     "quant",
     "plan",
+    "chat",
     "cli",
 )
 #: modules of these that compute

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
 from .engine import Engine
-
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+from .stream import is_byte
 
 
 class Codec:
@@ -76,45 +74,10 @@ class Codec:
 
     def is_byte(self, token: int) -> bool:
         """Whether a token stands for one byte of a character that has no token."""
-        return _BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
+        return is_byte(self.tokenizer, token)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json; empty where there is none."""
     path = folder / "tokenizer_config.json"
     return parse_json(path, path.read_bytes()) if path.is_file() else {}
-
-
-class TextStream:
-    """Token ids in, text out as soon as it is certain; together it is the text of all ids.
-
-    A character may be spread over several tokens, and how a token reads may depend on the one
-    before it: a piece is the difference of two decodings from the last piece on. Byte tokens wait
-    for the end of their run, which special tokens do not end, because one that is wrong makes all
-    of it unreadable.
-    """
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self._ids: list[int] = []  # the last piece's tokens, then those not yet shown
-        self._known = 0  # how many of them are the last piece's
-
-    def push(self, token: int) -> str:
-        """Return the text that this token completes, or nothing yet."""
-        self._ids.append(token)
-        if self.codec.is_byte(token) or not self.codec.decode([token]):  # a special one
-            return ""
-        piece = self._piece()
-        if not piece or piece.endswith("\ufffd"):  # an incomplete character decodes to U+FFFD
-            return ""
-        self._ids = self._ids[self._known :]
-        self._known = len(self._ids)
-        return piece
-
-    def rest(self) -> str:
-        """Return the text that was held back, at the end."""
-        return self._piece() if len(self._ids) > self._known else ""
-
-    def _piece(self) -> str:
-        before = self.codec.decode(self._ids[: self._known])
-        return self.codec.decode(self._ids)[len(before) :]

@@ -1,0 +1,32 @@
+"""Conversations made into prompts, and what a model writes into thoughts, content and calls.
+
+    messages, tools --messages, tools--> Conversation      decoded, checked; schemas lowered
+    Conversation --template--> marked text --prompt--> Prompt --Vocabulary--> ids
+                   the checkpoint's own, or built in        contents never become control tokens
+    ids --TokenStream--> pieces --Reader--> events, Answer  each piece text or a control token
+
+It knows nothing of HTTP and of engines: whoever serves gives the folder of a checkpoint, a
+tokenizer and ids. Errors of requests are InputError and begin with their place, as in
+`messages[2].content: ...`.
+"""
+
+from .prompt import Piece, Prompt, Vocabulary, encode
+from .reader import Answer, Event, Reader, call_id
+from .template import Template, make_prompt, render
+from .tokens import Budget, TokenStream
+
+__all__ = [
+    "Answer",
+    "Budget",
+    "Event",
+    "Piece",
+    "Prompt",
+    "Reader",
+    "Template",
+    "TokenStream",
+    "Vocabulary",
+    "call_id",
+    "encode",
+    "make_prompt",
+    "render",
+]

@@ -1,0 +1,186 @@
+"""A rendered prompt in which contents are told from what the template wrote, and its token ids.
+
+Templates put contents between control tokens as they are, so a user who types `<turn|>` would end
+the turn. Before rendering every `<` of a content gets a mark behind it, a character that the
+conversation does not have. Control strings of the rendered text that have no mark are the
+template's own; the others are text, and are tokenised in two halves, which no tokenizer makes one
+token of. All else is tokenised as it would be in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from g4ir.errors import InputError
+
+from .control import CONTROLS, PLACEHOLDERS, RESPONSE_END, TURN
+from .messages import Conversation, Medium, map_texts
+
+#: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
+#: so that what prints a list as Python does keeps them
+_MARKS = range(0x20000, 0x2A6D7)
+_SHAPE = re.compile("<[^<>]*>")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a text: one control token, or text between them."""
+
+    text: str
+    control: bool = False
+
+
+def guard(
+    conversation: Conversation, options: Mapping[str, Any], source: str
+) -> tuple[Conversation, dict[str, Any], str]:
+    """Return a conversation and options with marked texts, and the mark, which the template's
+    source does not have either. InputError for a text that is no Unicode."""
+    seen = set(source)
+
+    def look(text: str) -> str:
+        seen.update(text)
+        return text
+
+    map_texts((conversation.messages, conversation.tools, dict(options)), look)
+    if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
+        raise InputError(
+            f"messages: a text has half a character (U+{ord(bad):04X}); it is no UTF-8"
+        )
+    mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
+    if mark is None:
+        raise InputError("messages: the conversation has every rare ideograph; leave one out")
+
+    def marked(text: str) -> str:
+        return text.replace("<", f"<{mark}")
+
+    messages, tools, chosen = map_texts(
+        (conversation.messages, conversation.tools, dict(options)), marked
+    )
+    return Conversation(messages, tools), chosen, mark
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation: `marked` with a mark behind each `<` of a content, its media in the
+    order of their placeholders, and what of the tools' schemas was lost."""
+
+    marked: str
+    mark: str
+    media: tuple[Medium, ...] = ()
+    said: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text as the template wrote it."""
+        return self.marked.replace(self.mark, "")
+
+    @property
+    def tail(self) -> str:
+        """The end of the text, from which a reader sees in what state the answer begins."""
+        start = max(self.marked.rfind(TURN), self.marked.rfind(RESPONSE_END), 0)
+        return self.marked[start:].replace(self.mark, "")
+
+    def pieces(self, controls: Collection[str] = CONTROLS) -> list[Piece]:
+        """Return the text in pieces: the template's own control tokens, and all other text."""
+        out, start = list[Piece](), 0
+        for at, end in find(self.marked, controls):
+            out += self._plain(start, at)
+            out.append(Piece(self.marked[at:end], True))
+            start = end
+        return [*out, *self._plain(start, len(self.marked))]
+
+    def _plain(self, start: int, end: int) -> list[Piece]:
+        text = self.marked[start:end].replace(self.mark, "")
+        return [Piece(text)] if text else []
+
+    def cut(self, end: str) -> Prompt:
+        """Return the prompt without an end that it has."""
+        return replace(self, marked=self.marked.removesuffix(end))
+
+    def check_media(self) -> None:
+        """Raise InputError where the template did not write one placeholder for each medium."""
+        given = [m.kind for m in self.media]
+        kinds = {holder: kind for kind, holder in PLACEHOLDERS.items()}
+        found = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
+        if found != given:
+            where = self.media[0].place if self.media else "messages"
+            wrote, have = (", ".join(kinds) or "no media" for kinds in (found, given))
+            raise InputError(
+                f"{where}: the chat template has placeholders for {wrote}, and the messages have "
+                f"{have}; give media in messages of the user or of tools"
+            )
+
+
+def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yield where strings begin and end in a text, the first ones first; none lies in another."""
+    odd = sorted((s for s in strings if s and not _SHAPE.fullmatch(s)), key=len, reverse=True)
+    # One of many strings in brackets is looked up, not tried.
+    shapes = [_SHAPE.pattern] if len(odd) < len(strings) else []
+    pattern = "|".join([*map(re.escape, odd), *shapes])
+    for found in re.finditer(pattern, text) if pattern else ():
+        if found[0] in strings:
+            yield found.span()
+
+
+class Vocabulary:
+    """A tokenizer (library `tokenizers`) as conversations need it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def controls(self) -> dict[str, int]:
+        """String -> id of each control token: what the tokenizer calls special, and what means
+        something in a conversation whatever it calls it."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {t.content: i for i, t in added.items() if t.special or t.content in CONTROLS}
+
+    @cached_property
+    def strings(self) -> dict[int, str]:
+        """Id -> string of each control token."""
+        return {i: text for text, i in self.controls.items()}
+
+    def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
+        """Return the ids of a prompt, to which nothing is added.
+
+        `media` are what the placeholders stand for, in order: ids, and texts, which are tokenised
+        with those around them. Without it placeholders stay one token each.
+        """
+        out, text = list[int](), ""
+        expansions = [*media]
+        left = iter(expansions)
+        for piece in prompt.pieces(self.controls):
+            if not piece.control:
+                text += piece.text
+                continue
+            parts: Iterable[int | str] = [self.controls[piece.text]]
+            if expansions and piece.text in PLACEHOLDERS.values():
+                parts = next(left, parts)
+            for part in parts:
+                if isinstance(part, str):
+                    text += part
+                else:
+                    out += [*self.plain(text), part]
+                    text = ""
+        return out + self.plain(text)
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text of which no part becomes a control token."""
+        cuts = [at + 1 for at, _ in find(text, self.controls)]
+        out: list[int] = []
+        for start, end in zip([0, *cuts], [*cuts, len(text)]):
+            if part := text[start:end]:
+                out += self.tokenizer.encode(part, add_special_tokens=False).ids
+        if not self.strings.keys().isdisjoint(out):
+            bad = next(self.strings[i] for i in out if i in self.strings)
+            raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
+        return out
+
+
+def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Return the ids of a prompt; see `Vocabulary.encode`."""
+    return Vocabulary(tokenizer).encode(prompt)

@@ -1,0 +1,526 @@
+"""Reads what a model writes: thoughts, content and calls, in pieces of any size.
+
+    reader = Reader(tools, prompt.tail, stop=["\\n\\n"])
+    for text in stream:
+        for event in reader.feed(text): ...        # event.kind: thought, content or call
+    answer = reader.finish("stop")                  # answer.events: what was held back
+
+One machine over marked text, so that every cutting of a stream gives the same answer, in time that
+grows with its length. What is no call in the end is content, with its markers: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.errors import InputError
+
+from .control import (
+    CALL,
+    CALL_END,
+    CHANNEL,
+    CHANNEL_END,
+    MODEL,
+    QUOTE,
+    THOUGHT,
+    TURN,
+)
+from .marked import END_MARKS, MARK, MARKS, Lexer, spelled, whole
+from .prompt import Piece
+from .tools import lower, read_tools
+from .values import CLOSERS, Read, Schemas, Unreadable, is_head, repaired, strict
+
+_CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
+_CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
+_NAME = THOUGHT.rstrip("\n")
+#: stop strings of a request, and characters of one
+MOST_STOPS, LONGEST_STOP = 64, 4096
+#: how often an answer is read again behind a call that was none
+MOST_RETRIES = 16
+#: characters of the name of a call, with what stands around it; of the space between two calls
+LONGEST_HEAD, LONGEST_GAP = 512, 64
+
+_WORD = "call:"
+_BRACE = re.compile("[{(]")
+#: what ends a call whose last string was never closed
+_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
+#: what a call cannot have outside of strings
+_BREAKS = frozenset({_CALL, _CALL_END, _CHANNEL, *END_MARKS})
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:\"]|{MARK.pattern}")
+_IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
+
+#: where the machine is
+START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of an answer. A call comes whole: `text` is its arguments as JSON."""
+
+    kind: str
+    text: str
+    name: str | None = None
+    arguments: dict[str, Any] | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer; `events` are those that the end released."""
+
+    reasoning: str
+    content: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    events: tuple[Event, ...] = ()
+
+
+def call_id() -> str:
+    """Return a new id of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class Reader:
+    """Reads one answer.
+
+    `tools` are the declared ones, by which arguments get their types; `prompt_tail` is the end of
+    the prompt, which may lie inside of a thought; `stop` are strings that end the content. With
+    `calls` False there are no calls: what stands in their place is content. `thinking` False: the
+    word `thought` at the beginning is a word.
+    """
+
+    def __init__(
+        self,
+        tools: Any = None,
+        prompt_tail: str = TURN + MODEL,
+        stop: str | Sequence[str] | None = (),
+        *,
+        calls: bool = True,
+        thinking: bool | None = None,
+    ) -> None:
+        lowered, _ = lower(read_tools(tools or None))
+        self._schemas: Schemas = {
+            t["function"]["name"]: t["function"].get("parameters") or {} for t in lowered
+        }
+        self._stops = _Stops(stop)
+        self._calls = calls
+        self._lexer = Lexer()
+        self._state, self._held, self._opener = START, "", CALL
+        self._body = _Body()
+        self._retries = 0
+        self._bare_thoughts = thinking is not False
+        self._said: list[Event] = []
+        self._new: list[Event] = []
+        self._read: list[dict[str, Any]] = []
+        self._over = False
+        self._answer: Answer | None = None
+        self._begin(prompt_tail)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the answer: nothing more need be generated."""
+        return self._stops.hit
+
+    @property
+    def thinking(self) -> bool:
+        """Whether a thought is open."""
+        return self._state in (OPENING, THINKING)
+
+    def feed(self, text: str) -> list[Event]:
+        """Take text in which control tokens are spelled out; return what is certain now."""
+        return self._take(self._lexer.feed(text))
+
+    def feed_tokens(self, pieces: Iterable[Piece]) -> list[Event]:
+        """Take pieces of which each says whether it is a control token; text that looks like one is
+        text."""
+        marked = [MARKS.get(p.text, "") if p.control else whole(p.text) for p in pieces]
+        return self._take(self._lexer.rest() + "".join(marked))
+
+    def finish(self, reason: str = "stop") -> Answer:
+        """Return the answer. `reason` is why generation ended: stop, length or another, which a
+        stop string and an end token go before, and which calls make tool_calls."""
+        if self._answer is None:
+            self._take(self._lexer.rest())
+            self._end(reason != "length" or self._over)
+            self._answer = self._made(reason)
+        return self._answer
+
+    def _made(self, reason: str) -> Answer:
+        if self._over or self._stops.hit:
+            reason = "stop"
+        if reason == "stop" and self._read:
+            reason = "tool_calls"
+        texts = {
+            kind: "".join(e.text for e in self._said if e.kind == kind)
+            for kind in ("thought", "content")
+        }
+        last = tuple(self._new)
+        return Answer(texts["thought"], texts["content"], self._read, reason, last)
+
+    # --- the machine --------------------------------------------------------------------------
+
+    def _begin(self, tail: str) -> None:
+        """Start where the prompt ends."""
+        marked = Lexer().feed(tail)
+        at = marked.rfind(_CHANNEL)
+        if at >= 0 and not MARK.search(marked, at + 1):
+            self._run(marked[at:])
+        elif marked.endswith(_CHANNEL_END):
+            self._state = CONTENT
+        self._said.clear()
+        self._new = []
+
+    def _take(self, marked: str) -> list[Event]:
+        if self._answer is not None:
+            raise InputError("this answer is finished: make another Reader for the next")
+        self._new = []
+        self._run(marked)
+        return self._new
+
+    def _run(self, marked: str) -> None:
+        """Go through a marked text, run by run. What a call gives back is read again."""
+        waiting = [marked]
+        while waiting:
+            text, at = waiting.pop(), 0
+            while at < len(text) and not self._stops.hit:
+                if self._state == BODY:
+                    at, again = self._in_body(text, at)
+                    if again:
+                        waiting.append(text[at:])
+                        text, at = again, 0
+                    continue
+                found = MARK.search(text, at)
+                end = found.start() if found else len(text)
+                if end > at:
+                    self._over = False
+                    at = self._text(text, at, end)
+                elif found:
+                    self._over = found[0] in END_MARKS
+                    self._mark(found[0])
+                    at += 1
+
+    def _end(self, whole: bool) -> None:
+        """Give out what was held back; `whole` is False where the answer was cut."""
+        while self._state == BODY and not self._stops.hit:
+            self._run(self._given_back(self._body.take(), whole))
+        if self._state == HEAD:
+            self._give_up("")
+        elif not (self._state == OPENING and self._held == _NAME):
+            self._release()
+        self._emit("content", self._stops.rest())
+
+    def _text(self, text: str, at: int, end: int) -> int:
+        """Take text without control tokens; return how far."""
+        if self._state == HEAD:
+            return self._in_head(text, at, end)
+        run, before = self._held + text[at:end], len(self._held)
+        self._held = ""
+        if self._state in (START, OPENING):
+            self._name(run)
+        elif self._state == THINKING:
+            self._think(run)
+        elif self._state == BEHIND:
+            return at + self._behind(run) - before
+        else:
+            self._say("content", run)
+        return end
+
+    def _name(self, run: str) -> None:
+        """A thought may be named before it begins, and the name may be all of an opener that is
+        left."""
+        opened = self._state == OPENING
+        if (opened or self._bare_thoughts) and THOUGHT.startswith(run):
+            self._held = run
+            if run == THOUGHT:
+                self._state, self._held = THINKING, ""
+        elif (opened or self._bare_thoughts) and run.startswith(THOUGHT):
+            self._state = THINKING
+            self._think(run[len(THOUGHT) :])
+        elif opened:
+            self._state = THINKING
+            self._think(run)
+        else:
+            self._state = CONTENT
+            self._say("content", run)
+
+    def _think(self, run: str) -> None:
+        """One newline before the end of a thought is not part of it."""
+        if run.endswith("\n"):
+            self._held, run = "\n", run[:-1]
+        self._say("thought", run)
+
+    def _behind(self, run: str) -> int:
+        """Behind a call that is not closed, another one may begin; return how far was read."""
+        text = run.lstrip()
+        near = len(run) - len(text) <= LONGEST_GAP
+        if near and _WORD.startswith(text):
+            self._held = run
+        elif near and text.startswith(_WORD):
+            self._state, self._opener, self._held = HEAD, "", _WORD
+            return len(run) - len(text) + len(_WORD)
+        else:
+            self._state = CONTENT
+            self._say("content", run)
+        return len(run)
+
+    def _mark(self, mark: str) -> None:
+        if self._state == HEAD:
+            self._give_up(mark)
+        elif self._state == BAD and mark not in (_CALL, _CHANNEL, *END_MARKS):
+            self._say("content", spelled(mark))
+            self._state = CONTENT if mark == _CALL_END else BAD
+        elif mark == _CHANNEL:
+            self._release()
+            self._state = OPENING
+        elif mark == _CALL and self._calls:
+            self._close()
+            self._state, self._opener = HEAD, CALL
+        elif mark in (_CHANNEL_END, _CALL_END, *END_MARKS):
+            self._close(mark)
+
+    def _close(self, mark: str = _CALL) -> None:
+        """End what a control token ends: a thought, or the place behind a call."""
+        if self._state in (OPENING, THINKING):
+            if mark == _CALL_END:
+                return
+            # The newline before the end, or a name alone, is no part of the thought.
+            if self._state == OPENING and self._held != _NAME:
+                self._release()
+        elif self._state == BEHIND:
+            if mark == _CHANNEL_END:
+                return
+            self._release()
+        elif self._state == START:
+            if mark == _CALL:
+                self._release()
+            elif mark != _CHANNEL_END or self._held != _NAME:
+                return
+        self._state, self._held = CONTENT, ""
+
+    def _release(self) -> None:
+        """Give out what was held back as what it is where the machine stands."""
+        held, self._held = self._held, ""
+        if self._state != BEHIND or held.strip():
+            self._say("thought" if self._state in (OPENING, THINKING) else "content", held)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def _in_head(self, text: str, at: int, end: int) -> int:
+        """Take the name of a call, to the brace behind it."""
+        found = _BRACE.search(text, at, end)
+        stop = found.end() if found else end
+        self._held += text[at:stop]
+        if len(self._held) > LONGEST_HEAD or (found and not is_head(self._held)):
+            self._give_up("")
+            self._state = BAD
+        elif found:
+            self._body.begin(self._held, self._retries > MOST_RETRIES)
+            self._state, self._held = BODY, ""
+        return stop
+
+    def _give_up(self, mark: str) -> None:
+        """Give back the head of a call that is none, and go on behind it."""
+        held, self._held = self._held, ""
+        if held.strip():
+            self._say("content", self._opener + held)
+        self._state = BAD if held.strip() else CONTENT
+        if mark == _CALL:
+            self._state, self._opener = HEAD, CALL
+        elif mark:
+            self._mark(mark)
+
+    def _in_body(self, text: str, at: int) -> tuple[int, str]:
+        """Take the arguments of a call. Return how far, and what must be read again before."""
+        end, done, broken = self._body.scan(text, at)
+        self._body.add(text[at:end])
+        if not done and not broken:
+            return end, ""
+        raw = self._body.take()
+        if not broken:
+            self._read_call(raw)
+            return end, ""
+        return end, self._given_back(raw, True, broken == "string")
+
+    def _given_back(self, raw: str, whole: bool, inside: bool = True) -> str:
+        """Read a call that has no end of its own. Return what of it is not its own.
+
+        It may have ended at the first control token that ends a call, if it lies `inside` of a
+        string that was never closed; one that was cut (not `whole`) there ends nowhere.
+        """
+        found = _ENDS.search(raw) if inside else None
+        body, rest = (raw[: found.start()], raw[found.start() :]) if found else (raw, "")
+        self._retries += 1
+        self._read_call(body, whole or found is not None)
+        return rest
+
+    def _read_call(self, body: str, whole: bool = True) -> None:
+        read = _tried(body, self._schemas) if whole else None
+        if read is None:
+            self._say("content", self._opener + spelled(body))
+            self._state = BAD
+            return
+        self._emit("content", self._stops.rest())
+        index = len(self._read)
+        self._read.append({"name": read.name, "arguments": read.arguments})
+        text = json.dumps(read.arguments, ensure_ascii=False)
+        self._put(Event("call", text, read.name, read.arguments, index))
+        self._state = BEHIND
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind == "content":
+            text = self._stops.feed(text)
+        elif text:
+            self._emit("content", self._stops.rest())
+        self._emit(kind, text)
+
+    def _emit(self, kind: str, text: str) -> None:
+        if text:
+            self._put(Event(kind, text))
+
+    def _put(self, event: Event) -> None:
+        self._new.append(event)
+        self._said.append(event)
+
+
+def _tried(body: str, schemas: Schemas) -> Read | None:
+    for read in (strict, repaired):
+        try:
+            return read(body, schemas)
+        except Unreadable:
+            continue
+    return None
+
+
+class _Body:
+    """The arguments of a call as they come, and where they end: at the brace that closes the first
+    one, strings left out. Only their end is looked for; each character is looked at once."""
+
+    def begin(self, head: str, plain: bool) -> None:
+        """Start behind the first brace. `plain`: a control token of calls ends it even inside of a
+        string."""
+        self._parts, self._plain = [head], plain
+        self._open, self._close = head[-1], CLOSERS[head[-1]]
+        self._depth, self._fresh = 1, True
+        self._string = ""  # what closes the string that is open
+        self._skip = self._closed = False
+
+    def add(self, text: str) -> None:
+        """Keep a text that was scanned."""
+        self._parts.append(text)
+
+    def take(self) -> str:
+        """Return all of it."""
+        return "".join(self._parts)
+
+    def scan(self, text: str, at: int) -> tuple[int, bool, str]:
+        """Look through a text. Return how far, whether the arguments end there, and where they
+        were broken off by a control token: "outside" of strings or in a "string"."""
+        while at < len(text):
+            if self._skip:  # behind a backslash
+                self._skip, at = False, at + 1
+                continue
+            found = (_IN_STRING if self._string else _OUTSIDE).search(text, at)
+            between = text[at : found.start() if found else len(text)]
+            if between and not between.isspace():
+                self._fresh = self._closed = False
+            if found is None:
+                break
+            at = found.end()
+            if self._string:
+                if self._in_string(found[0]):
+                    return found.start(), False, "string"
+            elif found[0] in _BREAKS:
+                return found.start(), False, "outside"
+            elif self._outside(found[0]):
+                return at, True, ""
+        return len(text), False, ""
+
+    def _in_string(self, found: str) -> bool:
+        """Go on inside of a string; return whether another call shows that it was never closed."""
+        if found == self._string:
+            self._string = ""
+        elif found == "\\" and self._string == '"':
+            self._skip = True
+        elif found == _CALL and (self._closed or self._plain):
+            return True
+        elif found == _CALL_END:
+            self._closed = True
+            return self._plain
+        elif found not in '"\\':
+            self._closed = False
+        return False
+
+    def _outside(self, found: str) -> bool:
+        """Go on outside of strings; return whether the first brace is closed."""
+        if found == _QUOTE or (found == '"' and self._fresh):
+            self._string, self._closed = found, False
+        self._depth += (found == self._open) - (found == self._close)
+        self._fresh = found in "{[(,:"
+        return self._depth == 0
+
+
+class _Stops:
+    """Strings that end the content: the one that is complete first, of several the longest.
+
+    For each it is known how much of it the text ends with, so that nothing is compared twice.
+    """
+
+    def __init__(self, given: str | Sequence[str] | None) -> None:
+        strings = [given] if isinstance(given, str) else [*(given or ())]
+        if len(strings) > MOST_STOPS:
+            raise InputError(f"stop: at most {MOST_STOPS} strings, found {len(strings)}")
+        for i, text in enumerate(strings):
+            if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
+                raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
+        self._strings = strings
+        self._borders = [_borders(text) for text in strings]
+        self._known = [0] * len(strings)
+        self._held = ""
+        self.hit = False
+
+    def feed(self, text: str) -> str:
+        """Return what is certain to lie before a stop string."""
+        if not self._strings or self.hit:
+            return "" if self.hit else text
+        text, start = self._held + text, len(self._held)
+        for at in range(start, len(text)):
+            ended = [s for i, s in enumerate(self._strings) if self._more(i, text[at])]
+            if ended:
+                self.hit, self._held = True, ""
+                return text[: at + 1 - max(map(len, ended))]
+        certain = len(text) - max(self._known)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def _more(self, i: int, character: str) -> bool:
+        """Take a character for one string; return whether it is complete."""
+        text, known = self._strings[i], self._known[i]
+        while known and text[known] != character:
+            known = self._borders[i][known - 1]
+        known += text[known] == character
+        self._known[i] = known if known < len(text) else 0
+        return known == len(text)
+
+    def rest(self) -> str:
+        """Return what was held back, where content ends or something else comes between."""
+        held, self._held = self._held, ""
+        self._known = [0] * len(self._known)
+        return held
+
+
+def _borders(text: str) -> list[int]:
+    """Return for each head of a text how long its longest proper head is that is its end too."""
+    out, known = [0] * len(text), 0
+    for i in range(1, len(text)):
+        while known and text[i] != text[known]:
+            known = out[known - 1]
+        known += text[i] == text[known]
+        out[i] = known
+    return out

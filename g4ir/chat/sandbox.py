@@ -1,0 +1,241 @@
+"""Runs the template of a stranger: jinja2's immutable sandbox, and limits around it.
+
+The sandbox keeps a template from the program's objects, not from its time and memory. Here every
+turn of a loop, every call and every text that grows is counted, so that one that loops or prints
+without end becomes an error. Needs jinja2, so it is imported when a template is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.filters import FILTERS
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+#: characters of a prompt, and those that may be made on the way to it
+MOST_TEXT, MOST_MADE = 16 << 20, 128 << 20
+#: turns of loops and calls, and seconds, of one rendering
+MOST_STEPS, MOST_SECONDS = 10_000_000, 10.0
+
+_FILTERS = """
+    abs attr batch capitalize count d default dictsort e escape first float forceescape groupby int
+    items last length list lower map max min reject rejectattr reverse round safe select selectattr
+    slice sort string sum title trim unique upper
+"""
+_METHODS = """
+    capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower
+    isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix
+    removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip
+    swapcase title upper
+"""
+#: methods of a text that a template may call
+_OF_TEXTS = frozenset(_METHODS.split())
+_DATE = re.compile(r"(%-?[A-Za-z%]|[^%]){0,100}")
+
+
+class LimitError(TemplateError):
+    """A template takes more than it may."""
+
+
+class _Counted(NodeTransformer):
+    """Puts a step into each turn of a loop and each macro, and joins texts by a counting call."""
+
+    def _step(self, node: Any) -> Any:
+        self.generic_visit(node)
+        call = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _step
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """One environment for one rendering: the counters are its own."""
+
+    intercepted_binops = frozenset(["+", "*", "%", "**"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+            optimized=False,
+            cache_size=0,
+        )
+        self.steps, self.made, self.end = 0, 0, time.monotonic() + MOST_SECONDS
+        kept = {name: self._counting(FILTERS[name]) for name in _FILTERS.split()}
+        self.filters = {**kept, "tojson": self._json, "join": self._join, "replace": self._replace}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        self.finalize = self._sized
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        found: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
+        return found
+
+    # --- counting -----------------------------------------------------------------------------
+
+    def step(self) -> str:
+        """Count one step; LimitError where there were too many, or they took too long."""
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise LimitError(f"it takes more than {MOST_STEPS} steps")
+        if self.steps % 64 == 0 and time.monotonic() > self.end:
+            raise LimitError(f"it takes more than {MOST_SECONDS:g} seconds")
+        return ""
+
+    def make(self, characters: int) -> None:
+        """Count characters of a text that is about to be made."""
+        self.step()
+        self.made += characters
+        if characters > MOST_TEXT or self.made > MOST_MADE:
+            raise LimitError(f"it makes texts of more than {MOST_TEXT} characters")
+
+    def _sized(self, value: Any) -> Any:
+        """Return a value, its size as a text counted."""
+        self.make(len(value) if isinstance(value, str) else _size(value))
+        return value
+
+    def joined(self, *parts: Any) -> str:
+        """Return `a ~ b`."""
+        return "".join(str(self._sized(part)) for part in parts)
+
+    def _counting(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that counts its value before it looks at it."""
+        passes = getattr(made, "jinja_pass_arg", None)
+
+        @wraps(made)
+        def counted(*args: Any, **options: Any) -> Any:
+            value = args[0] if passes is None else args[1]
+            self._sized(value)
+            return made(*args, **options)
+
+        return counted
+
+    def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        parts = list(value)
+        if attribute is not None:
+            parts = [self.getitem(part, attribute) for part in parts]
+        self.make(len(d) * len(parts))
+        return d.join(str(self._sized(part)) for part in parts)
+
+    def _replace(self, value: Any, old: str, new: str, count: int = -1) -> str:
+        text = str(self._sized(value))
+        self.make(len(text) + text.count(old) * len(new))
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Return JSON as it is, without the escapes that HTML would need."""
+        depth = 1 if indent is None else 1 + min(max(int(indent), 0), 16)
+        self.make(_size(value) * (6 if ensure_ascii else 2) * depth)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=None if indent is None else depth - 1,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    # --- what the sandbox asks ----------------------------------------------------------------
+
+    def call(self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:
+        """Call what a template may call, its texts counted."""
+        self.step()
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):
+            if __obj.__name__ == "join" and args:
+                return self._join(args[0], text)
+            if __obj.__name__ == "replace" and len(args) >= 2:
+                return self._replace(text, *args)
+            self.make(len(text))
+        return super().call(__context, __obj, *args, **options)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Calculate what could grow, after a look at its size."""
+        self.step()
+        if operator == "+":
+            self.make(_size(left) + _size(right))
+        elif operator == "*":
+            self._check_times(left, right)
+        elif operator == "%" and isinstance(left, str):
+            raise LimitError("it formats a text by %, which templates may not do")
+        elif operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
+            raise LimitError("it raises to a power beyond 64")
+        return super().call_binop(context, operator, left, right)
+
+    def _check_times(self, left: Any, right: Any) -> None:
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, str | list | tuple) and isinstance(times, int):
+                self.make(len(many) * max(times, 0))
+            elif isinstance(many, int) and many.bit_length() > 1 << 12:
+                raise LimitError("it multiplies numbers of more than 4096 bits")
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may see an attribute: of texts only what cannot grow unseen."""
+        if isinstance(obj, str):
+            return attr in _OF_TEXTS
+        return super().is_safe_attribute(obj, attr, value)
+
+
+def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
+    """Return the text of a template. LimitError and other exceptions say what is wrong with it."""
+    box = Sandbox()
+    template = box.from_string(source)
+    template.filename = name
+    out, length = list[str](), 0
+    for piece in template.generate(dict(variables)):
+        length += len(piece)
+        if length > MOST_TEXT:
+            raise LimitError(f"it prints more than {MOST_TEXT} characters")
+        out.append(piece)
+    return "".join(out)
+
+
+def _size(value: Any) -> int:
+    """Return about how long a value is as a text; more than the most, and no exact number, where
+    its parts are too many."""
+    found, left = 0, [iter((value,))]
+    while left:
+        for item in left[-1]:
+            found += len(item) + 2 if isinstance(item, str) else 8
+            if found > MOST_TEXT:
+                return found
+            if isinstance(item, Mapping):
+                left.append(chain(item.keys(), item.values()))
+                break
+            if isinstance(item, list | tuple):
+                left.append(iter(item))
+                break
+        else:
+            left.pop()
+    return found
+
+
+def _raise(message: Any) -> Any:
+    raise TemplateError(str(message)[:400])
+
+
+def _now(form: str) -> str:
+    if not _DATE.fullmatch(form):
+        raise LimitError("its format of the time is too long, or has widths")
+    return datetime.now().strftime(form)

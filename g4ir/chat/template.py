@@ -1,0 +1,257 @@
+"""Chat templates: a checkpoint's own, or the built-in form of the variant.
+
+template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in form
+text     = render(messages, tools, template, enable_thinking=True)
+prompt   = make_prompt(messages, tools, template)     # checked, and safe to be tokenised
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from g4ir.errors import G4Error, InputError, MissingError
+from g4ir.weights.tensorfile import parse_json
+
+from . import builtin
+from .control import BOS, CHANNEL_END, TURN_END
+from .messages import (
+    ASSISTANT,
+    Conversation,
+    Message,
+    check_pairs,
+    joined,
+    read_messages,
+)
+from .prompt import Prompt, guard
+from .tools import lower, read_tools
+
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+BUILT_IN = "built-in"
+#: bytes of a template; published ones have 20 thousand
+LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template. `form` small or large, `origin` the file it is from or `built-in`, `sha256`
+    of a file's template, `note` what a user should be told."""
+
+    form: str
+    origin: str = BUILT_IN
+    source: str | None = field(default=None, repr=False)
+    sha256: str | None = None
+    note: str | None = None
+    #: strings of tokens that the tokenizer's config names
+    tokens: tuple[tuple[str, str], ...] = (("bos_token", BOS),)
+
+    @staticmethod
+    def built_in(form: str, note: str | None = None) -> Template:
+        """Return the built-in template; InputError for another form than small and large."""
+        if form not in builtin.FORMS:
+            known = ", ".join(builtin.FORMS)
+            raise InputError(f"chat form {form!r}: must be one of {known}, or a Template")
+        return Template(form, note=note)
+
+    @staticmethod
+    def open(folder: str | Path, otherwise: str = builtin.SMALL) -> Template:
+        """Read the template of a checkpoint or an engine; the built-in form `otherwise`, with a
+        note, where it has none. InputError for one that is no template, MissingError without
+        jinja2."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such directory, so no chat template")
+        config = _config(folder / CONFIG)
+        path, source = folder / FILE, None
+        if path.is_file():
+            source = _read(path)
+        elif (given := config.get("chat_template")) is not None:
+            path = folder / CONFIG
+            source = _of_config(given, path)
+        if source is None:
+            note = f"{folder} has no chat template: the built-in form {otherwise!r} is used"
+            return Template.built_in(otherwise, note)
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        tokens = {"bos_token": BOS} | {k: v for k, v in _token_strings(config).items() if v}
+        made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
+        return Template(_form_of(made), made.origin, source, digest, None, made.tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Return which template it is, as values of JSON."""
+        return {"template": self.origin, "sha256": self.sha256, "form": self.form}
+
+    def write(self, conversation: Conversation, options: Mapping[str, Any]) -> str:
+        """Return what the template makes of a conversation. InputError for what it refuses."""
+        if self.source is None:
+            text = builtin.written(conversation, self.form, options)
+        else:
+            text = self._rendered(conversation, options)
+        if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
+            return text
+        # Behind an answer of a tool and a text, published templates open no turn.
+        return text + builtin.new_turn(self.form, bool(options.get("enable_thinking")))
+
+    def _rendered(self, conversation: Conversation, options: Mapping[str, Any]) -> str:
+        render = _jinja()
+        variables = {
+            **dict(self.tokens),
+            "messages": [_as_given(m) for m in conversation.messages],
+            "tools": [*conversation.tools] or None,
+            "add_generation_prompt": True,
+            **options,
+        }
+        try:
+            return str(render(self.source, self.origin, variables))
+        except RecursionError:
+            raise InputError(f"{self.origin}: the template calls itself without end") from None
+        except MemoryError:
+            raise InputError(f"{self.origin}: the template needs too much memory") from None
+        except G4Error:
+            raise
+        except Exception as e:  # a template raises whatever its expressions do
+            line = getattr(e, "lineno", None)
+            at = f"{self.origin}, line {line}" if line else self.origin
+            raise InputError(
+                f"{at}: the template refuses this conversation: {str(e)[:400] or type(e).__name__}"
+            ) from e
+
+
+def _jinja() -> Any:
+    try:
+        from .sandbox import render
+    except ImportError as e:
+        raise MissingError("templates of checkpoints need jinja2: pip install 'g4ir[chat]'") from e
+    return render
+
+
+def _form_of(template: Template) -> str:
+    """Return which of the two forms a template has: whether it closes a thought that thinking off
+    leaves empty. One that refuses the question is taken for small."""
+    question = Conversation((Message("user", "?"),))
+    try:
+        text = template.write(question, {"enable_thinking": False})
+    except InputError as e:
+        if "line " in str(e).partition(": ")[0]:  # a mistake of the file, in each conversation
+            raise
+        return builtin.SMALL
+    return builtin.LARGE if text.rstrip().endswith(CHANNEL_END) else builtin.SMALL
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise InputError(f"{path}: more than {LARGEST} bytes are no chat template")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return parse_json(path, path.read_bytes()) if path.is_file() else {}
+
+
+def _of_config(given: Any, path: Path) -> str:
+    """Return the template of a tokenizer's config: a text, or the one called default in a list."""
+    if isinstance(given, list):
+        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+        given = named.get("default")
+    if not isinstance(given, str) or len(given) > LARGEST:
+        raise InputError(f"{path}: chat_template must be a text, or a list with one named default")
+    return given
+
+
+def _token_strings(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the tokens that a config names: `bos_token` and others."""
+    found = {k: v for k, v in config.items() if k.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
+    return {k: v for k, v in texts.items() if isinstance(v, str)}
+
+
+def _as_given(message: Message) -> dict[str, Any]:
+    """Return a message as templates take it: the OpenAI form with decoded arguments."""
+    out: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.thought:
+        out["reasoning"] = out["reasoning_content"] = message.thought
+    if message.calls:
+        out["tool_calls"] = [
+            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            | ({} if c.id is None else {"id": c.id})
+            for c in message.calls
+        ]
+    if message.responses:
+        out["tool_responses"] = [{"name": r.name, "response": r.value} for r in message.responses]
+    named = {"tool_call_id": message.call_id, "name": message.name}
+    return out | {k: v for k, v in named.items() if v is not None}
+
+
+def _content(message: Message) -> Any:
+    if not isinstance(message.content, tuple):
+        return message.content
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+        for part in message.content
+    ]
+
+
+# --- the two ways to a prompt -----------------------------------------------------------------
+
+
+def as_template(form: str | Template) -> Template:
+    """Return the template that a form names."""
+    return form if isinstance(form, Template) else Template.built_in(form)
+
+
+def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
+    """Return the text that a template makes of messages, which are read but not paired.
+
+    `options`: enable_thinking, preserve_thinking, add_generation_prompt, and what a checkpoint's
+    own template knows beside them. InputError names the message or tool and the fix.
+    """
+    conversation = Conversation(read_messages(messages), read_tools(tools))
+    return _prompt(conversation, as_template(form), options).text
+
+
+def make_prompt(
+    messages: Any,
+    tools: Any = None,
+    form: str | Template = "small",
+    *,
+    continued: bool = False,
+    **options: Any,
+) -> Prompt:
+    """Return the prompt of a conversation that a model can answer.
+
+    As `render`, and: calls and answers are paired, neighbouring texts of a message are one, schemas
+    are lowered, and contents are marked, so that they never become control tokens. `continued`: the
+    last message is the head of the answer.
+    """
+    checked = Conversation(joined(read_messages(messages)), read_tools(tools))
+    check_pairs(checked)
+    lowered, said = lower(checked.tools)
+    if continued:
+        _check_head(checked.messages[-1])
+        options["add_generation_prompt"] = False
+    prompt = _prompt(Conversation(checked.messages, lowered), as_template(form), options, said)
+    prompt.check_media()
+    return prompt.cut(f"{TURN_END}\n") if continued else prompt
+
+
+def _check_head(last: Message) -> None:
+    if last.role != ASSISTANT or last.calls or not last.content:
+        raise InputError("messages[-1]: to be continued it must be the assistant's, with text only")
+
+
+def _prompt(
+    conversation: Conversation,
+    template: Template,
+    options: Mapping[str, Any],
+    said: tuple[str, ...] = (),
+) -> Prompt:
+    marked, options, mark = guard(conversation, options, template.source or "")
+    text = template.write(marked, options)
+    return Prompt(text, mark, conversation.media, said)

@@ -1,0 +1,87 @@
+"""From the ids of an answer to what a reader takes, and an end to thoughts that are too long."""
+
+from __future__ import annotations
+
+from g4ir.engine.stream import TextStream, is_byte
+from g4ir.errors import InputError
+
+from .control import CHANNEL, CHANNEL_END
+from .prompt import Piece, Vocabulary
+
+
+class TokenStream:
+    """Token ids in, pieces out: control tokens as such, other text as soon as it is certain, never
+    part of a character."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._text = TextStream(self)
+
+    def push(self, token: int) -> list[Piece]:
+        """Return the pieces that this token completes."""
+        control = self.vocabulary.strings.get(token)
+        if control is None:
+            return _pieces(self._text.push(token))
+        return [*_pieces(self._text.cut()), Piece(control, True)]
+
+    def rest(self) -> list[Piece]:
+        """Return the text that was held back, at the end."""
+        return _pieces(self._text.cut())
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids without special tokens."""
+        text: str = self.vocabulary.tokenizer.decode(ids)
+        return text
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token stands for one byte of a character."""
+        return is_byte(self.vocabulary.tokenizer, token)
+
+
+def _pieces(text: str) -> list[Piece]:
+    return [Piece(text)] if text else []
+
+
+class Budget:
+    """Ends thoughts that take more than `limit` tokens, counted over the whole answer.
+
+        budget = Budget(vocabulary, 512, inside=reader.thinking)
+        token = budget.forced()                 # what must come next, or None: the model is free
+        budget.push(token)                      # what came next
+
+    The end is a newline and the token that closes a channel. It waits for whole characters.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limit: int, inside: bool = False) -> None:
+        if limit < 0:
+            raise InputError(f"thinking budget {limit}: expected 0 or more tokens")
+        self.limit, self.used, self.inside = limit, 0, inside
+        self._open, self._close = (_id(vocabulary, text) for text in (CHANNEL, CHANNEL_END))
+        newline = vocabulary.plain("\n")
+        self._newline = newline[0] if len(newline) == 1 else None
+        self._is_byte = TokenStream(vocabulary).is_byte
+        self._last: int | None = None
+
+    def push(self, token: int) -> None:
+        """Take a token of the answer, forced or not."""
+        if token in (self._open, self._close):
+            self.inside = token == self._open
+        elif self.inside:
+            self.used += 1
+        self._last = token
+
+    def forced(self) -> int | None:
+        """Return the token that must come next, or None where the model is free."""
+        if not self.inside or self.used < self.limit:
+            return None
+        if self._last is not None and self._is_byte(self._last) and self.used < self.limit + 4:
+            return None  # a character has four bytes at most
+        # A thought that has just begun or ends with a newline needs none.
+        begun = self._last not in (None, self._open, self._newline)
+        return self._newline if begun and self._newline is not None else self._close
+
+
+def _id(vocabulary: Vocabulary, text: str) -> int:
+    if text not in vocabulary.controls:
+        raise InputError(f"the tokenizer has no {text}: thoughts have no end to be forced")
+    return vocabulary.controls[text]

@@ -1,0 +1,246 @@
+"""Checks declared tools, and brings their schemas to what a declaration can say.
+
+A declaration has types, descriptions, enums of strings, items, properties, required and nullable.
+Templates leave out the rest without a word, so it is lowered first, and what is lost is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from g4ir.errors import InputError
+
+from .messages import MOST_DEPTH, an_object, json_value, kind_of, shown
+
+TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+NAME = re.compile(r"[\w.-]{1,128}")
+#: the keys of a function that a template reads
+OF_FUNCTION = ("name", "description", "parameters", "response")
+#: keywords that say nothing about a value
+NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "examples", "deprecated"}
+#: keywords that a declaration has, in the order in which they are read
+KEPT = ("description", "type", "enum", "nullable", "items", "properties", "required")
+#: how many schemas one tool may have once its references are resolved
+MOST_SCHEMAS = 4096
+
+
+def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
+    """Return tools of the OpenAI form with the keys that a template reads. InputError names the
+    place and the fix."""
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or not given:
+        raise InputError(
+            f"tools: must be a list of tools, found {kind_of(given) if given else 'none'}; leave "
+            f"it out where there are none"
+        )
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    names = [tool["function"]["name"] for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise InputError(f"tools[{i}].function.name: {name!r} is declared twice")
+    return tools
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    given = an_object(given, where)
+    if given.get("type", "function") != "function":
+        raise InputError(f"{where}.type: must be function, found {shown(given['type'])}")
+    where = f"{where}.function"
+    function = an_object(given.get("function"), where)
+    out = {k: function[k] for k in OF_FUNCTION if function.get(k) is not None}
+    name = out.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InputError(
+            f"{where}.name: must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
+        )
+    if not isinstance(out.setdefault("description", ""), str):
+        raise InputError(f"{where}.description: must be text, found {kind_of(out['description'])}")
+    for key in ("parameters", "response"):
+        if key in out:
+            an_object(json_value(out[key], f"{where}.{key}"), f"{where}.{key}")
+            _check_schema(out[key], f"{where}.{key}")
+    if out.get("parameters"):
+        _check_root(out, f"{where}.parameters")
+    return {"type": "function", "function": out}
+
+
+def _check_root(function: dict[str, Any], where: str) -> None:
+    root = {"type": "object", **function["parameters"]}
+    if root["type"] != "object" and root["type"] != "OBJECT":
+        raise InputError(f"{where}.type: must be object, found {shown(root['type'])}")
+    function["parameters"] = root
+
+
+def _check_schema(schema: Any, where: str) -> None:
+    """Raise InputError for values that a template would print as something else."""
+    if isinstance(schema, bool):
+        return
+    an_object(schema, where)
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind.lower() not in TYPES:
+            raise InputError(f"{where}.type: must be of {', '.join(TYPES)}, found {shown(kind)}")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
+        raise InputError(f"{where}.required: must be a list of names")
+    for key, form in (("enum", list), ("description", str), ("properties", dict)):
+        if key in schema and not isinstance(schema[key], form):
+            raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
+    for key, inner in schema.get("properties", {}).items():
+        _check_schema(inner, f"{where}.properties.{key}")
+    items = schema.get("items", [])
+    for inner in items if isinstance(items, list) else [items]:
+        _check_schema(inner, f"{where}.items")
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key, [])
+        if not isinstance(branches, list):
+            raise InputError(f"{where}.{key}: must be a list of schemas")
+        for i, inner in enumerate(branches):
+            _check_schema(inner, f"{where}.{key}[{i}]")
+
+
+# --- lowering ---------------------------------------------------------------------------------
+
+
+def lower(tools: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """Return checked tools with schemas that a declaration can say, and what was lost, by place.
+
+    References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
+    union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
+    `const` become an enum.
+    """
+    out, said = [], list[str]()
+    for tool in tools:
+        function = dict(tool["function"])
+        for key in ("parameters", "response"):
+            if function.get(key):
+                lowering = _Lowering(function[key], said)
+                function[key] = lowering.schema(function[key], f"{function['name']}.{key}", ())
+        out.append({**tool, "function": function})
+    return tuple(out), tuple(dict.fromkeys(said))
+
+
+@dataclass
+class _Lowering:
+    """One schema: `root` is what its references point into."""
+
+    root: Mapping[str, Any]
+    said: list[str]
+    count: int = field(default=0)
+
+    def schema(self, given: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
+        """Return a schema in the keywords of a declaration. `refs` led here."""
+        self.count += 1
+        if self.count > MOST_SCHEMAS or where.count(".") > MOST_DEPTH:
+            raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")
+        if not isinstance(given, Mapping):  # true and false are schemas
+            return {}
+        node, refs = self._flat(given, where, refs)
+        self._kinds(node)
+        for key in node:
+            if key not in (*KEPT, *NOTES):
+                self._lose(where, key)
+        out = {k: node[k] for k in KEPT if node.get(k) is not None}
+        self._enum(out, where)
+        if isinstance(items := out.get("items"), list):
+            self._lose(where, "a list of items")
+            out["items"] = items[0] if items else {}
+        if "items" in out:
+            out["items"] = self.schema(out["items"], f"{where}.items", refs)
+        if "properties" in out:
+            out["properties"] = {
+                k: self.schema(v, f"{where}.{k}", refs) for k, v in out["properties"].items()
+            }
+        return out
+
+    def _lose(self, where: str, what: str) -> None:
+        self.said.append(f"{where}: {what}")
+
+    def _flat(
+        self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a schema without references and unions at its top."""
+        node = dict(given)
+        while True:
+            if (ref := node.pop("$ref", None)) is not None:
+                target = None if ref in refs else self._target(ref)
+                if target is None:
+                    self._lose(where, f"$ref {shown(ref)}")
+                else:
+                    refs = (*refs, ref)
+                    node = {**target, **node}
+            elif all_of := node.pop("allOf", None):
+                for branch in all_of:
+                    node = self._merged(node, branch, where)
+            elif union := node.pop("anyOf", None) or node.pop("oneOf", None):
+                node = {**self._union(union, where), **node}
+            else:
+                return node, refs
+
+    def _target(self, ref: Any) -> Mapping[str, Any] | None:
+        """Return the schema that a reference into this one names."""
+        if not isinstance(ref, str) or not ref.startswith("#"):
+            return None
+        node: Any = self.root
+        for step in ref[1:].split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return node if isinstance(node, Mapping) else None
+
+    def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
+        if not isinstance(branch, Mapping):
+            return node
+        both = {
+            "properties": {**branch.get("properties", {}), **node.get("properties", {})},
+            "required": [*dict.fromkeys([*node.get("required", []), *branch.get("required", [])])],
+        }
+        refs = [s.get("$ref") for s in (node, branch) if "$ref" in s]
+        if len(refs) > 1:  # the second one waits behind the first
+            self._lose(where, f"$ref {shown(refs[1])}")
+            branch = {k: v for k, v in branch.items() if k != "$ref"}
+        return {**branch, **node, **{k: v for k, v in both.items() if v}}
+
+    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
+        full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
+        known = [b for b in full if b.get("type") != "null"]
+        nullable = {"nullable": True} if len(known) < len(full) else {}
+        if not known:
+            return nullable
+        if len(known) == 1:
+            return known[0] | nullable
+        if all(isinstance(b.get("const"), str) for b in known):
+            return {"type": "string", "enum": [b["const"] for b in known]} | nullable
+        if all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known):
+            return {"type": [*dict.fromkeys(b["type"] for b in known)]} | nullable
+        self._lose(where, f"{len(known) - 1} of {len(known)} forms of a union")
+        return known[0] | nullable
+
+    def _kinds(self, node: dict[str, Any]) -> None:
+        """Make a list of types with null nullable, and find a type where none is said."""
+        kinds = node.get("type")
+        if isinstance(kinds, list):
+            rest = [k for k in kinds if k.lower() != "null"]
+            if len(rest) < len(kinds):
+                node["nullable"] = True
+            node["type"] = rest[0] if len(rest) == 1 else rest or "null"
+        elif kinds is None:
+            texts = [*node.get("enum", []), *([node["const"]] if "const" in node else [])]
+            if "properties" in node:
+                node["type"] = "object"
+            elif "items" in node:
+                node["type"] = "array"
+            elif texts and all(isinstance(t, str) for t in texts):
+                node["type"] = "string"
+        if isinstance(node.get("const"), str):
+            node.setdefault("enum", [node["const"]])
+            del node["const"]
+
+    def _enum(self, out: dict[str, Any], where: str) -> None:
+        values = out.get("enum")
+        if values is not None and (out.get("type") not in ("string", "STRING") or not values):
+            self._lose(where, "enum")
+            del out["enum"]
