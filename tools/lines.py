@@ -19,17 +19,17 @@ MOST = {
     "g4ir/weights": 3090,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 2750,
-    "backends": 15100,
+    "backends": 15350,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2860,
     "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
-    "g4ir/engine": 3430,
+    "g4ir/engine": 4800,
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
     "g4ir/cli": 2240,
-    "bench": 1500,
-    "tests": 36700,
+    "bench": 1640,
+    "tests": 37900,
     "tools": 320,
 }
 
