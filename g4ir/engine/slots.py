@@ -154,8 +154,8 @@ class Event:
 
 @dataclass
 class Totals:
-    """Counts of all that was done since the beginning; `steps` and `step_s` by number of rows that decoded, and
-    by bucket."""
+    """Counts of all that was done since the beginning: `steps` by number of rows that decoded,
+    their seconds by bucket; `ended` by how an answer ended."""
 
     computed: int = 0
     cached: int = 0
