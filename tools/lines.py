@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have. Whoever needs more says so here, in the same commit
 MOST = {
-    "g4ir/errors.py": 70,
+    "g4ir/errors.py": 75,
     "g4ir/ui": 785,
     "g4ir/ops": 3850,
     "g4ir/ir": 1260,

@@ -135,6 +135,11 @@ class Ticket:
     def done(self) -> bool:
         return self.state in (FINISHED, CANCELLED, FAILED)
 
+    @property
+    def started(self) -> bool:
+        """Whether its prompt has been begun, or never will be."""
+        return self.state != QUEUED
+
     def age(self) -> float:
         """Return seconds since it was submitted."""
         return time.perf_counter() - self._begun
