@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: by how much settings may change a logit, so that float32 holds what becomes of it
+MOST = 1e9
+
+
 class Allowed(Protocol):
     """Says before each draw which tokens may follow, a grammar for example."""
 
@@ -55,14 +59,14 @@ class RowSampling(Sampling):
         super().__post_init__()
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise InputError(f"min_p {self.min_p}: expected a share in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise InputError(f"{name} {getattr(self, name)}: expected a finite number")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InputError(f"repetition_penalty {self.repetition_penalty}: expected more than 0")
-        for token, bias in self.logit_bias:
-            if not math.isfinite(bias):
-                raise InputError(f"logit_bias {bias} of token {token}: expected a finite number")
+        added = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
+        added |= {f"logit_bias of token {token}": bias for token, bias in self.logit_bias}
+        for name, value in added.items():
+            if not -MOST <= value <= MOST:
+                raise InputError(f"{name}: {_shown(value)}: expected -{MOST:g} to {MOST:g}")
+        if not 1 / MOST <= self.repetition_penalty <= MOST:
+            value = _shown(self.repetition_penalty)
+            raise InputError(f"repetition_penalty {value}: expected {1 / MOST:g} to {MOST:g}")
         for name in ("min_tokens", "logprobs"):
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{name} {getattr(self, name)}: expected 0 or more")
@@ -268,6 +272,10 @@ def bits(mask: Any, vocab: int) -> torch.Tensor:
         f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; expected bool "
         f"[{vocab}], or int32 [{words}] with a bit for each token"
     )
+
+
+def _shown(value: float) -> str:
+    return str(value)[:20]
 
 
 def _index(ids: Sequence[int]) -> torch.Tensor | None:

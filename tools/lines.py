@@ -24,7 +24,7 @@ MOST = {
     "backends/trt/recorder": 2860,
     "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
-    "g4ir/engine": 4800,
+    "g4ir/engine": 4900,
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
     "g4ir/cli": 2240,

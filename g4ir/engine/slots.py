@@ -41,6 +41,8 @@ QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 SEEDS = 1 << 63
+#: fewest tokens that a prompt shares with the one before for their end to be remembered too
+PARTED = 64
 
 
 @dataclass(frozen=True)
@@ -390,11 +392,15 @@ class Slots:
         """Compute the prompt in staging, a chunk for each value: None, and logits with the last."""
         job, keys = ticket.job, ticket.keys
         staging = self._staging = self._staging or Session(self.engine, 1)
-        begin = self._restored(staging, ticket)
+        begin, parted = self._restored(staging, ticket)
         self._staged = (job.salt, keys if job.reuse else ())
         ticket.counts.cached = begin
         self.totals.cached += begin
-        marks = {m for m in job.marks if begin < m < len(keys) and not self._cuts_medium(job, m)}
+        marks = {
+            m
+            for m in (*job.marks, parted)
+            if begin < m < len(keys) and not self._cuts_medium(job, m)
+        }
         soft, start = _SoftRows(job, self._holders), begin
         while start < len(keys):
             stop = self._stop(job, start, min((m for m in marks if m > start), default=len(keys)))
@@ -415,12 +421,14 @@ class Slots:
             stop += 1
         return stop
 
-    def _restored(self, staging: Session, ticket: Ticket) -> int:
-        """Have staging hold as much of a prompt as is known, but its last token; say how much."""
+    def _restored(self, staging: Session, ticket: Ticket) -> tuple[int, int]:
+        """Have staging hold as much of a prompt as is known, but its last token. Return how much
+        that is, and where the prompt parts from the one before, if that is worth a mark: where two
+        prompts part, a third is likely to."""
         job, keys, (salt, held) = ticket.job, ticket.keys, self._staged
         if not job.reuse:
             staging.reset()
-            return 0
+            return 0, 0
         known = held[: int(staging.length[0])] if salt == job.salt else ()
         here = min(shared(known, keys), len(keys) - 1)
         while here and self._cuts_medium(job, here):
@@ -429,12 +437,12 @@ class Slots:
         if here and here >= length:
             with suppress(InputError):  # a ring has written over what the next token sees
                 staging.truncate(here)
-                return here
+                return here, 0
         staging.reset()
         if kept:
             staging.restore(kept)
             self.totals.restored += 1
-        return length
+        return length, here if here >= length + PARTED else 0
 
     def _cuts_medium(self, job: Job, at: int) -> bool:
         """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
