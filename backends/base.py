@@ -61,6 +61,10 @@ class State(Protocol):
     def views(self, context: int) -> Tensors:
         """Return the parts in use while rows hold at most `context` tokens."""
 
+    def row(self, index: int, context: int) -> Tensors:
+        """Return what one row has of these parts, whatever the number of rows: of the same shapes
+        in every state of a runtime."""
+
     def nbytes(self) -> int:
         """Count the allocated bytes."""
 

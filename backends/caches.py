@@ -37,6 +37,10 @@ class Caches:
             }
         return self._views[slots]
 
+    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
+        """Return what one row has of them."""
+        return {name: t[:, index] for name, t in self.views(context).items()}
+
     def nbytes(self) -> int:
         return sum(prod(t.shape) * t.element_size() for t in self.tensors.values())
 

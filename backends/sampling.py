@@ -80,9 +80,9 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, s: Sampling) -> torch.T
     if s.top_p is None:  # no need to know which are the largest
         return draw(logits, None, uniforms, s)
     if not logits.is_cuda and vocab > FEW:
-        whole = _weights(logits, s).sum(-1, keepdim=True)
+        whole = weights_of(logits, s).sum(-1, keepdim=True)
         values, index = largest(logits, FEW)
-        if bool((_weights(values, s).sum(-1, keepdim=True) >= s.top_p * whole).all()):
+        if bool((weights_of(values, s).sum(-1, keepdim=True) >= s.top_p * whole).all()):
             return draw(values, index, uniforms, s, whole)
     return draw(*largest(logits, vocab), uniforms, s)
 
@@ -117,11 +117,11 @@ def draw(
 
     values [B, k] are logits, at least one of them finite; index int64 [B, k] their ids (default:
     their places). top_p wants them in descending order. The probabilities are those of the k
-    candidates alone; `whole` [B, 1] counts more of them for top_p (see `_weights`).
+    candidates alone; `whole` [B, 1] counts more of them for top_p (see `weights_of`).
     """
     import torch
 
-    weights = _weights(values, s)
+    weights = weights_of(values, s)
     edges = weights.cumsum(-1)
     if s.top_p is not None:
         whole = edges[:, -1:] if whole is None else whole
@@ -134,7 +134,7 @@ def draw(
     return at[:, 0] if index is None else index.gather(-1, at)[:, 0]
 
 
-def _weights(values: torch.Tensor, s: Sampling) -> torch.Tensor:
+def weights_of(values: torch.Tensor, s: Sampling) -> torch.Tensor:
     """Return probabilities in float64 up to a factor, which is the same for all that begin with, or
     contain, the largest."""
     # The largest becomes 0 before the division, so that no temperature overflows.

@@ -53,6 +53,12 @@ class InputError(G4Error):
     """A request is wrong: the argument, its value and the limit."""
 
 
+class BusyError(G4Error):
+    """More is asked for than waits in a queue: what waits, and when to ask again."""
+
+    exit_code = 1
+
+
 class CheckError(G4Error):
     """A numeric check failed."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have. Whoever needs more says so here, in the same commit
 MOST = {
-    "g4ir/errors.py": 70,
+    "g4ir/errors.py": 75,
     "g4ir/ui": 785,
     "g4ir/ops": 3850,
     "g4ir/ir": 1260,
@@ -19,18 +19,18 @@ MOST = {
     "g4ir/weights": 3090,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 2750,
-    "backends": 15100,
+    "backends": 15350,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2860,
     "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
-    "g4ir/engine": 3470,
+    "g4ir/engine": 4940,
     "g4ir/chat": 2600,
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
     "g4ir/cli": 2240,
-    "bench": 1500,
-    "tests": 36700,
+    "bench": 1640,
+    "tests": 37900,
     "tools": 320,
 }
 

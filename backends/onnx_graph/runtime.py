@@ -70,6 +70,10 @@ class OnnxCaches:
         slots = self.slots(context)
         return {n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()}
 
+    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
+        """Return what one row has of them."""
+        return {name: t[:, index] for name, t in self.views(context).items()}
+
     def nbytes(self) -> int:
         every = {t.data_ptr(): t for t in (*self.held.values(), *self.spare.values())}
         return sum(prod(t.shape) * t.element_size() for t in every.values())

@@ -95,7 +95,7 @@ INDUCTOR = {
     "_use_fp64_for_unbacked_floats": False,
 }
 #: What a profiler of torch's reads, and more than half of a program's bytes
-NO_TABLES = ("enable_line_tables", "enable_frame_pointer")
+NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
 
 def program_name(text: str, target: Target) -> str:
@@ -552,8 +552,8 @@ def _inductor(target: Target) -> dict[str, Any]:
     from . import pyops
 
     calls = {"aot_inductor.custom_ops_to_c_shims": pyops.CALLS} if target.device == "cpu" else {}
-    known = [name for name in NO_TABLES if hasattr(config.aot_inductor, name)]
-    return INDUCTOR | calls | {f"aot_inductor.{name}": False for name in known}
+    known = config.get_config_copy()
+    return INDUCTOR | calls | {name: False for name in NO_TABLES if name in known}
 
 
 def _is_whole(package: io.BytesIO) -> bool:

@@ -70,6 +70,10 @@ class TrtState:
         held = {name: t[:, :, :slots] for name, t in self.linear.items()}
         return held | {name: pair[self.side] for name, pair in self.rings.items()}
 
+    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
+        """Return what one row has of them."""
+        return {name: t[index] for name, t in self.views(context).items()}
+
     def bindings(self, io: Interface, side: int) -> tuple[Feeds, Feeds]:
         """Return the caches by the name of the input, and by that of the output."""
         inputs = self.linear | {name: pair[side] for name, pair in self.rings.items()}

@@ -91,7 +91,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template takes: messages, and declared tools as checked by `tools`."""
+    """A conversation as templates take it: messages, and declared tools as checked by `tools`."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()

@@ -38,8 +38,10 @@ def add_run(verbs: Any) -> None:
         "--input-jsonl",
         metavar="FILE",
         help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
-        "max_new_tokens, temperature, top_k, top_p, seed, stop, images, videos, audio (lists\n"
-        "of paths), image_budget, frames, audio_too_long; answered in order, as they come. A\n"
+        "max_new_tokens, temperature, top_k, top_p, min_p, seed, presence_penalty,\n"
+        "frequency_penalty, repetition_penalty, logit_bias, min_tokens, logprobs, stop, images,\n"
+        "videos, audio (lists of paths), image_budget, frames, audio_too_long; answered in\n"
+        "order, as they come, as many at a time as the engine has rows (--max-batch). A\n"
         'wrong one gets {"id": ..., "line": ..., "error": ...}; the exit code is 1 then',
     )
     _add_media(p)

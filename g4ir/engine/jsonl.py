@@ -37,6 +37,12 @@ def _paths(value: Any) -> bool:
     return isinstance(value, list) and all(map(_text, value))
 
 
+def _biases(value: Any) -> bool:
+    """Whether it is {"177": -5.0, ...}: keys of JSON objects are text."""
+    keys = isinstance(value, dict) and all(k.isdecimal() and k.isascii() for k in value)
+    return keys and all(len(k) < 10 and _number(v) for k, v in value.items())
+
+
 #: field of a JSON line -> test of its value, and what is expected
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
@@ -47,6 +53,13 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (_whole, "a whole number"),
     "top_p": (_number, "a number"),
     "seed": (_whole, "a whole number"),
+    "min_p": (_number, "a number"),
+    "presence_penalty": (_number, "a number"),
+    "frequency_penalty": (_number, "a number"),
+    "repetition_penalty": (_number, "a number"),
+    "logit_bias": (_biases, 'numbers by token id, such as {"177": -5}'),
+    "min_tokens": (_whole, "a whole number"),
+    "logprobs": (_whole, "a whole number"),
     "stop": (_ids, "a list of token ids"),
     "images": (_paths, "a list of paths"),
     "videos": (_paths, "a list of paths"),

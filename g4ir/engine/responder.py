@@ -1,13 +1,14 @@
-"""Answers requests one after another: what to generate comes from flags or JSON lines.
+"""Answers requests: what to generate comes from flags or JSON lines.
 
-One row of the engine is in use at a time. Tokens of a prompt that the row still holds from before
+`answer` has one row of the engine in use. Tokens of a prompt that the row still holds from before
 are not computed again (`cached_tokens`): a conversation sent whole each turn costs its new part
 only, as far as the rings of sliding layers allow, and up to its first soft token: equal
 placeholders do not mean equal media, so those are always computed.
 
-JSON lines are read one by one and answered as they come, and so are files of images, videos and
-sounds, so that a long list of requests needs the memory of one: what is wrong in a request is its
-own error, and others are answered.
+JSON lines are read one by one and answered in order, as they come, and so are files of images,
+videos and sounds, so that a long list of requests needs the memory of few: what is wrong in a
+request is its own error, and others are answered. Where the engine has several rows, as many lines
+are answered at a time, by slots (slots.py).
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -18,12 +19,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
+from g4ir.backends.row_sampling import Logprobs, RowSampling
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.errors import G4Error, InputError
+from g4ir.errors import CheckError, G4Error, InputError
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
@@ -40,6 +45,9 @@ from g4ir.model.media import (
 from .codec import Codec
 from .jsonl import FIELDS, checked_fields, named, parse_line, read_lines
 from .prompts import checked_ids, checked_prompt
+from .read_ahead import Line, ReadAhead
+from .session import Session
+from .slots import Event, Job, Slots, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +66,20 @@ MEDIA_SETTINGS = {
     VIDEO: ("frames", "frames"),
     AUDIO: ("audio_too_long", "too_long"),
 }
+#: settings that a row of slots has, beside those of all
+ROW_FIELDS = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "logprobs",
+)
+#: lines that are begun beyond those that rows are there for, so that none waits for a line
+AHEAD = 2
+#: answers that may wait for that of an earlier line, for each row
+HELD_BACK = 64
 #: stands in what a row holds for a soft token: no prompt shares it
 _SOFT = -1
 
@@ -132,20 +154,28 @@ class Result:
     encode_s: float = 0.0  # part of first_token_s: reading media, and the towers
     notes: tuple[str, ...] = ()
     seed: int | None = None  # of the draws, where there were any
+    logprobs: tuple[Logprobs, ...] | None = None  # where they were asked for
+    queued_s: float | None = None  # part of first_token_s, where rows were shared
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there."""
+        """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
+        log-probabilities that were asked for."""
         named = {"id": self.id} if self.id is not None else {}
         text = {"text": self.text} if self.text is not None else {}
-        return {**named, "tokens": list(self.tokens), **text, "finish_reason": self.finish_reason}
+        read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs or ()]
+        logprobs = {"logprobs": read} if self.logprobs is not None else {}
+        reason = {"finish_reason": self.finish_reason}
+        return {**named, "tokens": list(self.tokens), **text, **reason, **logprobs}
 
     def log(self) -> dict[str, Any]:
         """Return what the log gets; no text of the prompt or the answer.
 
         tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
-        and encode_s come with media, seed where tokens were drawn, notes where there are any.
+        and encode_s come with media, queued_s where rows were shared, seed where tokens were drawn,
+        notes where there are any.
         """
         media = {"soft_tokens": dict(self.soft_tokens), "encode_s": round(self.encode_s, 6)}
+        queued = {} if self.queued_s is None else {"queued_s": round(self.queued_s, 6)}
         return {
             "event": "request",
             "id": self.id,
@@ -157,6 +187,7 @@ class Result:
             "total_s": round(self.total_s, 6),
             "finish_reason": self.finish_reason,
             **(media if self.soft_tokens else {}),
+            **queued,
             **({"seed": self.seed} if self.seed is not None else {}),
             **({"notes": list(self.notes)} if self.notes else {}),
         }
@@ -188,7 +219,12 @@ def _sampling_of(base: Sampling, given: Mapping[str, Any]) -> Sampling:
     return replace(base, **found)
 
 
-# --- text -------------------------------------------------------------------------------------
+def _row_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is given of the settings that RowSampling adds, as it has them."""
+    found = {k: given[k] for k in ROW_FIELDS if given.get(k) is not None}
+    if "logit_bias" in found:
+        found["logit_bias"] = tuple((int(k), v) for k, v in found["logit_bias"].items())
+    return found
 
 
 # --- answering --------------------------------------------------------------------------------
@@ -203,10 +239,19 @@ class Responder:
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
         self.defaults, self.never = engine.defaults(), engine.suppressed()
-        self.session = engine.session(1)
         self._held: list[int] = []
         self._sampling({})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
+
+    @cached_property
+    def session(self) -> Session:
+        """The row of `answer`."""
+        return self.engine.session(1)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """The rows of lines that are answered beside others."""
+        return Slots(self.engine)
 
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
@@ -313,12 +358,27 @@ class Responder:
     def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
         file = self.defaults
         base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, self.never)
-        return _sampling_of(base, {**self.flags, **fields})
+        given = {**self.flags, **fields}
+        found, more = _sampling_of(base, given), _row_fields(given)
+        if not more:
+            return found
+        vocab = self.engine.spec.text.vocab_size
+        checked_ids([token for token, _ in more.get("logit_bias", ())], vocab, "logit_bias")
+        return RowSampling(**{**vars(found), **more})
 
     def answer(self, request: Request, told: Told = lambda token: None) -> Result:
         """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
         media that cannot be read; CheckError where logits are NaN or infinite. It answers others
         then."""
+        if isinstance(request.sampling, RowSampling):
+            return self._answer_in_slots(request, told)
+        try:
+            return self._answer(request, told)
+        except CheckError:  # NaN in a cache would be NaN in what is computed over it later
+            self.session.clear()
+            raise
+
+    def _answer(self, request: Request, told: Told) -> Result:
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
@@ -350,16 +410,125 @@ class Responder:
         )
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
-        """Yield an answer to every JSON line, or what is wrong with it alone. A request without an
-        id has the number of its line, and None where that cannot be read."""
-        for number, line in read_lines(stream):
-            where, name = f"{source}:{number}", None
+        """Yield an answer to every JSON line, or what is wrong with it alone, in order. A request
+        without an id has the number of its line, and None where that cannot be read."""
+        if self.engine.limits.max_batch > 1:
+            yield from self._answer_in_rows(stream, source)
+            return
+        for line in read_lines(stream):
+            asked = self._asked(line, source)
             try:
-                given = {"id": number, **parse_line(line, where)}
-                name = given["id"] if FIELDS["id"][0](given["id"]) else None
-                yield self.answer(self.request(checked_fields(given, where), where))
+                yield asked if isinstance(asked, Failure) else self.answer(asked)
             except G4Error as e:
-                yield Failure(name, str(e), number)
+                assert isinstance(asked, Request)
+                yield Failure(asked.id, str(e), line[0])
+
+    def _asked(self, line: Line, source: str) -> Request | Failure:
+        """Return the request of a line, or what is wrong with it."""
+        number, text = line
+        where, name = f"{source}:{number}", None
+        try:
+            given = {"id": number, **parse_line(text, where)}
+            name = given["id"] if FIELDS["id"][0](given["id"]) else None
+            return self.request(checked_fields(given, where), where)
+        except G4Error as e:
+            return Failure(name, str(e), number)
+
+    # --- in rows --------------------------------------------------------------------------------
+
+    def _answer_in_rows(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
+        """Answer as many lines at a time as there are rows. No line is waited for while there is
+        something to compute, or to tell."""
+        most, begun = self.engine.limits.max_batch, deque[_Begun | Failure]()
+        with closing(ReadAhead(stream)) as lines:
+            try:
+                while begun or not lines.ended:
+                    if begun and (answer := self._result(begun[0])) is not None:
+                        begun.popleft()
+                        yield answer
+                        continue
+                    going = sum(isinstance(b, _Begun) and not b.done for b in begun)
+                    room = going < most + AHEAD and len(begun) < HELD_BACK * most
+                    line = lines.next(wait=not begun) if room else None
+                    if line is not None:
+                        begun.append(self._begin(line, source))
+                    elif begun:
+                        _note(self.slots.step(), begun)
+            finally:
+                for b in begun:
+                    if isinstance(b, _Begun):
+                        b.ticket.cancel()
+
+    def _begin(self, line: Line, source: str) -> _Begun | Failure:
+        """Put the request of a line in the queue."""
+        asked = self._asked(line, source)
+        try:
+            return asked if isinstance(asked, Failure) else self._submit(asked, line[0])
+        except G4Error as e:
+            assert isinstance(asked, Request)
+            return Failure(asked.id, str(e), line[0])
+
+    def _submit(self, request: Request, line: int | None = None) -> _Begun:
+        """Read the media of a request, and put it in the queue."""
+        begun = time.perf_counter()
+        if request.unread:
+            request = self._read(request.unread)
+        request = replace(request, sampling=_seeded(request.sampling))
+        encode_s = time.perf_counter() - begun
+        sampling = _in_row(request.sampling, request.stop)
+        job = Job(request.tokens, request.max_new_tokens, sampling, request.soft)
+        # What was encoded is the job's now, and not kept beside the answer.
+        kept = replace(request, tokens=(), soft=())
+        return _Begun(kept, self.slots.submit(job), encode_s, counts(request.soft), line)
+
+    def _answer_in_slots(self, request: Request, told: Told) -> Result:
+        """Answer one request alone."""
+        one = self._submit(request)
+        while not one.done:
+            events = self.slots.step()
+            _note(events, [one])
+            for event in events:
+                if event.token is not None:
+                    told(event.token)
+        if one.error:
+            raise one.error
+        return self._told(one)
+
+    def _result(self, begun: _Begun | Failure) -> Result | Failure | None:
+        """Return the answer to a line, None while it is not ready. What is no error of a request
+        ends all."""
+        if isinstance(begun, Failure):
+            return begun
+        if not begun.done:
+            return None
+        if begun.error is None:
+            return self._told(begun)
+        if not isinstance(begun.error, G4Error):
+            raise begun.error
+        return Failure(begun.request.id, str(begun.error), begun.line)
+
+    def _told(self, b: _Begun) -> Result:
+        """Return the answer to a request that has ended."""
+        c, request = b.ticket.counts, b.request
+        out = b.ticket.answers[0].tokens
+        return Result(
+            request.id,
+            tuple(out),
+            self.codec.decode(out) if self.codec else None,
+            b.finish,
+            c.prompt,
+            c.cached,
+            b.encode_s + (c.first_token_s or 0.0),
+            b.encode_s + (c.total_s or 0.0),
+            b.soft_tokens,
+            b.encode_s,
+            request.notes,
+            request.sampling.seed,
+            tuple(b.logprobs) if b.logprobs else None,
+            c.queued_s,
+        )
+
+    # --- in one row -----------------------------------------------------------------------------
 
     def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
         """Return (tokens that the row held already, logits after the prompt)."""
@@ -393,6 +562,43 @@ class Responder:
             shared = 0
             self.session.reset()
         return shared
+
+
+@dataclass
+class _Begun:
+    """A request in slots, and what has come of it."""
+
+    request: Request
+    ticket: Ticket
+    encode_s: float
+    soft_tokens: Mapping[str, int]
+    line: int | None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: str = ""
+    error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return bool(self.finish)
+
+
+def _note(events: Sequence[Event], begun: Iterable[_Begun | Failure]) -> None:
+    """Take what a step brought to the requests that it is of."""
+    if not any(e.finish or e.logprobs for e in events):
+        return
+    by_ticket = {b.ticket: b for b in begun if isinstance(b, _Begun)}
+    for event in events:
+        b = by_ticket.get(event.ticket)
+        if b is None:  # of lines that nobody wanted to the end
+            continue
+        b.logprobs += [event.logprobs] if event.logprobs else []
+        b.finish, b.error = event.finish or b.finish, event.error or b.error
+
+
+def _in_row(s: Sampling, stop: frozenset[int]) -> RowSampling:
+    """Return the settings of a row; `stop` has the checkpoint's own ids."""
+    row = s if isinstance(s, RowSampling) else RowSampling(**vars(s))
+    return replace(row, stop=stop, ignore_eos=True)
 
 
 def _seeded(s: Sampling) -> Sampling:

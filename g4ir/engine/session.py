@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,14 @@ class Session:
         are made in. They are the session's own: the next step may write over them."""
         return self._append(self._prompt(tokens, lengths, soft))
 
+    def append_steps(
+        self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = (), wanted: bool = True
+    ) -> Iterator[torch.Tensor | None]:
+        """Append as `append` does, a chunk whenever one more value is asked for: None, until a row
+        has ended; then logits, if they are `wanted`. What is wrong is raised now. Nothing else may
+        be appended before the last chunk, but the others may be left away."""
+        return self._appended(self._prompt(tokens, lengths, soft), wanted)
+
     def advance(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Decode, and leave the logits on the device, as `append` does."""
         tokens = _tensor(next_tokens, "decode: tokens")
@@ -111,9 +119,7 @@ class Session:
         check_list("soft", soft)
         items = listed(engine.media, engine.spec, **lists)
         softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
-        check_softs(softs, engine.spec.text.hidden_size)
-        for s in softs:
-            check_taken(s.kind, engine.media, engine.spec)
+        _check_softs(engine, softs)
         return softs
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
@@ -125,14 +131,21 @@ class Session:
     def _append(self, prompt: Prompt) -> torch.Tensor:
         """Return logits as `append` does."""
         found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, every=False):
+        for step in self._appended(prompt):
+            found = step
+        return self._zeros() if found is None else found
+
+    def _appended(self, prompt: Prompt, wanted: bool = True) -> Iterator[torch.Tensor | None]:
+        """Yield after each chunk the logits of the rows that have ended, or None."""
+        found: torch.Tensor | None = None
+        for piece, ends, logits in self._chunks(prompt, every=False, last=wanted):
             if logits is not None:
                 rows = _last(logits, piece.count)
                 if not bool(ends.all()):
                     before = torch.zeros_like(rows) if found is None else found
                     rows = torch.where(ends.to(rows.device)[:, None], rows, before)
                 found = rows
-        return self._zeros() if found is None else found
+            yield found
 
     def _append_all(self, prompt: Prompt) -> torch.Tensor:
         """Return float32 [B, S, vocab] on the host, zeros behind a row's last."""
@@ -149,13 +162,13 @@ class Session:
         return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
 
     def _chunks(
-        self, prompt: Prompt, every: bool
+        self, prompt: Prompt, every: bool, last: bool = True
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
         """Yield each chunk as it is run, the rows that end in it, and its logits where they are
-        needed ([B, 1 or S, vocab] on the device)."""
+        needed ([B, 1 or S, vocab] on the device): of `every` chunk, or of a row's `last`."""
         for piece in prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
-            yield piece, ends, self._step(prompt, piece, wanted=every or bool(ends.any()))
+            yield piece, ends, self._step(prompt, piece, every or (last and bool(ends.any())))
 
     def stream(
         self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
@@ -260,11 +273,39 @@ class Session:
 
     def reset(self, rows: Any = None) -> None:
         """Empty the given rows (ints), or all."""
-        index = torch.arange(self.batch) if rows is None else _whole(rows, "reset rows").reshape(-1)
-        if bool((index < 0).any()) or bool((index >= self.batch).any()):
-            raise InputError(f"reset rows {index.tolist()}: the session has {self.batch} rows")
+        index = torch.arange(self.batch) if rows is None else self._rows(rows, "reset")
         self.length[index] = 0
         self._written[index] = 0
+
+    def clear(self, rows: Any = None) -> None:
+        """Empty the given rows, or all, and write zeros over what their caches hold: NaN there, in
+        a slot that no query sees, is NaN in its sum all the same."""
+        index = torch.arange(self.batch) if rows is None else self._rows(rows, "clear")
+        for row in index.tolist():
+            for t in self.state.row(row, self.engine.limits.max_seq).values():
+                t.zero_()
+        self.reset(index)
+
+    def copy_row(self, source: Session, start: int, row: int) -> None:
+        """Hold in a row what row `start` of a session of the same engine holds, this one or another
+        of any number of rows."""
+        self._rows(row, "copy to")
+        source._rows(start, "copy from")
+        if source.engine is not self.engine:
+            raise InputError(f"copy_row: from a session of {source.engine!r} to {self.engine!r}")
+        held = int(source.length[start])
+        if held and (source is not self or start != row):
+            mine = self.state.row(row, held)
+            for name, t in source.state.row(start, held).items():
+                mine[name].copy_(t)
+        self.length[row], self._written[row] = held, source._written[start]
+
+    def _rows(self, rows: Any, what: str) -> torch.Tensor:
+        """Return int64 [n] of row numbers."""
+        index = _whole(rows, f"{what} rows").reshape(-1)
+        if bool((index < 0).any()) or bool((index >= self.batch).any()):
+            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
+        return index
 
     def snapshot(self) -> Snapshot:
         """Return a copy of what every row holds, for `restore` on this session. Unlike `truncate`,
@@ -285,6 +326,11 @@ class Session:
             for name, t in kept.caches.items():
                 views[name].copy_(t)
         self.length, self._written = kept.length.clone(), kept.written.clone()
+
+    def held_bytes(self) -> int:
+        """Return the bytes of a snapshot."""
+        held = int(self.length.max())
+        return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
 
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
@@ -326,15 +372,7 @@ class Session:
         return tokens, lengths
 
     def _check_ids(self, tokens: torch.Tensor) -> None:
-        for i in self._media.values():  # whose rows no table is asked for
-            tokens = tokens.masked_fill(tokens == i, 0)
-        vocab = self.engine.spec.text.readable_ids
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-            row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
-            raise InputError(
-                f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
-                f"of {vocab}"
-            )
+        _check_ids(tokens, self._media, self.engine.spec.text.readable_ids)
 
     def _check_room(self, lengths: torch.Tensor) -> None:
         after = self.length + lengths
@@ -365,6 +403,34 @@ class Session:
         self.length = after
         self._written = torch.maximum(self._written, after)
         return logits
+
+
+def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
+    """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
+    ids = placeholders(engine.spec.tokens, engine.media.kinds)
+    rows = torch.tensor([tokens])
+    check_list("soft", soft)
+    _check_softs(engine, soft)
+    _check_ids(rows, ids, engine.spec.text.readable_ids)
+    prompt = merged(rows, torch.tensor([len(tokens)]), soft, ids, BLOCKS in engine.program.graphs)
+    prompt.pieces(engine.limits.prefill_chunk)
+
+
+def _check_softs(engine: EngineParts, softs: Sequence[Soft]) -> None:
+    check_softs(softs, engine.spec.text.hidden_size)
+    for s in softs:
+        check_taken(s.kind, engine.media, engine.spec)
+
+
+def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> None:
+    for i in media.values():  # whose rows no table is asked for
+        tokens = tokens.masked_fill(tokens == i, 0)
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
+        raise InputError(
+            f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
+            f"of {vocab}"
+        )
 
 
 def _tensor(value: Any, what: str) -> torch.Tensor:

@@ -413,3 +413,72 @@ def test_media_that_the_engine_does_not_take(engine: Engine, kind: str, name: st
         with pytest.raises(InputError, match=f"^this engine takes text, no {kind}, and "):
             ask()
     assert session.length.tolist() == [0]
+
+
+# --- rows that move -----------------------------------------------------------------------------
+
+
+def test_a_row_is_copied(engine: Engine, fresh: Any) -> None:
+    """From a session of one row into the middle one of three that hold others, and back; each goes
+    on as if nothing had happened."""
+    tokens = some_tokens(3, 60)
+    single, rows = engine.session(1), engine.session(3)
+    rows.prefill(tokens[:, :40], [31, 40, 12])
+    single.prefill(some_tokens(1, 50, 9))  # what is overwritten
+    single.reset()
+    single.prefill(tokens[1:2, :21])
+    rows.copy_row(single, 0, 1)
+    assert rows.length.tolist() == [31, 21, 12]
+    step = rows.decode(torch.stack((tokens[0, 31], tokens[1, 21], tokens[2, 12])))
+    for row, held in enumerate((32, 22, 13)):
+        agrees(step[row], fresh(tokens[row, :held]))
+    other = engine.session(2)
+    other.copy_row(rows, 0, 1)
+    other.copy_row(other, 1, 0)
+    agrees(other.decode(tokens[0, 32:33].expand(2))[0], fresh(tokens[0, :33]))
+    rows.copy_row(engine.session(1), 0, 0)
+    assert rows.length.tolist() == [0, 22, 13]
+    rows.prefill(tokens[:, :5], [5, 0, 0])
+    agrees(rows.decode(tokens[:, 5], [True, False, False])[0], fresh(tokens[0, :6]))
+
+
+def test_a_row_is_cleared(engine: Engine, fresh: Any) -> None:
+    """NaN in its caches is gone with it, and the others keep what they hold."""
+    tokens, session = some_tokens(2, 30), engine.session(2)
+    session.prefill(tokens)
+    for t in session.state.row(1, MAX_SEQ).values():
+        t.fill_(torch.nan)
+    session.clear([1])
+    assert session.length.tolist() == [30, 0]
+    session.prefill(tokens[:, :9], [0, 9])
+    got = session.decode(torch.stack((tokens[0, 0], tokens[1, 9])))
+    agrees(got[0], fresh(torch.cat((tokens[0], tokens[0, :1]))))
+    agrees(got[1], fresh(tokens[1, :10]))
+
+
+def test_rows_that_cannot_be_copied(engine: Engine) -> None:
+    session = engine.session(2)
+    for act, says in (
+        (lambda: session.copy_row(session, 0, 2), "copy to rows \\[2\\]: the session has 2 rows"),
+        (lambda: session.copy_row(session, -1, 0), "copy from rows \\[-1\\]"),
+        (lambda: session.clear([5]), "clear rows \\[5\\]"),
+    ):
+        with pytest.raises(InputError, match=says):
+            act()
+
+
+def test_a_prompt_chunk_by_chunk(engine: Engine, fresh: Any) -> None:
+    """Other sessions run in between; what is left away is not held."""
+    tokens, session = some_tokens(1, 3 * CHUNK + 1), engine.session(1)
+    steps = session.append_steps(tokens)
+    for held in (CHUNK, 2 * CHUNK, 3 * CHUNK):
+        assert next(steps) is None and session.length.tolist() == [held]
+        engine.session(1).prefill(tokens[:, :4])
+    (last,) = steps
+    agrees(last[0].float(), fresh(tokens[0]))
+    session.reset()
+    assert [x is None for x in session.append_steps(tokens[:, : CHUNK + 1], wanted=False)] == [
+        True
+    ] * 2
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        session.append_steps([[2, 5, 10**6]])

@@ -1,0 +1,493 @@
+"""Requests of different lengths, admitted at any time, over the rows of one engine.
+
+    slots = Slots(engine)
+    ticket = slots.submit(Job((2, 5, 7), max_new_tokens=8))
+    while slots.busy:
+        for event in slots.step():
+            ...
+
+A step drops what was cancelled, decodes all active rows, and takes one chunk of one prompt. A
+prompt is computed in a session of one row of its own (`staging`), so that it does not cost a chunk
+of every row, and copied into its row when it is through. One thread at a time; `Ticket.cancel` from
+any.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from g4ir.backends.row_sampling import Choice, Logprobs, RowSampler, RowSampling, choose_rows
+from g4ir.errors import InputError
+from g4ir.media.soft import Soft
+from g4ir.model.media import placeholders
+from g4ir.ops.finite import not_finite
+
+from .engine import Engine
+from .prefixes import Keys, Prefixes, prompt_keys, shared
+from .prompts import checked_ids, checked_prompt
+from .rows import Rows, checked_buckets
+from .session import Session, check_prompt
+
+#: states of a ticket
+QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
+#: states in which it ends; an answer ends with the last two, or with STOP or LENGTH
+FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
+STOP, LENGTH = "stop", "length"
+SEEDS = 1 << 63
+#: fewest tokens that a prompt shares with the one before for their end to be remembered too
+PARTED = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request: `n` answers to one prompt, each of at most `max_new_tokens`.
+
+    `soft` stand for the placeholders, as in `Session.append`. Of two jobs that wait, that of the
+    higher `priority` comes first. `marks` are numbers of tokens after which what was computed is
+    remembered for other prompts that begin in the same way and have the same `salt`; without
+    `reuse` nothing is remembered and nothing remembered is used.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 64
+    sampling: RowSampling = field(default_factory=RowSampling)
+    soft: tuple[Soft, ...] = ()
+    n: int = 1
+    priority: int = 0
+    marks: tuple[int, ...] = ()
+    reuse: bool = True
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class SlotSettings:
+    """`buckets`: numbers of rows that sessions are made for (default 1, 2, 4, ... max_batch).
+    `chunks` of prompts, of at most `chunk_tokens` (default: what the engine was built for), are
+    computed between two steps while rows decode. A smaller bucket is taken after `patience` steps
+    for which it would have done. `prefix_bytes` bound what is remembered of prompts."""
+
+    buckets: tuple[int, ...] | None = None
+    chunks: int = 1
+    chunk_tokens: int | None = None
+    patience: int = 16
+    prefix_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0}
+        for name, number in least.items():
+            value = getattr(self, name)
+            if value is not None and value < number:
+                raise InputError(f"{name} {value}: expected at least {number}")
+
+
+@dataclass
+class Counts:
+    """Tokens of a prompt and of its answers, and times in seconds since it was submitted; None: not
+    yet."""
+
+    prompt: int
+    cached: int = 0
+    generated: int = 0
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass
+class Answer:
+    """One of a ticket's answers. `row` is -1 while it has none; `finish` says how it ended."""
+
+    index: int
+    ticket: Ticket
+    sampler: RowSampler
+    row: int = -1
+    finish: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sampler.generated
+
+
+class Ticket:
+    """A submitted job. While it is `paused` its rows wait, and the others go on."""
+
+    def __init__(self, job: Job, number: int, keys: Keys, samplers: Sequence[RowSampler]) -> None:
+        self.job, self.number, self.keys = job, number, keys
+        self.answers = tuple(Answer(i, self, s) for i, s in enumerate(samplers))
+        self.state = QUEUED
+        self.counts = Counts(len(job.tokens))
+        self.cancelled = self.paused = False
+        self._begun = time.perf_counter()
+
+    def __lt__(self, other: Ticket) -> bool:
+        return (-self.job.priority, self.number) < (-other.job.priority, other.number)
+
+    def cancel(self) -> None:
+        """Ask that it ends before the next step. May be called from any thread, at any time."""
+        self.cancelled = True
+
+    @property
+    def done(self) -> bool:
+        return self.state in (FINISHED, CANCELLED, FAILED)
+
+    @property
+    def started(self) -> bool:
+        """Whether its prompt has been begun, or never will be."""
+        return self.state != QUEUED
+
+    def age(self) -> float:
+        """Return seconds since it was submitted."""
+        return time.perf_counter() - self._begun
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of an answer, its end, or both: `finish` is STOP, LENGTH, CANCELLED or FAILED."""
+
+    ticket: Ticket
+    index: int
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    finish: str | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class Totals:
+    """Counts of all that was done since the beginning: `steps` by number of rows that decoded,
+    their seconds by bucket; `ended` by how an answer ended."""
+
+    computed: int = 0
+    cached: int = 0
+    generated: int = 0
+    chunks: int = 0
+    chunk_s: float = 0.0
+    steps: Counter[int] = field(default_factory=Counter)
+    step_s: dict[int, float] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    restored: int = 0
+
+
+class Slots:
+    """The rows of an engine, and who waits for one."""
+
+    def __init__(self, engine: Engine, settings: SlotSettings | None = None) -> None:
+        self.engine, self.settings = engine, settings or SlotSettings()
+        self.most = engine.limits.max_batch
+        sizes = checked_buckets(self.settings.buckets, self.most)
+        self.rows: Rows[Answer] = Rows(engine, sizes, self.settings.patience)
+        self.prefixes = Prefixes(self.settings.prefix_bytes)
+        self.totals = Totals()
+        self._never, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
+        self._holders = placeholders(engine.spec.tokens, engine.media.kinds)
+        self._queue: list[Ticket] = []
+        self._number = 0
+        self._staging: Session | None = None
+        #: what staging was given, as far as it is known and may be used again
+        self._staged: tuple[str, Keys] = ("", ())
+        #: whose prompt is being computed, and the chunks that are left of it
+        self._prompt: tuple[Ticket, Generator[torch.Tensor | None, None, None]] | None = None
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def check(self, job: Job) -> None:
+        """Raise InputError for what no row could answer. From any thread."""
+        vocab, room, s = self.engine.spec.text.vocab_size, self.engine.limits.max_seq, job.sampling
+        checked_prompt([*job.tokens], job.max_new_tokens, vocab, room, "prompt")
+        check_prompt(self.engine, job.tokens, job.soft)
+        if not 1 <= job.n <= self.most:
+            raise InputError(f"n {job.n}: this engine answers 1 to {self.most} times at once")
+        checked_ids([*s.stop], vocab, "stop")
+        checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
+        if s.logprobs is not None and s.logprobs > vocab:
+            raise InputError(f"logprobs {s.logprobs}: the vocabulary has {vocab} tokens")
+        for mark in job.marks:
+            if not 0 <= mark <= len(job.tokens):
+                raise InputError(f"mark {mark}: the prompt has {len(job.tokens)} tokens")
+
+    def ticket(self, job: Job) -> Ticket:
+        """Check a job, and return a ticket that `admit` takes. From any thread."""
+        self.check(job)
+        keys = prompt_keys(job.tokens, job.soft, self._holders)
+        return Ticket(job, 0, keys, [self._sampler(job, i) for i in range(job.n)])
+
+    def submit(self, job: Job) -> Ticket:
+        """Check a job and put it in the queue."""
+        return self.admit(self.ticket(job))
+
+    def admit(self, ticket: Ticket) -> Ticket:
+        """Put a ticket in the queue."""
+        self._number += 1
+        ticket.number = self._number
+        heapq.heappush(self._queue, ticket)
+        return ticket
+
+    def _sampler(self, job: Job, index: int) -> RowSampler:
+        """Return how an answer draws: each with a seed of its own."""
+        s = job.sampling
+        seed = None if s.seed is None else (s.seed + index) % SEEDS
+        never = tuple(dict.fromkeys((*s.suppress, *self._never)))
+        stops = s.stop if s.ignore_eos else s.stop | self._eos
+        return RowSampler(replace(s, seed=seed, suppress=never), job.tokens, stops)
+
+    @property
+    def waiting(self) -> int:
+        """Number of tickets in the queue."""
+        return len(self._queue)
+
+    @property
+    def active(self) -> int:
+        """Number of rows that decode."""
+        return len(self.rows.holders)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do, now or once a pause is over."""
+        return bool(self._queue or self._prompt or self.active)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether every row waits for its reader, and nothing else is to be done."""
+        answers = self.rows.holders
+        idle = all(a.ticket.paused and not a.ticket.cancelled for a in answers)
+        cancelled = any(t.cancelled for t in self._queue)
+        return bool(answers) and idle and not (self._prompt or self._next_fits() or cancelled)
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Do one step, and return what came of it, in order."""
+        events = self._drop_cancelled()
+        events += self._decode()
+        decoding = any(not a.ticket.paused for a in self.rows.holders)
+        for _ in range(self.settings.chunks if decoding else 1):
+            events += self._advance_prompt()
+        return events
+
+    def _drop_cancelled(self) -> list[Event]:
+        events: list[Event] = []
+        if any(t.cancelled for t in self._queue):
+            gone = [t for t in self._queue if t.cancelled]
+            self._queue = [t for t in self._queue if not t.cancelled]
+            heapq.heapify(self._queue)
+            events += [e for t in sorted(gone) for e in self._end(t, CANCELLED)]
+        if self._prompt and self._prompt[0].cancelled:
+            events += self._end(self._take_prompt(), CANCELLED)
+        tickets = dict.fromkeys(a.ticket for a in self.rows.holders if a.ticket.cancelled)
+        return events + [e for t in tickets for e in self._end(t, CANCELLED)]
+
+    def _decode(self) -> list[Event]:
+        """Give every row that is not paused its next token."""
+        answers = {a.row: a for a in self.rows.holders if not a.ticket.paused}
+        if not answers:
+            return []
+        begun = time.perf_counter()
+        try:
+            self.rows.settle(self._coming())
+            answers = {a.row: a for a in answers.values()}  # a move changes rows
+            logits = self.rows.advance({row: a.tokens[-1] for row, a in answers.items()})
+            choices = choose_rows(logits, {row: a.sampler for row, a in answers.items()})
+        except Exception as e:  # what the rows hold now is not known
+            tickets = dict.fromkeys(a.ticket for a in self.rows.holders)
+            self.rows.forget()
+            return [event for t in tickets for event in self._end(t, FAILED, e)]
+        self.totals.steps[len(answers)] += 1
+        took, bucket = time.perf_counter() - begun, len(self.rows.held)
+        self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
+        return [self._taken(answers[row], choice) for row, choice in choices.items()]
+
+    def _coming(self) -> int:
+        """Count the rows that will be needed soon."""
+        waiting = [self._prompt[0]] if self._prompt else self._queue
+        return min(sum(t.job.n for t in waiting), self.most - self.active)
+
+    def _taken(self, answer: Answer, choice: Choice | Exception | None) -> Event:
+        """Return the event of a token, which may be the last."""
+        ticket = answer.ticket
+        if not isinstance(choice, Choice):
+            error = choice or self._not_finite(ticket, answer)
+            self.rows.drop(answer, clear=choice is None)
+            return self._ended(answer, FAILED, error=error)
+        counts = ticket.counts
+        counts.generated += 1
+        self.totals.generated += 1
+        if counts.first_token_s is None:
+            counts.first_token_s = ticket.age()
+        stops = choice.token in answer.sampler.stops
+        if not stops and len(answer.tokens) < ticket.job.max_new_tokens:
+            return Event(ticket, answer.index, choice.token, choice.logprobs)
+        self.rows.drop(answer)
+        return self._ended(answer, STOP if stops else LENGTH, choice)
+
+    def _not_finite(self, ticket: Ticket, answer: Answer) -> Exception:
+        held = ticket.counts.prompt + len(answer.tokens)
+        what = f"{self.engine.path}: logits after {held} tokens"
+        return not_finite(what, self.engine.dtype)
+
+    def _ended(
+        self,
+        answer: Answer,
+        finish: str,
+        choice: Choice | None = None,
+        error: Exception | None = None,
+    ) -> Event:
+        """Return the last event of an answer; the ticket ends with its last one."""
+        ticket, answer.finish = answer.ticket, finish
+        if all(a.finish for a in ticket.answers):
+            ends = {a.finish for a in ticket.answers}
+            ticket.state = next((s for s in (FAILED, CANCELLED) if s in ends), FINISHED)
+            ticket.counts.total_s = ticket.age()
+        self.totals.ended[finish] += 1
+        token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
+        return Event(ticket, answer.index, token, logprobs, finish, error)
+
+    def _end(self, ticket: Ticket, finish: str, error: Exception | None = None) -> list[Event]:
+        """End all answers of a ticket that have not."""
+        left = [a for a in ticket.answers if not a.finish]
+        for answer in left:
+            self.rows.drop(answer)
+        return [self._ended(answer, finish, error=error) for answer in left]
+
+    # --- prompts ------------------------------------------------------------------------------
+
+    def _next_fits(self) -> bool:
+        """Whether there are rows for the first in the queue."""
+        return bool(self._queue) and self._queue[0].job.n <= self.most - self.active
+
+    def _advance_prompt(self) -> list[Event]:
+        """Compute one chunk of the prompt at hand, or of the next."""
+        if not self._prompt and self._next_fits():
+            ticket = heapq.heappop(self._queue)
+            ticket.state, ticket.counts.queued_s = PREFILLING, ticket.age()
+            self._prompt = ticket, self._chunks(ticket)
+        if not self._prompt:
+            return []
+        ticket, chunks = self._prompt
+        begun = time.perf_counter()
+        try:
+            logits = next(chunks)
+            self.totals.chunks += 1
+            self.totals.chunk_s += time.perf_counter() - begun
+            return [] if logits is None else self._placed(self._take_prompt(), logits)
+        except Exception as e:
+            self._prompt, self._staging = None, None
+            self._staged = ("", ())
+            return self._end(ticket, FAILED, e)
+
+    def _take_prompt(self) -> Ticket:
+        """Return whose prompt it is, and let go of it; staging holds what it does."""
+        assert self._prompt
+        (ticket, chunks), self._prompt = self._prompt, None
+        chunks.close()
+        return ticket
+
+    def _chunks(self, ticket: Ticket) -> Generator[torch.Tensor | None, None, None]:
+        """Compute the prompt in staging, a chunk for each value: None, and logits with the last."""
+        job, keys = ticket.job, ticket.keys
+        staging = self._staging = self._staging or Session(self.engine, 1)
+        begin, parted = self._restored(staging, ticket)
+        self._staged = (job.salt, keys if job.reuse else ())
+        ticket.counts.cached = begin
+        self.totals.cached += begin
+        marks = {
+            m
+            for m in (*job.marks, parted)
+            if begin < m < len(keys) and not self._cuts_medium(job, m)
+        }
+        soft, start = _SoftRows(job, self._holders), begin
+        while start < len(keys):
+            stop = self._stop(job, start, min((m for m in marks if m > start), default=len(keys)))
+            tokens, last = torch.tensor([job.tokens[start:stop]]), stop == len(keys)
+            for logits in staging.append_steps(tokens, None, soft.between(start, stop), last):
+                self.totals.computed += int(staging.length[0]) - start
+                start = int(staging.length[0])
+                if start in marks and job.reuse:
+                    self.prefixes.keep(job.salt, keys[:start], staging)
+                yield logits
+
+    def _stop(self, job: Job, start: int, end: int) -> int:
+        """Return where the next part of a prompt ends: short where rows wait for it, and never in a
+        medium, which sessions cut themselves."""
+        size = self.settings.chunk_tokens if self.active else None
+        stop = min(start + (size or self.engine.limits.prefill_chunk), end)
+        while stop < end and self._cuts_medium(job, stop):
+            stop += 1
+        return stop
+
+    def _restored(self, staging: Session, ticket: Ticket) -> tuple[int, int]:
+        """Have staging hold as much of a prompt as is known, but its last token. Return how much
+        that is, and where the prompt parts from the one before, if that is worth a mark: where two
+        prompts part, a third is likely to."""
+        job, keys, (salt, held) = ticket.job, ticket.keys, self._staged
+        if not job.reuse:
+            staging.reset()
+            return 0, 0
+        known = held[: int(staging.length[0])] if salt == job.salt else ()
+        here = min(shared(known, keys), len(keys) - 1)
+        while here and self._cuts_medium(job, here):
+            here -= 1
+        length, kept = self.prefixes.longest(job.salt, keys)
+        if here and here >= length:
+            with suppress(InputError):  # a ring has written over what the next token sees
+                staging.truncate(here)
+                return here, 0
+        staging.reset()
+        if kept:
+            staging.restore(kept)
+            self.totals.restored += 1
+        return length, here if here >= length + PARTED else 0
+
+    def _cuts_medium(self, job: Job, at: int) -> bool:
+        """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
+        ids = self._holders.values()
+        return bool(job.soft) and job.tokens[at - 1] in ids and job.tokens[at] in ids
+
+    def _placed(self, ticket: Ticket, logits: torch.Tensor) -> list[Event]:
+        """Draw the first token of each answer, and give those that go on a row."""
+        assert self._staging
+        ticket.state = DECODING
+        events: list[Event] = []
+        for answer in ticket.answers:
+            choice = choose_rows(logits, {0: answer.sampler})[0]
+            if choice is None:
+                self._staging.clear()
+            events.append(self._taken(answer, choice))
+        going = [a for a in ticket.answers if not a.finish]
+        if going:
+            self.rows.put(self._staging, going)
+        return events
+
+    def close(self) -> None:
+        """Let go of all caches; tickets that have not ended stay as they are."""
+        self._prompt, self._staging, self._queue = None, None, []
+        self.rows.forget()
+        self.prefixes.clear()
+
+
+class _SoftRows:
+    """The soft tokens of a job, of which each part of its prompt takes some."""
+
+    def __init__(self, job: Job, holders: Mapping[str, int]) -> None:
+        self.tokens, self.holders = job.tokens, holders
+        self.rows = {
+            kind: torch.cat([p for s in job.soft if s.kind == kind for p in s.pieces])
+            for kind in dict.fromkeys(s.kind for s in job.soft)
+        }
+
+    def between(self, start: int, end: int) -> list[Soft]:
+        """Return those of the placeholders among tokens start to end."""
+        out: list[Soft] = []
+        for kind, rows in self.rows.items():
+            holder = self.holders[kind]
+            first = self.tokens[:start].count(holder)
+            count = self.tokens[start:end].count(holder)
+            if count:
+                out.append(Soft(kind, (rows[first : first + count],)))
+        return out

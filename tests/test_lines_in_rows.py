@@ -1,0 +1,287 @@
+"""JSON lines over the rows of an engine: in order, as they come, and with little memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.engine.engine import Engine
+from g4ir.engine.read_ahead import ReadAhead
+from g4ir.engine.responder import AHEAD, Failure, Responder, Result
+from tests.engines import some_tokens
+from tests.media_tools import media_engine, png
+
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Of several rows."""
+    yield from built(tmp_path_factory.mktemp("rows"), ROWS)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The same of one row."""
+    yield from built(tmp_path_factory.mktemp("row"), 1)
+
+
+def built(folder: Path, rows: int) -> Iterator[Engine]:
+    limits = {"max_seq": 160, "prefill_chunk": 32, "max_batch": rows}
+    with g4ir.build(
+        "tiny-ple", folder / "engine", backend="reference", random_weights=0, **limits
+    ) as made:
+        yield made
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return some_tokens(1, count, seed)[0].tolist()
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Greedy and drawn, of many lengths."""
+    out: list[dict[str, Any]] = []
+    for i in range(count):
+        drawn = {"temperature": 1.0, "top_k": 9, "seed": i} if i % 2 else {}
+        new = 3 + 7 * i % 29
+        out.append(
+            {"id": f"r{i}", "tokens": tokens(1 + 5 * i % 37, i), "max_new_tokens": new, **drawn}
+        )
+    return out
+
+
+def stream(lines: list[Any]) -> io.BytesIO:
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    return io.BytesIO("\n".join(texts).encode())
+
+
+def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Failure]:
+    return [*Responder(engine, flags).answer_lines(stream(lines), "x")]
+
+
+# --- the same answers -----------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
+    asked = requests(17)
+    want, got = answers(single, asked), answers(engine, asked)
+    assert [a.output() for a in got] == [a.output() for a in want]
+    for a in got:
+        assert isinstance(a, Result) and 0 <= a.queued_s <= a.first_token_s <= a.total_s
+        assert a.log().keys() - {"seed"} == want[0].log().keys() | {"queued_s"}
+
+
+def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
+    """In its place."""
+    good = requests(3)
+    lines = [
+        good[0],
+        "{",
+        good[1],
+        {"tokens": []},
+        {"tokens": [2], "min_p": 3},
+        {"tokens": [2], "logit_bias": {"600": 1}},
+        {"id": "b", "tokens": [2], "logit_bias": {"x": 1}},
+        {"tokens": [2], "images": ["none.png"]},
+        good[2],
+    ]
+    got = answers(engine, lines)
+    assert [a.failed for a in got] == [False, True, False, *[True] * 5, False]
+    assert [a.id for a in got] == ["r0", None, "r1", 4, 5, 6, "b", 8, "r2"]
+    assert [a.line for a in got if isinstance(a, Failure)] == [2, 4, 5, 6, 7, 8]
+    errors = [a.error for a in got if isinstance(a, Failure)]
+    assert errors[2] == "x:5: min_p 3: expected a share in [0, 1]"
+    assert errors[3] == "x:6: logit_bias: token 600 at index 0 is outside the vocabulary of 512"
+    assert errors[4].startswith("x:7: logit_bias: expected numbers by token id")
+    assert [a.output() for a in got if not a.failed] == [a.output() for a in answers(engine, good)]
+
+
+def test_logits_that_are_not_finite_are_one_lines_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = engine.runtime.run
+
+    def broken(phase: str, feeds: Any, *rest: Any) -> Any:
+        logits = run(phase, feeds, *rest)
+        after = feeds["positions"][:, 0] + feeds["lengths"]
+        if logits is not None and phase == "decode":
+            logits[after == 15] = torch.nan
+        return logits
+
+    asked = [{"tokens": tokens(n, n), "max_new_tokens": 6} for n in (3, 12, 25)]
+    want = answers(engine, asked)
+    monkeypatch.setattr(engine.runtime, "run", broken)
+    got = answers(engine, asked)
+    assert isinstance(got[1], Failure) and "after 15 tokens: NaN or infinite" in got[1].error
+    assert [got[i].output() for i in (0, 2)] == [want[i].output() for i in (0, 2)]
+
+
+def test_an_error_that_is_no_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(engine.runtime, "run", broken)
+    with pytest.raises(ZeroDivisionError):
+        answers(engine, requests(2))
+
+
+# --- settings of rows -----------------------------------------------------------------------------
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"repetition_penalty": 5.0},
+    {"presence_penalty": 3, "frequency_penalty": 1.5},
+    {"logit_bias": {"77": 1e6}},
+    {"temperature": 1.0, "seed": 1, "min_p": 0.2},
+    {"stop": [194], "min_tokens": 9},
+    {"logprobs": 2},
+]
+
+
+def test_settings_that_rows_have(engine: Engine, single: Engine) -> None:
+    """On an engine of one row too."""
+    asked = [{"tokens": tokens(9), "max_new_tokens": 12, **s} for s in SETTINGS]
+    asked.insert(3, {"tokens": tokens(9), "max_new_tokens": 12})
+    want, got = answers(single, asked), answers(engine, asked)
+    assert [a.tokens for a in got] == [a.tokens for a in want]
+    read = [[p.chosen for p in a[-1].logprobs] for a in (got, want)]
+    assert read[0] == pytest.approx(read[1], abs=1e-5)
+    texts = [a.tokens for a in got if isinstance(a, Result)]
+    plain = texts[3]
+    assert texts[0] != plain != texts[1] and {*texts[2]} == {77}
+    told = got[-1].output()["logprobs"]
+    assert len(told) == 12 and all(len(p["top"]) == 2 for p in told)
+    assert [p["top"][0][0] for p in told] == list(plain)
+    assert all(p["logprob"] == p["top"][0][1] < 0 for p in told)
+
+
+def test_one_request_with_settings_of_rows(engine: Engine) -> None:
+    responder, seen = Responder(engine), list[int]()
+    asked = responder.request({"tokens": tokens(9), "logit_bias": {"5": 1e6}}, "x")
+    assert responder.answer(asked, seen.append).tokens == (5,) * 64 == tuple(seen)
+
+
+# --- what is shared -------------------------------------------------------------------------------
+
+
+def test_a_beginning_that_many_lines_share(engine: Engine) -> None:
+    """The second line shows where it ends, the third begins there."""
+    system = tokens(80, 50)
+    asked = [{"tokens": system + tokens(9, i), "max_new_tokens": 3} for i in range(6)]
+    got = answers(engine, asked)
+    assert [a.cached_tokens for a in got if isinstance(a, Result)] == [0, 0, 80, 80, 80, 80]
+    alone = [answers(engine, [line])[0] for line in asked]
+    assert [a.output()["tokens"] for a in got] == [a.output()["tokens"] for a in alone]
+
+
+def test_media_of_lines(tmp_path: Path) -> None:
+    """Equal ids, other pixels; each line has its own."""
+    made = g4ir.load_engine(media_engine(tmp_path / "engine"))
+    for seed in (1, 2):
+        png(tmp_path / f"{seed}.png", seed=seed)
+    image = made.spec.tokens.image
+    asked = [
+        {"tokens": [2, 5, image, 7, 9], "images": [str(tmp_path / f"{i}.png")], "max_new_tokens": 4}
+        for i in (1, 2, 1, 1)
+    ]
+    asked.append({"tokens": [2, 5, image, 7], "images": ["none.png"]})
+    got = answers(made, asked)
+    for line, a in zip(asked[:4], got):
+        assert list(a.output()["tokens"]) == made.generate(line["tokens"], 4, images=line["images"])
+    cached = [a.cached_tokens for a in got if isinstance(a, Result)]
+    assert cached == [0, 0, 0, got[3].prompt_tokens - 1] and got[4].failed
+    count = made.encode("image", str(tmp_path / "1.png")).count
+    assert all(a.log()["soft_tokens"] == {"image": count} for a in got[:4])
+    made.close()
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Counted(io.BytesIO):
+    """Counts lines that were read."""
+
+    count = 0
+
+    def readline(self, *size: Any) -> bytes:
+        self.count += 1
+        return super().readline(*size)
+
+
+def test_few_lines_are_read_ahead(engine: Engine) -> None:
+    """No more than rows are there for, and a few; also where the first takes longest."""
+    short = [{"tokens": tokens(3, i), "max_new_tokens": 2} for i in range(40)]
+    lines = Counted(stream(short).getvalue())
+    for done, _ in enumerate(Responder(engine).answer_lines(lines, "x")):
+        assert lines.count - done <= ROWS + AHEAD + 2
+    lines = Counted(stream([{"tokens": [2], "max_new_tokens": 150}, *short]).getvalue())
+    responder = Responder(engine)
+    found = responder.answer_lines(lines, "x")
+    next(found)
+    assert lines.count > ROWS + AHEAD  # they are answered, and wait for the first
+    assert len([*found]) == 40
+
+
+def test_lines_that_nobody_wants_to_the_end(engine: Engine) -> None:
+    responder = Responder(engine)
+    found = responder.answer_lines(stream([{"tokens": [2], "max_new_tokens": 100}] * 5), "x")
+    next(found)
+    found.close()
+    (again,) = responder.answer_lines(stream([{"tokens": [2, 5], "max_new_tokens": 3}]), "x")
+    assert list(again.output()["tokens"]) == engine.generate([2, 5], 3)
+    assert responder.slots.totals.generated < 5 * 100
+
+
+def test_answers_before_the_next_line(engine: Engine) -> None:
+    """A program may wait for each answer before it asks again."""
+    end, start = os.pipe()
+    threads = threading.active_count()
+    with os.fdopen(end, "rb") as read, os.fdopen(start, "wb") as write:
+        found = Responder(engine).answer_lines(read, "x")
+        for i in range(3):
+            write.write(json.dumps({"tokens": [2, 5, i], "max_new_tokens": 3}).encode() + b"\n")
+            write.flush()
+            assert list(next(found).output()["tokens"]) == engine.generate([2, 5, i], 3)
+        write.close()
+        assert [*found] == []
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(5)
+    assert threading.active_count() == threads
+
+
+def test_a_pipe_that_fails() -> None:
+    class Torn(io.RawIOBase):
+        def readline(self, *_: Any) -> bytes:
+            raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        ReadAhead(Torn()).next(wait=True)  # type: ignore[arg-type]
+
+
+def test_the_command_ends_while_a_pipe_is_open(engine: Engine) -> None:
+    """As by Ctrl-C: no answer is lost, and Python does not stumble over the thread that reads."""
+    words = ("run", str(engine.path), "--input-jsonl", "-")
+    command = [sys.executable, "-m", "g4ir.cli", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(b'{"tokens": [2, 5], "max_new_tokens": 3}\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["id"] == 1
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read().decode()
+        assert process.wait(30) == 130, said
+        assert "Fatal" not in said and "Traceback" not in said

@@ -1,0 +1,258 @@
+"""A service over slots: many threads ask, one computes, and nobody waits for a slow reader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import g4ir
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.engine.engine import Engine
+from g4ir.engine.service import Service, ServiceSettings, Stream
+from g4ir.engine.slots import CANCELLED, FAILED, LENGTH, Event, Job
+from g4ir.errors import BusyError, EngineError, InputError
+from tests.engines import some_tokens
+
+FREE = RowSampling(ignore_eos=True)
+WAIT = 30.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("service") / "engine"
+    limits = {"max_seq": 400, "prefill_chunk": 16, "max_batch": 4}
+    with g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, **limits) as e:
+        yield e
+
+
+@pytest.fixture
+def service(engine: Engine) -> Iterator[Service]:
+    with Service(engine) as s:
+        yield s
+
+
+def job(count: int = 5, new: int = 6, seed: int = 0, **given: Any) -> Job:
+    return Job(tuple(some_tokens(1, count, seed)[0].tolist()), new, FREE, **given)
+
+
+def text(stream: Stream) -> list[int]:
+    return [e.token for e in stream if e.token is not None]
+
+
+def eventually(holds: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class Gate:
+    """Holds steps back until it is opened."""
+
+    def __init__(self, service: Service, patch: pytest.MonkeyPatch) -> None:
+        self.open, step = threading.Event(), service.slots.step
+
+        def held() -> Any:
+            assert self.open.wait(WAIT)
+            return step()
+
+        patch.setattr(service.slots, "step", held)
+
+
+def test_many_threads_ask(service: Service, engine: Engine) -> None:
+    jobs = [job(3 + i % 7, 5 + i % 4, i) for i in range(16)]
+    want = [engine.generate([*j.tokens], j.max_new_tokens, stop_ids=()) for j in jobs]
+    got: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, j=j: got.update({i: text(service.submit(j))}))
+        for i, j in enumerate(jobs)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(WAIT)
+    assert [got[i] for i in range(len(jobs))] == want
+    assert not service.waiting and not service.active and service.totals.ended == {LENGTH: 16}
+
+
+def test_several_answers_end_one_by_one(service: Service) -> None:
+    events = [*service.submit(job(new=4, n=3))]
+    assert sorted(e.index for e in events if e.finish) == [0, 1, 2] and len(events) == 12
+
+
+def test_a_callback_sees_the_events(service: Service) -> None:
+    seen, ended = list[Event](), threading.Event()
+
+    def told(event: Event) -> None:
+        assert threading.current_thread().name == "g4ir-slots"
+        seen.append(event)
+        if event.finish:
+            ended.set()
+
+    stream = service.submit(job(), told)
+    assert ended.wait(WAIT) and len(seen) == 6 and stream.unread == 0
+
+
+def test_a_callback_that_fails_ends_its_request_alone(service: Service, engine: Engine) -> None:
+    def told(event: Event) -> None:
+        raise KeyError("x")
+
+    broken, fine = service.submit(job(new=200), told), service.submit(job(seed=1))
+    assert text(fine) == engine.generate([*job(seed=1).tokens], 6, stop_ids=())
+    eventually(lambda: broken.ticket.done)
+    assert (broken.ticket.state, broken.reason) == (CANCELLED, "reader failed")
+
+
+def test_a_wrong_job_is_refused_where_it_is_asked(service: Service) -> None:
+    with pytest.raises(InputError, match="prompt is empty"):
+        service.submit(Job(()))
+    assert not service.waiting and service.alive
+
+
+def test_a_full_queue(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests beyond it are refused; later ones are taken."""
+    monkeypatch.setattr(service, "settings", ServiceSettings(waiting=3))
+    gate = Gate(service, monkeypatch)
+    streams = [service.submit(job(seed=i)) for i in range(3)]
+    with pytest.raises(BusyError, match=r"^3 requests of 15 prompt tokens wait already, of 3 and"):
+        service.submit(job())
+    assert service.waiting == 3 and service.rejected == 1
+    gate.open.set()
+    assert [len(text(s)) for s in streams] == [6, 6, 6]
+    assert len(text(service.submit(job()))) == 6
+
+
+def test_a_queue_full_of_tokens(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may always wait, however long it is."""
+    monkeypatch.setattr(service, "settings", ServiceSettings(waiting_tokens=20))
+    gate = Gate(service, monkeypatch)
+    long = service.submit(job(30))
+    with pytest.raises(BusyError, match="30 prompt tokens wait"):
+        service.submit(job(1))
+    gate.open.set()
+    assert len(text(long)) == 6
+
+
+def test_cancelling_frees_the_row(service: Service) -> None:
+    stream = service.submit(job(new=300))
+    assert stream.get(WAIT) is not None
+    stream.cancel()
+    events = [*stream]
+    assert events[-1].finish == CANCELLED and stream.reason == "cancelled"
+    eventually(lambda: not service.active)
+    assert stream.ticket.counts.generated < 300
+    stream.cancel()  # nothing is left to do
+
+
+def test_a_slow_reader_slows_nobody(
+    service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row waits, with no more than so many events; when it reads again it gets every token."""
+    monkeypatch.setattr(service, "settings", ServiceSettings(unread=5))
+    slow = service.submit(job(new=60))
+    eventually(lambda: slow.ticket.paused)
+    quick = service.submit(job(seed=1, new=40))
+    assert len(text(quick)) == 40
+    assert 5 <= slow.unread <= 6 and service.active == 1
+    assert text(slow) == engine.generate([*job().tokens], 60, stop_ids=())
+
+
+def test_a_reader_that_never_reads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is free after a while; what came before can be read."""
+    monkeypatch.setattr(service, "settings", ServiceSettings(unread=4, slow_s=0.1))
+    stream = service.submit(job(new=300))
+    eventually(lambda: stream.ticket.done)
+    events = [*stream]
+    assert events[-1].finish == CANCELLED and stream.reason == "not read"
+    assert 4 <= len(events) <= 6 and not service.active
+
+
+def test_drain(engine: Engine) -> None:
+    """What runs and waits is answered, nothing more is taken."""
+    with Service(engine) as service:
+        streams = [service.submit(job(seed=i, new=20)) for i in range(7)]
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: done.append(service.drain(WAIT)))
+        thread.start()
+        eventually(lambda: not service.alive)
+        with pytest.raises(BusyError, match="takes no more requests"):
+            service.submit(job())
+        thread.join(WAIT)
+        assert done == [True] and all(len(text(s)) == 20 for s in streams)
+
+
+def test_drain_takes_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Service(engine) as service:
+        gate = Gate(service, monkeypatch)
+        stream = service.submit(job())
+        assert not service.drain(0.01)
+        gate.open.set()
+        assert service.drain(WAIT) and len(text(stream)) == 6
+
+
+def test_close_cancels(engine: Engine) -> None:
+    before = threading.active_count()
+    service = Service(engine)
+    streams = [service.submit(job(seed=i, new=300)) for i in range(6)]
+    assert streams[0].get(WAIT)
+    service.close()
+    for stream in streams:
+        assert [*stream][-1].finish == CANCELLED and stream.reason == "closed"
+    assert threading.active_count() == before and not service.alive
+    with pytest.raises(BusyError):
+        service.submit(job())
+    service.close()  # once more does nothing
+
+
+def test_a_step_that_fails(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests fail, the next ones are answered; failures in a row are counted."""
+    with monkeypatch.context() as patch:
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        patch.setattr(service.engine.runtime, "run", broken)
+        for _ in range(2):
+            (event,) = service.submit(job())
+            assert event.finish == FAILED and "no memory" in str(event.error)
+        assert service.failures == 2 and service.alive
+    assert len(text(service.submit(job()))) == 6 and service.failures == 0
+
+
+def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is told, and so is who asks later."""
+    with Service(engine) as service:
+        gate = Gate(service, monkeypatch)
+        streams = [service.submit(job(seed=i)) for i in range(2)]
+
+        def broken() -> Any:
+            raise MemoryError("gone")
+
+        monkeypatch.setattr(service.slots, "step", broken)
+        gate.open.set()
+        for stream in streams:
+            last = [*stream][-1]
+            assert last.finish == FAILED and isinstance(last.error, EngineError)
+        assert not service.drain(WAIT)
+        with pytest.raises(EngineError, match="the service ended: gone"):
+            service.submit(job())
+
+
+def test_waiting_for_an_event(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(service, monkeypatch)
+    stream = service.submit(job(new=1))
+    with pytest.raises(TimeoutError, match="no event within"):
+        stream.get(0.01)
+    gate.open.set()
+    assert stream.get(WAIT).finish == LENGTH and stream.get(WAIT) is None
+
+
+@pytest.mark.parametrize("name", ["waiting", "waiting_tokens", "unread", "slow_s"])
+def test_settings_that_are_wrong(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} -1: expected"):
+        ServiceSettings(**{name: -1})
