@@ -96,6 +96,12 @@ def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if k > vocab // 8:
         values, index = logits.sort(dim=-1, descending=True, stable=True)
         return values[:, :k], index[:, :k]
+    if k and not logits.is_cuda:
+        values, index = logits.topk(k)
+        if bool(((logits >= values[:, -1:]).sum(-1) == k).all()):  # it is clear which they are
+            index = index.sort(-1).values
+            values, order = logits.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+            return values, index.gather(-1, order)
     # topk promises no order of equal values, so a key holds value and token. Bits of floats are in
     # order as whole numbers, negative ones backwards; adding 0 makes -0 the 0 that it equals.
     bits = (logits + 0.0).view(torch.int32)

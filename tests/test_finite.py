@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,28 @@ def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(failed, Failure) and ADVICE in failed.error
     monkeypatch.setattr(responder.session, "_finite", lambda logits: logits.nan_to_num())
     assert isinstance(answered(responder), Result)
+
+
+def test_nan_does_not_stay_in_caches(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in those that `generate` keeps nor in a responder's: a slot that no query sees would
+    make every sum over it NaN."""
+    engine = engines("reference", "tiny-ple")
+    run, prompt = engine.runtime.run, list(range(20, 60))
+    want, responder = engine.generate([2, 5, 7], 4), Responder(engine, {"max_new_tokens": 4})
+
+    def broken(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
+        logits = run(phase, feeds, state, *rest)
+        for t in state.views(engine.limits.max_seq).values():
+            t.fill_(torch.nan)
+        return None if logits is None else logits * torch.nan
+
+    long, short = (responder.request({"tokens": t}, "x") for t in (prompt, [2, 5, 7]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runtime, "run", broken)
+        for ask in (lambda: engine.generate(prompt, 4), lambda: responder.answer(long)):
+            with pytest.raises(CheckError):
+                ask()
+    assert engine.generate([2, 5, 7], 4) == want == list(responder.answer(short).tokens)
 
 
 def test_weight_that_does_not_fit(tmp_path: Path) -> None:

@@ -95,15 +95,17 @@ def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
         {"tokens": [2], "logit_bias": {"600": 1}},
         {"id": "b", "tokens": [2], "logit_bias": {"x": 1}},
         {"tokens": [2], "images": ["none.png"]},
+        {"tokens": [2], "logprobs": 600},
         good[2],
     ]
     got = answers(engine, lines)
-    assert [a.failed for a in got] == [False, True, False, *[True] * 5, False]
-    assert [a.id for a in got] == ["r0", None, "r1", 4, 5, 6, "b", 8, "r2"]
-    assert [a.line for a in got if isinstance(a, Failure)] == [2, 4, 5, 6, 7, 8]
+    assert [a.failed for a in got] == [False, True, False, *[True] * 6, False]
+    assert [a.id for a in got] == ["r0", None, "r1", 4, 5, 6, "b", 8, 9, "r2"]
+    assert [a.line for a in got if isinstance(a, Failure)] == [2, 4, 5, 6, 7, 8, 9]
     errors = [a.error for a in got if isinstance(a, Failure)]
     assert errors[2] == "x:5: min_p 3: expected a share in [0, 1]"
     assert errors[3] == "x:6: logit_bias: token 600 at index 0 is outside the vocabulary of 512"
+    assert errors[6] == "x:9: logprobs 600: the vocabulary has 512 tokens"
     assert errors[4].startswith("x:7: logit_bias: expected numbers by token id")
     assert [a.output() for a in got if not a.failed] == [a.output() for a in answers(engine, good)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.errors import CheckError, EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
 from g4ir.model.media import listed
@@ -123,6 +123,9 @@ class Engine(EngineParts):
         session.reset()
         try:
             yield session
+        except CheckError:  # NaN in a cache would be NaN in what is computed over it later
+            session.clear()
+            raise
         finally:
             self._idle = session
 

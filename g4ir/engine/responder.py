@@ -21,7 +21,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -463,13 +463,14 @@ class Responder:
         """Put the request of a line in the queue."""
         asked = self._asked(line, source)
         try:
-            return asked if isinstance(asked, Failure) else self._submit(asked, line[0])
+            return asked if isinstance(asked, Failure) else self._submit(asked, line[0], source)
         except G4Error as e:
             assert isinstance(asked, Request)
             return Failure(asked.id, str(e), line[0])
 
-    def _submit(self, request: Request, line: int | None = None) -> _Begun:
-        """Read the media of a request, and put it in the queue."""
+    def _submit(self, request: Request, line: int | None = None, source: str = "") -> _Begun:
+        """Read the media of a request, and put it in the queue. What slots refuse is told with the
+        line."""
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
@@ -479,7 +480,9 @@ class Responder:
         job = Job(request.tokens, request.max_new_tokens, sampling, request.soft)
         # What was encoded is the job's now, and not kept beside the answer.
         kept = replace(request, tokens=(), soft=())
-        return _Begun(kept, self.slots.submit(job), encode_s, counts(request.soft), line)
+        with nullcontext() if line is None else named(f"{source}:{line}"):
+            ticket = self.slots.submit(job)
+        return _Begun(kept, ticket, encode_s, counts(request.soft), line)
 
     def _answer_in_slots(self, request: Request, told: Told) -> Result:
         """Answer one request alone."""

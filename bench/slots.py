@@ -1,0 +1,182 @@
+"""Rows as slots: tokens/s of 1, 2, 4, 8 active rows, and what a prompt beside them costs.
+
+    python bench/slots.py ENGINE [--active 1,2,4,8] [--context 256] [--new 48] [--late 1024]
+                          [--chunk-tokens N] [--rounds 3] [--save]
+
+The same requests (random tokens, greedy, all of one length) are answered in rows and one by one, in
+rounds A-B-A-B; prompts are computed before the clock starts. Then, while rows decode, a prompt of
+--late tokens comes: what its chunks add to the time between two tokens. Last, what a copy of a row
+costs, which is done once for a request and when a bucket changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from common import save, seconds
+
+import g4ir
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.bench.stats import Stat, median, stat
+from g4ir.bench.system import environment
+from g4ir.bench.text import machine
+from g4ir.engine.engine import Engine
+from g4ir.engine.slots import PREFILLING, QUEUED, Job, Slots, SlotSettings
+from g4ir.model.media import placeholders
+from g4ir.ui.table import aligned
+from g4ir.ui.units import size_text
+
+GREEDY = RowSampling(ignore_eos=True)
+#: steps before the clock starts
+WARM = 4
+
+
+@dataclass(frozen=True)
+class Bench:
+    engine: Engine
+    slots: Slots
+    context: int
+    new: int
+    late: int
+
+    def job(self, seed: int, tokens: int, new: int) -> Job:
+        g = torch.Generator().manual_seed(seed)
+        high = self.engine.spec.text.readable_ids
+        ids = torch.randint(3, high, (tokens,), generator=g).tolist()
+        holders = {*placeholders(self.engine.spec.tokens, self.engine.media.kinds).values()}
+        prompt = tuple(3 if t in holders else t for t in ids)
+        return Job(prompt, new, GREEDY, reuse=False)
+
+    def started(self, count: int, new: int) -> None:
+        """Have so many rows decode, past the first steps."""
+        for i in range(count):
+            self.slots.submit(
+                self.job(i, self.context, new + WARM + count * self._chunks(self.context))
+            )
+        while self.slots.active < count or self.slots.waiting:
+            self.slots.step()
+        for _ in range(WARM):
+            self.slots.step()
+
+    def _chunks(self, tokens: int) -> int:
+        """Count the steps that a prompt may take, and one."""
+        size = self.slots.settings.chunk_tokens or self.engine.limits.prefill_chunk
+        return -(-tokens // size) + 1
+
+    def ended(self) -> None:
+        """Take all rows away."""
+        for answer in self.slots.rows.holders:
+            answer.ticket.cancel()
+        while self.slots.busy:
+            self.slots.step()
+
+    def steps(self, active: int) -> list[float]:
+        """Return seconds of steps in which so many rows decode."""
+        self.started(active, self.new)
+        times = [seconds(self.slots.step) for _ in range(self.new - 1)]
+        assert self.slots.active == active
+        self.ended()
+        return times
+
+    def one_by_one(self, count: int) -> list[float]:
+        """Return seconds of steps of the same requests, one after another."""
+        return [t for _ in range(count) for t in self.steps(1)]
+
+    def beside_a_prompt(self, active: int) -> list[float]:
+        """Return seconds of steps, each with a chunk of another prompt."""
+        self.started(active, self.new + self._chunks(self.late))
+        ticket = self.slots.submit(self.job(99, self.late, 1))
+        times = []
+        while ticket.state in (QUEUED, PREFILLING):
+            times.append(seconds(self.slots.step))
+        self.ended()
+        return times
+
+    def copies(self) -> tuple[float, int]:
+        """Return seconds of a copy of a row of `context` tokens, and its bytes."""
+        source, target = self.engine.session(1), self.engine.session(self.slots.most)
+        source.append(torch.tensor([self.job(0, self.context, 1).tokens]))
+        target.copy_row(source, 0, self.slots.most - 1)
+
+        def copy() -> None:
+            target.copy_row(source, 0, self.slots.most - 1)
+            if self.engine.device == "cuda":
+                torch.cuda.synchronize()
+
+        return median([seconds(copy) for _ in range(9)]), source.held_bytes()
+
+
+def measured(bench: Bench, sizes: list[int], rounds: int) -> Iterator[list[str]]:
+    """Yield a line for each number of active rows."""
+    for active in sizes:
+        rows: list[list[float]] = []
+        single: list[list[float]] = []
+        for _ in range(rounds):
+            rows.append([active / t for t in bench.steps(active)])
+            single.append([1 / t for t in bench.one_by_one(active)])
+        fast, slow = stat(rows, median), stat(single, median)
+        yield [str(active), shown(fast), shown(slow), f"{fast.value / slow.value:.2f}"]
+
+
+def shown(s: Stat) -> str:
+    return f"{s.value:.2f} ± {s.spread:.2f}"
+
+
+def gaps(bench: Bench, active: int) -> list[list[str]]:
+    """Return a table of the time between two tokens, alone and beside a prompt, in ms."""
+    alone, beside = bench.steps(active), bench.beside_a_prompt(active)
+    added = [t - median(alone) for t in beside]
+    head = [f"{active} rows", "median ms", "longest ms"]
+    lines = [("a step", alone), (f"with a chunk ({len(beside)})", beside), ("added", added)]
+    return [head, *([name, f"{median(t) * 1e3:.1f}", f"{max(t) * 1e3:.1f}"] for name, t in lines)]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine")
+    parser.add_argument("--active", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--late", type=int, default=1024, help="tokens of the prompt beside rows")
+    parser.add_argument("--chunk-tokens", type=int, help="of it between two steps")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    engine = g4ir.load_engine(args.engine)
+    slots = Slots(engine, SlotSettings(chunk_tokens=args.chunk_tokens))
+    late = min(args.late, engine.limits.max_seq)
+    bench = Bench(engine, slots, args.context, args.new, late)
+    sizes = [n for n in args.active if n <= slots.most]
+    print(engine, machine(environment(engine.device)), sep="\n", flush=True)
+    table = [["active rows", "tokens/s", "one by one", "gain"]]
+    for line in measured(bench, sizes, args.rounds):
+        table.append(line)
+        print(*line, flush=True)
+    active = max([n for n in sizes if n < slots.most], default=0)
+    beside = gaps(bench, active) if active else [["one row: nothing runs beside a prompt"]]
+    took, size = bench.copies()
+    facts = [
+        f"{engine.spec.name}, {engine.manifest['backend']} on {engine.device}, {engine.dtype}; "
+        f"context {args.context}, {args.new} new tokens",
+        f"a prompt of {late} tokens in chunks of "
+        f"{args.chunk_tokens or engine.limits.prefill_chunk}; a copy of a row of {args.context} "
+        f"tokens: {size_text(size)}, {took * 1e3:.2f} ms",
+    ]
+    text = "\n".join([facts[0], "", aligned(table, indent=0), facts[1], "", aligned(beside, 0)])
+    print(f"\n{text}\n{time.perf_counter() - begun:.0f} s")
+    if args.save:
+        save("slots", text, engine.device)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
