@@ -367,6 +367,15 @@ def test_the_files_of_the_readme_s_table_of_variants() -> None:
     assert {n if not n.startswith("tiny-") else "tiny-" for n in g4ir.spec_names()} == named
 
 
+# --- docs/chat.md -----------------------------------------------------------------------------
+
+
+def test_the_example_of_the_chat_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (shown,) = blocks("chat.md", "python"), blocks("chat.md", "")
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 # --- docs/extending.md ------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def says(spec: Spec) -> bool:
     return expressible(spec) and ropes and not wide
 
 
-UNSAID = ("name", "hub", "dtype", "tokens.", "vision", "audio", "model_type", *SPEC_ONLY)
+UNSAID = ("name", "hub", "chat", "dtype", "tokens.", "vision", "audio", "model_type", *SPEC_ONLY)
 
 
 def bare_file(

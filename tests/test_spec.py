@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
@@ -34,7 +35,7 @@ TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 
 def anonymous(spec: Spec) -> Spec:
     """Without what a config.json does not hold."""
-    return replace(spec, name="x", hub=None)
+    return replace(spec, name="x", hub=None, chat="small")
 
 
 # --- shipped files --------------------------------------------------------------------------------
@@ -163,6 +164,25 @@ def test_tiny_specs_cover_the_structure() -> None:
     assert ple.text.ple == Ple(16, 512) and not ple.text.full.k_eq_v
     assert [layer.donor for layer in ple.layers()] == [None] * 4 + [2, 2, 2, 3]
     assert [layer.intermediate_size for layer in ple.layers()] == [96] * 4 + [192] * 4
+
+
+def test_the_form_of_the_chat_is_data(tmp_path: Path) -> None:
+    forms = {name: load_spec(name).chat for name in RELEASED}
+    large = {"12b": "large", "26b-a4b": "large", "31b": "large"}
+    assert forms == {"e2b": "small", "e4b": "small"} | large
+    wrong = write(tmp_path, "schema: 1\nextends: e2b\nchat: medium\n")
+    with pytest.raises(SpecError, match=r"chat: must be one of small, large|chat.*small.*large"):
+        load_spec(wrong)
+
+
+def test_a_key_that_came_later_changes_no_digest() -> None:
+    """Engines hold the digest of their spec."""
+    spec = load_spec("tiny-moe")
+    values = spec.to_dict()
+    assert values.pop("chat") == "small"
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    assert spec.digest() == hashlib.sha256(text.encode()).hexdigest()
+    assert replace(spec, chat="large").digest() != spec.digest()
 
 
 def test_reading_specs_imports_no_torch() -> None:
@@ -324,7 +344,10 @@ def test_diff_names_flat_keys() -> None:
 @pytest.mark.parametrize("name", RELEASED)
 def test_hub_config_is_the_shipped_spec(name: str) -> None:
     spec = load_spec(name)
-    assert diff_specs(Spec.from_hf(hub_config(name), name=name), replace(spec, hub=None)) == []
+    assert (
+        diff_specs(Spec.from_hf(hub_config(name), name=name), replace(spec, hub=None, chat="small"))
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", spec_names())
@@ -333,7 +356,7 @@ def test_hf_round_trip(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
     for source in (tmp_path, tmp_path / "config.json", str(tmp_path), spec.to_hf()):
         again = Spec.from_hf(source, name=name)
-        assert diff_specs(again, replace(spec, hub=None)) == []
+        assert diff_specs(again, replace(spec, hub=None, chat="small")) == []
     assert Spec.from_hf(tmp_path / "config.json").name == Spec.from_hf(tmp_path).name
 
 
@@ -363,7 +386,9 @@ def test_transformers_reads_and_writes_what_we_do(name: str, tmp_path: Path) -> 
         saved = saved_by_transformers(config, tmp_path / str(i))
         text = saved.get("text_config", saved)
         assert "per_layer_config" in text and "global_head_dim" not in text
-        assert diff_specs(Spec.from_hf(saved, name=name), replace(spec, hub=None)) == []
+        assert (
+            diff_specs(Spec.from_hf(saved, name=name), replace(spec, hub=None, chat="small")) == []
+        )
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 BOS, EOS = "<bos>", "<eos>"
+#: stands for characters that a tokenizer does not have
+UNKNOWN = "<unk>"
 TURN, TURN_END = "<|turn>", "<turn|>"
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 TOOL, TOOL_END = "<|tool>", "<tool|>"
@@ -15,7 +17,7 @@ PLACEHOLDERS = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"
 
 #: every control token that means something in a conversation
 CONTROLS = (
-    *("<pad>", EOS, BOS, "<unk>", "<mask>"),
+    *("<pad>", EOS, BOS, UNKNOWN, "<mask>"),
     *(TURN, TURN_END, CHANNEL, CHANNEL_END, TOOL, TOOL_END),
     *(CALL, CALL_END, RESPONSE, RESPONSE_END, QUOTE, THINK),
     *("<|image>", "<image|>", "<|audio>", "<audio|>", *PLACEHOLDERS.values()),

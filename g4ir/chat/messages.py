@@ -91,7 +91,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as templates take it: messages, and declared tools as checked by `tools`."""
+    """Messages, and declared tools as checked by `tools`: all that a template takes."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()

@@ -17,7 +17,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import CONTROLS, PLACEHOLDERS, RESPONSE_END, TURN
+from .control import CONTROLS, PLACEHOLDERS, RESPONSE_END, TURN, UNKNOWN
 from .messages import Conversation, Medium, map_texts
 
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
@@ -175,8 +175,8 @@ class Vocabulary:
         for start, end in zip([0, *cuts], [*cuts, len(text)]):
             if part := text[start:end]:
                 out += self.tokenizer.encode(part, add_special_tokens=False).ids
-        if not self.strings.keys().isdisjoint(out):
-            bad = next(self.strings[i] for i in out if i in self.strings)
+        wrong = self.strings.keys() - {self.controls.get(UNKNOWN)}
+        if bad := next((self.strings[i] for i in out if i in wrong), None):
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
         return out
 

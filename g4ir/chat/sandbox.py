@@ -10,27 +10,30 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import chain
+from types import CodeType
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.filters import FILTERS
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 #: characters of a prompt, and those that may be made on the way to it
-MOST_TEXT, MOST_MADE = 16 << 20, 128 << 20
+MOST_TEXT, MOST_MADE = 4 << 20, 64 << 20
 #: turns of loops and calls, and seconds, of one rendering
 MOST_STEPS, MOST_SECONDS = 10_000_000, 10.0
 
-_FILTERS = """
-    abs attr batch capitalize count d default dictsort e escape first float forceescape groupby int
-    items last length list lower map max min reject rejectattr reverse round safe select selectattr
-    slice sort string sum title trim unique upper
+#: filters that a template may use: those that make a text of what they are given, and others
+_OF_VALUES = "capitalize e escape float forceescape int lower safe string title trim upper"
+_OTHERS = """
+    abs attr count d default dictsort first groupby items last length list map max min reject
+    rejectattr reverse round select selectattr sort sum unique
 """
 _METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower
@@ -48,11 +51,14 @@ class LimitError(TemplateError):
 
 
 class _Counted(NodeTransformer):
-    """Puts a step into each turn of a loop and each macro, and joins texts by a counting call."""
+    """Puts a step into each turn of a loop and each macro, and counts what is put together."""
 
     def _step(self, node: Any) -> Any:
         self.generic_visit(node)
-        call = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
+        # What stands in the template itself is made again in each turn.
+        made = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        length = [nodes.Const(made)]
+        call = nodes.Call(nodes.EnvironmentAttribute("step"), length, [], None, None)
         node.body.insert(0, nodes.ExprStmt(call))
         return node
 
@@ -61,6 +67,14 @@ class _Counted(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+
+    def visit_List(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if getattr(node, "ctx", "load") != "load":  # the names that a loop sets
+            return nodes.Tuple(node.items, node.ctx)
+        return nodes.Call(nodes.EnvironmentAttribute("bounded"), [node], [], None, None)
+
+    visit_Tuple = visit_Dict = visit_List
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -77,10 +91,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.steps, self.made, self.end = 0, 0, time.monotonic() + MOST_SECONDS
-        kept = {name: self._counting(FILTERS[name]) for name in _FILTERS.split()}
-        self.filters = {**kept, "tojson": self._json, "join": self._join, "replace": self._replace}
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        self.finalize = self._sized
+        self.filters = {
+            **{name: FILTERS[name] for name in _OTHERS.split()},
+            **{name: self._counting(FILTERS[name]) for name in _OF_VALUES.split()},
+            "tojson": self._json,
+            "join": self._join,
+            "replace": self._replace,
+        }
+        kept = {name: self.globals[name] for name in ("range", "dict", "namespace")}
+        self.globals = {**kept, "raise_exception": _raise, "strftime_now": _now}
+        self.finalize = self.sized
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         found: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
@@ -88,39 +108,49 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # --- counting -----------------------------------------------------------------------------
 
-    def step(self) -> str:
-        """Count one step; LimitError where there were too many, or they took too long."""
+    def step(self, made: int = 0) -> str:
+        """Count one step and characters made in it; LimitError where there were too many, or they
+        took too long."""
         self.steps += 1
+        self.made += made
         if self.steps > MOST_STEPS:
             raise LimitError(f"it takes more than {MOST_STEPS} steps")
-        if self.steps % 64 == 0 and time.monotonic() > self.end:
+        if time.monotonic() > self.end:
             raise LimitError(f"it takes more than {MOST_SECONDS:g} seconds")
+        if self.made > MOST_MADE:
+            raise LimitError(f"it makes more than {MOST_MADE} characters")
         return ""
 
     def make(self, characters: int) -> None:
         """Count characters of a text that is about to be made."""
-        self.step()
-        self.made += characters
-        if characters > MOST_TEXT or self.made > MOST_MADE:
+        self.step(characters)
+        if characters > MOST_TEXT:
             raise LimitError(f"it makes texts of more than {MOST_TEXT} characters")
 
-    def _sized(self, value: Any) -> Any:
+    def sized(self, value: Any) -> Any:
         """Return a value, its size as a text counted."""
         self.make(len(value) if isinstance(value, str) else _size(value))
         return value
 
+    def bounded(self, value: Any) -> Any:
+        """Return a value of parts, which are not too many, those in them counted."""
+        self.step()
+        if _size(value) > MOST_TEXT:
+            raise LimitError(f"it makes lists of more than {MOST_TEXT} characters")
+        return value
+
     def joined(self, *parts: Any) -> str:
         """Return `a ~ b`."""
-        return "".join(str(self._sized(part)) for part in parts)
+        return "".join(str(self.sized(part)) for part in parts)
 
     def _counting(self, made: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that counts its value before it looks at it."""
-        passes = getattr(made, "jinja_pass_arg", None)
 
         @wraps(made)
         def counted(*args: Any, **options: Any) -> Any:
-            value = args[0] if passes is None else args[1]
-            self._sized(value)
+            # Some are given the environment before it.
+            for value in args[:2]:
+                self.sized(value)
             return made(*args, **options)
 
         return counted
@@ -130,10 +160,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if attribute is not None:
             parts = [self.getitem(part, attribute) for part in parts]
         self.make(len(d) * len(parts))
-        return d.join(str(self._sized(part)) for part in parts)
+        return d.join(str(self.sized(part)) for part in parts)
 
     def _replace(self, value: Any, old: str, new: str, count: int = -1) -> str:
-        text = str(self._sized(value))
+        text = str(self.sized(value))
         self.make(len(text) + text.count(old) * len(new))
         return text.replace(old, new, -1 if count is None else count)
 
@@ -168,13 +198,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if __obj.__name__ == "replace" and len(args) >= 2:
                 return self._replace(text, *args)
             self.make(len(text))
-        return super().call(__context, __obj, *args, **options)
+        made = super().call(__context, __obj, *args, **options)
+        return self.bounded(made) if isinstance(made, dict) else made
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Calculate what could grow, after a look at its size."""
         self.step()
         if operator == "+":
-            self.make(_size(left) + _size(right))
+            self.make(_length(left) + _length(right))
         elif operator == "*":
             self._check_times(left, right)
         elif operator == "%" and isinstance(left, str):
@@ -186,9 +217,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _check_times(self, left: Any, right: Any) -> None:
         for many, times in ((left, right), (right, left)):
             if isinstance(many, str | list | tuple) and isinstance(times, int):
-                self.make(len(many) * max(times, 0))
+                self.make(_length(many) * max(times, 0))
             elif isinstance(many, int) and many.bit_length() > 1 << 12:
                 raise LimitError("it multiplies numbers of more than 4096 bits")
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Return nothing, so that `format` is a method like any other."""
+        return None
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute: of texts only what cannot grow unseen."""
@@ -200,8 +235,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
     """Return the text of a template. LimitError and other exceptions say what is wrong with it."""
     box = Sandbox()
-    template = box.from_string(source)
-    template.filename = name
+    template = Template.from_code(box, _compiled(source, name), box.make_globals(None))
     out, length = list[str](), 0
     for piece in template.generate(dict(variables)):
         length += len(piece)
@@ -209,6 +243,20 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
             raise LimitError(f"it prints more than {MOST_TEXT} characters")
         out.append(piece)
     return "".join(out)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str, name: str) -> CodeType:
+    """Return the code of a template, which takes longer to make than to run."""
+    return Sandbox().compile(source, filename=name)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str) else 8 * len(value) if _listed(value) else 8
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, list | tuple | set | KeysView | ValuesView | ItemsView)
 
 
 def _size(value: Any) -> int:
@@ -220,10 +268,12 @@ def _size(value: Any) -> int:
             found += len(item) + 2 if isinstance(item, str) else 8
             if found > MOST_TEXT:
                 return found
+            if isinstance(item, Namespace):  # one may hold others, and is no text
+                return MOST_TEXT + 1
             if isinstance(item, Mapping):
                 left.append(chain(item.keys(), item.values()))
                 break
-            if isinstance(item, list | tuple):
+            if _listed(item):
                 left.append(iter(item))
                 break
         else:

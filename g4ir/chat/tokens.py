@@ -59,7 +59,7 @@ class Budget:
         self._open, self._close = (_id(vocabulary, text) for text in (CHANNEL, CHANNEL_END))
         newline = vocabulary.plain("\n")
         self._newline = newline[0] if len(newline) == 1 else None
-        self._is_byte = TokenStream(vocabulary).is_byte
+        self._vocabulary = vocabulary
         self._last: int | None = None
 
     def push(self, token: int) -> None:
@@ -74,11 +74,16 @@ class Budget:
         """Return the token that must come next, or None where the model is free."""
         if not self.inside or self.used < self.limit:
             return None
-        if self._last is not None and self._is_byte(self._last) and self.used < self.limit + 4:
+        if self._last is not None and self._inside(self._last) and self.used < self.limit + 4:
             return None  # a character has four bytes at most
         # A thought that has just begun or ends with a newline needs none.
         begun = self._last not in (None, self._open, self._newline)
         return self._newline if begun and self._newline is not None else self._close
+
+    def _inside(self, token: int) -> bool:
+        """Whether a character may go on behind a token: it is one of its bytes."""
+        found = is_byte(self._vocabulary.tokenizer, token)
+        return found and self._vocabulary.tokenizer.id_to_token(token) >= "<0x80>"
 
 
 def _id(vocabulary: Vocabulary, text: str) -> int:

@@ -9,7 +9,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Decoder(Protocol):
-    """A source of the text of tokens."""
+    """Knows the text of tokens."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""

@@ -12,6 +12,7 @@ included. Every size is fixed: N is part of the name. Inputs are what `g4ir/medi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
@@ -60,6 +61,9 @@ def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
     """Return the tower of the variant's own image budget, or of the longest sound."""
     from .media import AUDIO, IMAGE, find_media
 
+    # A spec may lack the ids of placeholders, on which no tower depends.
+    ids = {kind: 0 for kind in (IMAGE, AUDIO) if getattr(spec.tokens, kind) is None}
+    spec = replace(spec, tokens=replace(spec.tokens, **ids))
     media = find_media(spec, (IMAGE,) if part == "vision" else (AUDIO,))
     return list(build_towers(spec, media, dtype).values())[-1]
 

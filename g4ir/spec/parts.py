@@ -14,6 +14,7 @@ SLIDING, FULL = "sliding", "full"
 MAX_LAYERS = 1024
 DTYPES = ("bf16", "f16", "f32")
 DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
+CHAT_FORMS = ("small", "large")
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 Kind = Annotated[str, OneOf((SLIDING, FULL))]
@@ -239,6 +240,8 @@ class Variant:
     tokens: Tokens
     # where the weights are published
     hub: Annotated[str, Shaped(f"{NAME}/{NAME}", "google/gemma-4-E2B-it")] | None = None
+    # form of the chat template where a checkpoint has none; no config.json says it
+    chat: Annotated[str, OneOf(CHAT_FORMS)] = CHAT_FORMS[0]
     vision: Vision | UnifiedVision | None = None
     audio: Audio | UnifiedAudio | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)

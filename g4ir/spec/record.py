@@ -35,7 +35,7 @@ from g4ir.spec.reader import (
     violations,
 )
 
-from .parts import TOWERS, Variant, slug
+from .parts import CHAT_FORMS, TOWERS, Variant, slug
 from .rules import Problem, canonical, problems
 
 SCHEMA = 1
@@ -77,8 +77,12 @@ class Spec(Variant):
         return yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
-        """Return SHA-256 of the canonical JSON of every field."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """Return SHA-256 of the canonical JSON of every field; `chat` counts where it is set, for
+        engines were built before it was a field."""
+        values = self.to_dict()
+        if self.chat == CHAT_FORMS[0]:
+            del values["chat"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,0 +1,448 @@
+"""Chat: what a model writes, read into thoughts, content and calls, in any cutting."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir.chat import Answer, Budget, Piece, Reader, TokenStream, Vocabulary, call_id, make_prompt
+from g4ir.chat.control import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE, TURN_END
+from g4ir.chat.prompt import find
+from g4ir.errors import InputError
+from tests.cli_tools import tokenizer
+
+FOLDER = Path(__file__).parent / "chat"
+CASES, STOPS = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("read", "stop"))
+
+
+def declared(schemas: dict[str, Any] | None) -> Any:
+    """Tools of the OpenAI form by name -> parameters."""
+    functions = [{"name": k, "parameters": v} for k, v in (schemas or {}).items()]
+    return [{"type": "function", "function": f} for f in functions] or None
+
+
+def reader(case: dict[str, Any]) -> Reader:
+    tail = case.get("tail", "<|turn>model\n")
+    return Reader(declared(case.get("tools")), tail, case.get("stop", ()))
+
+
+def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Answer:
+    """The answer, which must be what its events say."""
+    events = list(chain.from_iterable(map(reader.feed, pieces)))
+    answer = reader.finish(reason)
+    events += answer.events
+    texts = {k: "".join(e.text for e in events if e.kind == k) for k in ("thought", "content")}
+    calls = [e for e in events if e.kind == "call"]
+    assert texts == {"thought": answer.reasoning, "content": answer.content}
+    assert [{"name": e.name, "arguments": e.arguments} for e in calls] == answer.tool_calls
+    assert [e.index for e in calls] == [*range(len(calls))]
+    assert [json.loads(e.text) for e in calls] == [c["arguments"] for c in answer.tool_calls]
+    return answer
+
+
+def parts(answer: Answer) -> tuple[Any, ...]:
+    return answer.reasoning, answer.content, answer.tool_calls, answer.finish_reason
+
+
+def one(text: str, reason: str = "stop", **case: Any) -> Answer:
+    """The answer of a text in one piece, which every other cutting must give too."""
+    answer = answered(reader(case), [text], reason)
+    for pieces in cuttings(text):
+        assert parts(answered(reader(case), pieces, reason)) == parts(answer), pieces
+    return answer
+
+
+def cuttings(text: str) -> Iterable[Sequence[str]]:
+    """Each single cut, and pieces of each of several lengths."""
+    yield from ([text[:i], text[i:]] for i in range(1, len(text)))
+    yield from ([text[i : i + n] for i in range(0, len(text), n)] for n in (1, 2, 3, 7))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_collected_answers_in_every_cutting(case: dict[str, Any]) -> None:
+    ended = case.get("ended", "stop")
+    answer = one(case["output"], ended, **{k: case[k] for k in ("tail", "tools") if k in case})
+    calls = [{call["name"]: call["arguments"]} for call in answer.tool_calls]
+    found = (answer.reasoning, answer.content, calls)
+    assert found == (case.get("thought", ""), case.get("content", ""), case.get("calls", []))
+    assert answer.finish_reason == ("tool_calls" if calls and ended == "stop" else ended)
+
+
+@pytest.mark.parametrize("case", STOPS, ids=lambda case: case["name"])
+def test_stops_in_every_cutting(case: dict[str, Any]) -> None:
+    answer = one(case["output"], "length", stop=case["stop"])
+    assert (answer.content, answer.finish_reason) == (case["content"], case["reason"])
+
+
+def pieces_of(text: str) -> list[Piece]:
+    out, start = list[Piece](), 0
+    for at, end in find(text, CONTROLS):
+        out += [Piece(text[start:at]), Piece(text[at:end], True)]
+        start = end
+    return [*out, Piece(text[start:])]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_ids_give_the_same_answers(case: dict[str, Any]) -> None:
+    by_ids, ended = reader(case), case.get("ended", "stop")
+    for piece in pieces_of(case["output"]):
+        by_ids.feed_tokens([piece])
+    text = answered(reader(case), [case["output"]], ended)
+    assert parts(by_ids.finish(ended)) == parts(text)
+
+
+def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> None:
+    ids = Reader()
+    ids.feed_tokens([Piece("<|tool_call>call:f{}<turn|>"), Piece("<unused7>", True)])
+    assert ids.finish().content == "<|tool_call>call:f{}<turn|>"
+    ids = Reader()
+    ids.feed_tokens([Piece(CALL, True), Piece("call:f{a:"), Piece(QUOTE, True)])
+    ids.feed_tokens([Piece(f"{QUOTE}{CALL_END}"), Piece(QUOTE, True), Piece("}")])
+    assert ids.finish().tool_calls == [{"name": "f", "arguments": {"a": f"{QUOTE}{CALL_END}"}}]
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "note": {"type": ["string", "null"]},
+        "n": {"type": "integer"},
+        "x": {"type": "number"},
+        "on": {"type": "boolean"},
+        "any": {"type": ["string", "integer"]},
+        "list": {"type": "array", "items": {"type": "string"}},
+        "deep": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+TYPED: list[tuple[str, Any]] = [
+    ("text:12", "12"),
+    ("text:1.50", "1.50"),
+    ("text:true", "true"),
+    ("text:null", None),
+    ("note:12", "12"),
+    (f"n:{QUOTE}12{QUOTE}", 12),
+    (f"x:{QUOTE}1.5{QUOTE}", 1.5),
+    (f"on:{QUOTE}true{QUOTE}", True),
+    (f"n:{QUOTE}true{QUOTE}", "true"),
+    (f"n:{QUOTE}no{QUOTE}", "no"),
+    (f"any:{QUOTE}12{QUOTE}", "12"),
+    ("any:12", 12),
+    (f"other:{QUOTE}12{QUOTE}", "12"),
+    ("other:12", 12),
+    ("other:-0.5e-3", -0.0005),
+    ("other:01", "01"),
+    ("other:1e999", "1e999"),
+    (f"other:{'9' * 4000}", int("9" * 4000)),
+    (f"other:{'9' * 5000}", "9" * 5000),
+    ("list:[1,2]", ["1", "2"]),
+    ("deep:{text:5}", {"text": "5"}),
+    ('text:"a\\n\\u00e9 <b>"', "a\né <b>"),
+    ('text:"\\ud800"', "\ufffd"),
+    ("text:'it is, so'", "it is, so"),
+    (f'text:say "a", {{b}} or so{QUOTE}', 'say "a", {b} or so'),
+    (f"text:{QUOTE}{CALL_END}{CALL}call:g{{}}{QUOTE}", f"{CALL_END}{CALL}call:g{{}}"),
+]
+
+
+@pytest.mark.parametrize("case", TYPED, ids=lambda case: case[0][:40])
+def test_types_by_schema(case: tuple[str, Any]) -> None:
+    body, wanted = case
+    name = body.partition(":")[0]
+    if CALL in body:  # another call behind its end shows that a string was never closed
+        body = body.replace(CALL_END + CALL, f"{CALL_END} to {CALL}")
+        wanted = wanted.replace(CALL_END + CALL, f"{CALL_END} to {CALL}")
+    answer = answered(
+        Reader(declared({"f": SCHEMA})), [f"{CALL}call:f{{{body}}}{CALL_END}{TURN_END}"]
+    )
+    assert answer.tool_calls == [{"name": "f", "arguments": {name: wanted}}], answer
+
+
+LENIENT: list[tuple[str, list[Any]]] = [
+    (f"{CALL}call:f(a:1){CALL_END}", [{"f": {"a": 1}}]),
+    (f"{CALL} call : f {{ a : 1 , b : [ 1 , ] , }} {CALL_END}", [{"f": {"a": 1, "b": [1]}}]),
+    (f"{CALL}call:f{{}}{CALL}call:g{{}}", [{"f": {}}, {"g": {}}]),
+    (f"{CALL}call:f{{}}\ncall:g{{}}{CALL_END}", [{"f": {}}, {"g": {}}]),
+    (f"{CALL}{CALL}call:f{{}}{CALL_END}", [{"f": {}}]),
+    (f"<|channel>thought\nWell{CALL}call:f{{}}{CALL_END}", [{"f": {}}]),
+    (f'{CALL}call:f{{"a b":1}}{CALL_END}', [{"f": {"a b": 1}}]),
+    (f"{CALL}call:f{{a:{QUOTE}x{TURN_END}y{QUOTE}}}", [{"f": {"a": f"x{TURN_END}y"}}]),
+    (f"{CALL}call:工具.x-y{{}}{CALL_END}", [{"工具.x-y": {}}]),
+]
+
+
+@pytest.mark.parametrize("case", LENIENT, ids=lambda case: case[0])
+def test_calls_beside_the_format(case: tuple[str, list[Any]]) -> None:
+    answer = one(case[0])
+    assert [{c["name"]: c["arguments"]} for c in answer.tool_calls] == case[1]
+    assert (answer.content, answer.finish_reason) == ("", "tool_calls")
+
+
+GOOD = f"{CALL}call:g{{n:1}}{CALL_END}"
+BROKEN = [
+    f"{CALL}call:f{{a:1{CALL_END}",
+    f"{CALL}call:f{{a:{QUOTE}x}}{CALL_END}",
+    f"{CALL}call:f{{a}}{CALL_END}",
+    f"{CALL}call:f{{a:x{QUOTE}}}{CALL_END}",
+    f"{CALL}call:f{{a:[1}}{CALL_END}",
+    f"{CALL}call:f{CALL_END}",
+    f"{CALL}f{{}}{CALL_END}",
+    f"{CALL}call:{{}}{CALL_END}",
+    f"{CALL}call:{'f' * 600}{{}}{CALL_END}",
+    f"{CALL}call:f{{a:{'[' * 100}{']' * 100}}}{CALL_END}",
+    f'{CALL}call:f{{a:"x}}{CALL_END}',
+    f"{CALL}call:f{{a:1]}}{CALL_END}",
+    f"{CALL}call:f{{,}}{CALL_END}",
+]
+
+
+@pytest.mark.parametrize("bad", BROKEN, ids=lambda bad: bad[:60])
+def test_a_call_that_is_none_is_given_back_and_hides_no_other(bad: str) -> None:
+    answer = one(f"A{bad}{GOOD}Z")
+    assert answer.tool_calls == [{"name": "g", "arguments": {"n": 1}}]
+    assert answer.content == f"A{bad}Z"
+
+
+def test_a_cut_call_is_no_call() -> None:
+    whole = f"{CALL}call:f{{a:{QUOTE}rm -r x{QUOTE}}}{CALL_END}"
+    for end in range(len(CALL) + 1, whole.index("}")):
+        answer = one(whole[:end], "length", tools={"f": SCHEMA})
+        assert (answer.tool_calls, answer.content) == ([], whole[:end])
+        assert answer.finish_reason == "length"
+    assert one(whole + "and", "length").finish_reason == "length"
+
+
+def test_without_calls_they_are_content() -> None:
+    quiet = Reader(calls=False)
+    quiet.feed(f"See {GOOD}.")
+    assert (answer := quiet.finish()).content == "See call:g{n:1}." and not answer.tool_calls
+
+
+def test_a_name_of_a_thought_counts_where_there_may_be_one() -> None:
+    text = "thought\nA<channel|>B"
+    assert parts(answered(Reader(), [text]))[:2] == ("A", "B")
+    assert answered(Reader(thinking=False), [text]).content == "thought\nAB"
+    off = "<|turn>model\n<|channel>thought\n<channel|>"
+    assert answered(Reader(None, off), [text]).content == "thought\nAB"
+    assert Reader(None, "<tool_response|><|channel>thought\n").thinking
+    assert not Reader(None, off).thinking and not Reader().thinking
+
+
+def test_an_answer_is_read_once() -> None:
+    done = Reader()
+    done.feed("a")
+    assert done.finish("length") is done.finish()
+    with pytest.raises(InputError, match="finished"):
+        done.feed("b")
+    assert call_id() != call_id() and call_id().startswith("call_")
+
+
+# --- stop strings -----------------------------------------------------------------------------
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_the_string_that_is_complete_first_ends_the_content(text: str, stops: list[str]) -> None:
+    ends = [(text.find(s) + len(s), -len(s)) for s in stops if s in text]
+    end, length = min(ends, default=(len(text), 0))
+    for pieces in ([text], list(text)):
+        found = Reader(stop=stops)
+        answer = answered(found, pieces, "length")
+        assert answer.content == text[: end + length]
+        assert found.stopped == bool(ends) and answer.finish_reason == (
+            "stop" if ends else "length"
+        )
+
+
+def test_stop_strings_end_content_alone() -> None:
+    text = (
+        f"<|channel>thought\nEND<channel|>EN{CALL}call:f{{a:{QUOTE}END{QUOTE}}}{CALL_END}D END no"
+    )
+    answer = one(text, stop="END")
+    assert parts(answer)[:2] == ("END", "END ")
+    assert len(answer.tool_calls) == 1 and answer.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "stop", [[""], [1], ["a"] * 65, ["a" * 5000]], ids=["", "1", "many", "long"]
+)
+def test_bad_stop_strings(stop: Any) -> None:
+    with pytest.raises(InputError, match=r"^stop"):
+        Reader(stop=stop)
+
+
+# --- properties -------------------------------------------------------------------------------
+
+ATOMS = st.sampled_from(
+    [
+        *CONTROLS,
+        "call:f{",
+        "call:",
+        "}",
+        "{",
+        "a:",
+        ",",
+        '"',
+        "'",
+        "\\",
+        "thought\n",
+        "\n",
+        " ",
+        "x",
+    ]
+    + ["<|tool", "_call>", "<", "|>", "[", "]", "12", "(", ")"]
+)
+SOUP = st.lists(ATOMS, max_size=24)
+
+
+@given(SOUP, st.data(), st.sampled_from(["stop", "length"]), st.booleans())
+@settings(max_examples=400)
+def test_every_cutting_of_anything(soup: list[str], data: Any, reason: str, known: bool) -> None:
+    case = {"tools": {"f": SCHEMA}} if known else {}
+    case |= {"stop": ["x}", "}x"]} if data.draw(st.booleans()) else {}
+    text = "".join(soup)
+    whole = parts(answered(reader(case), [text], reason))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    for pieces in (list(text), [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]):
+        assert parts(answered(reader(case), pieces, reason)) == whole
+
+
+PLAIN = st.text(max_size=12).filter(lambda t: not any(c in t for c in CONTROLS))
+KEYS = st.text("abcXYZ_-.9도", min_size=1, max_size=5)
+VALUES = st.recursive(
+    PLAIN
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=4)
+
+
+@given(st.lists(st.tuples(KEYS, ARGUMENTS), min_size=1, max_size=3), PLAIN)
+def test_what_is_rendered_is_read_back(calls: list[tuple[str, Any]], thought: str) -> None:
+    asked = [
+        {"id": str(i), "type": "function", "function": {"name": name, "arguments": json.dumps(a)}}
+        for i, (name, a) in enumerate(calls)
+    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Go"}]
+    start = len(make_prompt(messages).text)
+    messages.append({"role": "assistant", "reasoning": thought, "tool_calls": asked})
+    messages += [{"role": "tool", "tool_call_id": c["id"], "content": ""} for c in asked]
+    text = make_prompt(messages).text[start:]
+    text = text[: text.index(f"{RESPONSE}response:")] + RESPONSE
+    answer = answered(Reader(), [text], "length")
+    assert answer.reasoning == thought
+    assert answer.tool_calls == [{"name": name, "arguments": a} for name, a in calls]
+    assert (answer.content, answer.finish_reason) == ("", "tool_calls")
+
+
+N = 100_000
+LONG = {
+    "string": f"{CALL}call:f{{text:{QUOTE}{'a}' * (N // 2)}{QUOTE}}}{CALL_END}",
+    "open string": f"{CALL}call:f{{text:{QUOTE}{'a,text:' * (N // 7)}",
+    "list": f"{CALL}call:f{{list:[{'1,' * (N // 2)}]}}{CALL_END}",
+    "depth": f"{CALL}call:f{{a:{'[' * (N // 2)}{']' * (N // 2)}}}{CALL_END}",
+    "broken": f"{CALL}call:f{{a:{QUOTE}x}}{CALL_END} " * (N // 40),
+    "broken after another": f"{CALL}call:f{{a:{QUOTE}x}}{CALL_END}" * (N // 40),
+    "heads": f"{CALL}call:f " * (N // 20),
+    "space": f"{CALL}call:f{{}}{' ' * N}",
+    "quotes": f"{CALL}call:f{{a:{chr(34) * N}}}{CALL_END}",
+    "apostrophes": f"{CALL}call:f{{text:{chr(39) * N}{QUOTE}}}{CALL_END}",
+    "brackets": "<" * N,
+    "thought": "<|channel>thought\n" + "\n" * N,
+    "words in (": f"{CALL}call:f({'a:b,' * (N // 4)}){CALL_END}",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_time_grows_with_the_length(name: str) -> None:
+    """In pieces of one character; what looks at all before again would take minutes."""
+    begun = time.process_time()
+    answered(Reader(declared({"f": SCHEMA}), stop=["aab", "}}}"]), LONG[name])
+    assert time.process_time() - begun < 8
+
+
+# --- tokens -----------------------------------------------------------------------------------
+
+
+def vocabulary() -> Vocabulary:
+    made = tokenizer()
+    made.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>", "<bos>")])
+    return Vocabulary(made)
+
+
+WORDS = vocabulary()
+
+
+@given(st.lists(st.integers(3, 511) | st.integers(512, 530) | st.integers(4, 259), max_size=24))
+def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
+    ids = [i for i in ids if WORDS.tokenizer.id_to_token(i) is not None]
+    stream = TokenStream(WORDS)
+    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.rest()]
+    assert [p.text for p in pieces if p.control] == [
+        WORDS.strings[i] for i in ids if i in WORDS.strings
+    ]
+    runs, wanted = list[int](), ""
+    for i in [*ids, None]:
+        if i is not None and i not in WORDS.strings:
+            runs.append(i)
+        else:
+            wanted += WORDS.tokenizer.decode(runs) if runs else ""
+            wanted += WORDS.strings[i] if i is not None else ""
+            runs = []
+    assert "".join(p.text for p in pieces) == wanted
+
+
+def test_a_character_is_never_given_in_parts() -> None:
+    stream = TokenStream(WORDS)
+    ids = WORDS.plain("é€ab")
+    pieces = [p for i in ids for p in stream.push(i)]
+    assert [p.text for p in pieces] == ["é€ab"]
+    half = WORDS.plain("€")[:1]
+    assert [p for i in half for p in stream.push(i)] == []
+    (broken, end) = stream.push(WORDS.controls[TURN_END])
+    assert broken == Piece("\ufffd") and end == Piece(TURN_END, True)
+
+
+def test_a_budget_ends_thoughts() -> None:
+    opened, closed = (WORDS.controls[c] for c in ("<|channel>", "<channel|>"))
+    newline, word = WORDS.plain("\n")[0], WORDS.plain("ab")[0]
+
+    def forced(budget: Budget, ids: list[int]) -> list[int | None]:
+        out = []
+        for i in ids:
+            budget.push(i)
+            out.append(budget.forced())
+        return out
+
+    assert forced(Budget(WORDS, 2), [word, opened, word, word]) == [None, None, None, newline]
+    spent = Budget(WORDS, 1)
+    assert forced(spent, [opened, word, newline, closed, word]) == [
+        None,
+        newline,
+        closed,
+        None,
+        None,
+    ]
+    assert forced(spent, [opened]) == [closed]  # a thought that begins again has nothing left
+    assert forced(Budget(WORDS, 0), [word, opened]) == [None, closed]
+    assert Budget(WORDS, 0, inside=True).forced() == closed
+    early = Budget(WORDS, 3)
+    assert forced(early, [opened, word, closed, word, opened, word, word]) == [None] * 6 + [newline]
+    byte = WORDS.plain("€")
+    assert forced(Budget(WORDS, 1), [opened, *byte, word])[1:] == [None] * 3 + [newline]
+    with pytest.raises(InputError, match="budget -1"):
+        Budget(WORDS, -1)
+    with pytest.raises(InputError, match=r"no <\|channel>"):
+        Budget(Vocabulary(tokenizer()), 1)
