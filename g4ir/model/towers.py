@@ -62,7 +62,7 @@ def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
     from .media import AUDIO, IMAGE, find_media
 
     # A spec may lack the ids of placeholders, on which no tower depends.
-    ids = {kind: 0 for kind in (IMAGE, AUDIO) if getattr(spec.tokens, kind) is None}
+    ids: dict[str, Any] = {k: 0 for k in (IMAGE, AUDIO) if getattr(spec.tokens, k) is None}
     spec = replace(spec, tokens=replace(spec.tokens, **ids))
     media = find_media(spec, (IMAGE,) if part == "vision" else (AUDIO,))
     return list(build_towers(spec, media, dtype).values())[-1]
