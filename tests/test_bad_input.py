@@ -534,8 +534,11 @@ def test_endless_input_is_bounded(
     has(told["error"], "stdin:", "1.00 MiB", "2.00 MiB", "what follows is not read")
 
 
-def test_requests_are_answered_as_they_come(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second line is asked for when the first is answered."""
+def test_requests_are_answered_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine for one row asks for the second line when the first is answered."""
+    engine = built(tmp_path / "e", "--variant", "tiny-dense", "--random-weights", "0")
     done: list[str] = []
 
     class Line:
