@@ -28,7 +28,7 @@ MOST = {
     "g4ir/chat": 2600,
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
-    "g4ir/serve": 1560,
+    "g4ir/serve": 1700,
     "g4ir/cli": 2330,
     "bench": 1640,
     "tests": 38500,

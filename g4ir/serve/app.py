@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 #: seconds between two looks whether the client is there, and two signs of life in a silent stream
 LOOK_S, ALIVE_S = 0.2, 10.0
+NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -245,13 +246,13 @@ class Running:
             with contextlib.suppress(asyncio.TimeoutError):
                 item = await asyncio.wait_for(self._queue.get(), LOOK_S)
             if time.monotonic() - looked >= LOOK_S:
-                looked = time.monotonic()
                 if await self.request.is_disconnected():
                     raise Refused(499, "the client went away")
+                looked = time.monotonic()
             if item is None:
                 yield None
             elif item[1].finish == CANCELLED and not self.answers[item[0]].over:
-                raise ending()
+                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
             else:
                 yield self.answers[item[0]], item[1]
 

@@ -161,18 +161,18 @@ def _choice(value: Any, name: str) -> str:
     raise bad(name, f"must be auto, none, required or a named function, found {shown(value)}")
 
 
-def _format(value: Any, name: str) -> str:
+def _format(value: Any, name: str) -> dict[str, Any] | None:
+    """Return the schema of the answer; None: any text."""
     form = kind(dict)(value, name).get("type")
     if form not in ("text", "json_object", "json_schema"):
         raise bad(name, f"type must be text, json_object or json_schema, found {shown(form)}")
-    schema = value.get("json_schema")
-    if form == "json_schema" and not (
-        isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
-    ):
+    if form != "json_schema":
+        return {"type": "object"} if form == "json_object" else None
+    held = value.get("json_schema")
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict):
         raise bad(name, "json_schema must be an object with a name and a schema")
-    if form != "text":
-        raise missing(name, f"answers cannot be held to {form} by this server: give text")
-    return str(form)
+    return schema
 
 
 def _options(value: Any, name: str) -> dict[str, Any]:
@@ -282,6 +282,8 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
     if "top_logprobs" in found and not found.get("logprobs"):
         raise bad("top_logprobs", "needs logprobs true")
+    if found.get("response_format"):
+        _check_formed(found)
     if found.get("best_of", 1) > found.get("n", 1):
         raise missing("best_of", "must not be more than n")
     return found
@@ -293,6 +295,15 @@ def _check_one_form(body: Mapping[str, Any]) -> None:
     formed = isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
     if formed and choice not in (None, "auto", "none"):
         raise bad("response_format", "cannot be asked for together with a forced call")
+
+
+def _check_formed(fields: Mapping[str, Any]) -> None:
+    """Refuse what cannot be together with an answer of some form."""
+    if checked_choice(fields) != "none":
+        raise missing("response_format", "cannot be held to beside tools: give tool_choice none")
+    for name in ("ignore_eos", "min_tokens"):
+        if fields.get(name):
+            raise bad(name, "cannot be together with a response_format, which has its own end")
 
 
 def checked_choice(fields: Mapping[str, Any]) -> str:

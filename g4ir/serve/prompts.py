@@ -20,6 +20,7 @@ from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
 
 from .bodies import EFFORTS, as_input, checked_choice
+from .grammar import Grammars
 from .media import read_media
 from .refusals import Refused, bad, missing
 
@@ -78,6 +79,16 @@ class Prompts:
             raise EngineError(f"{self.engine.path} has no tokenizer.json: it cannot be served")
         return Vocabulary(self.codec.tokenizer)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Masks that hold answers to JSON."""
+        ends = {*self.engine.stop_ids(), *self._turn_ends} - {*self.engine.suppressed()}
+        return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
+
+    @property
+    def _turn_ends(self) -> set[int]:
+        return {i for text, i in self.vocabulary.controls.items() if text in ENDS}
+
     def chat(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
         if not {TURN, TURN_END} <= self.vocabulary.controls.keys():
@@ -101,8 +112,20 @@ class Prompts:
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
         made = self._job(tokens, fields, "messages", top, salt)
-        job = replace(made, soft=tuple(soft), marks=self._marks(tokens, fields["messages"]))
-        return Asked(fields, (job,), prompt, tools, options.get("enable_thinking"))
+        marks = self._marks(tokens, fields["messages"])
+        thinking = options.get("enable_thinking")
+        sampling = self._held(made.sampling, fields, prompt, thinking is True)
+        job = replace(made, soft=tuple(soft), marks=marks, sampling=sampling)
+        return Asked(fields, (job,), prompt, tools, thinking)
+
+    def _held(
+        self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
+    ) -> RowSampling:
+        """Return settings that hold an answer to the schema of a request."""
+        if (schema := fields.get("response_format")) is None:
+            return sampling
+        inside = Reader(prompt_tail=prompt.tail).thinking
+        return replace(sampling, allowed=self.grammars.mask(schema, thinking, inside))
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return one job for each prompt."""
@@ -153,7 +176,7 @@ class Prompts:
             given["seed"] = fields["seed"] % SEEDS
         stop = fields.get("stop_token_ids", frozenset())
         if "messages" in fields and not fields.get("ignore_eos"):
-            stop |= {i for text, i in self.vocabulary.controls.items() if text in ENDS}
+            stop |= self._turn_ends
         return RowSampling(**given, stop=stop, logprobs=top)
 
     def _marks(self, tokens: Sequence[int], messages: Sequence[Any]) -> tuple[int, ...]:

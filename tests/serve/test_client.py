@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -215,6 +216,87 @@ def test_what_is_known_of_a_prompt_is_told(client: openai.OpenAI) -> None:
     again = ask(client, messages=messages).usage
     assert again.prompt_tokens == first.prompt_tokens
     assert again.prompt_tokens_details.cached_tokens >= first.prompt_tokens // 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "maximum": 99, "minimum": 0},
+        "b": {"enum": ["x", "y"]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def formed(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
+    """Random weights say anything, and still it is JSON of the schema."""
+    given = {"response_format": formed(SCHEMA), "temperature": 1.5, "n": 3, "max_tokens": 300}
+    got = ask(client, **given, seed=3, stream=stream)
+    if stream:
+        chunks = [*got]
+        found = [joined(chunks, i) for i in range(3)]
+        texts = [f["content"] for f in found if f["finish"] == "stop"]
+    else:
+        texts = [c.message.content for c in got.choices if c.finish_reason == "stop"]
+    assert texts
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_schema_behind_a_thought(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = served.server.prompts
+    assert prompts
+    mask = prompts.grammars.mask(SCHEMA, True, False)
+    controls = prompts.vocabulary.controls
+    channel, end = controls["<|channel>"], controls["<channel|>"]
+    brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
+
+    def free(tokens: list[int], token: int) -> bool:
+        held = mask.mask(tokens)
+        return held is None or bool(held.view("uint32")[token // 32] >> (token % 32) & 1)
+
+    row: list[int] = []
+    assert free(row, channel) and free(row, brace) and not free(row, z)
+    row.append(channel)
+    assert free(row, z)
+    row += [z, end]
+    assert free(row, brace) and not free(row, z) and not free(row, channel)
+    other: list[int] = [brace]
+    assert not free(other, brace) and not free(other, channel)
+
+
+def test_any_object(client: openai.OpenAI) -> None:
+    got = ask(client, response_format={"type": "json_object"}, temperature=1, max_tokens=40)
+    assert got.choices[0].message.content.lstrip()[0] == "{"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": formed({"type": "nonsense"})},
+        {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
+        {"response_format": formed({"enum": ["x" * 70_000]})},
+        {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
+    ],
+)
+def test_schemas_that_cannot_be_held_to(client: openai.OpenAI, given: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as e:
+        ask(client, **given)
+    assert e.value.param in ("response_format", "min_tokens")
+
+
+def test_a_schema_beside_tools(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as e:
+        ask(client, response_format=formed(SCHEMA), tools=[TOOL])
+    assert e.value.status_code == 501
 
 
 ERRORS = {

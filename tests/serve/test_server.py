@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -268,3 +270,31 @@ def test_files_of_keys_that_are_wrong(tmp_path: Path, text: str) -> None:
 def test_which_hosts_are_known() -> None:
     assert known_hosts("0.0.0.0") is None
     assert known_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
+
+
+@pytest.mark.parametrize("name", ["starlette", "uvicorn", "prometheus_client"])
+def test_without_the_libraries(
+    engine_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [m for m in sys.modules if m.startswith(("g4ir.serve", name))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    said = refused("serve", engine_folder, "--port", "0", code=3)
+    assert name in said and "pip install 'g4ir[serve]'" in said
+
+
+def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a reader that takes nothing is bounded in time."""
+    object.__setattr__(narrow.server.settings, "unread", 4)
+    object.__setattr__(narrow.server.settings, "slow_s", 0.1)
+
+    async def slow(request: Request) -> bool:
+        await asyncio.sleep(1.0)  # nothing is taken meanwhile
+        return False
+
+    monkeypatch.setattr(Request, "is_disconnected", slow)
+    with narrow.client() as client:
+        got = client.post(CHAT, json=LONG | {"max_tokens": 600})
+    assert got.status_code == 503 and got.json()["error"]["code"] == "not_read"
+    service = narrow.server.service
+    assert service and service.totals.ended["cancelled"] == 1
