@@ -51,7 +51,7 @@ from tests.cli_tools import (
 )
 from tests.engines import stored_manifest
 
-VERBS = ("specs", "show", "plan", "build", "run", "verify", "bench", "bench-compare")
+VERBS = ("specs", "show", "plan", "build", "run", "verify", "serve", "bench", "bench-compare")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ ROOMS = (
     "chat",
     "check",
     "bench",
+    "serve",
     "cli",
 )
 #: reading, building, rewriting, planning and printing a graph needs no torch, and `--help` is fast

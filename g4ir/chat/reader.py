@@ -107,7 +107,7 @@ class Reader:
         self._schemas: Schemas = {
             t["function"]["name"]: t["function"].get("parameters") or {} for t in lowered
         }
-        self._stops = _Stops(stop)
+        self._stops = Stops(stop)
         self._calls = calls
         self._lexer = Lexer()
         self._state, self._held, self._opener = START, "", CALL
@@ -466,7 +466,7 @@ class _Body:
         return self._depth == 0
 
 
-class _Stops:
+class Stops:
     """Strings that end the content: the one that is complete first, of several the longest.
 
     For each it is known how much of it the text ends with, so that nothing is compared twice.

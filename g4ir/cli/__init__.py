@@ -21,6 +21,7 @@ from .build import add_build
 from .common import Parser
 from .plan import add_plan
 from .run import add_run, add_verify
+from .serve import add_serve
 from .show import add_show
 from .specs import add_specs
 from .trust import add_sign, add_trust
@@ -57,6 +58,7 @@ def _parser() -> Parser:
     add_build(verbs)
     add_run(verbs)
     add_verify(verbs)
+    add_serve(verbs)
     add_bench(verbs)
     add_bench_compare(verbs)
     add_tune(verbs)

@@ -1,0 +1,80 @@
+"""`g4ir serve`: an engine behind the paths of OpenAI's protocol."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError, MissingError
+from g4ir.ui import console
+
+from .common import add_load, add_verb, load
+
+if TYPE_CHECKING:
+    from g4ir.engine.engine import Engine
+
+
+def add_serve(verbs: Any) -> None:
+    p = add_verb(verbs, "serve", _serve, "answer requests of OpenAI's protocol", json=False)
+    p.add_argument("engine", metavar="ENGINE")
+    p.add_argument("--host", metavar="NAME", default="127.0.0.1", help="default 127.0.0.1")
+    p.add_argument(
+        "--port", metavar="N", type=int, default=8000, help="default 8000; 0: a free one"
+    )
+    p.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="keys, one a line, of which a request must bring one",
+    )
+    p.add_argument("--served-name", metavar="NAME", help="default: the name of the folder")
+    p.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name by which a server on this machine may be asked too (repeat)",
+    )
+    p.add_argument(
+        "--queue", metavar="N", type=int, default=64, help="requests that may wait (default 64)"
+    )
+    p.add_argument(
+        "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
+    )
+    p.add_argument(
+        "--drain",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="seconds for running answers once it is told to end (default 60)",
+    )
+    add_load(p)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from g4ir.serve.app import Server
+        from g4ir.serve.gate import Gate, is_loopback, known_hosts, read_keys
+        from g4ir.serve.server import Address, serve
+    except ImportError as e:
+        if (e.name or "").startswith("g4ir"):
+            raise
+        raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
+    from g4ir.engine.service import ServiceSettings
+
+    if args.max_body < 1:
+        raise InputError(f"--max-body {args.max_body}: expected at least 1 MiB")
+    keys = read_keys(args.api_key_file) if args.api_key_file else ()
+    hosts = known_hosts(args.host, args.allow_host)
+    gate = Gate(keys, hosts, args.max_body << 20)
+    name = args.served_name or Path(args.engine).resolve().name
+    server = Server(name, gate, ServiceSettings(waiting=args.queue))
+    if not (keys or is_loopback(args.host)):
+        console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
+
+    def loader() -> Engine:
+        with console.Progress() as progress:
+            return load(args.engine, progress, args.cuda_graph, args.trust)
+
+    serve(server, Address(args.host, args.port, args.drain), loader, console.say)
+    return 0

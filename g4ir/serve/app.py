@@ -1,0 +1,306 @@
+"""The paths of the server: one coroutine each, and how answers are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from g4ir import __version__
+from g4ir.engine.engine import Engine
+from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
+from g4ir.engine.slots import CANCELLED, Event, SlotSettings
+from g4ir.errors import BusyError
+
+from .answers import Answer, Form, usage_of
+from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
+from .gate import Gate
+from .metrics import Metrics
+from .prompts import Asked, Prompts
+from .refusals import Refused, ending, later, refusal
+
+log = logging.getLogger(__name__)
+
+#: seconds between two looks whether the client is there, and two signs of life in a silent stream
+LOOK_S, ALIVE_S = 0.2, 10.0
+NOT_READ = "the answer was not read in time, and was cancelled"
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass
+class Server:
+    """Holds all that paths share. Until `start` gives it an engine it says that it is loading."""
+
+    name: str
+    gate: Gate = field(default_factory=Gate)
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
+    slots: SlotSettings = field(default_factory=SlotSettings)
+
+    def __post_init__(self) -> None:
+        self.metrics, self.created = Metrics(), int(time.time())
+        self.prompts: Prompts | None = None
+        self.service: Service | None = None
+        #: whether no more requests are taken
+        self.draining = False
+        #: requests that have not been answered to the end
+        self.open = 0
+
+    def start(self, engine: Engine) -> None:
+        """Answer with an engine from now on."""
+        prompts = Prompts(engine)
+        prompts.vocabulary.controls  # noqa: B018  # an engine without a tokenizer is refused here
+        self.prompts = prompts
+        self.service = self.metrics.service = Service(engine, self.settings, self.slots)
+
+    def app(self) -> Starlette:
+        """Return the application of ASGI."""
+        routes = [
+            Route("/health", self._route(self.health)),
+            Route("/version", self._route(self.version)),
+            Route("/metrics", self._route(self.numbers)),
+            Route("/v1/models", self._route(self.models)),
+            Route("/v1/models/{name:path}", self._route(self.model)),
+            Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
+            Route("/v1/completions", self._route(self.completions), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
+
+    def _route(self, handler: Handler) -> Handler:
+        """Return a handler that checks who asks, and answers errors as JSON."""
+
+        async def handle(request: Request) -> Response:
+            self.open += 1
+            try:
+                request.state.salt = self.gate.check(request)
+                return await handler(request)
+            except Exception as e:
+                return self._refused(e, request)
+            finally:
+                self.open -= 1
+
+        return handle
+
+    def _refused(self, error: Exception, request: Request) -> Response:
+        known = CHAT if request.url.path.endswith("chat/completions") else COMPLETIONS
+        if isinstance(error, BusyError) and self.draining:
+            error = ending()
+        hidden = str(self.prompts.engine.path) if self.prompts else ""
+        said = refusal(error, known, hidden)
+        self.metrics.rejected.labels(said.code or str(said.status)).inc()
+        return _json(said.body(), said.status, said.headers)
+
+    async def _unknown(self, request: Request, error: Exception) -> Response:
+        """Answer paths and methods that there are not."""
+        assert isinstance(error, HTTPException)
+        words = {404: "no such path", 405: "this path has no such method"}
+        headers = error.headers or {}
+        try:
+            self.gate.check(request)
+            message = words.get(error.status_code, error.detail)
+            raise Refused(error.status_code, message, headers=headers)
+        except Refused as e:
+            return self._refused(e, request)
+
+    # --- small paths --------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """Answer whether a request would be taken."""
+        self._ready()
+        return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """Answer the version of this package."""
+        return _json({"version": __version__})
+
+    async def numbers(self, request: Request) -> Response:
+        """Answer the counts."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """Answer the one model that there is."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Answer the model of a name."""
+        self._check_model(request.path_params["name"])
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        out = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+        if self.prompts:
+            engine = self.prompts.engine
+            out |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
+        return out
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
+
+    def _ready(self) -> tuple[Prompts, Service]:
+        if self.draining:
+            raise ending()
+        if self.prompts is None or self.service is None:
+            raise later(503, "loading", "the engine is being loaded")
+        if not self.service.alive:
+            raise later(503, "engine_ended", "the engine has ended; start the server again")
+        return self.prompts, self.service
+
+    # --- answers ------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, CHAT)
+
+    async def completions(self, request: Request) -> Response:
+        """Answer prompts."""
+        return await self._answer(request, COMPLETIONS)
+
+    async def _answer(self, request: Request, table: Mapping[str, Read]) -> Response:
+        prompts, service = self._ready()
+        body = await self.gate.body(request)
+
+        def prepared() -> Asked:
+            fields = read_fields(parsed(body), table)
+            self._check_model(fields.get("model"))
+            make = prompts.chat if table is CHAT else prompts.completions
+            return make(fields, request.state.salt)
+
+        asked = await run_in_threadpool(prepared)
+        running = Running(self, asked, request)
+        await run_in_threadpool(running.submit, service)
+        if not asked.stream:
+            try:
+                return _json(await running.whole())
+            finally:
+                running.end()
+        self.open += 1  # until the stream ends
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(running.stream(), 200, headers, "text/event-stream")
+
+
+class Running:
+    """A request that is being answered."""
+
+    def __init__(self, server: Server, asked: Asked, request: Request) -> None:
+        assert server.prompts
+        self.server, self.asked, self.request = server, asked, request
+        self.form = Form(asked, server.name)
+        count = asked.n * len(asked.jobs)
+        self.answers = [Answer(asked, server.prompts.vocabulary, i) for i in range(count)]
+        self.streams: list[Stream] = []
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def submit(self, service: Service) -> None:
+        """Put its jobs into the queue: all of them, or none."""
+        try:
+            for i, job in enumerate(self.asked.jobs):
+                self.streams.append(service.submit(job, self._told(i * self.asked.n)))
+        except Exception:
+            self.end()
+            raise
+
+    def _told(self, first: int) -> Callable[[Event], None]:
+        """Return what hands events to the loop; a reader that lags too far behind is cancelled."""
+        settings, since = self.server.settings, time.monotonic()
+
+        def told(event: Event) -> None:
+            nonlocal since
+            now = time.monotonic()
+            if self._queue.qsize() < settings.unread:
+                since = now
+            elif now - since > settings.slow_s:
+                for stream in self.streams:
+                    stream.cancel(BY_SLOWNESS)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
+
+        return told
+
+    def end(self) -> None:
+        """Free its rows, and count it."""
+        for stream in self.streams:
+            if not stream.ticket.done:
+                stream.cancel()
+            self.server.metrics.took(stream.ticket.counts)
+        self.streams = []
+
+    async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
+        """Yield events until every answer is over, and None where there was none for a while.
+        Refused where the client has gone."""
+        looked = time.monotonic()
+        while not all(a.over for a in self.answers):
+            item = None
+            with contextlib.suppress(asyncio.TimeoutError):
+                item = await asyncio.wait_for(self._queue.get(), LOOK_S)
+            if time.monotonic() - looked >= LOOK_S:
+                if await self.request.is_disconnected():
+                    raise Refused(499, "the client went away")
+                looked = time.monotonic()
+            if item is None:
+                yield None
+            elif item[1].finish == CANCELLED and not self.answers[item[0]].over:
+                raise ending() if self.server.draining else later(503, "not_read", NOT_READ)
+            else:
+                yield self.answers[item[0]], item[1]
+
+    def _usage(self) -> dict[str, Any]:
+        counts = [s.ticket.counts for s in self.streams]
+        prompt, cached = sum(c.prompt for c in counts), sum(c.cached for c in counts)
+        return usage_of(prompt, cached, self.answers)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer at once."""
+        async for item in self._events():
+            if item:
+                item[0].take(item[1])
+        return self.form.whole(self.answers, self._usage())
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield the answer as events of a stream, and an error as the last of them."""
+        try:
+            async for text in self._pieces():
+                yield text
+        except Exception as e:
+            said = refusal(e, {}, str(self.server.prompts and self.server.prompts.engine.path))
+            yield f"data: {_text(said.body())}\n\n"
+        finally:
+            self.end()
+            self.server.open -= 1
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        for chunk in self.form.first(len(self.answers)):
+            yield f"data: {_text(chunk)}\n\n"
+        spoke = time.monotonic()
+        async for item in self._events():
+            chunks = self.form.chunks(item[0], item[0].take(item[1])) if item else []
+            for chunk in chunks:
+                yield f"data: {_text(chunk)}\n\n"
+            if not chunks and time.monotonic() - spoke >= ALIVE_S:
+                yield ": keepalive\n\n"
+                spoke = time.monotonic()
+            spoke = time.monotonic() if chunks else spoke
+        if self.asked.fields.get("stream_options"):
+            yield f"data: {_text(self.form.last(self._usage()))}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+def _text(value: Any) -> str:
+    """Return JSON in ASCII: a text of a model may have half a character escaped."""
+    return json.dumps(value, allow_nan=False)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_text(value), status, headers, "application/json")

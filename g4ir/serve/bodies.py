@@ -1,0 +1,317 @@
+"""Reads bodies of requests: tables of fields, each with what it may be. `null` means not given,
+unknown fields are left alone, and what this server cannot do is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
+from g4ir.errors import InputError
+
+from .refusals import Refused, bad, missing
+
+#: returns the value of a field, or refuses it; is given its name too
+Read = Callable[[Any, str], Any]
+
+MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
+MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
+MOST_TOP = 20
+#: efforts -> whether the model thinks
+EFFORTS = {
+    **dict.fromkeys(("none", "minimal"), False),
+    **dict.fromkeys(("low", "medium", "high", "xhigh"), True),
+}
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """Return the object of a body. Refused where it is no JSON, too deep, or no object."""
+    try:
+        body = json.loads(raw.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise _deep() from None
+    except ValueError as e:
+        raise Refused(400, f"the body is no JSON: {str(e)[:120]}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body must be an object, found {kind_of(body)}")
+    _check_depth(body)
+    return body
+
+
+def _deep() -> Refused:
+    return Refused(400, f"the body lies deeper than {MOST_DEPTH} levels")
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _check_depth(body: Any) -> None:
+    """Refuse values that lie too deep, and numbers that are none: 1e999 is read as infinite."""
+    level = [body]
+    for _ in range(MOST_DEPTH):
+        if any(isinstance(v, float) and not math.isfinite(v) for v in level):
+            raise Refused(400, "the body has a number that is too large")
+        held = [v for v in level if isinstance(v, dict | list)]
+        level = [x for v in held for x in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return
+    raise _deep()
+
+
+# --- kinds of fields --------------------------------------------------------------------------
+
+
+def number(low: float, high: float, whole: bool = False) -> Read:
+    """Take numbers of a range; a boolean is none."""
+
+    def read(value: Any, name: str) -> Any:
+        kinds = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            what = "a whole number" if whole else "a number"
+            raise bad(name, f"must be {what}, found {_found(value)}")
+        if not low <= value <= high:
+            raise bad(name, f"must be {low} to {high}, found {shown(value)}")
+        return value
+
+    return read
+
+
+def whole(low: int, high: int) -> Read:
+    """Take whole numbers of a range."""
+    return number(low, high, True)
+
+
+def kind(form: type) -> Read:
+    """Take values of one kind."""
+    words = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
+
+    def read(value: Any, name: str) -> Any:
+        if not isinstance(value, form):
+            raise bad(name, f"must be {words[form]}, found {_found(value)}")
+        return value
+
+    return read
+
+
+def _found(value: Any) -> str:
+    return f"{kind_of(value)} ({shown(value)})"
+
+
+def listed(most: int, least: int = 0) -> Read:
+    """Take lists of bounded length."""
+
+    def read(value: Any, name: str) -> Any:
+        kind(list)(value, name)
+        if not least <= len(value) <= most:
+            raise bad(name, f"must have {least} to {most} entries, found {len(value)}")
+        return value
+
+    return read
+
+
+def one_of(*words: str) -> Read:
+    """Take one of some words."""
+
+    def read(value: Any, name: str) -> Any:
+        if value not in words:
+            raise bad(name, f"must be one of {', '.join(words)}, found {shown(value)}")
+        return value
+
+    return read
+
+
+def _stop(value: Any, name: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else listed(MOST_STOPS)(value, name)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise bad(name, "must be a text that is not empty, or a list of such")
+    return tuple(strings)
+
+
+def _ids(value: Any, name: str) -> frozenset[int]:
+    read = whole(0, (1 << 31) - 1)
+    return frozenset(read(i, name) for i in listed(MOST_STOP_IDS)(value, name))
+
+
+def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
+    given = kind(dict)(value, name)
+    if len(given) > MOST_BIASES:
+        raise bad(name, f"must have at most {MOST_BIASES} entries, found {len(given)}")
+    wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
+    if wrong is not None:
+        raise bad(name, f"keys must be token ids, found {shown(wrong)}")
+    out = {int(k): number(-100, 100)(v, name) for k, v in given.items()}
+    return tuple(out.items())
+
+
+def _stream_options(value: Any, name: str) -> bool:
+    """Return whether usage is asked for."""
+    include = kind(dict)(value, name).get("include_usage")
+    return bool(include is not None and kind(bool)(include, name))
+
+
+def _choice(value: Any, name: str) -> str:
+    if value in ("auto", "none"):
+        return str(value)
+    named = value.get("function") if isinstance(value, dict) else None
+    if value == "required" or (isinstance(named, dict) and isinstance(named.get("name"), str)):
+        raise missing(name, "calls cannot be forced by this server: give auto or none")
+    raise bad(name, f"must be auto, none, required or a named function, found {shown(value)}")
+
+
+def _format(value: Any, name: str) -> dict[str, Any] | None:
+    """Return the schema of the answer; None: any text."""
+    form = kind(dict)(value, name).get("type")
+    if form not in ("text", "json_object", "json_schema"):
+        raise bad(name, f"type must be text, json_object or json_schema, found {shown(form)}")
+    if form != "json_schema":
+        return {"type": "object"} if form == "json_object" else None
+    held = value.get("json_schema")
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict):
+        raise bad(name, "json_schema must be an object with a name and a schema")
+    return schema
+
+
+def _options(value: Any, name: str) -> dict[str, Any]:
+    """Return options of the template; what the server itself gives it cannot be one."""
+    own = {"messages", "tools", "add_generation_prompt"}
+    given = kind(dict)(value, name)
+    if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
+        raise bad(name, f"{shown(wrong)} is no option of a template")
+    if len(given) > 32:
+        raise bad(name, f"must have at most 32 entries, found {len(given)}")
+    if "enable_thinking" in given:
+        kind(bool)(given["enable_thinking"], name)
+    return dict(given)
+
+
+def _unsupported(*harmless: Any) -> Read:
+    """Take only values that ask for nothing."""
+
+    def read(value: Any, name: str) -> Any:
+        if not any(value is h or (value == h and type(value) is type(h)) for h in harmless):
+            raise missing(name, f"this server cannot do it; leave it out (found {_found(value)})")
+        return value
+
+    return read
+
+
+_COUNT = whole(1, (1 << 31) - 1)
+COMMON: Mapping[str, Read] = {
+    "model": kind(str),
+    "max_tokens": _COUNT,
+    "temperature": number(0, 100),
+    "top_p": number(1e-6, 1),
+    "top_k": whole(-1, (1 << 31) - 1),
+    "min_p": number(0, 1),
+    "n": whole(1, 128),
+    "stream": kind(bool),
+    "stream_options": _stream_options,
+    "stop": _stop,
+    "stop_token_ids": _ids,
+    "seed": whole(-(1 << 63), (1 << 63) - 1),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(0.01, 100),
+    "logit_bias": _biases,
+    "ignore_eos": kind(bool),
+    "min_tokens": whole(0, (1 << 31) - 1),
+    "priority": _unsupported(0),
+    "skip_special_tokens": _unsupported(True),
+    "include_stop_str_in_output": _unsupported(False),
+    "return_token_ids": _unsupported(False),
+    "truncate_prompt_tokens": _unsupported(),
+    "thinking_token_budget": _unsupported(),
+}
+CHAT: Mapping[str, Read] = {
+    **COMMON,
+    "messages": listed(MOST_MESSAGES, 1),
+    "max_completion_tokens": _COUNT,
+    "logprobs": kind(bool),
+    "top_logprobs": whole(0, MOST_TOP),
+    "tools": listed(MOST_TOOLS),
+    "tool_choice": _choice,
+    "parallel_tool_calls": kind(bool),
+    "response_format": _format,
+    "reasoning_effort": one_of(*EFFORTS),
+    "chat_template_kwargs": _options,
+    "add_generation_prompt": kind(bool),
+    "continue_final_message": kind(bool),
+    "modalities": _unsupported(["text"]),
+    "functions": _unsupported(),
+    "function_call": _unsupported("none"),
+    "audio": _unsupported(),
+}
+
+
+def _prompts(value: Any, name: str) -> tuple[Any, ...]:
+    """Return prompts, each a text or a list of ids."""
+    if isinstance(value, str):
+        return (value,)
+    kind(list)(value, name)
+    if value and all(isinstance(x, int) for x in value):
+        return (value,)
+    texts = all(isinstance(x, str) for x in value)
+    if not (texts or all(isinstance(x, list) for x in value)):
+        raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
+    return tuple(listed(MOST_PROMPTS, 1)(value, name))
+
+
+COMPLETIONS: Mapping[str, Read] = {
+    **COMMON,
+    "prompt": _prompts,
+    "logprobs": whole(0, MOST_TOP),
+    "echo": _unsupported(False),
+    "suffix": _unsupported(""),
+    "best_of": _COUNT,
+}
+
+
+def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
+    """Return the known fields that are given, each as its reader returns it; what needs another
+    field is refused without it."""
+    _check_one_form(body)
+    found = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
+    for name in ("messages", "prompt"):
+        if name in table and name not in found:
+            raise bad(name, "is missing")
+    if "stream_options" in found and not found.get("stream"):
+        raise bad("stream_options", "is for streams: give stream true, or leave it out")
+    if "top_logprobs" in found and not found.get("logprobs"):
+        raise bad("top_logprobs", "needs logprobs true")
+    if found.get("response_format"):
+        _check_formed(found)
+    if found.get("best_of", 1) > found.get("n", 1):
+        raise missing("best_of", "must not be more than n")
+    return found
+
+
+def _check_one_form(body: Mapping[str, Any]) -> None:
+    """Refuse an answer that must be both a call and a text of some form."""
+    form, choice = body.get("response_format"), body.get("tool_choice")
+    formed = isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
+    if formed and choice not in (None, "auto", "none"):
+        raise bad("response_format", "cannot be asked for together with a forced call")
+
+
+def _check_formed(fields: Mapping[str, Any]) -> None:
+    """Refuse what cannot be together with an answer of some form."""
+    if checked_choice(fields) != "none":
+        raise missing("response_format", "cannot be held to beside tools: give tool_choice none")
+    for name in ("ignore_eos", "min_tokens"):
+        if fields.get(name):
+            raise bad(name, "cannot be together with a response_format, which has its own end")
+
+
+def checked_choice(fields: Mapping[str, Any]) -> str:
+    """Return whether tools may be called: auto or none."""
+    return str(fields.get("tool_choice", "auto" if fields.get("tools") else "none"))
+
+
+def as_input(error: InputError, name: str) -> InputError:
+    """Return an error that names the field."""
+    text = str(error)
+    return error if text.startswith(name) else InputError(f"{name}: {text}")

@@ -1,0 +1,120 @@
+"""Who may ask: the names of the host, keys, and bodies of a size and a kind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import ClientDisconnect, Request
+
+from g4ir.errors import InputError
+
+from .refusals import Refused
+
+#: names by which a server on this machine is asked
+LOCAL = ("localhost",)
+#: paths that no key opens, because they have none
+GUARDED = ("/v1/", "/metrics")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`hosts` None: any name of the host will do; `keys` empty: no key is asked for."""
+
+    keys: tuple[bytes, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    max_body: int = 32 << 20
+    body_s: float = 30.0
+
+    def check(self, request: Request) -> str:
+        """Refuse who may not ask; return what parts the caches of one key from another's."""
+        self._check_host(request.headers.get("host", ""))
+        guarded = request.url.path.startswith(GUARDED)
+        if not self.keys or not guarded:
+            return ""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        raw = given.strip().encode()
+        found = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
+        if scheme.lower() != "bearer" or not any(found):
+            raise Refused(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return hashlib.sha256(raw).hexdigest()
+
+    def _check_host(self, host: str) -> None:
+        """A page of another site may ask a server on this machine by a name that leads to it."""
+        if self.hosts is None:
+            return
+        name = _name(host)
+        if name not in self.hosts and not is_loopback(name):
+            raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
+
+    async def body(self, request: Request) -> bytes:
+        """Return the body of a request; Refused where it is too large, too slow or no JSON."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(415, "the Content-Type must be application/json")
+        size = request.headers.get("content-length", "")
+        if size.isdigit() and int(size) > self.max_body:
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._read(request), self.body_s)
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body did not come within {self.body_s:g} seconds") from None
+        except ClientDisconnect:
+            raise Refused(499, "the client went away") from None
+
+    async def _read(self, request: Request) -> bytes:
+        out = bytearray()
+        async for part in request.stream():
+            out += part
+            if len(out) > self.max_body:
+                raise self._too_large()
+        return bytes(out)
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"the body has more than {self.max_body} bytes")
+
+
+def _name(host: str) -> str:
+    """Return the name of a Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name is this machine's own."""
+    try:
+        return name in LOCAL or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(path: str | Path) -> tuple[bytes, ...]:
+    """Return the keys of a file, one a line; InputError for none and for what no header holds."""
+    path = Path(path)
+    try:
+        lines = path.read_text().split("\n")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8; write one key a line") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    for i, key in enumerate(keys):
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise InputError(f"{path}: key {i + 1} has characters that no header can have")
+    if not keys:
+        raise InputError(f"{path}: has no key; write one a line")
+    return tuple(key.encode() for key in keys)
+
+
+def known_hosts(host: str, names: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """Return the names that a Host header may have: any where the server is bound more widely."""
+    return tuple(n.lower() for n in (*LOCAL, *names)) if is_loopback(host) else None

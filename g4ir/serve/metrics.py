@@ -1,0 +1,83 @@
+"""Counts of a server, in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from g4ir.engine.service import Service
+from g4ir.engine.slots import Counts
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The numbers of one server. `service` is None while the engine is loading."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.service: Service | None = None
+        held: Any = {"registry": self.registry}
+        timed = held | {"buckets": SECONDS}
+        self.first = Histogram("g4ir_time_to_first_token_seconds", "From submission.", **timed)
+        self.whole = Histogram("g4ir_e2e_request_latency_seconds", "From submission.", **timed)
+        self.queued = Histogram("g4ir_request_queue_time_seconds", "Without a row.", **timed)
+        self.rejected = Counter("g4ir_rejected", "Refused requests.", ["reason"], **held)
+        self.prompts = Counter("g4ir_prompt_tokens", "Tokens of prompts.", **held)
+        self.registry.register(_Totals(self))
+
+    def text(self) -> bytes:
+        """Return all of it."""
+        return generate_latest(self.registry)
+
+    def took(self, counts: Counts) -> None:
+        """Count a request that ended."""
+        self.prompts.inc(counts.prompt)
+        times = ((self.first, counts.first_token_s), (self.whole, counts.total_s))
+        for histogram, seconds in (*times, (self.queued, counts.queued_s)):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+
+class _Totals:
+    """Reads what the slots count by themselves."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: what there is is known when it is asked for."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each number."""
+        service = self.metrics.service
+        if service is None:
+            return
+        totals = service.totals
+        gauges = {"running": service.active, "waiting": service.waiting}
+        for name, value in gauges.items():
+            words = f"Requests that are {name}." if name == "waiting" else "Rows that decode."
+            yield GaugeMetricFamily(f"g4ir_num_requests_{name}", words, value)
+        counters: dict[str, tuple[str, float]] = {
+            "generation_tokens": ("Tokens generated.", totals.generated),
+            "prefix_cache_hits": ("Tokens of prompts that were known.", totals.cached),
+            "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
+            "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
+            "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),
+        }
+        for name, (words, count) in counters.items():
+            yield CounterMetricFamily(f"g4ir_{name}", words, count)
+        labelled: dict[str, tuple[str, str, dict[Any, float]]] = {
+            "slot_steps": ("Steps by rows that decoded.", "active", {**totals.steps}),
+            "decode_step_seconds": ("Seconds of steps.", "bucket", {**totals.step_s}),
+            "request_success": ("Answers by their end.", "finished_reason", {**totals.ended}),
+        }
+        for name, (words, label, values) in labelled.items():
+            family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])
+            for key, number in values.items():
+                family.add_metric([str(key)], number)
+            yield family

@@ -1,0 +1,188 @@
+"""Makes jobs of requests: prompts, settings of rows, and how their answers are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.chat.builtin import LARGE, SMALL
+from g4ir.chat.control import ENDS, TURN, TURN_END
+from g4ir.engine.codec import Codec
+from g4ir.engine.engine import Engine
+from g4ir.engine.prompts import checked_ids
+from g4ir.engine.slots import SEEDS, Job
+from g4ir.errors import EngineError, InputError
+from g4ir.media.prompt import expansion
+
+from .bodies import EFFORTS, as_input, checked_choice
+from .grammar import Grammars
+from .media import read_media
+from .refusals import Refused, bad, missing
+
+#: settings of rows that have the names of fields
+SAME = (
+    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "ignore_eos", "min_tokens"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request: jobs that wait to be submitted, and what answers are read with."""
+
+    fields: Mapping[str, Any]
+    jobs: tuple[Job, ...]
+    #: of a chat; None: the text is taken as it is
+    prompt: Prompt | None = None
+    tools: Any = None
+    thinking: bool | None = None
+
+    @property
+    def n(self) -> int:
+        return int(self.fields.get("n", 1))
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    def reader(self) -> Reader | None:
+        """Return what reads one answer of a chat."""
+        if self.prompt is None:
+            return None
+        calls = checked_choice(self.fields) != "none"
+        stop = self.fields.get("stop", ())
+        return Reader(self.tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
+
+
+@dataclass
+class Prompts:
+    """An engine as requests see it. Any thread may ask."""
+
+    engine: Engine
+    _media: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.codec = Codec(self.engine) if (self.engine.path / "tokenizer.json").is_file() else None
+        form = SMALL if self.engine.spec.text.ple else LARGE
+        self.template = Template.open(self.engine.path, form)
+        self.defaults = self.engine.defaults()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The engine's tokenizer; EngineError where it has none."""
+        if self.codec is None:
+            raise EngineError(f"{self.engine.path} has no tokenizer.json: it cannot be served")
+        return Vocabulary(self.codec.tokenizer)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Masks that hold answers to JSON."""
+        ends = {*self.engine.stop_ids(), *self._turn_ends} - {*self.engine.suppressed()}
+        return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
+
+    @property
+    def _turn_ends(self) -> set[int]:
+        return {i for text, i in self.vocabulary.controls.items() if text in ENDS}
+
+    def chat(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
+        """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
+        if not {TURN, TURN_END} <= self.vocabulary.controls.keys():
+            raise missing("messages", "the tokenizer of this model has no turns of a chat")
+        tools = fields.get("tools") or None
+        options = dict(fields.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in fields:
+            options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
+        if "add_generation_prompt" in fields:
+            options["add_generation_prompt"] = fields["add_generation_prompt"]
+        prompt = make_prompt(
+            fields["messages"],
+            tools if checked_choice(fields) != "none" else None,
+            self.template,
+            continued=fields.get("continue_final_message", False),
+            **options,
+        )
+        with self._media:  # one tower at a time
+            soft = read_media(self.engine, prompt.media)
+        expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
+        tokens = self.vocabulary.encode(prompt, expanded)
+        top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+        made = self._job(tokens, fields, "messages", top, salt)
+        marks = self._marks(tokens, fields["messages"])
+        thinking = options.get("enable_thinking")
+        sampling = self._held(made.sampling, fields, prompt, thinking is True)
+        job = replace(made, soft=tuple(soft), marks=marks, sampling=sampling)
+        return Asked(fields, (job,), prompt, tools, thinking)
+
+    def _held(
+        self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
+    ) -> RowSampling:
+        """Return settings that hold an answer to the schema of a request."""
+        if (schema := fields.get("response_format")) is None:
+            return sampling
+        inside = Reader(prompt_tail=prompt.tail).thinking
+        return replace(sampling, allowed=self.grammars.mask(schema, thinking, inside))
+
+    def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
+        """Return one job for each prompt."""
+        top = fields.get("logprobs")
+        jobs = [self._job(self._ids(p), fields, "prompt", top, salt) for p in fields["prompt"]]
+        return Asked(fields, tuple(jobs))
+
+    def _ids(self, prompt: Any) -> list[int]:
+        assert self.codec
+        try:
+            if isinstance(prompt, str):
+                return self.codec.encode(prompt, "prompt")
+            return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
+        except InputError as e:
+            raise as_input(e, "prompt") from None
+
+    def _job(
+        self,
+        tokens: Sequence[int],
+        fields: Mapping[str, Any],
+        name: str,
+        top: int | None,
+        salt: str,
+    ) -> Job:
+        room = self.engine.limits.max_seq
+        asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
+        count = max(room + 1 - len(tokens), 1) if asked is None else asked
+        if not tokens:
+            raise bad(name, "is empty; give at least one token")
+        if len(tokens) + count - 1 > room:  # the last token is never written
+            raise Refused(
+                400,
+                f"{name}: the prompt has {len(tokens)} tokens, and {count} new ones are asked for; "
+                f"this engine holds {room} tokens",
+                param=name,
+                code="context_length_exceeded",
+            )
+        sampling = self._sampling(fields, top)
+        return Job(tuple(tokens), count, sampling, n=fields.get("n", 1), salt=salt)
+
+    def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
+        """Return the settings of rows: what the checkpoint says where the request does not."""
+        defaults = {k: getattr(self.defaults, k) for k in ("temperature", "top_k", "top_p")}
+        given = {k: v for k, v in defaults.items() if v is not None}
+        given |= {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
+        given["top_k"] = top_k if (top_k := given.get("top_k") or 0) > 0 else None
+        if "seed" in fields:
+            given["seed"] = fields["seed"] % SEEDS
+        stop = fields.get("stop_token_ids", frozenset())
+        if "messages" in fields and not fields.get("ignore_eos"):
+            stop |= self._turn_ends
+        return RowSampling(**given, stop=stop, logprobs=top)
+
+    def _marks(self, tokens: Sequence[int], messages: Sequence[Any]) -> tuple[int, ...]:
+        """Return where other prompts are likely to go on in another way: behind the system's turn,
+        and before that of the answer."""
+        turn = self.vocabulary.controls[TURN]
+        turns = [i for i, token in enumerate(tokens) if token == turn]
+        system = messages[0].get("role") in ("system", "developer") and len(turns) > 2
+        return tuple(dict.fromkeys([*turns[1:2] * system, *turns[-1:]]))

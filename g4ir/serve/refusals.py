@@ -1,0 +1,82 @@
+"""Refused requests: the status and the body that each error of a request has."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from g4ir.errors import BusyError, G4Error, InputError, MissingError
+
+log = logging.getLogger(__name__)
+
+BAD, SERVER = "invalid_request_error", "server_error"
+#: seconds after which a client should ask again
+RETRY_S = 1
+_PLACE = re.compile(r"(\w+)(?=[\[.: ])")
+
+
+@dataclass
+class Refused(Exception):
+    """An answer that is an error. `param` is the field of the request that is wrong."""
+
+    status: int
+    message: str
+    type: str = BAD
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """Return it as values of JSON."""
+        names = ("message", "type", "param", "code")
+        return {"error": {name: getattr(self, name) for name in names}}
+
+
+def bad(param: str, message: str) -> Refused:
+    """Return the refusal of a field that is wrong."""
+    return Refused(400, f"{param}: {message}", param=param)
+
+
+def missing(param: str, message: str) -> Refused:
+    """Return the refusal of what this server cannot do."""
+    return Refused(501, f"{param}: {message}", "not_supported", param, "not_supported")
+
+
+def later(status: int, code: str, message: str) -> Refused:
+    """Return a refusal that asks the client to come again."""
+    return Refused(status, message, code, code=code, headers={"Retry-After": str(RETRY_S)})
+
+
+def ending() -> Refused:
+    """Return the refusal of a server that ends."""
+    return later(503, "shutting_down", "the server is shutting down; ask another one")
+
+
+def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -> Refused:
+    """Return what a client is told of an error: a fault of ours has only a number that the log has
+    too. `hidden`, the path of the engine, is left out."""
+    if isinstance(error, Refused):
+        return error
+    text = str(error).replace(hidden, "the engine") if hidden else str(error)
+    if isinstance(error, BusyError):
+        return later(429, "queue_full", text)
+    if isinstance(error, MissingError):
+        return Refused(501, text, "not_supported", code="not_supported")
+    if isinstance(error, InputError):
+        place = _PLACE.match(text)
+        param = place[1] if place and place[1] in fields else None
+        return Refused(400, text, param=param)
+    number = secrets.token_hex(6)
+    # The text of an error may hold that of a prompt: only where it was raised is logged.
+    where = "".join(traceback.format_tb(error.__traceback__))
+    log.error("request failed, error %s: %s\n%s", number, _named(error), where)
+    return Refused(500, f"an error of the server; its log has it as {number}", SERVER)
+
+
+def _named(error: BaseException) -> str:
+    return str(error) if isinstance(error, G4Error) else type(error).__name__

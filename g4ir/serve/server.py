@@ -1,0 +1,142 @@
+"""The process: loads an engine while it answers that it is loading, and ends in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+
+from .app import Server
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; port 0 takes a free one. `drain_s`: how long running answers may take when
+    the server is asked to end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise InputError(f"port {self.port}: expected 0 to 65535")
+        if not self.drain_s >= 0:
+            raise InputError(f"drain_s {self.drain_s}: expected 0 or more seconds")
+
+
+class Process(uvicorn.Server):
+    """Uvicorn's server, which at a signal takes no more requests, ends those it has, and returns;
+    a second signal cancels them."""
+
+    def __init__(
+        self,
+        server: Server,
+        address: Address,
+        told: Callable[[str], None],
+        loader: Callable[[], Engine],
+    ) -> None:
+        self.server, self.address, self.told = server, address, told
+        #: begins once the port is this server's
+        self.loading = threading.Thread(target=self.load, args=(loader,), daemon=True)
+        config = uvicorn.Config(
+            server.app(),
+            host=address.host,
+            port=address.port,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(config)
+        self.error: BaseException | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, and say where."""
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            where = f"{self.address.host} port {self.address.port}"
+            raise InputError(f"cannot listen at {where}: is the port taken?") from None
+        if self.started:
+            self.told(f"listening at {self.url}")
+            self.loading.start()
+
+    @property
+    def url(self) -> str:
+        """Where it is asked."""
+        found = self.servers[0].sockets[0].getsockname()
+        host = f"[{found[0]}]" if ":" in found[0] else found[0]
+        return f"http://{host}:{found[1]}"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals that end a server; unlike uvicorn, do not raise them again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End, without waiting in here: a thread waits."""
+        wait = 0.0 if self.server.draining else self.address.drain_s
+        self.server.draining = True
+        threading.Thread(target=self.drain, args=(wait,), daemon=True).start()
+
+    def drain(self, seconds: float) -> None:
+        """Let running answers end for so many seconds, cancel the rest, and leave."""
+        end, service = time.monotonic() + seconds, self.server.service
+        while self.server.open and time.monotonic() < end:
+            time.sleep(0.01)
+        if service:
+            service.close()
+        self.should_exit = True
+
+    def load(self, loader: Callable[[], Engine]) -> None:
+        """Load the engine, in a thread of its own; what fails ends the server."""
+        try:
+            engine = loader()
+            if self.server.draining:
+                engine.close()
+                return
+            self.server.start(engine)
+            self.told("ready")
+        except BaseException as e:
+            self.error = e
+            self.should_exit = True
+
+
+def serve(
+    server: Server, address: Address, loader: Callable[[], Engine], told: Callable[[str], None]
+) -> None:
+    """Answer requests until a signal comes; raises what loading or listening fails with."""
+    process = Process(server, address, told, loader)
+    try:
+        process.run()
+    finally:
+        if process.loading.ident:
+            process.loading.join()  # a process cannot end well while a library works
+        if server.service:
+            server.service.close()
+            server.service.engine.close()
+    if process.error:
+        raise process.error

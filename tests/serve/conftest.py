@@ -1,0 +1,23 @@
+"""One engine and one server for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from g4ir.engine.load import load_engine
+from tests.serve.running import Running, chat_engine, eventually, running
+
+
+@pytest.fixture(scope="session")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_engine(tmp_path_factory.mktemp("serve") / "engine")
+
+
+@pytest.fixture(scope="session")
+def served(engine_folder: Path) -> Iterator[Running]:
+    with running(lambda: load_engine(engine_folder)) as r:
+        eventually(lambda: r.server.service)
+        yield r

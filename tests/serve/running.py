@@ -1,0 +1,130 @@
+"""A served tiny engine with a tokenizer of chats, in a thread, and answers that are dictated."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import g4ir
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.chat.control import CONTROLS
+from g4ir.engine.engine import Engine
+from g4ir.engine.service import ServiceSettings
+from g4ir.serve.app import Server
+from g4ir.serve.gate import Gate
+from g4ir.serve.server import Address, Process
+from tests.engines import add_file
+
+NAME = "tiny"
+MAX_SEQ = 640
+WAIT = 30.0
+
+
+def chat_tokenizer() -> Any:
+    """512 tokens: control tokens, those of media where tiny-media has them, and every byte."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    media = ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>")
+    first = ("<pad>", "<eos>", "<bos>", "<unk>")
+    controls = [c for c in CONTROLS if c not in (*media, *first)]
+    words = [*first, *controls, *(f"<0x{i:02X}>" for i in range(256)), "▁"]
+    words += [*"abcdefghijklmnopqrstuvwxyz0123456789:{}\n", *(f"w{i}_" for i in range(512))]
+    words = [*words[:500], *media, *words[500:505]]
+    vocab = {word: i for i, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens([*first, *controls, *media])
+    return made
+
+
+def chat_engine(folder: Path) -> Path:
+    """An engine directory with it, that takes pictures and sounds."""
+    limits = {"max_seq": MAX_SEQ, "prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
+    g4ir.build("tiny-media", folder, backend="reference", random_weights=0, **limits).close()
+    return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread."""
+
+    server: Server
+    process: Process
+    url: str
+
+    @property
+    def slots(self) -> Any:
+        assert self.server.service
+        return self.server.service.slots
+
+    def client(self, **given: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=WAIT, **given)
+
+    def dictate(self, patch: Any, *texts: str) -> None:
+        """Let the model say these words, whatever it is asked."""
+        prompts = self.server.prompts
+        assert prompts
+        ids = [
+            prompts.vocabulary.controls.get(text) or prompts.vocabulary.plain(text)
+            for text in texts
+        ]
+        script = [i for part in ids for i in (part if isinstance(part, list) else [part])]
+        made = prompts._sampling
+
+        def dictated(*given: Any) -> RowSampling:
+            return replace(made(*given), allowed=Script(script, 512))
+
+        patch.setattr(prompts, "_sampling", dictated)
+
+
+@dataclass
+class Script:
+    """Allows the tokens of a script, one by one, and any behind them."""
+
+    tokens: Sequence[int]
+    size: int
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        if len(generated) >= len(self.tokens):
+            return None
+        out = torch.zeros(self.size, dtype=torch.bool)
+        out[self.tokens[len(generated)]] = True
+        return out
+
+
+@contextlib.contextmanager
+def running(
+    loader: Callable[[], Engine], gate: Gate | None = None, **settings: Any
+) -> Iterator[Running]:
+    """A context with a server at a free port."""
+    server = Server(NAME, gate or Gate(hosts=("localhost",)), ServiceSettings(**settings))
+    said: list[str] = []
+    process = Process(server, Address(port=0), said.append, loader)
+    thread = threading.Thread(target=process.run)
+    thread.start()
+    eventually(lambda: process.started or process.should_exit)
+    try:
+        yield Running(server, process, process.url)
+    finally:
+        process.loading.join(WAIT)
+        process.drain(0.0)
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+def eventually(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -1,0 +1,361 @@
+"""The Python client of OpenAI against a served engine, with words that the model is dictated."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.serve.running import MAX_SEQ, NAME, Running, eventually
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = ("<|tool_call>", "call:f{a:", "3", "}", "<tool_call|>")
+
+
+@pytest.fixture
+def client(served: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as c:
+        yield c
+
+
+def ask(client: openai.OpenAI, **given: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": HI, "max_tokens": 8, "temperature": 0, **given}
+    )
+
+
+def joined(chunks: Any, index: int = 0) -> dict[str, Any]:
+    """What the deltas of one choice make together, and how it ended."""
+    out: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "finish": None}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            if choice.index == index:
+                out["content"] += choice.delta.content or ""
+                out["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+                out["calls"] += choice.delta.tool_calls or []
+                out["finish"] = choice.finish_reason or out["finish"]
+    return out
+
+
+def test_a_chat(client: openai.OpenAI) -> None:
+    got = ask(client)
+    assert got.object == "chat.completion" and got.id.startswith("chatcmpl-") and got.model == NAME
+    assert got.choices[0].message.role == "assistant"
+    assert got.choices[0].finish_reason in ("stop", "length")
+    assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+    assert got.usage.completion_tokens == 8 or got.choices[0].finish_reason == "stop"
+    assert [m.id for m in client.models.list()] == [NAME] == [client.models.retrieve(NAME).id]
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    whole = ask(client, max_tokens=24)
+    chunks = [*ask(client, max_tokens=24, stream=True, stream_options={"include_usage": True})]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert joined(chunks)["content"] == whole.choices[0].message.content
+    assert joined(chunks)["finish"] == whole.choices[0].finish_reason
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(c.usage is None for c in chunks[:-1]) and len({c.id for c in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_content_and_their_count(
+    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("<|channel>", "thought\n", "hmm\n", "<channel|>", "héllo", "<turn|>")
+    served.dictate(monkeypatch, *words)
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    got = ask(client, max_tokens=60, stream=stream, extra_body=body)
+    if stream:
+        found = joined(got)
+        assert (found["reasoning_content"], found["content"]) == ("hmm", "héllo")
+        assert found["finish"] == "stop"
+        return
+    message = got.choices[0].message
+    assert (message.model_extra["reasoning_content"], message.content) == ("hmm", "héllo")
+    assert got.choices[0].finish_reason == "stop"
+    assert 0 < got.usage.completion_tokens_details.reasoning_tokens < got.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls(
+    client: openai.OpenAI,
+    served: Running,
+    stream: bool,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served.dictate(monkeypatch, *CALL * count, "<|tool_response>")
+    got = ask(client, max_tokens=90, tools=[TOOL], stream=stream)
+    found = joined(got) if stream else {}
+    calls = found["calls"] if stream else got.choices[0].message.tool_calls
+    assert (found["finish"] if stream else got.choices[0].finish_reason) == "tool_calls"
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [
+        ("f", {"a": 3})
+    ] * count
+    assert len({c.id for c in calls}) == count
+    assert not stream or [c.index for c in calls] == [*range(count)]
+    assert stream or got.choices[0].message.content is None
+
+
+def test_one_call_where_no_more_are_asked_for(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.dictate(monkeypatch, *CALL * 2, "<|tool_response>")
+    got = ask(client, max_tokens=90, tools=[TOOL], parallel_tool_calls=False)
+    assert len(got.choices[0].message.tool_calls) == 1
+    assert got.choices[0].finish_reason == "tool_calls"
+
+
+def test_calls_are_text_where_none_may_be_made(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.dictate(monkeypatch, *CALL, "<turn|>")
+    got = ask(client, max_tokens=60, tools=[TOOL], tool_choice="none")
+    assert got.choices[0].message.tool_calls is None
+    assert "call:f{a:3}" in got.choices[0].message.content
+
+
+def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+    ]
+    assert ask(client, messages=messages, tools=[TOOL]).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string(
+    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.dictate(monkeypatch, "one two three four")
+    got = ask(client, max_tokens=300, stop=["three", "zz"], stream=stream)
+    text = joined(got)["content"] if stream else got.choices[0].message.content
+    assert text == "one two "
+    eventually(lambda: not served.slots.active)
+
+
+def test_stop_ids(client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.server.prompts
+    b = served.server.prompts.vocabulary.plain("b")
+    served.dictate(monkeypatch, "aabaa")
+    got = ask(client, max_tokens=60, extra_body={"stop_token_ids": b})
+    assert got.usage.completion_tokens == 3 and got.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(client: openai.OpenAI, stream: bool) -> None:
+    got = ask(client, logprobs=True, top_logprobs=3, stream=stream, extra_body={"ignore_eos": True})
+    if stream:
+        entries = [e for c in got if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    else:
+        entries = got.choices[0].logprobs.content
+    assert len(entries) == 8
+    for e in entries:
+        assert len(e.top_logprobs) == 3 and e.logprob <= 0
+        assert e.top_logprobs[0].logprob == pytest.approx(e.logprob)  # greedy
+        assert e.bytes == e.top_logprobs[0].bytes
+
+
+def test_several_answers_and_seeds(client: openai.OpenAI) -> None:
+    def texts(seed: int) -> list[str]:
+        got = ask(client, n=3, seed=seed, temperature=1.5, max_tokens=12)
+        assert [c.index for c in got.choices] == [0, 1, 2]
+        return [c.message.content for c in got.choices]
+
+    first = texts(5)
+    assert first == texts(5) != texts(6) and len({*first}) == 3
+    chunks = [*ask(client, n=3, seed=5, temperature=1.5, max_tokens=12, stream=True)]
+    assert [joined(chunks, i)["content"] for i in range(3)] == first
+
+
+def test_biases_and_penalties(client: openai.OpenAI, served: Running) -> None:
+    assert served.server.prompts
+    (q,) = served.server.prompts.vocabulary.plain("q")
+    got = ask(client, logit_bias={str(q): 100})
+    assert got.choices[0].message.content == "q" * 8
+    got = ask(client, logit_bias={str(q): 100}, frequency_penalty=2, presence_penalty=2)
+    assert got.choices[0].message.content.startswith("q")
+    body = {"repetition_penalty": 1.2, "top_k": 5, "min_p": 0.1, "min_tokens": 8}
+    assert ask(client, top_p=0.9, extra_body=body).usage.completion_tokens == 8
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    given = {"model": NAME, "max_tokens": 6, "temperature": 0}
+    body = {"ignore_eos": True}
+    one = client.completions.create(prompt="ab", logprobs=2, extra_body=body, **given)
+    assert one.object == "text_completion" and one.id.startswith("cmpl-")
+    read = one.choices[0].logprobs
+    assert len(read.tokens) == len(read.token_logprobs) == len(read.text_offset) == 6
+    assert all(1 <= len(t) <= 2 for t in read.top_logprobs) and read.text_offset[0] == 0
+    several = client.completions.create(prompt=["cd", "ab"], n=2, extra_body=body, **given)
+    assert [c.index for c in several.choices] == [0, 1, 2, 3]
+    assert several.choices[2].text == several.choices[3].text == one.choices[0].text
+    stream = client.completions.create(prompt="ab", stream=True, extra_body=body, **given)
+    assert "".join(c.choices[0].text for c in stream) == one.choices[0].text
+
+
+def test_what_is_known_of_a_prompt_is_told(client: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "cached words " * 9}, *HI]
+    first = ask(client, messages=messages).usage
+    again = ask(client, messages=messages).usage
+    assert again.prompt_tokens == first.prompt_tokens
+    assert again.prompt_tokens_details.cached_tokens >= first.prompt_tokens // 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "maximum": 99, "minimum": 0},
+        "b": {"enum": ["x", "y"]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def formed(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
+    """Random weights say anything, and still it is JSON of the schema."""
+    given = {"response_format": formed(SCHEMA), "temperature": 1.5, "n": 3, "max_tokens": 300}
+    got = ask(client, **given, seed=3, stream=stream)
+    if stream:
+        chunks = [*got]
+        found = [joined(chunks, i) for i in range(3)]
+        texts = [f["content"] for f in found if f["finish"] == "stop"]
+    else:
+        texts = [c.message.content for c in got.choices if c.finish_reason == "stop"]
+    assert texts
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_schema_behind_a_thought(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = served.server.prompts
+    assert prompts
+    mask = prompts.grammars.mask(SCHEMA, True, False)
+    controls = prompts.vocabulary.controls
+    channel, end = controls["<|channel>"], controls["<channel|>"]
+    brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
+
+    def free(tokens: list[int], token: int) -> bool:
+        held = mask.mask(tokens)
+        return held is None or bool(held.view("uint32")[token // 32] >> (token % 32) & 1)
+
+    row: list[int] = []
+    assert free(row, channel) and free(row, brace) and not free(row, z)
+    row.append(channel)
+    assert free(row, z)
+    row += [z, end]
+    assert free(row, brace) and not free(row, z) and not free(row, channel)
+    other: list[int] = [brace]
+    assert not free(other, brace) and not free(other, channel)
+
+
+def test_any_object(client: openai.OpenAI) -> None:
+    got = ask(client, response_format={"type": "json_object"}, temperature=1, max_tokens=40)
+    assert got.choices[0].message.content.lstrip()[0] == "{"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": formed({"type": "nonsense"})},
+        {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
+        {"response_format": formed({"enum": ["x" * 70_000]})},
+        {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
+    ],
+)
+def test_schemas_that_cannot_be_held_to(client: openai.OpenAI, given: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as e:
+        ask(client, **given)
+    assert e.value.param in ("response_format", "min_tokens")
+
+
+def test_a_schema_beside_tools(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as e:
+        ask(client, response_format=formed(SCHEMA), tools=[TOOL])
+    assert e.value.status_code == 501
+
+
+ERRORS = {
+    "wrong": (openai.BadRequestError, {"temperature": -1}),
+    "unknown": (openai.NotFoundError, {"model": "nope"}),
+    "unable": (openai.InternalServerError, {"tool_choice": "required"}),
+    "long": (openai.BadRequestError, {"max_tokens": MAX_SEQ + 1}),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors(client: openai.OpenAI, name: str, stream: bool) -> None:
+    kind, given = ERRORS[name]
+    with pytest.raises(kind) as e:
+        ask(client, stream=stream, **given)
+    assert e.value.type and e.value.param in (None, *given, "messages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_that_fails(
+    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret words")
+
+    monkeypatch.setattr(served.slots.rows, "advance", broken)
+    with pytest.raises(openai.APIError) as e:
+        [*ask(client, stream=True)] if stream else ask(client)
+    assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
+    monkeypatch.undo()
+    assert ask(client).choices
+
+
+def test_a_reader_that_leaves_frees_its_row(client: openai.OpenAI, served: Running) -> None:
+    body = {"ignore_eos": True}
+    with ask(client, stream=True, max_tokens=500, extra_body=body) as stream:
+        next(iter(stream))
+        eventually(lambda: served.slots.active == 1)
+    eventually(lambda: not served.slots.active)
+    eventually(lambda: not served.server.open)
+
+
+def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Running) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.3)
+    eventually(lambda: not served.slots.active and not served.server.open)
+
+
+def test_many_at_once(client: openai.OpenAI) -> None:
+    alone = [ask(client, seed=i, temperature=1).choices[0].message.content for i in range(12)]
+    together: dict[int, str] = {}
+
+    def one(i: int) -> None:
+        together[i] = ask(client, seed=i, temperature=1).choices[0].message.content
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(12)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [together[i] for i in range(12)] == alone

@@ -1,0 +1,267 @@
+"""Each kind of request, good and bad, by its status; and bodies of noise."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from g4ir.engine.load import load_engine
+from g4ir.serve.bodies import CHAT, COMPLETIONS, parsed, read_fields
+from g4ir.serve.gate import Gate
+from g4ir.serve.refusals import Refused
+from tests.serve.running import MAX_SEQ, NAME, Running, eventually, running
+
+CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
+BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+KEY = b"open-sesame"
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def keyed(engine_folder: Path) -> Iterator[Running]:
+    """A server with a key and small limits."""
+    gate = Gate((b"another", KEY), ("localhost",), max_body=4096)
+    with running(lambda: load_engine(engine_folder), gate) as r:
+        eventually(lambda: r.server.service)
+        yield r
+
+
+def pixels() -> str:
+    """A data URL with the head of a picture of 60,000 x 60,000 pixels."""
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    parts = [b"\x89PNG\r\n\x1a\n"]
+    for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 10)), (b"IEND", b"")):
+        crc = struct.pack(">I", zlib.crc32(kind + data))
+        parts += [struct.pack(">I", len(data)), kind, data, crc]
+    return "data:image/png;base64," + base64.b64encode(b"".join(parts)).decode()
+
+
+def content(case: dict[str, Any]) -> bytes:
+    """The body of a case."""
+    if "raw" in case:
+        raws = {"LARGE": b" " * ((32 << 20) + 1), "NOT UTF-8": b"\xff\xfe"}
+        raw: str = case["raw"]
+        return raws.get(raw) or raw.replace("MODEL", NAME).encode()
+    body = case.get("completion") or BASE | case["chat"]
+    text = json.dumps({k: v for k, v in body.items() if v is not None})
+    words = {"MODEL": NAME, "PIXELS": pixels(), "LONG": "long " * MAX_SEQ}
+    for word, value in words.items():
+        text = text.replace(f'"{word}"', f'"{value}"')
+    return text.encode()
+
+
+def answer(r: Running, case: dict[str, Any], **headers: str) -> httpx.Response:
+    with r.client() as client:
+        if path := case.get("get"):
+            return client.get(path.replace("MODEL", NAME), headers=headers)
+        path = "/v1/completions" if "completion" in case else "/v1/chat/completions"
+        return client.post(path, content=content(case), headers={**JSON, **headers})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_request(
+    case: dict[str, Any], served: Running, keyed: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = case.get("server")
+    if where == "draining":
+        monkeypatch.setattr(served.server, "draining", True)
+    got = answer(keyed if where == "keyed" else served, case)
+    assert got.status_code == case["status"], got.text
+    if got.status_code == 200:
+        assert "error" not in got.json()
+        return
+    error = got.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert "Traceback" not in error["message"] and "/tmp" not in error["message"]
+    for name in {"param", "code"} & case.keys():
+        assert error[name] == case[name], error
+    assert ("retry-after" in got.headers) == (got.status_code == 503)
+
+
+def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
+    body = BASE | {"messages": [{"role": "user", "content": "x" * 700}], "stream": True}
+    with served.client() as client:
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert f"holds {MAX_SEQ} tokens" in error["message"] and " 4 new ones" in error["message"]
+    with served.client() as client:
+        body = {"prompt": [5] * MAX_SEQ, "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 400
+        assert client.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+
+
+UNSUPPORTED = {
+    "tool_choice": "required",
+    "priority": 3,
+    "truncate_prompt_tokens": 5,
+    "functions": [],
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_cannot_be_done_is_said(served: Running, name: str) -> None:
+    got = answer(served, {"chat": {name: UNSUPPORTED[name]}})
+    assert got.status_code == 501
+    assert got.json()["error"]["param"] == name
+    assert got.json()["error"]["code"] == "not_supported"
+
+
+@pytest.mark.parametrize("name", [*CHAT])
+def test_null_means_not_given(name: str) -> None:
+    given = {k: v for k, v in BASE.items() if k != name}
+    if name == "messages":
+        with pytest.raises(Refused, match="missing"):
+            read_fields({**given, name: None}, CHAT)
+    else:
+        assert read_fields({**given, name: None}, CHAT).keys() == given.keys()
+
+
+# --- who may ask ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", "Basic open-sesame", "Bearer é"])
+def test_a_wrong_key(keyed: Running, given: str, caplog: pytest.LogCaptureFixture) -> None:
+    with keyed.client() as client:
+        for path in ("/v1/models", "/metrics", "/v1/nothing"):
+            got = client.get(path, headers={"Authorization": given.encode()})
+            assert got.status_code == 401, path
+            assert got.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200
+    assert "sesame" not in caplog.text
+
+
+def test_a_right_key(keyed: Running) -> None:
+    key = {"Authorization": f"Bearer {KEY.decode()}"}
+    assert answer(keyed, {"chat": {}}, **key).status_code == 200
+    assert answer(keyed, {"get": "/metrics"}, **key).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"]
+)
+def test_a_name_that_is_not_this_server(served: Running, host: str) -> None:
+    for path in ("/health", "/v1/models", "/nothing"):
+        assert answer(served, {"get": path}, Host=host).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000"])
+def test_names_of_this_machine(served: Running, host: str) -> None:
+    assert answer(served, {"get": "/health"}, Host=host).status_code == 200
+
+
+def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b" " * 1024
+
+    headers = {**JSON, "Authorization": f"Bearer {KEY.decode()}"}
+    with keyed.client() as client:
+        got = client.post("/v1/chat/completions", content=parts(), headers=headers)
+    assert got.status_code == 413
+
+
+def test_paths_methods_and_kinds_of_bodies(served: Running) -> None:
+    with served.client() as client:
+        assert client.get("/v1/nothing").json()["error"]["message"] == "no such path"
+        assert client.get("/v1/chat/completions").status_code == 405
+        text = client.post("/v1/chat/completions", content=content({"chat": {}}))
+        assert text.status_code == 415
+        assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+        assert client.get("/version").json()["version"]
+
+
+# --- noise ------------------------------------------------------------------------------------
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.sampled_from(["auto", "user", "json_schema", "\ud800", "data:image/png;base64,AA=="]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["role", "content", "type", "function", "url"]), inner),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*CHAT, *COMPLETIONS, "odd"]), VALUES, max_size=6))
+def test_any_values_are_read_or_refused(body: dict[str, Any]) -> None:
+    for table in (CHAT, COMPLETIONS):
+        try:
+            found = read_fields(body, table)
+        except Refused as e:
+            assert e.status in (400, 501) and json.dumps(e.body())
+        else:
+            assert {*found} <= {*table}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.dictionaries(st.sampled_from([*CHAT, "odd"]), VALUES, max_size=4), st.integers(0, 400))
+def test_noise_is_refused_and_the_server_lives(
+    served: Running, body: dict[str, Any], cut: int
+) -> None:
+    whole = json.dumps(BASE | body, allow_nan=True).encode()
+    with served.client() as client:
+        for raw in (whole, whole[:cut]):
+            got = client.post("/v1/chat/completions", content=raw, headers=JSON)
+            assert got.status_code in (200, 400, 404, 501), (raw, got.text)
+        assert client.get("/health").status_code == 200
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "[" * DEEP,
+        '{"a":' * DEEP + "1" + "}" * DEEP,
+        '{"a":' + "[" * 80 + "]" * 80 + "}",
+        '{"temperature": 1e999}',
+        '{"seed": ' + "9" * 5000 + "}",
+        '{"a": Infinity}',
+        "",
+        "\x00",
+        '"text"',
+    ],
+)
+def test_bodies_that_are_no_object(raw: str) -> None:
+    with pytest.raises(Refused) as e:
+        parsed(raw.encode())
+    assert e.value.status == 400 and len(e.value.message) < 300
+
+
+def test_keys_given_twice_do_no_harm() -> None:
+    assert parsed(b'{"n": 1, "n": 2}') == {"n": 2}
+
+
+def test_a_picture_is_answered(served: Running) -> None:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (96, 48), (200, 30, 30)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
+    got = answer(served, {"chat": {"messages": [{"role": "user", "content": parts}]}})
+    assert got.status_code == 200, got.text
+    assert got.json()["usage"]["prompt_tokens"] > 30

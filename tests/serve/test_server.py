@@ -1,0 +1,300 @@
+"""The life of a server: loading, a full queue, signals, and what it counts and logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.errors import EngineError, InputError
+from g4ir.serve.app import Server
+from g4ir.serve.gate import known_hosts, read_keys
+from g4ir.serve.server import Address, Process
+from tests.cli_tools import refused
+from tests.engines import add_file
+from tests.serve.running import NAME, WAIT, Running, eventually, running
+
+CHAT = "/v1/chat/completions"
+LONG = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+SHORT = LONG | {"max_tokens": 3}
+
+
+@pytest.fixture
+def narrow(engine_folder: Path) -> Iterator[Running]:
+    """A server in whose queue one request may wait."""
+    with running(lambda: load_engine(engine_folder), waiting=1) as r:
+        eventually(lambda: r.server.service)
+        yield r
+
+
+def test_while_the_engine_is_loading(engine_folder: Path) -> None:
+    go = threading.Event()
+
+    def loader() -> Engine:
+        assert go.wait(WAIT)
+        return load_engine(engine_folder)
+
+    with running(loader) as r, r.client() as client:
+        for path in ("/health", CHAT):
+            got = client.get(path) if path == "/health" else client.post(path, json=SHORT)
+            assert got.status_code == 503 and got.json()["error"]["code"] == "loading"
+            assert got.headers["retry-after"] == "1"
+        assert client.get("/v1/models").json()["data"][0]["id"] == NAME
+        assert client.get("/metrics").status_code == 200
+        go.set()
+        eventually(lambda: client.get("/health").status_code == 200)
+        assert client.post(CHAT, json=SHORT).status_code == 200
+
+
+def test_a_full_queue(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, step = threading.Event(), narrow.slots.step
+
+    def held() -> Any:
+        assert gate.wait(WAIT)
+        return step()
+
+    monkeypatch.setattr(narrow.slots, "step", held)
+    codes: list[int] = []
+
+    def one() -> None:
+        with narrow.client() as client:
+            codes.append(client.post(CHAT, json=SHORT).status_code)
+
+    waiting = threading.Thread(target=one)
+    waiting.start()
+    service = narrow.server.service
+    assert service
+    eventually(lambda: service.waiting == 1)
+    with narrow.client() as client:
+        for stream in (False, True):
+            got = client.post(CHAT, json=SHORT | {"stream": stream})
+            assert got.status_code == 429 and got.json()["error"]["code"] == "queue_full"
+            assert got.headers["retry-after"] == "1"
+        gate.set()
+        waiting.join(WAIT)
+        assert codes == [200]
+        assert 'g4ir_rejected_total{reason="queue_full"} 2.0' in client.get("/metrics").text
+
+
+def test_several_prompts_are_all_taken_or_none(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, step = threading.Event(), narrow.slots.step
+    monkeypatch.setattr(narrow.slots, "step", lambda: gate.wait(WAIT) and step())
+    with narrow.client() as client:
+        got = client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 400})
+        assert got.status_code == 429
+        gate.set()
+        service = narrow.server.service
+        eventually(lambda: service and not service.waiting and not narrow.slots.busy)
+
+
+def test_counts(served: Running) -> None:
+    with served.client() as client:
+        before = client.get("/metrics").text
+        client.post(CHAT, json=SHORT)
+        after = client.get("/metrics").text
+
+    def count(text: str, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.M)
+        return float(found[1]) if found else 0.0
+
+    grown = {
+        "g4ir_generation_tokens_total": 3,
+        "g4ir_e2e_request_latency_seconds_count": 1,
+        "g4ir_time_to_first_token_seconds_count": 1,
+        'g4ir_request_success_total{finished_reason="length"}': 1,
+    }
+    for name, by in grown.items():
+        assert count(after, name) - count(before, name) == by, name
+    assert count(after, "g4ir_num_requests_running") == 0
+
+
+def test_no_prompt_is_logged(served: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with served.client(headers={"Authorization": "Bearer mykey"}) as client:
+        for body in (SHORT, {"messages": "xyzzy"}, SHORT | {"tools": [{"type": "xyzzy"}]}):
+            client.post(CHAT, json=body | {"user": "xyzzy"})
+    assert "xyzzy" not in caplog.text and "mykey" not in caplog.text
+
+
+def test_half_of_a_request(served: Running) -> None:
+    """Who sends nothing more holds up nobody."""
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as half:
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
+        with served.client() as client:
+            assert client.post(CHAT, json=SHORT).status_code == 200
+
+
+def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    object.__setattr__(served.server.gate, "body_s", 0.2)
+    try:
+        port = int(served.url.rpartition(":")[2])
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+        with socket.create_connection(("127.0.0.1", port), WAIT) as half:
+            half.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
+            assert half.recv(64).startswith(b"HTTP/1.1 408")
+    finally:
+        object.__setattr__(served.server.gate, "body_s", 30.0)
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def started(folder: Path, *words: str) -> tuple[Any, str]:
+    """A process of `g4ir serve` that is ready, and where."""
+    command = [sys.executable, "-m", "g4ir.cli", "serve", str(folder), "--port", "0", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    url = ""
+    for line in process.stderr:
+        url = line.partition("listening at ")[2].strip() or url
+        if line == "g4ir: ready\n":
+            return process, url
+    raise AssertionError("it ended")
+
+
+def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k1\n\nk2\n")
+    process, url = started(engine_folder, "--api-key-file", str(keys), "--served-name", "mine")
+    key = {"Authorization": "Bearer k2"}
+    with httpx.Client(base_url=url, timeout=WAIT, headers=key) as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+        body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
+        with client.stream("POST", CHAT, json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            refusing = False
+            with httpx.Client(base_url=url, headers=key) as other:
+                end = time.monotonic() + WAIT
+                while not refusing and time.monotonic() < end:
+                    refusing = other.get("/health").status_code == 503
+            got = [line for line in lines if line]
+    assert refusing
+    assert got[-1] == "data: [DONE]"
+    assert json.loads(got[-2][6:])["usage"]["completion_tokens"] == 400
+    assert process.wait(WAIT) == 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_answers_that_take_too_long_are_ended(engine_folder: Path) -> None:
+    process, url = started(engine_folder, "--drain", "0")
+    with (
+        httpx.Client(base_url=url, timeout=WAIT) as client,
+        client.stream("POST", CHAT, json=LONG | {"stream": True, "max_tokens": 600}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last[6:])["error"]["code"] == "shutting_down"
+    assert process.wait(WAIT) == 0
+
+
+def test_an_engine_that_cannot_be_loaded() -> None:
+    def loader() -> Engine:
+        raise EngineError("no such engine")
+
+    process = Process(Server(NAME), Address(port=0), lambda line: None, loader)
+    process.load(loader)
+    assert process.should_exit and isinstance(process.error, EngineError)
+
+
+def test_an_engine_without_a_tokenizer(engine_folder: Path, tmp_path: Path) -> None:
+    import g4ir
+
+    folder = tmp_path / "bare"
+    g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, max_seq=64).close()
+    assert "tokenizer.json" in refused("serve", folder, "--port", "0")
+
+
+def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
+    import g4ir
+    from tests.cli_tools import tokenizer
+
+    folder = tmp_path / "raw"
+    g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, max_seq=64).close()
+    add_file(folder, "tokenizer.json", tokenizer().to_str())
+    with running(lambda: load_engine(folder)) as r, r.client() as client:
+        eventually(lambda: r.server.service)
+        assert client.post(CHAT, json=SHORT).status_code == 501
+        body = {"prompt": "ab", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_port_that_is_taken(engine_folder: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert f"port {port}" in refused("serve", engine_folder, "--port", str(port))
+
+
+@pytest.mark.parametrize("words", [("--port", "70000"), ("--max-body", "0"), ("--queue", "0")])
+def test_flags_that_are_wrong(engine_folder: Path, words: tuple[str, str]) -> None:
+    assert words[1] in refused("serve", engine_folder, *words)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "a b\n", "clé\n"])
+def test_files_of_keys_that_are_wrong(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(InputError, match="keys"):
+        read_keys(path)
+
+
+def test_which_hosts_are_known() -> None:
+    assert known_hosts("0.0.0.0") is None
+    assert known_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
+
+
+@pytest.mark.parametrize("name", ["starlette", "uvicorn", "prometheus_client"])
+def test_without_the_libraries(
+    engine_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [m for m in sys.modules if m.startswith(("g4ir.serve", name))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    said = refused("serve", engine_folder, "--port", "0", code=3)
+    assert name in said and "pip install 'g4ir[serve]'" in said
+
+
+def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a reader that takes nothing is bounded in time."""
+    object.__setattr__(narrow.server.settings, "unread", 4)
+    object.__setattr__(narrow.server.settings, "slow_s", 0.1)
+
+    async def slow(request: Request) -> bool:
+        await asyncio.sleep(1.0)  # nothing is taken meanwhile
+        return False
+
+    monkeypatch.setattr(Request, "is_disconnected", slow)
+    with narrow.client() as client:
+        got = client.post(CHAT, json=LONG | {"max_tokens": 600})
+    assert got.status_code == 503 and got.json()["error"]["code"] == "not_read"
+    service = narrow.server.service
+    assert service and service.totals.ended["cancelled"] == 1
