@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.engine.engine import Engine
@@ -188,7 +189,7 @@ class Server:
                 running.end()
         self.open += 1  # until the stream ends
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(running.stream(), 200, headers, "text/event-stream")
+        return Streamed(running, headers)
 
 
 class Running:
@@ -276,9 +277,6 @@ class Running:
         except Exception as e:
             said = refusal(e, {}, str(self.server.prompts and self.server.prompts.engine.path))
             yield f"data: {_text(said.body())}\n\n"
-        finally:
-            self.end()
-            self.server.open -= 1
 
     async def _pieces(self) -> AsyncIterator[str]:
         for chunk in self.form.first(len(self.answers)):
@@ -295,6 +293,22 @@ class Running:
         if self.asked.fields.get("stream_options"):
             yield f"data: {_text(self.form.last(self._usage()))}\n\n"
         yield "data: [DONE]\n\n"
+
+
+class Streamed(StreamingResponse):
+    """An answer in pieces. It frees its rows itself: where the client has gone before the first
+    piece, nobody asks for one."""
+
+    def __init__(self, running: Running, headers: Mapping[str, str]) -> None:
+        super().__init__(running.stream(), 200, headers, "text/event-stream")
+        self.running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.running.end()
+            self.running.server.open -= 1
 
 
 def _text(value: Any) -> str:

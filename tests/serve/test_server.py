@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -298,3 +298,29 @@ def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.Mo
     assert got.status_code == 503 and got.json()["error"]["code"] == "not_read"
     service = narrow.server.service
     assert service and service.totals.ended["cancelled"] == 1
+
+
+def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
+    """Nobody asks for a piece then; its row is freed all the same."""
+    body = json.dumps(LONG | {"stream": True}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": "POST",
+        "path": CHAT,
+        "query_string": b"",
+        "headers": headers,
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise OSError("the client has gone")
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(narrow.server.app()(scope, receive, send))
+    service = narrow.server.service
+    assert service and narrow.server.open == 0
+    eventually(lambda: service.totals.ended["cancelled"] == 1 and not service.active)
