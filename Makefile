@@ -4,6 +4,7 @@ PYTHON      = python3
 VENV        = .venv
 BIN         = $(VENV)/bin
 READY       = $(VENV)/.ready
+BASE        = $(VENV)/.base
 PIP         = $(BIN)/python -m pip --disable-pip-version-check
 # Without byte code, which python makes of what it imports: half the time.
 INSTALL     = $(PIP) install -q --no-compile -c constraints.txt
@@ -21,17 +22,26 @@ export PYTHONDONTWRITEBYTECODE =
 
 setup: $(READY)
 
-# torch goes first and alone, so that nothing else can pull in another build of it. torchvision, whose
-# Python half the tests compare with, lies beside the environment (see tests/torchvision_half.py).
-$(READY): pyproject.toml constraints.txt
+# torch goes first and alone, so that nothing else can pull in another build of it.
+$(BASE): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "g4ir needs Python 3.10 or newer; say which: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch 'setuptools>=77'
+	@touch $@
+
+# torchvision, whose Python half the tests compare with, lies beside the environment (see
+# tests/torchvision_half.py).
+$(READY): $(BASE) pyproject.toml
 	$(INSTALL) --no-build-isolation -e '.[test]'
 	$(INSTALL) --no-deps --target $(VENV)/reference torchvision
 	@touch $@
 
-demo: $(READY)
+# What the demo needs is a third of what the tests need, which will do as well.
+$(VENV)/.demo: $(BASE) pyproject.toml
+	$(INSTALL) --no-build-isolation -e '.[hf]'
+	@touch $@
+
+demo: $(or $(wildcard $(READY)),$(VENV)/.demo)
 	rm -rf $(DEMO)
 	mkdir -p $(DEMO)
 	$(BIN)/g4ir build --variant tiny-moe --backend torch --random-weights 0 \

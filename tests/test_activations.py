@@ -14,7 +14,6 @@ import g4ir
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import lower, pyops
 from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
-from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.check.logits import verify_engine
@@ -24,12 +23,10 @@ from g4ir.engine.artefact import open_artefact, rebuild
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import HELD
-from g4ir.ir.graph import Builder, Graph, split_prologue
-from g4ir.ir.interpret import interpret
+from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.quant import ACTIVATIONS, dequantized, fake_quantized
-from g4ir.ops.types import Type
 from g4ir.passes import run_passes
 from g4ir.plan.settings import pass_options
 from g4ir.quant.recipe import find_recipe
@@ -37,6 +34,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cli_tools import g4ir as cli
+from tests.coded_products import asked_of
 
 QUANTIZE: Any = OPS["quantize"].reference
 #: for what a product makes: `SUM` of its terms' size
@@ -199,28 +197,8 @@ def test_a_product_takes_rows_as_they_are(
     form: str, to: str, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU, through a fused op too; what takes no such rows gets the rounded numbers."""
-    b = Builder()
-    x, weight = b.input("x", Type("f32", (1, 1, 64))), b.param("w", Type("f32", (96, 64)))
-    parts = b.emit_all("quantize", weight, form=form, group=0, scale="f32")
-    w = b.emit("dequantize", *parts, to="f32", name="w.dense")
-    rows = b.emit("fake_quantize", x, form=to, name="rows")
-    h = b.emit("linear_glu", rows, w, act="silu", name="h")
-    prologue, g = split_prologue(b.graph(h, b.emit("heads", rows, n=2, name="as they are")))
-    tensors = {"w": torch.randn(96, 64)}
-    made = {**interpret(prologue, {}, tensors, {})[0], "x": torch.randn(1, 1, 64)}
-    want, _ = interpret(g, {"x": made["x"]}, {v.name: made[v.name] for v in g.params}, {})
-    asked = []
-
-    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        asked.append(codes.dtype)
-        return pyops.linear_rounded(x, codes, scales)
-
-    monkeypatch.setattr(pyops, "FROM", 1)
-    monkeypatch.setattr(torch.ops.g4ir, "linear_rounded", counted)
-    got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
-    assert asked == taken * [made[parts[0].name].dtype]
-    for v, t in zip(g.outputs, got, strict=True):
-        torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+    asked, dtype = asked_of("linear_rounded", pyops.linear_rounded, form, to, monkeypatch)
+    assert asked == taken * [dtype]
 
 
 def test_what_the_engine_says(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_lines_that_nobody_wants_to_the_end(engine: Engine) -> None:
 def test_answers_before_the_next_line(engine: Engine) -> None:
     """A program may wait for each answer before it asks again."""
     end, start = os.pipe()
-    threads = threading.active_count()
+    before = {*threading.enumerate()}
     with os.fdopen(end, "rb") as read, os.fdopen(start, "wb") as write:
         found = Responder(engine).answer_lines(read, "x")
         for i in range(3):
@@ -258,10 +258,9 @@ def test_answers_before_the_next_line(engine: Engine) -> None:
             assert list(next(found).output()["tokens"]) == engine.generate([2, 5, i], 3)
         write.close()
         assert [*found] == []
-    for thread in threading.enumerate():
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(5)
-    assert threading.active_count() == threads
+    for thread in {*threading.enumerate()} - before:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_a_pipe_that_fails() -> None:

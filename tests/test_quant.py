@@ -23,10 +23,7 @@ from g4ir.backends.onnx_graph.export import EMBED, MODEL
 from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import graph_steps
-from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.quality import divergences, measured
@@ -50,6 +47,7 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
+from tests.coded_products import asked_of
 from tests.configs import NAMES, few, spec_called
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
@@ -356,27 +354,8 @@ def random_weight(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("form", SCHEMES)
 def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, through a fused op too; what takes no codes gets the weight."""
-    b = Builder()
-    x, weight = b.input("x", Type("f32", (1, 1, 64))), b.param("w", Type("f32", (96, 64)))
-    parts = b.emit_all("quantize", weight, form=form, group=0, scale="f32")
-    w = b.emit("dequantize", *parts, to="f32", name="w.dense")
-    h = b.emit("linear_glu", x, w, act="silu", name="h")
-    prologue, g = split_prologue(b.graph(h, b.emit("heads", w, n=2, name="as it is")))
-    tensors = {"w": torch.randn(96, 64)}
-    made = {**interpret(prologue, {}, tensors, {})[0], "x": torch.randn(1, 1, 64)}
-    want, _ = interpret(g, {"x": made["x"]}, {v.name: made[v.name] for v in g.params}, {})
-    asked = []
-
-    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        asked.append(codes.dtype)
-        return pyops.linear_coded(x, codes, scales)
-
-    monkeypatch.setattr(pyops, "FROM", 1)
-    monkeypatch.setattr(torch.ops.g4ir, "linear_coded", counted)
-    got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
-    assert asked == [made[parts[0].name].dtype]
-    for v, t in zip(g.outputs, got, strict=True):
-        torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
+    asked, dtype = asked_of("linear_coded", pyops.linear_coded, form, None, monkeypatch)
+    assert asked == [dtype]
 
 
 def test_dense_weights_of_a_gpu_are_counted() -> None:

@@ -6,7 +6,7 @@ tensors lie otherwise there than in a checkpoint; they are put back when they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -251,7 +251,8 @@ def _weight(
     files: Files, file: Container, t: Tensor, bare: str, shape: Shape, dtype: str
 ) -> MadeWeight:
     stored = Blocks(files, file.header, (t,)).as_numbers(dtype)
-    numbers: Callable[..., torch.Tensor] = lambda rows: _as_published(  # noqa: E731
-        stored.numbers(rows), bare, shape
-    )
+
+    def numbers(rows: torch.Tensor | None) -> torch.Tensor:
+        return _as_published(stored.numbers(rows), bare, shape)
+
     return MadeWeight(shape, numbers, stored.release)
