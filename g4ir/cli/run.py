@@ -180,7 +180,7 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(responder: Responder, request: Request, progress: console.Progress) -> Result:
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
-    from g4ir.engine.stream import TextStream
+    from g4ir.chat.stream import TextStream
 
     text = TextStream(responder.codec) if responder.codec else None
     begun, count = time.perf_counter(), 0
