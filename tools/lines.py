@@ -29,7 +29,7 @@ MOST = {
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
     "g4ir/serve": 1700,
-    "g4ir/cli": 2330,
+    "g4ir/cli": 2970,
     "bench": 1690,
     "tests": 39600,
     "tools": 320,
