@@ -56,6 +56,8 @@ def add_chat(verbs: Any) -> None:
 
 def _chat(args: argparse.Namespace) -> int:
     check_talk(args)
+    if sys.stdin is None:
+        raise InputError("stdin is closed, and messages are read from it")
     for kind, path in args.media:
         check_there(kind, path)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json

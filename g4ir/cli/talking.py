@@ -1,4 +1,4 @@
-"""What `g4ir chat` and `g4ir run --chat` share: flags, and how an answer is shown."""
+"""The parts that `g4ir chat` and `g4ir run --chat` share: flags, and how answers are shown."""
 
 from __future__ import annotations
 
