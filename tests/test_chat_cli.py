@@ -34,7 +34,7 @@ from tests.talking import CALLING, THINKING, TOOLS, dictate
 ROOT = Path(__file__).parents[1]
 WORDS = ["w1_ w2_"]
 WAIT = 60.0
-ROOM = 2048
+ROOM = 1024
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,7 @@ from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate, ids
 
 WORDS = ["w1_ w2_"]
-ROOM = 2048
-WEATHER = [{"role": "user", "content": "rain?"}]
+ROOM = 1024
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ from .slots import CANCELLED, SEEDS, Counts, Job, SlotSettings
 #: why an answer ended that `stop` ended
 INTERRUPTED = "interrupted"
 #: what is said to the model of calls that nobody answered
-NOT_RUN = "the call was not run: the answer was interrupted"
+NOT_RUN = "the call was not run"
 #: bytes that may be remembered of one conversation
 PREFIX_BYTES = 1 << 30
 #: setting -> how its value is read
