@@ -131,7 +131,8 @@ def _check_chat(args: argparse.Namespace) -> None:
         check_talk(args)
         return
     for name in ("system", "tools", "think", "think_budget"):
-        if getattr(args, name) not in (None, False):
+        given = getattr(args, name)
+        if given is not None and given is not False:  # a budget of 0 is given
             raise InputError(f"--{name.replace('_', '-')} is for --chat, which is not given")
 
 
