@@ -59,7 +59,10 @@ def add_run(verbs: Any) -> None:
 
 def _add_media(p: Parser) -> None:
     """Add the flags of media and of how they are read."""
-    add_files(p, "in the place of <{kind}> in the prompt, or before it (repeat)")
+    add_files(
+        p,
+        "in the place of <{kind}> in the prompt, or before it (repeat);\nwith --chat beside it",
+    )
     p.add_argument(
         "--image-budget",
         metavar="N",
