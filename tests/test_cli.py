@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.chat.stream import TextStream
 from g4ir.engine.codec import Codec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.responder import RAW, Responder
 from g4ir.engine.session import Session
-from g4ir.engine.stream import TextStream
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS

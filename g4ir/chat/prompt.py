@@ -10,14 +10,14 @@ token of. All else is tokenised as it would be in one piece.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import CONTROLS, PLACEHOLDERS, RESPONSE_END, TURN, UNKNOWN
+from .control import CONTROLS, ENDS, PLACEHOLDERS, RESPONSE_END, TURN, TURN_END, UNKNOWN
 from .messages import Conversation, Medium, map_texts
 
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
@@ -143,6 +143,22 @@ class Vocabulary:
     def strings(self) -> dict[int, str]:
         """Id -> string of each control token."""
         return {i: text for text, i in self.controls.items()}
+
+    @property
+    def chats(self) -> bool:
+        """Whether the tokenizer has the turns of a chat."""
+        return {TURN, TURN_END} <= self.controls.keys()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids behind which a model's turn is over."""
+        return frozenset(self.controls[text] for text in ENDS if text in self.controls)
+
+    def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
+        """Return where other prompts are likely to go on in another way: behind the turn of the
+        `system`, if there is one, and before that of the answer."""
+        turns = [i for i, token in enumerate(tokens) if token == self.controls[TURN]]
+        return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
         """Return the ids of a prompt, to which nothing is added.

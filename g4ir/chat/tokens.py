@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from g4ir.engine.stream import TextStream, is_byte
 from g4ir.errors import InputError
 
 from .control import CHANNEL, CHANNEL_END
 from .prompt import Piece, Vocabulary
+from .stream import TextStream, is_byte
 
 
 class TokenStream:

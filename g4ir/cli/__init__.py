@@ -18,6 +18,7 @@ from g4ir.ui import console
 
 from .bench import add_bench, add_bench_compare
 from .build import add_build
+from .chat import add_chat
 from .common import Parser
 from .plan import add_plan
 from .run import add_run, add_verify
@@ -57,6 +58,7 @@ def _parser() -> Parser:
     add_plan(verbs)
     add_build(verbs)
     add_run(verbs)
+    add_chat(verbs)
     add_verify(verbs)
     add_serve(verbs)
     add_bench(verbs)

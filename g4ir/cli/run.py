@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.model.media import AUDIO, IMAGE, KINDS, VIDEO, check_there
+from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
 from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
+from .talking import add_files, add_sampling, add_talk, answer_once, check_talk
 
 if TYPE_CHECKING:
     from g4ir.engine.responder import Failure, Request, Responder, Result
@@ -44,28 +45,24 @@ def add_run(verbs: Any) -> None:
         "order, as they come, as many at a time as the engine has rows (--max-batch). A\n"
         'wrong one gets {"id": ..., "line": ..., "error": ...}; the exit code is 1 then',
     )
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is what the user says: the checkpoint's template makes a turn of it",
+    )
+    add_talk(p)
     _add_media(p)
-    p.add_argument("--max-new-tokens", metavar="N", type=int, help="default 64, or what fits")
-    p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
-    p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
-    p.add_argument("--top-p", metavar="P", type=float)
-    p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
+    add_sampling(p, "default 64, or what fits; with --chat what fits")
     p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
     add_load(p)
 
 
 def _add_media(p: Parser) -> None:
-    """Add the flags of media; their order is kept across kinds."""
-    for kind in KINDS:
-        p.add_argument(
-            f"--{kind}",
-            metavar="FILE",
-            dest="media",
-            action="append",
-            default=[],
-            type=partial(_medium, kind),
-            help=f"in the place of <{kind}> in the prompt, or before it (repeat)",
-        )
+    """Add the flags of media and of how they are read."""
+    add_files(
+        p,
+        "in the place of <{kind}> in the prompt, or before it (repeat);\nwith --chat beside it",
+    )
     p.add_argument(
         "--image-budget",
         metavar="N",
@@ -78,10 +75,6 @@ def _add_media(p: Parser) -> None:
         choices=("cut", "refuse"),
         help="what to do with the rest of a sound (default: cut it)",
     )
-
-
-def _medium(kind: str, path: str) -> tuple[str, str]:
-    return kind, path
 
 
 def add_verify(verbs: Any) -> None:
@@ -108,6 +101,7 @@ def _run(args: argparse.Namespace) -> int:
     from g4ir.engine.responder import Responder, check_flags
 
     _check_media(args)
+    _check_chat(args)
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
@@ -115,6 +109,10 @@ def _run(args: argparse.Namespace) -> int:
     with _opened(args.input_jsonl) as lines, console.Progress() as progress:
         engine = load(args.engine, progress, args.cuda_graph, args.trust)
         try:
+            if args.chat:
+                progress.stop()
+                answer_once(engine, args, _settled(args), flags["stop"])
+                return 0
             responder = Responder(engine, flags)
             if asked is not None:
                 where, fields = asked
@@ -126,6 +124,31 @@ def _run(args: argparse.Namespace) -> int:
             return 1 if sum(a.failed for a in answers) else 0
         finally:
             engine.close()
+
+
+def _check_chat(args: argparse.Namespace) -> None:
+    """Raise InputError for flags of a chat that would do nothing, or are wrong."""
+    if args.chat:
+        if args.prompt is None:
+            raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
+        check_talk(args)
+        return
+    for name in ("system", "tools", "think", "think_budget"):
+        given = getattr(args, name)
+        if given is not None and given is not False:  # a budget of 0 is given
+            raise InputError(f"--{name.replace('_', '-')} is for --chat, which is not given")
+
+
+def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return kind, path and settings of each file."""
+    from g4ir.engine.responder import MEDIA_SETTINGS
+
+    out = []
+    for kind, path in args.media:
+        setting, keyword = MEDIA_SETTINGS[kind]
+        value = getattr(args, setting)
+        out.append((kind, path, {} if value is None else {keyword: value}))
+    return out
 
 
 def _answer_one(
@@ -180,7 +203,7 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(responder: Responder, request: Request, progress: console.Progress) -> Result:
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
-    from g4ir.engine.stream import TextStream
+    from g4ir.chat.stream import TextStream
 
     text = TextStream(responder.codec) if responder.codec else None
     begun, count = time.perf_counter(), 0

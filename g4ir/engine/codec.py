@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from g4ir.chat.stream import is_byte
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
 from .engine import Engine
-from .stream import is_byte
 
 
 class Codec:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.chat.turns import Turns
 from g4ir.errors import CheckError, EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
@@ -80,7 +81,7 @@ class Engine(EngineParts):
 
     def generate(
         self,
-        prompt_tokens: Any,
+        prompt: Any,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -92,6 +93,7 @@ class Engine(EngineParts):
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         audio: Sequence[Any] = (),
+        chat: bool = False,
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
         of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
@@ -103,9 +105,17 @@ class Engine(EngineParts):
         images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
         their kind in order, row by row: one placeholder for each medium, or one for each soft
         token (media/prompt.py).
+
+        With `chat` a prompt is what a user says, or a list of messages (OpenAI's form), and several
+        are a list of such: the checkpoint's template makes tokens of them, and the turn's ends are
+        stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
         """
-        prompts, single = _prompts(prompt_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
+        if chat:
+            turns = Turns.open(self.path, self.tokenizer(), self.spec.chat)
+            prompt = turns.prompts(prompt, [kind for kind, _ in media])
+            stop_ids = {*self.stop_ids(), *turns.ends} if stop_ids is None else stop_ids
+        prompts, single = _prompts(prompt)
         prompts, soft = _with_media(self, prompts, media)
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
         sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
@@ -178,8 +188,8 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
     rows = plain(given)
     if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
         raise InputError(
-            "prompt tokens: found text; encode it with the engine's tokenizer first: "
-            "engine.tokenizer().encode(text).ids"
+            "prompt tokens: found text; give chat=True for what a user says, or encode it with the "
+            "engine's tokenizer first: engine.tokenizer().encode(text).ids"
         )
     if not isinstance(rows, list):
         raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from g4ir.backends.row_sampling import RowSampling
 from g4ir.backends.sampling import Sampling
 from g4ir.errors import InputError, WeightsError
 from g4ir.weights.tensorfile import parse_json, quoted
@@ -71,6 +72,15 @@ def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
     except (InputError, TypeError) as e:
         raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
     return Defaults(stop, suppress or (), **drawn)
+
+
+def row_sampling(defaults: Defaults, given: Mapping[str, Any]) -> RowSampling:
+    """Return the settings of a row: what the checkpoint says where `given` has nothing. A top_k of
+    0 or less is no limit."""
+    named = {k: getattr(defaults, k) for k in ("temperature", "top_k", "top_p")}
+    found = {k: v for k, v in named.items() if v is not None} | dict(given)
+    top_k = found.get("top_k") or 0
+    return RowSampling(**{**found, "top_k": top_k if top_k > 0 else None})
 
 
 def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:

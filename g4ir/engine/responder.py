@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 64
 
-RAW = "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns"
+RAW = (
+    "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns "
+    "(`g4ir run --chat` makes them)"
+)
 
 Told = Callable[[int], None]
 

@@ -1,8 +1,7 @@
-"""Reads the events of one answer and says them in OpenAI's form, whole or in pieces."""
+"""Says answers in OpenAI's form, whole or in pieces."""
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -10,125 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4ir.chat import Event as Said
-from g4ir.chat import TokenStream, Vocabulary, call_id
-from g4ir.chat.reader import Stops
-from g4ir.engine.slots import FAILED, LENGTH, STOP, Event
-from g4ir.engine.stream import is_byte
-from g4ir.errors import EngineError
+from g4ir.engine.answers import Answer, as_call, is_call
 
 from .prompts import Asked
-
-#: what is said of a probability of nought, which JSON has no number for
-LEAST = -9999.0
-
-
-def token_text(vocabulary: Vocabulary, token: int) -> tuple[str, list[int]]:
-    """Return the text of one token and its bytes, which may be part of a character."""
-    word = vocabulary.tokenizer.id_to_token(token) or ""
-    if is_byte(vocabulary.tokenizer, token):
-        return word, [int(word[3:5], 16)]
-    text = vocabulary.strings.get(token) or vocabulary.tokenizer.decode(
-        [token], skip_special_tokens=False
-    )
-    return text, [*text.encode()]
-
-
-class Answer:
-    """One answer while it comes. `take` returns what is certain with each token."""
-
-    def __init__(self, asked: Asked, vocabulary: Vocabulary, index: int) -> None:
-        self.index, self.vocabulary = index, vocabulary
-        self.reader = asked.reader()
-        self.tokens = self.reasoning = 0
-        self.finish: str | None = None
-        #: whether it has ended before its row did
-        self.over = False
-        #: log-probabilities that no piece has carried yet
-        self.logprobs: list[dict[str, Any]] = []
-        self.said: list[Said] = []
-        #: characters of text that log-probabilities were told of
-        self.offset = 0
-        self._single = asked.fields.get("parallel_tool_calls") is False
-        self._stream = TokenStream(vocabulary)
-        self._stops = Stops(asked.fields.get("stop", ()))
-
-    def take(self, event: Event) -> list[Said]:
-        """Return the pieces that an event completes. EngineError where the row failed."""
-        if self.over:
-            return []
-        if event.finish == FAILED:
-            raise event.error or EngineError("a row failed")
-        out: list[Said] = []
-        if event.token is not None:
-            self.tokens += 1
-            self.reasoning += bool(self.reader and self.reader.thinking)
-            if event.finish != STOP:
-                self._note(event)
-            out = self._read(event.token, event.finish == STOP)
-        if event.finish or self._stopped or (self._single and any(map(_is_call, self.said))):
-            out += self._end(event.finish or STOP)
-        return out
-
-    @property
-    def _stopped(self) -> bool:
-        return self.reader.stopped if self.reader else self._stops.hit
-
-    def _note(self, event: Event) -> None:
-        read = event.logprobs
-        if read is None or event.token is None:
-            return
-        entry = self._entry(event.token, read.chosen)
-        top = [self._entry(token, value) for token, value in read.top]
-        self.logprobs.append(entry | {"top_logprobs": top})
-
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text, raw = token_text(self.vocabulary, token)
-        return {"token": text, "logprob": value if math.isfinite(value) else LEAST, "bytes": raw}
-
-    def _read(self, token: int, ends: bool) -> list[Said]:
-        pieces = self._stream.push(token)
-        if self.reader:
-            return self._kept(self.reader.feed_tokens(pieces))
-        text = "".join(p.text for p in pieces if not p.control)
-        return self._kept(_content(self._stops.feed(text)))
-
-    def _end(self, finish: str) -> list[Said]:
-        """Give out what was held back."""
-        self.over = True
-        rest, reason = self._stream.rest(), LENGTH if finish == LENGTH else STOP
-        if not self.reader:
-            text = self._stops.feed("".join(p.text for p in rest)) + self._stops.rest()
-            self.finish = STOP if self._stops.hit else reason
-            return self._kept(_content(text))
-        out = [] if self.reader.stopped else self.reader.feed_tokens(rest)
-        answer = self.reader.finish(reason)
-        self.finish = answer.finish_reason
-        return self._kept([*out, *answer.events])
-
-    def _kept(self, new: Iterable[Said]) -> list[Said]:
-        out = []
-        for said in new:
-            if not (self._single and any(map(_is_call, self.said))):
-                self.said.append(said)
-                out.append(said)
-        return out
-
-    def text(self, kind: str) -> str:
-        """Return what was said of one kind: thought or content."""
-        return "".join(s.text for s in self.said if s.kind == kind)
-
-    def taken_logprobs(self) -> list[dict[str, Any]]:
-        """Return the log-probabilities that are new."""
-        out, self.logprobs = self.logprobs, []
-        return out
-
-
-def _is_call(said: Said) -> bool:
-    return said.kind == "call"
-
-
-def _content(text: str) -> list[Said]:
-    return [Said("content", text)] if text else []
 
 
 @dataclass
@@ -164,14 +47,7 @@ class Form:
         out = {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)}
         if not self.chat:
             return out | {"text": a.text("content")}
-        calls = [_call(s) for s in a.said if _is_call(s)]
-        content = a.text("content")
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-        if thought := a.text("thought"):
-            message["reasoning_content"] = thought
-        return out | {"message": message}
+        return out | {"message": a.message()}
 
     def _logprobs(self, a: Answer) -> dict[str, Any] | None:
         given = self.asked.fields.get("logprobs")
@@ -228,14 +104,9 @@ class Form:
         return self._head(True) | {"choices": [], "usage": usage}
 
 
-def _call(said: Said) -> dict[str, Any]:
-    function = {"name": said.name, "arguments": said.text}
-    return {"id": call_id(), "type": "function", "function": function}
-
-
 def _delta(said: Said) -> dict[str, Any]:
-    if _is_call(said):
-        return {"tool_calls": [{"index": said.index, **_call(said)}]}
+    if is_call(said):
+        return {"tool_calls": [{"index": said.index, **as_call(said)}]}
     return {"reasoning_content" if said.kind == "thought" else "content": said.text}
 
 

@@ -20,12 +20,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
+from g4ir.engine.answers import Answer
 from g4ir.engine.engine import Engine
 from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
 from g4ir.engine.slots import CANCELLED, Event, SlotSettings
 from g4ir.errors import BusyError
 
-from .answers import Answer, Form, usage_of
+from .answers import Form, usage_of
 from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
 from .gate import Gate
 from .metrics import Metrics
@@ -200,7 +201,7 @@ class Running:
         self.server, self.asked, self.request = server, asked, request
         self.form = Form(asked, server.name)
         count = asked.n * len(asked.jobs)
-        self.answers = [Answer(asked, server.prompts.vocabulary, i) for i in range(count)]
+        self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
         self.streams: list[Stream] = []
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

@@ -10,18 +10,17 @@ from typing import Any
 
 from g4ir.backends.row_sampling import RowSampling
 from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
-from g4ir.chat.builtin import LARGE, SMALL
-from g4ir.chat.control import ENDS, TURN, TURN_END
+from g4ir.engine.answers import Answer
+from g4ir.engine.attached import read_media
 from g4ir.engine.codec import Codec
 from g4ir.engine.engine import Engine
-from g4ir.engine.prompts import checked_ids
+from g4ir.engine.prompts import checked_ids, row_sampling
 from g4ir.engine.slots import SEEDS, Job
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
 
 from .bodies import EFFORTS, as_input, checked_choice
 from .grammar import Grammars
-from .media import read_media
 from .refusals import Refused, bad, missing
 
 #: settings of rows that have the names of fields
@@ -58,6 +57,12 @@ class Asked:
         stop = self.fields.get("stop", ())
         return Reader(self.tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
 
+    def answer(self, vocabulary: Vocabulary, index: int) -> Answer:
+        """Return what takes the events of one answer."""
+        single = self.fields.get("parallel_tool_calls") is False
+        stop = self.fields.get("stop", ())
+        return Answer(vocabulary, self.reader(), index=index, stop=stop, single=single)
+
 
 @dataclass
 class Prompts:
@@ -68,8 +73,7 @@ class Prompts:
 
     def __post_init__(self) -> None:
         self.codec = Codec(self.engine) if (self.engine.path / "tokenizer.json").is_file() else None
-        form = SMALL if self.engine.spec.text.ple else LARGE
-        self.template = Template.open(self.engine.path, form)
+        self.template = Template.open(self.engine.path, self.engine.spec.chat)
         self.defaults = self.engine.defaults()
 
     @cached_property
@@ -82,16 +86,12 @@ class Prompts:
     @cached_property
     def grammars(self) -> Grammars:
         """Masks that hold answers to JSON."""
-        ends = {*self.engine.stop_ids(), *self._turn_ends} - {*self.engine.suppressed()}
+        ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
-
-    @property
-    def _turn_ends(self) -> set[int]:
-        return {i for text, i in self.vocabulary.controls.items() if text in ENDS}
 
     def chat(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
-        if not {TURN, TURN_END} <= self.vocabulary.controls.keys():
+        if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         tools = fields.get("tools") or None
         options = dict(fields.get("chat_template_kwargs", {}))
@@ -106,13 +106,17 @@ class Prompts:
             continued=fields.get("continue_final_message", False),
             **options,
         )
+        for medium in prompt.media:
+            if medium.kind not in self.engine.media.kinds:
+                raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
         with self._media:  # one tower at a time
             soft = read_media(self.engine, prompt.media)
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
         made = self._job(tokens, fields, "messages", top, salt)
-        marks = self._marks(tokens, fields["messages"])
+        system = fields["messages"][0].get("role") in ("system", "developer")
+        marks = self.vocabulary.marks(tokens, system)
         thinking = options.get("enable_thinking")
         sampling = self._held(made.sampling, fields, prompt, thinking is True)
         job = replace(made, soft=tuple(soft), marks=marks, sampling=sampling)
@@ -168,21 +172,10 @@ class Prompts:
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
         """Return the settings of rows: what the checkpoint says where the request does not."""
-        defaults = {k: getattr(self.defaults, k) for k in ("temperature", "top_k", "top_p")}
-        given = {k: v for k, v in defaults.items() if v is not None}
-        given |= {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
-        given["top_k"] = top_k if (top_k := given.get("top_k") or 0) > 0 else None
+        given = {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
         if "seed" in fields:
             given["seed"] = fields["seed"] % SEEDS
         stop = fields.get("stop_token_ids", frozenset())
         if "messages" in fields and not fields.get("ignore_eos"):
-            stop |= self._turn_ends
-        return RowSampling(**given, stop=stop, logprobs=top)
-
-    def _marks(self, tokens: Sequence[int], messages: Sequence[Any]) -> tuple[int, ...]:
-        """Return where other prompts are likely to go on in another way: behind the system's turn,
-        and before that of the answer."""
-        turn = self.vocabulary.controls[TURN]
-        turns = [i for i, token in enumerate(tokens) if token == turn]
-        system = messages[0].get("role") in ("system", "developer") and len(turns) > 2
-        return tuple(dict.fromkeys([*turns[1:2] * system, *turns[-1:]]))
+            stop |= self.vocabulary.ends
+        return row_sampling(self.defaults, {**given, "stop": stop, "logprobs": top})

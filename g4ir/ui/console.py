@@ -203,6 +203,11 @@ def report(error: BaseException, trace: bool) -> int:
     return code
 
 
+def worded(error: BaseException) -> str:
+    """Return what an error is called where it ends nothing."""
+    return _verdict(error)[1].removeprefix("error: ")
+
+
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Return exit code and message of an error."""
     if isinstance(error, G4Error):

@@ -48,9 +48,9 @@ def chat_tokenizer() -> Any:
     return made
 
 
-def chat_engine(folder: Path) -> Path:
+def chat_engine(folder: Path, max_seq: int = MAX_SEQ) -> Path:
     """An engine directory with it, that takes pictures and sounds."""
-    limits = {"max_seq": MAX_SEQ, "prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
+    limits = {"max_seq": max_seq, "prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
     g4ir.build("tiny-media", folder, backend="reference", random_weights=0, **limits).close()
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 

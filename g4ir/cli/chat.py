@@ -1,0 +1,396 @@
+"""`g4ir chat`: talk with an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import G4Error, InputError
+from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
+from g4ir.spec.reader import did_you_mean
+from g4ir.ui import console
+from g4ir.ui.places import cache_root, private
+
+from .common import add_load, add_verb, emit, load
+from .talking import (
+    DIM,
+    PLAIN,
+    Screen,
+    add_files,
+    add_sampling,
+    add_talk,
+    begun,
+    check_talk,
+    declare,
+    stopped_by_interrupts,
+    summary,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from g4ir.engine.talk import Talk, Turn
+
+PROMPT, MORE = ">>> ", "... "
+#: lines that are remembered for the next time
+MOST_LINES = 1000
+#: what begins and ends a message of several lines, which a command may have too
+QUOTES = '"""'
+_BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
+
+
+def add_chat(verbs: Any) -> None:
+    p = add_verb(verbs, "chat", _chat, "talk with an engine")
+    p.add_argument("engine", metavar="ENGINE")
+    add_talk(p)
+    add_files(p, "of the first message (repeat)")
+    p.add_argument("--hide-thoughts", action="store_true", help="do not show thoughts")
+    add_sampling(p, "of an answer; default: what fits")
+    add_load(p)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    check_talk(args)
+    if sys.stdin is None:
+        raise InputError("stdin is closed, and messages are read from it")
+    for kind, path in args.media:
+        check_there(kind, path)
+    terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
+    with console.Progress() as progress:
+        engine = load(args.engine, progress, args.cuda_graph, args.trust)
+        try:
+            talk = begun(engine, args)
+            progress.stop()
+            try:
+                return _talk(talk, args, terminal)
+            finally:
+                talk.close()
+        finally:
+            engine.close()
+
+
+def _talk(talk: Talk, args: argparse.Namespace, terminal: bool) -> int:
+    repl = Repl(talk, terminal, args.json)
+    repl.screen.hides_thoughts = args.hide_thoughts
+    for kind, path in args.media:
+        repl.attach(kind, path)
+    if not terminal:
+        repl.run(Piped(sys.stdin.buffer))
+        return int(repl.failed)
+    name, room = talk.engine.spec.name, talk.engine.limits.max_seq
+    console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
+    with history():
+        repl.run(Typed())
+    return 0
+
+
+# --- lines ------------------------------------------------------------------------------------
+
+
+class Typed:
+    """Lines that somebody types."""
+
+    def __call__(self, prompt: str) -> str | None:
+        """Return a line, None after the last."""
+        try:
+            return input(prompt)
+        except EOFError:
+            print()
+            return None
+
+
+class Piped:
+    """Lines of a file or a pipe, in UTF-8."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __call__(self, prompt: str) -> str | None:
+        """Return a line, None after the last."""
+        raw: bytes = self.stream.readline()
+        if not raw:
+            return None
+        try:
+            return raw.decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as e:
+            raise InputError(f"a line is not UTF-8 at byte {e.start}") from None
+
+
+def whole(lines: Callable[[str], str | None], prompt: str) -> str | None:
+    '''Return a message, None after the last. It goes on behind a backslash at the end of a line,
+    and from """ at the beginning to the next """. InputError where that does not come.'''
+    line = lines(prompt)
+    if line is None:
+        return None
+    if begin := _BLOCK.match(line):
+        head = line[: begin.end() - len(QUOTES)]
+        return head + _quoted(lines, line[begin.end() :])
+    while line.endswith("\\"):
+        more = lines(MORE)
+        line = line[:-1] + ("" if more is None else f"\n{more}")
+    return line
+
+
+def _quoted(lines: Callable[[str], str | None], first: str) -> str:
+    """Return a text up to the quotes that end it; line breaks next to the quotes are no part."""
+    out, line = list[str](), first
+    while QUOTES not in line:
+        out.append(line)
+        more = lines(MORE)
+        if more is None:
+            raise InputError(f"the message has no {QUOTES} that ends it; it was not sent")
+        line = more
+    text, _, rest = line.partition(QUOTES)
+    text = "\n".join([*out, text])
+    return text.removeprefix("\n").removesuffix("\n") + rest
+
+
+@contextmanager
+def history() -> Iterator[None]:
+    """A context in which lines can be edited and called back, those of the last time too."""
+    try:
+        import readline
+    except ImportError:  # a Python without it reads plain lines
+        yield
+        return
+    place: Path | None = None
+    with suppress(OSError, G4Error):
+        place = private(cache_root()) / "chat-history"
+        readline.read_history_file(place)
+    readline.set_history_length(MOST_LINES)
+    try:
+        yield
+    finally:
+        if place:
+            with suppress(OSError):
+                readline.write_history_file(place)
+                place.chmod(0o600)
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+class Repl:
+    """Takes messages, commands and answers of tools, one after the other."""
+
+    def __init__(self, talk: Talk, terminal: bool, json: bool = False) -> None:
+        self.talk, self.terminal, self.json = talk, terminal, json
+        self.screen = Screen(terminal)
+        #: whether something was refused
+        self.failed = False
+        self._leaves = False
+
+    def run(self, lines: Callable[[str], str | None]) -> None:
+        """Take all of the lines. What is wrong with one is said, and the next is taken."""
+        while not self._leaves:
+            try:
+                text = whole(lines, self._prompt())
+                if text is None:
+                    return
+                self._take(text)
+            except KeyboardInterrupt:
+                if not self.terminal:
+                    raise
+                self.talk.leave_calls()
+                print()
+            except (G4Error, OSError, UnicodeError) as e:
+                if isinstance(e, BrokenPipeError | console.OutputError):
+                    raise
+                if not self.talk.alive:
+                    raise
+                self._refuse(e)
+
+    def _prompt(self) -> str:
+        calls = self.talk.open_calls
+        return f"{calls[0]['function']['name']} answers> " if calls else PROMPT
+
+    def _refuse(self, error: Exception) -> None:
+        self.failed = True
+        text = " ".join(console.worded(error).split())
+        emit({"error": text}) if self.json else console.say(f"error: {text}")
+
+    def _tell(self, text: str) -> None:
+        """Say something that is no answer of the model."""
+        print(text, file=sys.stdout if self.terminal else sys.stderr, flush=True)
+
+    def _take(self, text: str) -> None:
+        if text.startswith("/"):
+            self._command(text)
+        elif self.talk.open_calls:
+            self.talk.answer_call(text)
+            if not self.talk.open_calls:
+                self._answer(self.talk.reply)
+        elif text.strip():
+            self._answer(lambda told: self.talk.say(text, told))
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        name, _, below = name.partition("\n")
+        rest = f"{below}{rest}".strip()
+        if name not in COMMANDS:
+            raise InputError(
+                f"no command {name}; /help lists them, and a message that begins with / has a "
+                f"space before it{did_you_mean(name, COMMANDS)}"
+            )
+        COMMANDS[name][0](self, rest)
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def _answer(self, ask: Callable[[Any], Turn]) -> None:
+        """Show an answer; Ctrl-C ends it."""
+        with stopped_by_interrupts(self.talk.stop) if self.terminal else nullcontext():
+            try:
+                turn = ask((lambda said: None) if self.json else self.screen)
+            finally:
+                self.screen.end()
+        if self.json:
+            emit(turn.output())
+        if not self.terminal:
+            return
+        print(f"{DIM}{summary(turn, self.talk.engine.limits.max_seq)}{PLAIN}")
+        if turn.full:
+            self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
+        elif turn.finish_reason == "interrupted" and not turn.counts.generated:
+            self._tell("nothing was said yet: your message was taken back")
+
+    # --- what commands do ---------------------------------------------------------------------
+
+    def attach(self, kind: str, path: str) -> None:
+        """Read a file for the next message."""
+        if not path:
+            raise InputError(f"/{kind}: give the path of a file")
+        soft = self.talk.attach(kind, _path(path))
+        if self.terminal:
+            self._tell(f"{soft.count} tokens, for the next message")
+
+    def system(self, text: str) -> None:
+        """Set the message of the system, or take it away."""
+        self.talk.set_system(text)
+
+    def tools(self, text: str) -> None:
+        """Declare tools, or none."""
+        if not text:
+            raise InputError("/tools: give a FILE of JSON, or off")
+        if text == "off":
+            self.talk.set_tools(None)
+        else:
+            declare(self.talk, _path(text))
+
+    def think(self, text: str) -> None:
+        """Switch thinking, with or without a budget."""
+        if text not in ("on", "off") and not re.fullmatch("[0-9]{1,9}", text):
+            raise InputError(f"/think {text!r}: on, off, or a number of tokens")
+        self.talk.thinking.on = text != "off"
+        self.talk.thinking.budget = int(text) if text.isdigit() else None
+
+    def thoughts(self, text: str) -> None:
+        """Show thoughts, or hide them."""
+        if text not in ("show", "hide"):
+            raise InputError(f"/thoughts {text!r}: show or hide")
+        self.screen.hides_thoughts = text == "hide"
+
+    def set(self, text: str) -> None:
+        """Change a setting."""
+        name, _, value = text.partition(" ")
+        if not value.strip():
+            raise InputError("/set: give NAME VALUE, such as temperature 0.7")
+        self.talk.set(name, value.strip())
+
+    def clear(self, text: str) -> None:
+        """Begin anew."""
+        self.talk.clear()
+
+    def save(self, text: str) -> None:
+        """Write the conversation to a file."""
+        if not text:
+            raise InputError("/save: give a FILE")
+        self.talk.save(_path(text))
+
+    def load(self, text: str) -> None:
+        """Go on with a conversation of a file."""
+        if not text:
+            raise InputError("/load: give a FILE")
+        self.talk.load(_path(text))
+        if self.terminal:
+            self._tell(f"{len(self.talk.messages)} messages")
+
+    def show(self, text: str) -> None:
+        """Say what holds."""
+        talk = self.talk
+        names = [t["function"]["name"] for t in talk.tools or ()]
+        thinking = "off" if not talk.thinking.on else talk.thinking.budget or "on"
+        if talk.thinking.on and talk.thinking.budget is not None:
+            thinking = f"at most {talk.thinking.budget} tokens"
+        defaults = {k: getattr(talk.defaults, k) for k in ("temperature", "top_k", "top_p")}
+        given = {k: v for k, v in defaults.items() if v is not None} | talk.settings
+        room = talk.engine.limits.max_seq
+        lines = {
+            "engine": str(talk.engine.path),
+            "template": talk.template.origin,
+            "system": talk.system or "none",
+            "messages": f"{len(talk.messages)}, {min(talk.held, room)} of {room} tokens",
+            "attached": str(len(talk.attached)),
+            "tools": ", ".join(names) or "none",
+            "thinking": thinking,
+            "settings": json.dumps(given),
+        }
+        self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
+
+    def help(self, text: str) -> None:
+        """List the commands."""
+        rows = [(f"{name} {usage}".strip(), what) for name, (_, usage, what) in COMMANDS.items()]
+        rows += [(QUOTES, f"begins a message of several lines, {QUOTES} ends it")]
+        rows += [("\\", "at the end of a line: the message goes on in the next")]
+        rows += [("Ctrl-C", "ends an answer"), ("Ctrl-D", "leaves")]
+        self._tell("\n".join(f"{left:<18} {what}" for left, what in rows))
+
+    def bye(self, text: str) -> None:
+        """Leave."""
+        self._leaves = True
+
+
+def _path(text: str) -> str:
+    """Return a path as it was typed: in quotes, or with ~ for the user's home."""
+    from pathlib import Path
+
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError:
+        raise InputError(f"{text}: no such user") from None
+
+
+Act = Callable[[Repl, str], None]
+
+
+def _medium(kind: str) -> tuple[Act, str, str]:
+    return lambda repl, path: repl.attach(kind, path), "PATH", f"put {kind} into the next message"
+
+
+#: command -> what it does, what stands behind it, and help
+COMMANDS: dict[str, tuple[Act, str, str]] = {
+    "/system": (
+        Repl.system,
+        "TEXT",
+        "what the model is told before all else; no TEXT: nothing",
+    ),
+    "/image": _medium(IMAGE),
+    "/audio": _medium(AUDIO),
+    "/video": _medium(VIDEO),
+    "/tools": (Repl.tools, "FILE|off", "tools that the model may call, as JSON in OpenAI's form"),
+    "/think": (Repl.think, "on|off|N", "whether it thinks, for at most N tokens"),
+    "/thoughts": (Repl.thoughts, "show|hide", "whether its thoughts are shown"),
+    "/set": (Repl.set, "NAME VALUE", "a setting of draws; VALUE default: the checkpoint's"),
+    "/show": (Repl.show, "", "what holds now, and how much of the context is taken"),
+    "/clear": (Repl.clear, "", "forget what was said; system, tools and settings stay"),
+    "/save": (Repl.save, "FILE", "write messages and tools as JSON"),
+    "/load": (Repl.load, "FILE", "go on with such a file"),
+    "/help": (Repl.help, "", "this list"),
+    "/bye": (Repl.bye, "", "leave"),
+}

@@ -1,0 +1,222 @@
+"""The parts that `g4ir chat` and `g4ir run --chat` share: flags, and how answers are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError
+from g4ir.model.media import KINDS
+from g4ir.ui import console
+
+from .common import emit
+
+if TYPE_CHECKING:
+    from g4ir.chat import Event
+    from g4ir.engine.engine import Engine
+    from g4ir.engine.talk import Talk, Turn
+
+    from .common import Parser
+
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+#: on a terminal: what dims, and what ends it
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_sampling(p: Parser, count: str) -> None:
+    """Add the flags of draws; `count` says how many tokens there are without a flag."""
+    p.add_argument("--max-new-tokens", metavar="N", type=int, help=count)
+    p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
+    p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
+    p.add_argument("--top-p", metavar="P", type=float)
+    p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
+
+
+def add_files(p: Parser, where: str) -> None:
+    """Add the flags of media; their order is kept across kinds."""
+    for kind in KINDS:
+        p.add_argument(
+            f"--{kind}",
+            metavar="FILE",
+            dest="media",
+            action="append",
+            default=[],
+            type=partial(_medium, kind),
+            help=where.format(kind=kind),
+        )
+
+
+def _medium(kind: str, path: str) -> tuple[str, str]:
+    return kind, path
+
+
+def add_talk(p: Parser) -> None:
+    """Add the flags of a conversation."""
+    p.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    p.add_argument("--tools", metavar="FILE", help="JSON: tools in OpenAI's form that it may call")
+    p.add_argument("--think", action="store_true", help="let the model think before it answers")
+    p.add_argument(
+        "--think-budget", metavar="N", type=int, help="end thoughts after N tokens (with --think)"
+    )
+
+
+def check_talk(args: argparse.Namespace) -> None:
+    """Raise InputError for flags of a conversation that are wrong whatever the engine."""
+    if args.think_budget is not None and not args.think:
+        raise InputError("--think-budget is for --think, which is not given")
+    if (args.think_budget or 0) < 0:
+        raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
+
+
+def begun(engine: Engine, args: argparse.Namespace) -> Talk:
+    """Return a conversation with what the flags say; who asked for it closes it."""
+    from g4ir.engine.talk import Talk
+
+    talk = Talk(engine)
+    try:
+        if talk.template.note:
+            console.say(f"note: {talk.template.note}")
+        talk.set_system(args.system or "")
+        if args.tools:
+            declare(talk, args.tools)
+        talk.thinking.on, talk.thinking.budget = args.think, args.think_budget
+        talk.choose({name: getattr(args, name) for name in SAMPLING})
+    except BaseException:
+        talk.close()
+        raise
+    return talk
+
+
+def declare(talk: Talk, path: str) -> None:
+    """Declare the tools of a file, and say what of their schemas is lost."""
+    from g4ir.chat.messages import decoded
+
+    try:
+        tools = decoded(Path(path).read_bytes().decode(), path)
+        for said in talk.set_tools(tools):
+            console.say(f"note: {path}: {said}")
+    except UnicodeDecodeError as e:
+        raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
+    except InputError as e:
+        raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
+
+
+@contextmanager
+def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """A context in which Ctrl-C calls `stop` in the place of raising."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Screen:
+    """Shows answers while they come: on a terminal thoughts dimmed, elsewhere content and calls
+    alone. Calls are lines of JSON."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
+        self.hides_thoughts = False
+        self._kind = ""
+        self._at_start = True
+
+    def __call__(self, event: Event) -> None:
+        """Show a piece of an answer."""
+        if event.kind == "thought":
+            self._thought(event.text)
+        elif event.kind == "call":
+            self._change("call")
+            call = {"name": event.name, "arguments": event.arguments}
+            self._print(json.dumps(call, ensure_ascii=not self.terminal) + "\n")
+        else:
+            self._change("content")
+            self._print(event.text)
+
+    def _thought(self, text: str) -> None:
+        if not self.terminal:
+            return
+        new = self._kind != "thought"
+        self._change("thought")
+        if not self.hides_thoughts:
+            self._print(text)
+        elif new:
+            self._print("(thinking)")
+
+    def _change(self, kind: str) -> None:
+        """Begin pieces of another kind on a line of their own."""
+        if kind == self._kind:
+            return
+        self._line()
+        self._kind = kind
+        if kind == "thought":
+            print(DIM, end="")
+
+    def _line(self) -> None:
+        """End what was shown, and its line."""
+        if self._kind == "thought":
+            print(PLAIN, end="")
+        if not self._at_start:
+            self._print("\n")
+
+    def _print(self, text: str) -> None:
+        """Print text; a terminal takes no orders from a model."""
+        if self.terminal:
+            text = "".join(map(_harmless, text))
+        print(text, end="", flush=True)
+        self._at_start = text.endswith("\n") if text else self._at_start
+
+    def end(self) -> None:
+        """End an answer: nothing of it is left on the line."""
+        self._line()
+        self._kind, self._at_start = "", True
+        sys.stdout.flush()
+
+
+def _harmless(c: str) -> str:
+    """Return a character as a terminal may have it."""
+    return c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
+
+
+def summary(turn: Turn, room: int) -> str:
+    """Return a line about an answer: how fast it was, and how much the engine holds of it all."""
+    c = turn.counts
+    known = f" ({c.cached} known)" if c.cached else ""
+    first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
+    speed = f", then {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
+    held = min(c.prompt + c.generated, room)
+    return (
+        f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}; ended by "
+        f"{turn.finish_reason}; {held} of {room} tokens are held"
+    )
+
+
+def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop: Any) -> None:
+    """Answer one message, for `g4ir run --chat`. `media`: kind, path and settings of each file."""
+    talk = begun(engine, args)
+    try:
+        talk.stop_ids = frozenset(stop or ())
+        for kind, path, settings in media:
+            talk.attach(kind, path, **settings)
+        if args.json:
+            emit(talk.say(args.prompt).output())
+            return
+        screen = Screen(sys.stdout.isatty())
+        try:
+            turn = talk.say(args.prompt, screen)
+        finally:
+            screen.end()
+        console.say(summary(turn, engine.limits.max_seq))
+    finally:
+        talk.close()

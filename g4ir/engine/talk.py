@@ -1,0 +1,436 @@
+"""A conversation with an engine: what was said, with which tools and settings, and the next answer.
+
+    with Talk(engine) as talk:
+        talk.attach("image", "photo.png")
+        turn = talk.say("What is this?", told)          # told(event) sees each piece as it comes
+        while talk.open_calls:
+            talk.answer_call('{"degrees": 7}')
+        turn = talk.reply(told)
+
+Each answer is a request to slots (slots.py), which remember beginnings of prompts: the next one
+computes what is new. Who talks has all of the engine's room; nothing is dropped to make more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.chat import Budget, Prompt, Reader, make_prompt
+from g4ir.chat import Event as Said
+from g4ir.chat.messages import (
+    Conversation,
+    Medium,
+    an_object,
+    check_pairs,
+    decoded,
+    read_messages,
+)
+from g4ir.chat.tools import lower, read_tools
+from g4ir.chat.turns import Turns
+from g4ir.errors import InputError
+from g4ir.media.prompt import expansion
+from g4ir.media.soft import Soft
+from g4ir.model.media import AUDIO, check_there
+from g4ir.ui.files import write_file
+
+from .answers import Answer
+from .attached import read_own
+from .engine import Engine
+from .prompts import row_sampling
+from .service import Service, ServiceSettings, Stream
+from .slots import CANCELLED, SEEDS, Counts, Job, SlotSettings
+
+#: why an answer ended that `stop` ended
+INTERRUPTED = "interrupted"
+#: what is said to the model of calls that nobody answered
+NOT_RUN = "the call was not run"
+#: bytes that may be remembered of one conversation
+PREFIX_BYTES = 1 << 30
+#: setting -> how its value is read
+SETTINGS: Mapping[str, type[int] | type[float]] = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+}
+Told = Callable[[Said], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer: its `message` in OpenAI's form, why it ended (stop, tool_calls, length or
+    interrupted), tokens and seconds."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    counts: Counts
+    thought_tokens: int
+    #: whether it ended because the engine holds no more
+    full: bool = False
+
+    @property
+    def content(self) -> str:
+        """The text of the answer."""
+        return self.message["content"] or ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools, in OpenAI's form."""
+        return list(self.message.get("tool_calls", ()))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate of the tokens after the first; None where there was one token only."""
+        c = self.counts
+        if c.generated < 2 or c.total_s is None or c.first_token_s is None:
+            return None
+        seconds = c.total_s - c.first_token_s
+        return round((c.generated - 1) / seconds, 3) if seconds > 0 else None
+
+    def output(self) -> dict[str, Any]:
+        """Return it as values of JSON."""
+        c = self.counts
+        times = {"time_to_first_token_s": c.first_token_s, "total_s": c.total_s}
+        return {
+            "reasoning": self.message.get("reasoning_content", ""),
+            "content": self.content,
+            "tool_calls": self.calls,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": c.prompt,
+            "cached_tokens": c.cached,
+            "new_tokens": c.generated,
+            "reasoning_tokens": self.thought_tokens,
+            **{k: v if v is None else round(v, 6) for k, v in times.items()},
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass
+class Thinking:
+    """Whether the model thinks, and after how many tokens its thoughts are ended; None: never."""
+
+    on: bool = False
+    budget: int | None = None
+
+
+class Talk:
+    """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
+
+    def __init__(self, engine: Engine, slots: SlotSettings | None = None) -> None:
+        self.engine = engine
+        turns = Turns.open(engine.path, engine.tokenizer(), engine.spec.chat)
+        self.template, self.vocabulary = turns.template, turns.vocabulary
+        self.defaults = engine.defaults()
+        self.messages: list[dict[str, Any]] = []
+        #: parts of the next message
+        self.attached: list[dict[str, Any]] = []
+        self.tools: list[Any] | None = None
+        self.thinking = Thinking()
+        self.settings: dict[str, int | float] = {}
+        #: ids that end an answer too
+        self.stop_ids: frozenset[int] = frozenset()
+        #: tokens that the conversation had at the end of the last answer
+        self.held = 0
+        self._soft: dict[int, tuple[Any, Soft]] = {}
+        self._stream: Stream | None = None
+        self._stopped = False
+        settings = ServiceSettings(slow_s=math.inf)  # who talks reads as slowly as they like
+        self._service = Service(engine, settings, slots or SlotSettings(prefix_bytes=PREFIX_BYTES))
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread, and free the rows."""
+        self._service.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether a message would be answered."""
+        return self._service.alive
+
+    # --- what is talked about -----------------------------------------------------------------
+
+    def set_system(self, text: str) -> None:
+        """Begin the conversation with this message of the system, or without one."""
+        rest = self.messages[1:] if self.system is not None else self.messages
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+
+    @property
+    def system(self) -> str | None:
+        """The text of the system's message; None where there is none."""
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") in ("system", "developer") else None
+
+    def attach(self, kind: str, path: str | Path, **options: Any) -> Soft:
+        """Read a picture, a sound or a film for the next message; `options` as `Engine.encode` has
+        them. InputError for a file that is not there, or none of its kind."""
+        check_there(kind, path)
+        soft = self.engine.encode(kind, path, **options)
+        part = {"type": f"{kind}_url", f"{kind}_url": {"url": Path(path).absolute().as_uri()}}
+        self._soft[id(part)] = part, soft
+        self.attached.append(part)
+        return soft
+
+    def set_tools(self, given: Any) -> tuple[str, ...]:
+        """Declare tools in OpenAI's form, or none; return what of their schemas is lost."""
+        said: tuple[str, ...] = ()
+        if given is not None:
+            said = lower(read_tools(given))[1]
+        self.tools = given
+        return said
+
+    def set(self, name: str, text: str) -> None:
+        """Take a setting as it was typed; `default` for what the checkpoint says. InputError for
+        one that there is not, and for a value that it cannot have."""
+        if name not in SETTINGS:
+            raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
+        if text == "default":
+            self.settings.pop(name, None)
+            return
+        try:
+            value = SETTINGS[name](text)
+        except ValueError:
+            what = "a whole number" if SETTINGS[name] is int else "a number"
+            raise InputError(f"{name} {text!r}: expected {what}, or default") from None
+        self.choose({name: value})
+
+    def choose(self, settings: Mapping[str, int | float | None]) -> None:
+        """Take settings by name; None: the checkpoint's. InputError for values that none can be,
+        and then all stay as they were."""
+        wanted = {**self.settings, **settings}
+        found = {k: v for k, v in wanted.items() if v is not None}
+        if found.get("max_new_tokens", 1) < 1:
+            raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
+        if found.get("top_k", 0) < 0:
+            raise InputError(f"top_k {found['top_k']}: expected 0 (no limit) or more")
+        self._sampling(found)
+        self.settings = found
+
+    def clear(self) -> None:
+        """Forget what was said; the system's message, tools and settings stay."""
+        self.messages = self.messages[:1] if self.system is not None else []
+        self.attached, self._soft, self.held = [], {}, 0
+
+    # --- files --------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write messages and tools as JSON, as a body of OpenAI's protocol has them."""
+        value = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
+        text = json.dumps(value, ensure_ascii=False, indent=1)
+        try:
+            raw = f"{text}\n".encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: a message has half a character, which is no UTF-8") from None
+        write_file(Path(path), [raw])
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a conversation from a file as `save` writes them, or with a list of messages.
+        Its media are read. InputError where something is wrong; then nothing has changed."""
+        try:
+            value = decoded(Path(path).read_bytes().decode(), str(path))
+        except UnicodeDecodeError as e:
+            raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
+        try:
+            messages, tools = _conversation(value)
+            read = Conversation(read_messages(messages))
+            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
+        except InputError as e:
+            text = str(e)
+            raise InputError(text if str(path) in text else f"{path}: {text}") from None
+        self.messages, self.tools, self._soft = messages, tools, soft
+        self.attached, self.held = [], 0
+
+    # --- calls --------------------------------------------------------------------------------
+
+    @property
+    def open_calls(self) -> list[dict[str, Any]]:
+        """The calls of the last answer that have no answer yet."""
+        return _open_calls(self.messages)
+
+    def answer_call(self, text: str) -> None:
+        """Answer the first open call, with JSON or any text."""
+        if not self.open_calls:
+            raise InputError("no call waits for an answer")
+        self.messages.append(_call_answer(self.open_calls[0], text))
+
+    def leave_calls(self) -> None:
+        """Have the model know that nobody answered its open calls."""
+        self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def say(self, text: str, told: Told = lambda said: None) -> Turn:
+        """Send a message, with what is attached, and return the answer. One that fails, or was
+        stopped before its first token, leaves the conversation as it was."""
+        before, attached = [*self.messages], self.attached
+        self.messages.append({"role": "user", "content": self._content(text)})
+        try:
+            turn = self.reply(told)
+        except BaseException:
+            self.messages = before
+            raise
+        nothing = turn.finish_reason == INTERRUPTED and not turn.counts.generated
+        self.messages = before if nothing else self.messages
+        self.attached = attached if nothing else []
+        return turn
+
+    def _content(self, text: str) -> Any:
+        """Return a message's content; the model was trained with sounds behind the text."""
+        if not self.attached:
+            return text
+        sounds = [p for p in self.attached if p["type"] == f"{AUDIO}_url"]
+        seen = [p for p in self.attached if p not in sounds]
+        return [*seen, {"type": "text", "text": text}, *sounds]
+
+    def reply(self, told: Told = lambda said: None) -> Turn:
+        """Return the answer to the messages as they are, which then are followed by it; `told` sees
+        its pieces. InputError where they are too long, or cannot be answered."""
+        self._stopped = False
+        job, prompt = self._job()
+        reader = Reader(self.tools, prompt.tail, calls=bool(self.tools), thinking=self.thinking.on)
+        answer = Answer(self.vocabulary, reader)
+        self._stream = stream = self._service.submit(job)
+        if self._stopped:
+            stream.ticket.cancel()
+        cancelled = False
+        try:
+            for event in stream:
+                cancelled = event.finish == CANCELLED
+                for said in answer.take(event):
+                    told(said)
+        finally:
+            self._stream = None
+            if not stream.ticket.done:
+                stream.cancel()
+        return self._taken(answer, stream, cancelled)
+
+    def stop(self) -> None:
+        """Have the answer that is being made end where it is."""
+        self._stopped = True
+        if self._stream:  # no lock is taken, which a handler of signals might hold already
+            self._stream.ticket.cancel()
+
+    def _taken(self, answer: Answer, stream: Stream, cancelled: bool) -> Turn:
+        """Add an answer to the conversation, in a form that the next prompt can have."""
+        counts, message = stream.ticket.counts, answer.message()
+        self.held = counts.prompt + counts.generated
+        if counts.generated or not cancelled:
+            self.messages.append(message)
+        if cancelled:
+            self.leave_calls()
+        reason = INTERRUPTED if cancelled else answer.finish or ""
+        full = reason == "length" and self.held > self.engine.limits.max_seq
+        return Turn(message, reason, counts, answer.reasoning, full)
+
+    def _job(self) -> tuple[Job, Prompt]:
+        """Return the request of the next answer."""
+        prompt = make_prompt(
+            self.messages, self.tools, self.template, enable_thinking=self.thinking.on
+        )
+        soft = [self._read(medium) for medium in prompt.media]
+        special, room = self.engine.spec.tokens, self.engine.limits.max_seq
+        tokens = self.vocabulary.encode(prompt, [[*expansion(s, special)] for s in soft])
+        left = room + 1 - len(tokens)  # the last token is never written
+        if left < 1:
+            raise InputError(
+                f"the context is full: this would be {len(tokens)} tokens, and the engine holds "
+                f"{room}; nothing was dropped: begin anew, say less, or build with a larger "
+                f"--max-seq"
+            )
+        count = min(int(self.settings.get("max_new_tokens", left)), left)
+        marks = self.vocabulary.marks(tokens, self.system is not None)
+        sampling = self._sampling(self.settings, prompt)
+        return Job(tuple(tokens), count, sampling, tuple(soft), marks=marks), prompt
+
+    def _read(self, medium: Medium) -> Soft:
+        """Return the soft tokens of a part; it is read once."""
+        if id(medium.part) not in self._soft:
+            self._soft[id(medium.part)] = medium.part, read_own(self.engine, medium)
+        return self._soft[id(medium.part)][1]
+
+    def _sampling(
+        self, settings: Mapping[str, int | float], prompt: Prompt | None = None
+    ) -> RowSampling:
+        given: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
+        if "seed" in given:
+            given["seed"] %= SEEDS
+        given["stop"] = self.vocabulary.ends | self.stop_ids
+        if prompt and self.thinking.budget is not None:
+            inside = Reader(prompt_tail=prompt.tail).thinking
+            budget = Budget(self.vocabulary, self.thinking.budget, inside)
+            given["allowed"] = Bounded(budget, self.engine.spec.text.vocab_size)
+        return row_sampling(self.defaults, given)
+
+
+@dataclass
+class Bounded:
+    """Says which token must come where thoughts have had their budget (see row_sampling.py)."""
+
+    budget: Budget
+    size: int
+    seen: int = field(default=0, init=False)
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        """Return which tokens may follow; None: all."""
+        for token in generated[self.seen :]:
+            self.budget.push(token)
+        self.seen = len(generated)
+        if (forced := self.budget.forced()) is None:
+            return None
+        out = np.zeros(self.size, bool)
+        out[forced] = True
+        return out
+
+
+def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Return the messages and tools of a file, checked; calls at the end may be open."""
+    held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
+    if unknown := held.keys() - {"messages", "tools"}:
+        raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")
+    messages, tools = held.get("messages"), held.get("tools")
+    read_messages(messages)
+    assert isinstance(messages, list)
+    closed = [*messages, *(_call_answer(c, "") for c in _open_calls(messages))]
+    if messages:
+        check_pairs(Conversation(read_messages(closed)))
+    read_tools(tools)
+    return messages, tools
+
+
+def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls at the end of a conversation that have no answer."""
+    answered = 0
+    while answered < len(messages) and messages[-1 - answered]["role"] == "tool":
+        answered += 1
+    if answered == len(messages):
+        return []
+    last, answers = messages[-1 - answered], messages[len(messages) - answered :]
+    left = [*(last.get("tool_calls") or ())]
+    for a in answers:
+        key = a.get("tool_call_id")
+        found = next((c for c in left if c.get("id") == key), None)
+        left = [c for c in left if c is not found]
+    return left
+
+
+def _call_answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return the message of a tool."""
+    named = {"tool_call_id": call["id"]} if call.get("id") is not None else {}
+    return {"role": "tool", **named, "name": call["function"]["name"], "content": text}

@@ -1,0 +1,474 @@
+"""`g4ir chat` in pipes and at a terminal, and `g4ir run --chat`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g4ir.chat import Event
+from g4ir.chat.control import CHANNEL, CHANNEL_END
+from g4ir.cli.chat import COMMANDS, Piped, whole
+from g4ir.cli.talking import Screen
+from g4ir.errors import InputError
+from tests.cli_tools import Outcome, g4ir, refused
+from tests.engines import add_file
+from tests.media_tools import png
+from tests.serve.running import chat_engine
+from tests.talking import CALLING, THINKING, TOOLS, dictate
+
+ROOT = Path(__file__).parents[1]
+WORDS = ["w1_ w2_"]
+WAIT = 60.0
+ROOM = 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_engine(tmp_path_factory.mktemp("chat") / "engine", ROOM)
+
+
+@pytest.fixture
+def piped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """`g4ir chat` with these lines; other answers than those dictated are short."""
+
+    def run(lines: str | bytes, *words: str, answers: Sequence[Sequence[str]] = ()) -> Outcome:
+        raw = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        dictate(monkeypatch.setattr, answers)
+        short = () if answers else ("--max-new-tokens", "3")
+        return g4ir("chat", folder, *short, *words)
+
+    return run
+
+
+# --- messages of lines ------------------------------------------------------------------------
+
+
+def messages(text: str) -> list[str]:
+    """The messages of lines."""
+    lines, out = Piped(io.BytesIO(text.encode())), list[str]()
+    while (found := whole(lines, ">>> ")) is not None:
+        out.append(found)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("a\nb", ["a", "b"]),
+        ("a\r\n\nb\n", ["a", "", "b"]),
+        ("a\\\nb\\\n\nc", ["a\nb\n", "c"]),
+        ("a\\", ["a"]),
+        ('"""a"""\nb', ["a", "b"]),
+        ('"""\na\n\nb\\\n"""\nc', ["a\n\nb\\", "c"]),
+        ('  """a\nb""" c\nd', ["  a\nb c", "d"]),
+        ('/system """a\nb"""', ["/system a\nb"]),
+        ('say """a', ['say """a']),
+    ],
+)
+def test_messages_of_lines(text: str, found: list[str]) -> None:
+    assert messages(text) == found
+
+
+@given(st.lists(st.text(st.sampled_from("ab \\€/")), max_size=6))
+def test_a_text_in_quotes_is_itself(parts: list[str]) -> None:
+    text = "\n".join(parts)
+    assert messages(f'"""\n{text}\n"""\nend')[-1] == "end"
+    assert messages(f'"""\n{text}\n"""')[0] == text
+
+
+def test_quotes_that_do_not_end() -> None:
+    with pytest.raises(InputError, match="was not sent"):
+        messages('"""a\nb')
+
+
+# --- what is shown ----------------------------------------------------------------------------
+
+
+def shown(events: Sequence[Event], terminal: bool, hidden: bool = False) -> str:
+    screen, out = Screen(terminal), io.StringIO()
+    screen.hides_thoughts = hidden
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        for event in events:
+            screen(event)
+        screen.end()
+    return out.getvalue()
+
+
+EVENTS = [
+    Event("thought", "hm\x1b[1m"),
+    Event("thought", "."),
+    Event("content", "a\n"),
+    Event("call", '{"a": "é"}', "f", {"a": "é"}, 0),
+    Event("content", "b"),
+]
+
+
+def test_what_a_terminal_is_shown() -> None:
+    """No order of the model reaches it."""
+    call = '{"name": "f", "arguments": {"a": "é"}}\n'
+    assert shown(EVENTS, True) == f"\x1b[2mhm\\x1b[1m.\x1b[0m\na\n{call}b\n"
+    assert shown(EVENTS, True, True) == f"\x1b[2m(thinking)\x1b[0m\na\n{call}b\n"
+    assert shown(EVENTS[:1], True) == "\x1b[2mhm\\x1b[1m\x1b[0m\n"
+
+
+def test_what_a_pipe_is_given() -> None:
+    call = '{"name": "f", "arguments": {"a": "\\u00e9"}}\n'
+    assert shown(EVENTS, False) == f"a\n{call}b\n"
+    assert shown([Event("content", "\x1b[1m")], False) == "\x1b[1m\n"
+
+
+# --- pipes ------------------------------------------------------------------------------------
+
+
+def test_lines_are_answered(piped: Callable[..., Outcome]) -> None:
+    done = piped("hello\n\nagain\\\nand again\n", answers=[THINKING, WORDS])
+    assert (done.code, done.out) == (0, "hi €\nw1_ w2_\n")
+    assert "\x1b" not in done.out + done.err and ">>>" not in done.out + done.err
+
+
+def test_lines_are_answered_as_json(piped: Callable[..., Outcome], tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps(TOOLS))
+    lines = "rain?\n7 degrees\n/show\n/nothing\n"
+    done = piped(lines, "--json", "--tools", str(tools), answers=[CALLING, THINKING])
+    asked, told, wrong = map(json.loads, done.out.splitlines())
+    assert done.code == 1 and wrong["error"].startswith("no command /nothing;")
+    assert asked["finish_reason"] == "tool_calls"
+    assert asked["tool_calls"][0]["function"]["arguments"] == '{"city": "oslo"}'
+    assert (told["reasoning"], told["content"], told["finish_reason"]) == ("hm", "hi €", "stop")
+    assert told["cached_tokens"] >= asked["prompt_tokens"] and told["reasoning_tokens"] > 0
+    assert told["new_tokens"] > told["reasoning_tokens"] and told["tokens_per_second"] > 0
+    assert "weather" in done.err  # of /show
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/bogus", "no command /bogus; /help lists them"),
+        ("/imgae a.png", "did you mean /image?"),
+        ("/image", "/image: give the path"),
+        ("/image none.png", "none.png: no such image file"),
+        ("/image ~nobody-there/a.png", "no such user"),
+        ("/video none.mp4", "none.mp4: no such video file"),
+        ("/tools", "/tools: give a FILE"),
+        ("/tools none.json", "none.json: No such file"),
+        ("/tools WRONG", "wrong.json: is no JSON"),
+        ("/think hard", "/think 'hard': on, off, or a number"),
+        ("/thoughts", "show or hide"),
+        ("/set", "/set: give NAME VALUE"),
+        ("/set warmth 3", "setting 'warmth': one of"),
+        ("/set top_p 3", "top_p 3"),
+        ("/save", "/save: give a FILE"),
+        ("/save none/a.json", "No such file"),
+        ("/load", "/load: give a FILE"),
+        ("/load WRONG", "wrong.json: is no JSON"),
+        ("/load ENGINE", "Is a directory"),
+        ("x" * (ROOM + 1), "the context is full"),
+        (b"\xff\xfe", "a line is not UTF-8 at byte 0"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_is_wrong_is_one_line(
+    piped: Callable[..., Outcome], folder: Path, tmp_path: Path, line: str | bytes, said: str
+) -> None:
+    (tmp_path / "wrong.json").write_text("nothing")
+    raw = line if isinstance(line, bytes) else line.encode()
+    raw = raw.replace(b"WRONG", bytes(tmp_path / "wrong.json")).replace(b"ENGINE", bytes(folder))
+    done = piped(raw + b"\nhello\n")
+    errors = [x for x in done.err.splitlines() if "error:" in x]
+    assert len(errors) == 1 and said in errors[0], done.err
+    assert done.code == 1 and done.out and "Traceback" not in done.err
+
+
+def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
+    png(tmp_path / "a.png")
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    lines = [
+        '/system """be\nshort"""',
+        f"/image '{tmp_path}/a.png'",
+        "what is this?",
+        f"/tools {tmp_path}/tools.json",
+        "/think on",
+        "/think 5",
+        "/thoughts hide",
+        "/set temperature 0.5",
+        "/set top_k default",
+        f"/save {tmp_path}/talk.json",
+        "/show",
+        "/clear",
+        "/tools off",
+        "/think off",
+        f"/load {tmp_path}/talk.json",
+        "/show",
+        "/system",
+        "/help",
+        "/bye",
+        "/bogus",
+    ]
+    done = piped("\n".join(lines))
+    assert done.code == 0, done.err
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
+    assert saved["messages"][0]["content"] == "be\nshort" and saved["tools"] == TOOLS
+    before, after = re.findall(r"(?s)engine .*?settings  .*?\n", done.err)
+    for text in ("system    be\nshort", "tools     weather", '"temperature": 0.5'):
+        assert text in before and text in after
+    assert "at most 5 tokens" in before and "thinking  off" in after
+    assert all(f"{name} " in done.err for name in COMMANDS)
+
+
+def test_files_and_settings_of_the_command_line(
+    piped: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    png(tmp_path / "a.png")
+    image = ("--image", str(tmp_path / "a.png"), "--system", "be short", "--think")
+    done = piped("what is this?\n", "--json", *image, "--think-budget", "4", "--seed", "3")
+    assert json.loads(done.out)["prompt_tokens"] > 64 and done.code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--think-budget", "3"], "--think-budget is for --think"),
+        (["--think", "--think-budget", "-1"], "--think-budget -1: expected 0"),
+        (["--image", "none.png"], "none.png: no such image file"),
+        (["--tools", "none.json"], "none.json: No such file"),
+        (["--top-p", "7"], "top_p 7"),
+    ],
+)
+def test_wrong_flags(folder: Path, words: list[str], said: str) -> None:
+    assert said in refused("chat", folder, *words)
+
+
+# --- one message ------------------------------------------------------------------------------
+
+
+def test_run_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    dictate(monkeypatch.setattr, [THINKING, CALLING, THINKING])
+    one = ("run", folder, "--chat", "--prompt", "hello")
+    plain = g4ir(*one, "--think")
+    assert plain.out == "hi €\n" and "ended by stop" in plain.err
+    called = g4ir(*one, "--tools", tmp_path / "tools.json")
+    assert json.loads(called.out) == {"name": "weather", "arguments": {"city": "oslo"}}
+    parts = json.loads(g4ir(*one, "--json", "--system", "be short").out)
+    assert (parts["reasoning"], parts["content"]) == ("hm", "hi €")
+    png(tmp_path / "a.png")
+    image = ("--image", tmp_path / "a.png", "--image-budget", "70", "--max-new-tokens", "2")
+    seen = json.loads(g4ir(*one, "--json", *image).out)
+    assert seen["prompt_tokens"] > 70 and seen["new_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "2,5", "--chat"], "--chat is for --prompt"),
+        (["--prompt", "x", "--system", "y"], "--system is for --chat"),
+        (["--prompt", "x", "--think"], "--think is for --chat"),
+        (["--prompt", "x", "--think-budget", "0"], "--think-budget is for --chat"),
+        (["--prompt", "x" * (ROOM + 1), "--chat"], "the context is full"),
+        (["--prompt", "x", "--chat", "--stop", "9999"], "outside the vocabulary"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_wrong_flags_of_run(folder: Path, words: list[str], said: str) -> None:
+    assert said in refused("run", folder, *words)
+
+
+def test_a_raw_prompt_is_said_to_be_raw(folder: Path, tmp_path: Path) -> None:
+    engine = chat_engine(tmp_path / "engine")
+    add_file(engine, "chat_template.jinja", "{{ messages[0].content }}")
+    done = g4ir("run", engine, "--prompt", "hello", "--max-new-tokens", "2")
+    notes = [x for x in done.err.splitlines() if "note:" in x]
+    assert len(notes) == 1 and "raw" in notes[0] and "--chat" in notes[0]
+
+
+# --- a terminal -------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A program at a terminal of its own."""
+
+    def __init__(self, words: Sequence[Any], cache: Path) -> None:
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(cache)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *map(str, words)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.text = ""
+
+    def until(self, end: str) -> str:
+        """What it prints up to a text, which is read away."""
+        limit = time.monotonic() + WAIT
+        while end not in self.text:
+            ready, _, _ = select.select([self.master], [], [], limit - time.monotonic())
+            assert ready, self.text
+            try:
+                read = os.read(self.master, 4096).decode(errors="replace")
+            except OSError:  # it has gone
+                read = ""
+            assert read, self.text
+            self.text += read
+        before, _, self.text = self.text.partition(end)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT)
+        os.close(self.master)
+        return code
+
+
+@pytest.fixture
+def at_terminal(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def start(answers: Sequence[Sequence[str]], *words: Any) -> Terminal:
+        script = json.dumps({"answers": answers, "pause_s": 0.003})
+        made.append(Terminal(["tests.talking", script, "chat", folder, *words], tmp_path / "cache"))
+        return made[-1]
+
+    yield start
+    for t in made:
+        t.process.kill()
+        t.process.wait()
+
+
+UP = "\x1b[A"
+
+
+def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    long = ["w1_" * 150]
+    answers = [THINKING, WORDS, long, WORDS, CALLING, WORDS, CALLING, WORDS]
+    t = at_terminal(answers, "--tools", tmp_path / "tools.json")
+    t.until("Ctrl-D leaves")
+    t.until(">>> ")
+    t.type("hello\r")
+    t.until("\x1b[2mhm\x1b[0m")
+    assert "hi €\r\n" in t.until("\x1b[2m")
+    assert "tokens/s; ended by stop" in t.until("\x1b[0m")
+    t.until(">>> ")
+    t.type('"""one\r')
+    t.until("... ")
+    t.type('two"""\r')
+    t.until("w1_ w2_\r\n")
+    t.until(">>> ")
+    t.type("garbage\x03")  # ends the line alone
+    t.until(">>> ")
+    t.type("tell\r")
+    t.until("w1_w1_w1_")
+    t.type("\x03")  # ends the answer alone
+    t.until("ended by interrupted")
+    t.until(">>> ")
+    t.type(f"{UP * 4}\r")  # hello
+    t.until("w1_ w2_\r\n")
+    t.until(">>> ")
+    t.type("rain?\r")
+    t.until('{"name": "weather", "arguments": {"city": "oslo"}}')
+    t.until("weather answers> ")
+    t.type('{"degrees": 7}\r')
+    t.until("w1_ w2_\r\n")
+    t.until(">>> ")
+    t.type("rain?\r")
+    t.until("weather answers> ")
+    t.type("\x03")  # nobody answers the call
+    t.until(">>> ")
+    t.type("well?\r")
+    t.until("w1_ w2_\r\n")
+    t.until(">>> ")
+    t.type(f"/save {tmp_path}/talk.json\r")
+    t.until(">>> ")
+    t.type("\x04")
+    assert t.end() == 0
+    saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    asked = [m["content"] for m in saved if m["role"] == "user"]
+    assert asked == ["hello", "one\ntwo", "tell", "hello", "rain?", "rain?", "well?"]
+    cut = saved[5]["content"]
+    assert cut.startswith("w1_w1_w1_") and len(cut) < len(long[0])
+    told = [m["content"] for m in saved if m["role"] == "tool"]
+    assert told[0] == '{"degrees": 7}' and "not run" in told[1]
+    history = tmp_path / "cache" / "g4ir" / "chat-history"
+    assert history.stat().st_mode & 0o077 == 0 and "rain?" in history.read_text()
+
+
+def test_a_terminal_remembers(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """What was typed the last time; and thoughts can be hidden."""
+    history = tmp_path / "cache" / "g4ir"
+    history.mkdir(mode=0o700, parents=True)
+    (tmp_path / "cache").chmod(0o700)
+    (history / "chat-history").write_text("from before\n")
+    t = at_terminal([[CHANNEL, "thought\nhm", CHANNEL_END, "hi"]], "--hide-thoughts")
+    t.until(">>> ")
+    t.type(f"{UP}\r")
+    before = t.until("hi\r\n")
+    assert "(thinking)" in before and "hm" not in before and "from before" in before
+    t.until(">>> ")
+    t.type("/bye\r")
+    assert t.end() == 0
+
+
+def test_the_examples_of_the_guide(
+    piped: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed in docs/talking.md is taken; every command is there."""
+    monkeypatch.chdir(tmp_path)
+    png(tmp_path / "photo.png")
+    text = (ROOT / "docs" / "talking.md").read_text()
+    (tools,) = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
+    Path("weather.json").write_text(tools)
+    (session,) = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
+    typed = re.findall(r"^(?:>>> |\.\.\. |weather answers> )(.*)$", session, re.M)
+    done = piped("\n".join(typed), answers=[WORDS, CALLING, WORDS, WORDS])
+    assert done.code == 0, done.err
+    assert Path("talk.json").is_file() and len(typed) >= 8
+    assert {*COMMANDS} <= {*re.findall(r"`(/\w+)", text)}
+
+
+def test_the_python_example_of_the_guide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    text = (ROOT / "docs" / "talking.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(names["tokens"]) <= 16 and names["answer"].content == names["turn"].content
+
+
+def test_commands_of_the_shell_in_the_guide(folder: Path) -> None:
+    """Each is one of the command line."""
+    from g4ir.cli import _parser
+
+    text = (ROOT / "docs" / "talking.md").read_text()
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
+    lines = [shlex.split(x.partition("|")[2] or x) for x in block.splitlines()]
+    assert len(lines) >= 4
+    for words in lines:
+        assert words[0] == "g4ir" and callable(_parser().parse_args(words[1:]).command)

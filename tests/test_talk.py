@@ -1,0 +1,416 @@
+"""Conversations: what is computed again, what an interrupted answer leaves, calls, and files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import g4ir
+from g4ir.chat import Event, Reader, make_prompt
+from g4ir.chat.control import CHANNEL, CHANNEL_END, TURN_END
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.engine.talk import INTERRUPTED, NOT_RUN, Talk
+from g4ir.errors import InputError
+from tests.media_tools import png
+from tests.serve.running import chat_engine
+from tests.talking import CALLING, THINKING, TOOLS, dictate, ids
+
+WORDS = ["w1_ w2_"]
+ROOM = 1024
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with load_engine(chat_engine(tmp_path_factory.mktemp("talk") / "engine", ROOM)) as made:
+        yield made
+
+
+@pytest.fixture
+def talk(engine: Engine) -> Iterator[Talk]:
+    with Talk(engine) as made:
+        yield made
+
+
+def stopping(talk: Talk, after: int) -> Callable[[Event], None]:
+    """Sees pieces, and stops the answer with one of them."""
+    seen = 0
+
+    def told(event: Event) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == after:
+            talk.stop()
+
+    return told
+
+
+# --- what is computed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["small", "large"])
+@pytest.mark.parametrize("answer", [WORDS, THINKING], ids=["plain", "thought"])
+def test_a_turn_computes_what_is_new(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str, answer: Sequence[str]
+) -> None:
+    """All before the generation prompt is known, also where a thought is dropped from history."""
+    dictate(monkeypatch.setattr, [answer] * 3)
+    with Talk(engine) as talk:
+        talk.template = type(talk.template).built_in(form)
+        talk.choose({"max_new_tokens": 40})
+        talk.set_system("be short")
+        turns = [talk.say("hello") for _ in range(3)]
+        begun = 1 + len("model\n") + (2 + len("thought\n")) * (form == "large")
+        before = [c.counts.prompt - begun for c in turns]
+        for turn, known in zip(turns[1:], before, strict=False):
+            assert turn.counts.cached >= known and turn.finish_reason == "stop"
+            assert turn.counts.prompt - turn.counts.cached < 75
+        assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_what_is_known_changes_no_answer(engine: Engine, tmp_path: Path) -> None:
+    """A conversation that goes on says what one says that was loaded."""
+    with Talk(engine) as talk:
+        talk.choose({"max_new_tokens": 12, "temperature": 0})
+        talk.say("hello")
+        talk.save(tmp_path / "a.json")
+        went_on = talk.say("and now?")
+        assert went_on.counts.cached
+    with Talk(engine) as other:
+        other.choose({"max_new_tokens": 12, "temperature": 0})
+        other.load(tmp_path / "a.json")
+        again = other.say("and now?")
+        assert not again.counts.cached and again.message == went_on.message
+
+
+def test_a_full_context(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictate(monkeypatch.setattr, [["w1_" * 100]])
+    turn = talk.say("x" * (ROOM - 100))
+    assert turn.finish_reason == "length" and turn.full and talk.held == ROOM + 1
+    before = [*talk.messages]
+    with pytest.raises(InputError, match=rf"full: .* [0-9]+ tokens, .* holds {ROOM};.*dropped"):
+        talk.say("more")
+    assert talk.messages == before
+    talk.clear()
+    assert talk.say("hello").counts.generated
+
+
+# --- ends -------------------------------------------------------------------------------------
+
+
+def test_a_stopped_answer_stays(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictate(monkeypatch.setattr, [["w1_" * 300], WORDS], pause_s=0.002)
+    turn = talk.say("hello", stopping(talk, 3))
+    assert turn.finish_reason == INTERRUPTED and 3 <= turn.counts.generated < 300
+    assert turn.content == ("w1_" * 300)[: turn.counts.generated]
+    assert talk.messages[-1] == {"role": "assistant", "content": turn.content}
+    known = talk.say("hello").counts
+    assert known.cached > 0 and talk.messages[-1]["content"] == "w1_ w2_"
+
+
+def test_a_stopped_thought_stays(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 300], WORDS], pause_s=0.002)
+    turn = talk.say("hello", stopping(talk, 3))
+    assert turn.message["reasoning_content"].startswith("w1_") and not turn.content
+    assert talk.say("hello").finish_reason == "stop"
+
+
+def test_an_answer_that_was_stopped_before_it_began(talk: Talk, tmp_path: Path) -> None:
+    """What was sent is taken back, files too."""
+    png(tmp_path / "a.png")
+    talk.attach("image", tmp_path / "a.png")
+    submit = talk._service.submit
+
+    def stopped(*given: Any) -> Any:
+        talk.stop()
+        return submit(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk._service, "submit", stopped)
+        turn = talk.say("hello")
+    assert turn.finish_reason == INTERRUPTED and not turn.counts.generated
+    assert not talk.messages and len(talk.attached) == 1
+    talk.choose({"max_new_tokens": 2})
+    assert talk.say("hello").counts.generated == 2
+    assert not talk.attached and len(talk.messages) == 2
+
+
+def test_a_reader_that_fails_ends_the_answer(talk: Talk) -> None:
+    def told(event: Event) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        talk.say("hello", told)
+    assert not talk.messages
+    talk.choose({"max_new_tokens": 2})
+    assert talk.say("hello").counts.generated == 2
+
+
+# --- thoughts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 11])
+def test_a_budget_of_thoughts(talk: Talk, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 50]])
+    talk.thinking.on, talk.thinking.budget = True, budget
+    talk.choose({"max_new_tokens": 20})
+    turn = talk.say("hello")
+    assert turn.thought_tokens <= budget + 2  # with a newline, and the token that closes it
+    assert "w1_w1" in turn.content and turn.counts.generated == 20
+    assert turn.message.get("reasoning_content", "") == "w1_"[: max(budget - len("thought\n"), 0)]
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+def test_calls_and_their_answers(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictate(monkeypatch.setattr, [CALLING[:-1] + CALLING, WORDS])
+    talk.set_tools(TOOLS)
+    turn = talk.say("rain?")
+    assert turn.finish_reason == "tool_calls" and len(turn.calls) == 2
+    assert turn.calls[0]["function"] == {"name": "weather", "arguments": '{"city": "oslo"}'}
+    with pytest.raises(InputError, match="no answer"):
+        talk.say("well?")
+    assert len(talk.messages) == 2
+    for i in (0, 1):
+        assert [c["id"] for c in talk.open_calls] == [c["id"] for c in turn.calls[i:]]
+        talk.answer_call('{"degrees": 7}')
+    with pytest.raises(InputError, match="no call waits"):
+        talk.answer_call("x")
+    told = talk.reply()
+    assert told.content == "w1_ w2_" and told.counts.cached
+    assert make_prompt(talk.messages, TOOLS).text.count("degrees") == 2
+
+
+def test_calls_of_a_stopped_answer(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictate(monkeypatch.setattr, [[*CALLING[:-1], "w1_" * 300], WORDS], pause_s=0.002)
+    talk.set_tools(TOOLS)
+    turn = talk.say("rain?", stopping(talk, 1))
+    assert turn.finish_reason == INTERRUPTED and len(turn.calls) == 1
+    assert talk.messages[-1]["content"] == NOT_RUN and not talk.open_calls
+    assert talk.say("well?").content == "w1_ w2_"
+
+
+# --- any conversation can go on ---------------------------------------------------------------
+
+PIECES = st.sampled_from(["w1_", "w2_ ", "€", CHANNEL, CHANNEL_END, "thought\n", *CALLING, "}"])
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["say", "stop", "answer", "leave", "file"]), st.lists(PIECES)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(acts=ACTS)
+def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -> None:
+    """Whatever the model says and wherever it is stopped: what was said is a conversation."""
+    with pytest.MonkeyPatch.context() as patch, Talk(engine) as talk:
+        talk.set_tools(TOOLS)
+        talk.choose({"max_new_tokens": 12})
+        dictate(patch.setattr, [texts for act, texts in acts if act in ("say", "stop")])
+        for act, texts in acts:
+            if act in ("say", "stop"):
+                talk.leave_calls()
+                talk.say("hello", stopping(talk, len(texts) // 2 if act == "stop" else -1))
+            elif act == "answer" and talk.open_calls:
+                talk.answer_call("7")
+            elif act == "leave":
+                talk.leave_calls()
+            elif act == "file":
+                talk.save(tmp_path / "talk.json")
+                before = talk.messages
+                talk.load(tmp_path / "talk.json")
+                assert talk.messages == before
+        talk.leave_calls()
+        if talk.messages:
+            assert make_prompt(talk.messages, TOOLS).text.endswith(("model\n", "}<tool_response|>"))
+
+
+# --- settings, and what is refused ------------------------------------------------------------
+
+
+def test_settings(talk: Talk) -> None:
+    for name, value in [("temperature", "0.5"), ("top_k", "3"), ("seed", "-1"), ("min_p", "0.1")]:
+        talk.set(name, value)
+    talk.set("presence_penalty", "1")
+    assert talk.settings["top_k"] == 3 and talk.say("x").counts.generated
+    talk.set("top_k", "default")
+    assert "top_k" not in talk.settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("warmth", "1", "setting 'warmth': one of max_new_tokens"),
+        ("temperature", "hot", "temperature 'hot': expected a number"),
+        ("temperature", "-1", "temperature -1"),
+        ("temperature", "nan", "temperature nan"),
+        ("top_k", "1.5", "expected a whole number"),
+        ("top_k", "-1", "expected 0"),
+        ("top_p", "2", "top_p 2"),
+        ("min_p", "2", "min_p 2"),
+        ("max_new_tokens", "0", "expected at least 1"),
+        ("repetition_penalty", "0", "repetition_penalty 0"),
+    ],
+)
+def test_wrong_settings(talk: Talk, name: str, value: str, said: str) -> None:
+    talk.set("top_p", "0.5")
+    with pytest.raises(InputError) as e:
+        talk.set(name, value)
+    assert said in str(e.value) and talk.settings == {"top_p": 0.5}
+
+
+def test_an_engine_without_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli_tools import tokenizer
+
+    monkeypatch.setattr(type(engine), "tokenizer", lambda self: tokenizer())
+    with pytest.raises(InputError, match="has no turns of a chat"):
+        Talk(engine)
+
+
+# --- media and files --------------------------------------------------------------------------
+
+
+def test_media_of_a_message(talk: Talk, tmp_path: Path) -> None:
+    """A file is read once, when it is named; pictures stand before the text, sounds behind it."""
+    place = tmp_path / "a picture.png"
+    png(place)
+    soft = talk.attach("image", place)
+    talk.attached.append({"type": "audio_url", "audio_url": {"url": "b.wav"}})
+    assert [p["type"] for p in talk._content("x")] == ["image_url", "text", "audio_url"]
+    talk.attached.pop()
+    talk.choose({"max_new_tokens": 3})
+    first = talk.say("what is this?")
+    assert first.counts.prompt > soft.count
+    talk.save(tmp_path / "talk.json")
+    raw = place.read_bytes()
+    place.unlink()
+    again = talk.say("and now?")
+    assert again.counts.cached > soft.count
+    with pytest.raises(InputError, match=r"talk.json: .*no such image file"):
+        talk.load(tmp_path / "talk.json")
+    assert len(talk.messages) == 4
+    url = "data:image/png;base64," + base64.b64encode(raw).decode()
+    text = (tmp_path / "talk.json").read_text().replace(place.as_uri(), url)
+    (tmp_path / "talk.json").write_text(text)
+    talk.load(tmp_path / "talk.json")
+    assert talk.say("and now?").counts.prompt == again.counts.prompt
+
+
+USER = {"role": "user", "content": "x"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nothing", "is no JSON"),
+        ('{"messages": [], "messages": []}', "is no JSON"),
+        ("[NaN]", "is no JSON"),
+        ("7", "must be an object"),
+        ("{}", "messages: must be a list"),
+        ('{"messages": [], "model": "m"}', "model: is not known"),
+        ('{"messages": [], "tools": 7}', "tools: must be a list"),
+        (json.dumps([{"role": "robot", "content": "x"}]), "messages[0].role"),
+        (json.dumps([USER, CALLED, USER]), "has no answer"),
+        (json.dumps([{"role": "tool", "content": "x"}]), "must follow"),
+        (
+            json.dumps(
+                [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}]
+            ),
+            "nothing is fetched",
+        ),
+    ],
+)
+def test_wrong_files(talk: Talk, tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    talk.set_system("stays")
+    with pytest.raises(InputError) as e:
+        talk.load(path)
+    assert str(e.value).startswith(f"{path}: ") and said in str(e.value)
+    assert talk.system == "stays" and talk.tools is None
+
+
+def test_a_file_with_an_open_call(talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps([USER, CALLED]))
+    talk.load(path)
+    assert [c["id"] for c in talk.open_calls] == ["a"]
+    talk.choose({"max_new_tokens": 2})
+    talk.answer_call("7")
+    assert talk.reply().counts.generated == 2
+
+
+def test_a_file_that_cannot_be_written(talk: Talk, tmp_path: Path) -> None:
+    talk.messages = [{"role": "user", "content": "\udcff"}]
+    with pytest.raises(InputError, match="half a character"):
+        talk.save(tmp_path / "a.json")
+    talk.clear()
+    with pytest.raises(OSError):
+        talk.save(tmp_path / "none" / "a.json")
+    assert not [*tmp_path.iterdir()]
+
+
+# --- generate ---------------------------------------------------------------------------------
+
+
+def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    said = engine.generate("hello", 6, chat=True)
+    assert said == engine.generate(messages, 6, chat=True) and len(said) == 6
+    both = engine.generate(["hello", messages, [*messages, CALLED_OFF, *messages]], 6, chat=True)
+    assert both[:2] == [said, said] and len(both) == 3
+    with Talk(engine) as talk:
+        talk.choose({"max_new_tokens": 6})
+        prompt = make_prompt(messages, None, talk.template)
+        answer = Reader(prompt_tail=prompt.tail).feed(engine.tokenizer().decode(said))
+        assert talk.say("hello").content == "".join(e.text for e in answer)
+    png(tmp_path / "a.png")
+    seen = engine.generate("what is this?", 4, chat=True, images=[tmp_path / "a.png"])
+    parts = [{"type": "image"}, {"type": "text", "text": "what is this?"}]
+    asked = [{"role": "user", "content": parts}]
+    assert seen == engine.generate(asked, 4, chat=True, images=[tmp_path / "a.png"])
+    assert seen != engine.generate("what is this?", 4, chat=True)
+
+
+CALLED_OFF = {"role": "assistant", "content": "hi"}
+
+
+def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat ends where the model ends its turn, whatever generation_config says."""
+    with Talk(engine) as talk:
+        ends = talk.vocabulary.ends
+        assert ids(talk.vocabulary, [])[0] in ends and TURN_END in talk.vocabulary.controls
+    seen: list[set[int]] = []
+    module = g4ir.engine.engine
+    made = module._generate
+    monkeypatch.setattr(module, "_generate", lambda *a: seen.append(a[4]) or made(*a))
+    engine.generate("hello", 2, chat=True)
+    engine.generate("hello", 2, chat=True, stop_ids=[7])
+    assert seen == [{*engine.stop_ids(), *ends}, {7}]
+
+
+@pytest.mark.parametrize("wrong", [7, [], None, [7], [[]], [{"role": "robot"}]])
+def test_wrong_prompts_of_generate(engine: Engine, wrong: Any) -> None:
+    with pytest.raises(InputError):
+        engine.generate(wrong, chat=True)
+
+
+def test_text_without_a_chat_is_refused(engine: Engine) -> None:
+    with pytest.raises(InputError, match="chat=True"):
+        engine.generate("hello")
