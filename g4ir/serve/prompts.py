@@ -19,8 +19,9 @@ from g4ir.engine.slots import SEEDS, Job
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
 
-from .bodies import EFFORTS, as_input, checked_choice
-from .grammar import Grammars
+from .bodies import EFFORTS, as_input, chosen
+from .calls import called
+from .grammar import Grammars, Mask
 from .media import read_media
 from .refusals import Refused, bad, missing
 
@@ -54,7 +55,7 @@ class Asked:
         """Return what reads one answer of a chat."""
         if self.prompt is None:
             return None
-        calls = checked_choice(self.fields) != "none"
+        calls = chosen(self.fields).mode != "none"
         stop = self.fields.get("stop", ())
         return Reader(self.tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
 
@@ -101,7 +102,7 @@ class Prompts:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
         prompt = make_prompt(
             fields["messages"],
-            tools if checked_choice(fields) != "none" else None,
+            tools if chosen(fields).mode != "none" else None,
             self.template,
             continued=fields.get("continue_final_message", False),
             **options,
@@ -121,11 +122,21 @@ class Prompts:
     def _held(
         self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
     ) -> RowSampling:
-        """Return settings that hold an answer to the schema of a request."""
-        if (schema := fields.get("response_format")) is None:
-            return sampling
+        """Return settings that hold an answer to what a request says of its calls and its form."""
+        choice, schema = chosen(fields), fields.get("response_format")
+        tools, forced = fields.get("tools") or (), choice.mode == "required"
+        functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        return replace(sampling, allowed=self.grammars.mask(schema, thinking, inside))
+        allowed: Mask | None = None
+        if functions and (forced or schema is not None):
+            allowed = self.grammars.calls(
+                functions, thinking, inside, many=choice.many, content=schema
+            )
+        elif schema is not None:
+            allowed = self.grammars.json(schema, thinking, inside)
+        elif choice.names is not None or any(f.held for f in functions):
+            allowed = self.grammars.some_calls(functions)
+        return replace(sampling, allowed=allowed) if allowed else sampling
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return one job for each prompt."""

@@ -102,7 +102,6 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
 
 
 UNSUPPORTED = {
-    "tool_choice": "required",
     "priority": 3,
     "truncate_prompt_tokens": 5,
     "functions": [],
