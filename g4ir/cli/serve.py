@@ -42,6 +42,16 @@ def add_serve(verbs: Any) -> None:
         "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
     )
     p.add_argument(
+        "--media-hosts",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a host of which media may be fetched by http, NAME or NAME:PORT (repeat)",
+    )
+    p.add_argument(
+        "--media-dir", metavar="DIR", help="a folder below which media may be read (file://)"
+    )
+    p.add_argument(
         "--drain",
         metavar="S",
         type=float,
@@ -54,6 +64,7 @@ def add_serve(verbs: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     try:
         from g4ir.serve.app import Server
+        from g4ir.serve.fetch import Sources
         from g4ir.serve.gate import Gate, is_loopback, known_hosts, read_keys
         from g4ir.serve.server import Address, serve
     except ImportError as e:
@@ -68,7 +79,8 @@ def _serve(args: argparse.Namespace) -> int:
     hosts = known_hosts(args.host, args.allow_host)
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
-    server = Server(name, gate, ServiceSettings(waiting=args.queue))
+    sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
+    server = Server(name, gate, ServiceSettings(waiting=args.queue), sources=sources)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

@@ -27,6 +27,7 @@ from g4ir.errors import BusyError
 
 from .answers import Answer, Form, usage_of
 from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
+from .fetch import Sources
 from .gate import Gate
 from .metrics import Metrics
 from .prompts import Asked, Prompts
@@ -48,6 +49,7 @@ class Server:
     gate: Gate = field(default_factory=Gate)
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     slots: SlotSettings = field(default_factory=SlotSettings)
+    sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -60,7 +62,7 @@ class Server:
 
     def start(self, engine: Engine) -> None:
         """Answer with an engine from now on."""
-        prompts = Prompts(engine)
+        prompts = Prompts(engine, self.sources)
         prompts.vocabulary.controls  # noqa: B018  # an engine without a tokenizer is refused here
         self.prompts = prompts
         self.service = self.metrics.service = Service(engine, self.settings, self.slots)

@@ -1,4 +1,4 @@
-"""Media of messages: data URLs only, decoded strictly and measured. Nothing is fetched."""
+"""Media of messages: data URLs, decoded strictly and measured, and what may be fetched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import binascii
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 
+from .fetch import Fetching, Sources
 from .refusals import missing
 
 #: media of one request
@@ -26,19 +27,26 @@ _KEYS |= {f"{kind}_url": (f"{kind}_url", "url") for kind in ("image", "audio", "
 _KEYS["input_audio"] = ("input_audio", "data")
 
 
-def read_media(engine: Engine, media: Sequence[Medium]) -> list[Soft]:
-    """Return the soft tokens of media in their order. Refused are kinds that the engine does not
-    take, what is no data URL, and what the readers of files refuse."""
+def read_bytes(
+    engine: Engine, media: Sequence[Medium], sources: Sources
+) -> list[tuple[Medium, bytes]]:
+    """Return media with their bytes, in their order. Refused are kinds that the engine does not
+    take, and what is neither a data URL nor one of the sources'."""
     if len(media) > MOST_MEDIA:
         raise InputError(f"messages: have {len(media)} media, at most {MOST_MEDIA} are read")
-    items = [(m, _bytes(m)) for m in media]
     for medium in media:
         if medium.kind not in engine.media.kinds:
             raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+    fetching = Fetching(sources)
+    return [(m, _bytes(m, fetching)) for m in media]
+
+
+def encoded(engine: Engine, items: Iterable[tuple[Medium, bytes]]) -> list[Soft]:
+    """Return the soft tokens of media. Refused is what the readers of files refuse."""
     return [_soft(engine, medium, raw) for medium, raw in items]
 
 
-def _bytes(medium: Medium) -> bytes:
+def _bytes(medium: Medium, fetching: Fetching) -> bytes:
     """Return the bytes of a part."""
     outer, inner = _KEYS[medium.part["type"]]
     where = f"{medium.place}.{outer}"
@@ -49,10 +57,7 @@ def _bytes(medium: Medium) -> bytes:
         raise InputError(f"{where}: is missing; give a data URL")
     head = _DATA.match(text)
     if head is None and inner != "data":
-        raise InputError(
-            f"{where}: must be a data URL in base64, such as data:image/png;base64,...; nothing is "
-            f"fetched"
-        )
+        return fetching.read(text, where)
     try:
         return base64.b64decode(text[head.end() if head else 0 :], validate=True)
     except (binascii.Error, ValueError):

@@ -21,8 +21,9 @@ from g4ir.media.prompt import expansion
 
 from .bodies import EFFORTS, as_input, chosen
 from .calls import called
+from .fetch import Sources
 from .grammar import Grammars, Mask
-from .media import read_media
+from .media import encoded, read_bytes
 from .refusals import Refused, bad, missing
 
 #: settings of rows that have the names of fields
@@ -65,6 +66,7 @@ class Prompts:
     """An engine as requests see it. Any thread may ask."""
 
     engine: Engine
+    sources: Sources = field(default_factory=Sources)
     _media: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -107,8 +109,9 @@ class Prompts:
             continued=fields.get("continue_final_message", False),
             **options,
         )
+        items = read_bytes(self.engine, prompt.media, self.sources)
         with self._media:  # one tower at a time
-            soft = read_media(self.engine, prompt.media)
+            soft = encoded(self.engine, items)
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
