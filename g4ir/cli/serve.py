@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,5 +91,11 @@ def _serve(args: argparse.Namespace) -> int:
         with console.Progress() as progress:
             return load(args.engine, progress, args.cuda_graph, args.trust)
 
-    serve(server, Address(args.host, args.port, args.drain), loader, console.say)
+    if serve(server, Address(args.host, args.port, args.drain), loader, console.say):
+        console.say("ended while the engine was being loaded")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A library still works in a thread: what Python takes down behind it would end in a crash.
+        os._exit(0)
     return 0

@@ -20,9 +20,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
+from g4ir.chat import Event as Said
 from g4ir.engine.engine import Engine
 from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
-from g4ir.engine.slots import CANCELLED, Event, SlotSettings
+from g4ir.engine.slots import CANCELLED, FAILED, Event, SlotSettings
 from g4ir.errors import BusyError
 
 from .answers import Answer, Form, usage_of
@@ -219,10 +220,14 @@ class Running:
     def _told(self, first: int) -> Callable[[Event], None]:
         """Return what hands events to the loop; a reader that lags too far behind is cancelled."""
         settings, since = self.server.settings, time.monotonic()
+        last: dict[int, float] = {}
 
         def told(event: Event) -> None:
             nonlocal since
             now = time.monotonic()
+            if event.token is not None:
+                self.server.metrics.between(now, last.get(event.index))
+                last[event.index] = now
             if self._queue.qsize() < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
@@ -234,6 +239,9 @@ class Running:
 
     def end(self) -> None:
         """Free its rows, and count it."""
+        if self.streams and not all(a.over for a in self.answers):
+            failed = any(s.ticket.state == FAILED for s in self.streams)
+            self.server.metrics.cancelled.inc(not failed)
         for stream in self.streams:
             if not stream.ticket.done:
                 stream.cancel()
@@ -259,6 +267,14 @@ class Running:
             else:
                 yield self.answers[item[0]], item[1]
 
+    def _take(self, answer: Answer, event: Event) -> list[Said]:
+        """Return what an event says. A row whose answer ended before it did goes to another."""
+        new = answer.take(event)
+        if answer.over and not event.finish:
+            stream, index = divmod(answer.index, self.asked.n)
+            self.streams[stream].stop(index)
+        return new
+
     def _usage(self) -> dict[str, Any]:
         counts = [s.ticket.counts for s in self.streams]
         prompt, cached = sum(c.prompt for c in counts), sum(c.cached for c in counts)
@@ -268,7 +284,7 @@ class Running:
         """Return the answer at once."""
         async for item in self._events():
             if item:
-                item[0].take(item[1])
+                self._take(*item)
         return self.form.whole(self.answers, self._usage())
 
     async def stream(self) -> AsyncIterator[str]:
@@ -285,7 +301,7 @@ class Running:
             yield f"data: {_text(chunk)}\n\n"
         spoke = time.monotonic()
         async for item in self._events():
-            chunks = self.form.chunks(item[0], item[0].take(item[1])) if item else []
+            chunks = self.form.chunks(item[0], self._take(*item)) if item else []
             for chunk in chunks:
                 yield f"data: {_text(chunk)}\n\n"
             if not chunks and time.monotonic() - spoke >= ALIVE_S:
