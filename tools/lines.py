@@ -28,7 +28,7 @@ MOST = {
     "g4ir/chat": 2700,
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
-    "g4ir/serve": 2640,
+    "g4ir/serve": 2700,
     "g4ir/cli": 2345,
     "bench": 1690,
     "tests": 40500,

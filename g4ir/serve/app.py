@@ -27,7 +27,16 @@ from g4ir.engine.slots import CANCELLED, FAILED, Event, SlotSettings
 from g4ir.errors import BusyError
 
 from .answers import Answer, Form, usage_of
-from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
+from .bodies import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    TOKENIZE_CHAT,
+    Read,
+    parsed,
+    read_fields,
+)
 from .fetch import Sources
 from .gate import Gate
 from .metrics import Metrics
@@ -78,6 +87,8 @@ class Server:
             Route("/v1/models/{name:path}", self._route(self.model)),
             Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
             Route("/v1/completions", self._route(self.completions), methods=["POST"]),
+            Route("/tokenize", self._route(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._route(self.detokenize), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
 
@@ -161,6 +172,33 @@ class Server:
         if not self.service.alive:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer the ids of a prompt or of a conversation."""
+        prompts, _ = self._ready()
+        body = await self.gate.body(request)
+
+        def made() -> dict[str, Any]:
+            given = parsed(body)
+            fields = read_fields(given, TOKENIZE if "prompt" in given else TOKENIZE_CHAT)
+            self._check_model(fields.get("model"))
+            ids = prompts.tokens(fields)
+            most = prompts.engine.limits.max_seq
+            return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+
+        return _json(await run_in_threadpool(made))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer the text of ids."""
+        prompts, _ = self._ready()
+        body = await self.gate.body(request)
+
+        def made() -> dict[str, Any]:
+            fields = read_fields(parsed(body), DETOKENIZE)
+            self._check_model(fields.get("model"))
+            return {"prompt": prompts.text(fields["tokens"])}
+
+        return _json(await run_in_threadpool(made))
 
     # --- answers ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ Read = Callable[[Any, str], Any]
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
 MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
-MOST_TOP = 20
+MOST_TOP, MOST_TOKENS = 20, 1 << 20
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -294,12 +294,28 @@ COMPLETIONS: Mapping[str, Read] = {
     "best_of": _COUNT,
 }
 
+#: of /tokenize, which takes a prompt or a conversation, and of /detokenize
+TOKENIZE: Mapping[str, Read] = {
+    "model": kind(str),
+    "prompt": kind(str),
+    "add_special_tokens": _unsupported(True),
+    "return_token_strs": _unsupported(False),
+}
+TOKENIZE_CHAT: Mapping[str, Read] = {
+    "model": kind(str),
+    **{k: CHAT[k] for k in ("messages", "tools", "chat_template_kwargs")},
+    **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
+    "add_special_tokens": _unsupported(False),
+    "return_token_strs": _unsupported(False),
+}
+DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKENS)}
+
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
     """Return the known fields that are given, each as its reader returns it; what needs another
     field is refused without it."""
     found = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
-    for name in ("messages", "prompt"):
+    for name in ("messages", "prompt", "tokens"):
         if name in table and name not in found:
             raise bad(name, "is missing")
     if "stream_options" in found and not found.get("stream"):

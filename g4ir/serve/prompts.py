@@ -147,6 +147,18 @@ class Prompts:
         jobs = [self._job(self._ids(p), fields, "prompt", top, salt) for p in fields["prompt"]]
         return Asked(fields, tuple(jobs))
 
+    def tokens(self, fields: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a prompt, or of a conversation as it would be answered."""
+        if "messages" in fields:
+            return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
+        return self._ids(fields["prompt"])
+
+    def text(self, tokens: Any) -> str:
+        """Return the text of ids, with control tokens."""
+        ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
+        text: str = self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def _ids(self, prompt: Any) -> list[int]:
         assert self.codec
         try:

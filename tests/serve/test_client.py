@@ -365,8 +365,9 @@ def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str
     assert served.server.prompts
     vocabulary = served.server.prompts.vocabulary
     first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
-    given = {"response_format": formed(SCHEMA), "tools": [forced("f", SCHEMA)]}
-    got = ask(client, **given, max_tokens=400, temperature=1.2, logit_bias={str(first): 100})
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [forced("f", SCHEMA)]}
+    given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
+    got = ask(client, **given, max_tokens=400, temperature=1.2)
     (choice,) = got.choices
     if word == "{":
         text = choice.message.content
