@@ -365,7 +365,9 @@ def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str
     assert served.server.prompts
     vocabulary = served.server.prompts.vocabulary
     first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
-    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [forced("f", SCHEMA)]}
+    tool = forced("f", SCHEMA)
+    tool["function"]["strict"] = True
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [tool]}
     given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
     got = ask(client, **given, max_tokens=400, temperature=1.2)
     (choice,) = got.choices
