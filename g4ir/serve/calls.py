@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -113,6 +113,20 @@ def grammar_of(
     if content is not None:
         start += f" | %json {json.dumps(content)}"
     return "\n".join([f"start: {start}", *rules.lines()])
+
+
+def texts_of(schema: Any, listed: bool = False) -> Iterator[str]:
+    """Yield the texts that values of a schema have as they are: names, and what is `listed`."""
+    if isinstance(schema, str) and listed:
+        yield schema
+    for inner in schema if isinstance(schema, list) else ():
+        yield from texts_of(inner, listed)
+    for key, inner in schema.items() if isinstance(schema, dict) else ():
+        if listed:
+            yield key
+        elif key == "properties" and isinstance(inner, dict):
+            yield from inner
+        yield from texts_of(inner, listed or key in ("const", "enum"))
 
 
 def refused(where: str, why: str) -> Refused:

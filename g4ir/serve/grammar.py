@@ -15,7 +15,7 @@ from g4ir.chat import Vocabulary
 from g4ir.chat.control import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
 from g4ir.errors import MissingError
 
-from .calls import Called, grammar_of
+from .calls import Called, grammar_of, texts_of
 from .refusals import bad
 
 #: characters of a schema, and of a grammar
@@ -40,7 +40,7 @@ class Grammars:
     def json(self, schema: Mapping[str, Any], thinking: bool, inside: bool) -> HeldMask:
         """Return what holds an answer to a schema. `thinking`: it may begin with a thought;
         `inside`: it begins in one. Refused where the schema is not one that can be held to."""
-        text = json.dumps(spaced(schema))
+        text = json.dumps(self._spaced(schema))
         if len(text) > LARGEST:
             raise bad("response_format", f"the schema has more than {LARGEST} characters")
         grammar = _llguidance().LLMatcher.grammar_from_json_schema(text)
@@ -57,7 +57,7 @@ class Grammars:
     ) -> HeldMask:
         """Return what holds an answer to one call of these functions, or to `many`; or to JSON
         of a schema, where `content` is one."""
-        named = None if content is None else spaced(content)
+        named = None if content is None else self._spaced(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
         return self._held(text, "tools", thinking, inside)
 
@@ -66,6 +66,14 @@ class Grammars:
         controls = self.vocabulary.controls
         text = grammar_of(functions, controls, many=False)
         return LazyMask(self._matcher(text, "tools"), controls[CALL], controls[CALL_END])
+
+    def _spaced(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema whose JSON has at most one blank, or one new line, between two words.
+        Refused with a text that llguidance would take for a control token."""
+        controls = self.vocabulary.controls
+        if found := next((c for t in texts_of(schema) for c in controls if c in t), None):
+            raise bad("response_format", f"{found} in a text that is given cannot be held to")
+        return {**schema, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}}
 
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
         controls = self.vocabulary.controls
@@ -85,11 +93,6 @@ class Grammars:
         if error := library.LLMatcher.validate_grammar(grammar, tables):
             raise bad(field, f"the schema cannot be held to: {error[:300]}")
         return library.LLMatcher(tables, grammar)
-
-
-def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose JSON has at most one blank, or one new line, between two words."""
-    return {**schema, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})?"}}
 
 
 @dataclass

@@ -284,6 +284,8 @@ def test_any_object(client: openai.OpenAI) -> None:
         {"response_format": formed({"type": "nonsense"})},
         {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
         {"response_format": formed({"enum": ["x" * 70_000]})},
+        {"response_format": formed({"enum": [{"a": ["b<turn|>"]}]})},
+        {"response_format": formed({"type": "object", "properties": {"<turn|>": {}}})},
         {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
     ],
 )
