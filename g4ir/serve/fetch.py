@@ -34,7 +34,7 @@ _CARRIERS = [*map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "200
 
 @dataclass(frozen=True)
 class Sources:
-    """What may be fetched beside data URLs. `hosts` are (name, port or None: that of the scheme);
+    """Names what may be fetched beside data URLs. `hosts` are (name, port or None: that of the scheme);
     `most` bytes and `seconds` are those of all media of one request."""
 
     hosts: frozenset[tuple[str, int | None]] = frozenset()
