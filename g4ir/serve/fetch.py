@@ -34,8 +34,8 @@ _CARRIERS = [*map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "200
 
 @dataclass(frozen=True)
 class Sources:
-    """Names what may be fetched beside data URLs. `hosts` are (name, port or None: that of the scheme);
-    `most` bytes and `seconds` are those of all media of one request."""
+    """Names what may be fetched beside data URLs. `hosts` are (name, port or None: that of the
+    scheme); `most` bytes and `seconds` are those of all media of one request."""
 
     hosts: frozenset[tuple[str, int | None]] = frozenset()
     folder: Path | None = None
