@@ -256,6 +256,23 @@ def test_several_answers_to_one_prompt(engine: Engine) -> None:
     assert other.answers[0].tokens == alone(engine, other.job)
 
 
+def test_an_answer_that_is_stopped_frees_its_row(engine: Engine) -> None:
+    s, tokens = replace(FREE, temperature=1.5, seed=7), prompt(21)
+    want = [alone(engine, Job(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
+    slots = Slots(engine, SlotSettings(patience=1))
+    ticket = slots.submit(Job(tokens, 9, s, n=3))
+    while len(ticket.answers[1].tokens) < 4:
+        slots.step()
+    ticket.stop(1)
+    first = slots.step()[0]
+    assert (first.index, first.token, first.finish) == (1, None, STOP)
+    assert slots.active == 2
+    finished(slots)
+    assert [a.tokens for a in ticket.answers] == [want[0], want[1][:4], want[2]]
+    assert ticket.state == FINISHED and ticket.counts.generated == 9 + 4 + 9
+    assert slots.totals.ended[STOP] == 1
+
+
 def test_priority_comes_before_order(engine: Engine) -> None:
     slots = Slots(engine)
     tickets = [

@@ -103,7 +103,7 @@ class Reader:
         calls: bool = True,
         thinking: bool | None = None,
     ) -> None:
-        lowered, _ = lower(read_tools(tools or None))
+        lowered, _ = lower(read_tools(tools or None), reading=True)
         self._schemas: Schemas = {
             t["function"]["name"]: t["function"].get("parameters") or {} for t in lowered
         }

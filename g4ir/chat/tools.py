@@ -62,7 +62,7 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
     for key in ("parameters", "response"):
         if key in out:
             an_object(json_value(out[key], f"{where}.{key}"), f"{where}.{key}")
-            _check_schema(out[key], f"{where}.{key}")
+            check_schema(out[key], f"{where}.{key}")
     if out.get("parameters"):
         _check_root(out, f"{where}.parameters")
     return {"type": "function", "function": out}
@@ -75,7 +75,7 @@ def _check_root(function: dict[str, Any], where: str) -> None:
     function["parameters"] = root
 
 
-def _check_schema(schema: Any, where: str) -> None:
+def check_schema(schema: Any, where: str) -> None:
     """Raise InputError for values that a template would print as something else."""
     if isinstance(schema, bool):
         return
@@ -91,37 +91,51 @@ def _check_schema(schema: Any, where: str) -> None:
         if key in schema and not isinstance(schema[key], form):
             raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
     for key, inner in schema.get("properties", {}).items():
-        _check_schema(inner, f"{where}.properties.{key}")
+        check_schema(inner, f"{where}.properties.{key}")
     items = schema.get("items", [])
     for inner in items if isinstance(items, list) else [items]:
-        _check_schema(inner, f"{where}.items")
+        check_schema(inner, f"{where}.items")
     for key in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(key, [])
         if not isinstance(branches, list):
             raise InputError(f"{where}.{key}: must be a list of schemas")
         for i, inner in enumerate(branches):
-            _check_schema(inner, f"{where}.{key}[{i}]")
+            check_schema(inner, f"{where}.{key}[{i}]")
 
 
 # --- lowering ---------------------------------------------------------------------------------
 
 
-def lower(tools: Sequence[Mapping[str, Any]]) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+def lower(
+    tools: Sequence[Mapping[str, Any]], reading: bool = False
+) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
     """Return checked tools with schemas that a declaration can say, and what was lost, by place.
 
     References inside of a schema are resolved; `anyOf [T, null]` becomes a T that may be null; a
     union of plain types becomes their list, any other its first; `allOf` is merged; texts that are
-    `const` become an enum.
+    `const` become an enum. For `reading` values any other union becomes what all its forms have in
+    common.
     """
     out, said = [], list[str]()
     for tool in tools:
         function = dict(tool["function"])
         for key in ("parameters", "response"):
             if function.get(key):
-                lowering = _Lowering(function[key], said)
+                lowering = _Lowering(function[key], said, reading)
                 function[key] = lowering.schema(function[key], f"{function['name']}.{key}", ())
         out.append({**tool, "function": function})
     return tuple(out), tuple(dict.fromkeys(said))
+
+
+def target(root: Mapping[str, Any], ref: Any) -> Mapping[str, Any] | None:
+    """Return the schema in a root that a reference names; None where there is none."""
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return None
+    node: Any = root
+    for step in ref[1:].split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else None
 
 
 @dataclass
@@ -130,6 +144,7 @@ class _Lowering:
 
     root: Mapping[str, Any]
     said: list[str]
+    reading: bool = False
     count: int = field(default=0)
 
     def schema(self, given: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
@@ -167,29 +182,25 @@ class _Lowering:
         node = dict(given)
         while True:
             if (ref := node.pop("$ref", None)) is not None:
-                target = None if ref in refs else self._target(ref)
-                if target is None:
+                found = None if ref in refs else target(self.root, ref)
+                if found is None:
                     self._lose(where, f"$ref {shown(ref)}")
                 else:
+                    check_schema(found, where)
                     refs = (*refs, ref)
-                    node = {**target, **node}
+                    node = {**found, **node}
             elif all_of := node.pop("allOf", None):
                 for branch in all_of:
                     node = self._merged(node, branch, where)
             elif union := node.pop("anyOf", None) or node.pop("oneOf", None):
-                node = {**self._union(union, where), **node}
+                plain = self._union(union, where)
+                if plain is None and self.reading:
+                    plain, refs = self._common(union, where, refs)
+                elif plain is None:
+                    plain = self._first(union, where)
+                node = {**plain, **node}
             else:
                 return node, refs
-
-    def _target(self, ref: Any) -> Mapping[str, Any] | None:
-        """Return the schema that a reference into this one names."""
-        if not isinstance(ref, str) or not ref.startswith("#"):
-            return None
-        node: Any = self.root
-        for step in ref[1:].split("/")[1:]:
-            key = step.replace("~1", "/").replace("~0", "~")
-            node = node.get(key) if isinstance(node, Mapping) else None
-        return node if isinstance(node, Mapping) else None
 
     def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
         if not isinstance(branch, Mapping):
@@ -204,10 +215,9 @@ class _Lowering:
             branch = {k: v for k, v in branch.items() if k != "$ref"}
         return {**branch, **node, **{k: v for k, v in both.items() if v}}
 
-    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
-        full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
-        known = [b for b in full if b.get("type") != "null"]
-        nullable = {"nullable": True} if len(known) < len(full) else {}
+    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any] | None:
+        """Return a union as one schema, where it can be said so."""
+        known, nullable = _branches(branches)
         if not known:
             return nullable
         if len(known) == 1:
@@ -216,8 +226,29 @@ class _Lowering:
             return {"type": "string", "enum": [b["const"] for b in known]} | nullable
         if all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known):
             return {"type": [*dict.fromkeys(b["type"] for b in known)]} | nullable
+        return None
+
+    def _first(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
+        known, nullable = _branches(branches)
         self._lose(where, f"{len(known) - 1} of {len(known)} forms of a union")
         return known[0] | nullable
+
+    def _common(
+        self, branches: Sequence[Any], where: str, refs: tuple[str, ...]
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the types of all forms of a union, and the properties in which they agree."""
+        known, out = _branches(branches)
+        kinds, properties, came = dict[str, None](), dict[str, Any](), refs
+        for branch in known:
+            node, led = self._flat(branch, where, refs)
+            self._kinds(node)
+            given = node.get("type", [*TYPES])
+            kinds |= dict.fromkeys(given if isinstance(given, list) else [given])
+            out |= {"nullable": True} if node.get("nullable") else {}
+            came = (*came, *(ref for ref in led if ref not in came))
+            for key, schema in node.get("properties", {}).items():
+                properties[key] = schema if properties.get(key, schema) == schema else {}
+        return {"type": [*kinds], "properties": properties, **out}, came
 
     def _kinds(self, node: dict[str, Any]) -> None:
         """Make a list of types with null nullable, and find a type where none is said."""
@@ -244,3 +275,10 @@ class _Lowering:
         if values is not None and (out.get("type") not in ("string", "STRING") or not values):
             self._lose(where, "enum")
             del out["enum"]
+
+
+def _branches(given: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the forms of a union beside null, and what says that it may be null."""
+    full = [dict(b) if isinstance(b, Mapping) else {} for b in given]
+    known = [b for b in full if b.get("type") != "null"]
+    return known, {"nullable": True} if len(known) < len(full) else {}

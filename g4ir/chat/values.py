@@ -56,6 +56,11 @@ def is_head(text: str) -> bool:
     return _HEAD.fullmatch(text) is not None
 
 
+def is_bare_key(text: str) -> bool:
+    """Whether a key is read back as it is without delimiters."""
+    return _KEY.fullmatch(text) is not None and text == text.strip()
+
+
 def strict(body: str, schemas: Schemas) -> Read:
     """Read a body that ends with its last brace. Raises Unreadable."""
     head = _HEAD.match(body)

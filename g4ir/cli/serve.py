@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +45,16 @@ def add_serve(verbs: Any) -> None:
         "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
     )
     p.add_argument(
+        "--media-hosts",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a host of which media may be fetched by http, NAME or NAME:PORT (repeat)",
+    )
+    p.add_argument(
+        "--media-dir", metavar="DIR", help="a folder below which media may be read (file://)"
+    )
+    p.add_argument(
         "--drain",
         metavar="S",
         type=float,
@@ -54,6 +67,7 @@ def add_serve(verbs: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     try:
         from g4ir.serve.app import Server
+        from g4ir.serve.fetch import Sources
         from g4ir.serve.gate import Gate, is_loopback, known_hosts, read_keys
         from g4ir.serve.server import Address, serve
     except ImportError as e:
@@ -68,7 +82,8 @@ def _serve(args: argparse.Namespace) -> int:
     hosts = known_hosts(args.host, args.allow_host)
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
-    server = Server(name, gate, ServiceSettings(waiting=args.queue))
+    sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
+    server = Server(name, gate, ServiceSettings(waiting=args.queue), sources=sources)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 
@@ -76,5 +91,11 @@ def _serve(args: argparse.Namespace) -> int:
         with console.Progress() as progress:
             return load(args.engine, progress, args.cuda_graph, args.trust)
 
-    serve(server, Address(args.host, args.port, args.drain), loader, console.say)
+    if serve(server, Address(args.host, args.port, args.drain), loader, console.say):
+        console.say("ended while the engine was being loaded")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A library still works in a thread: what Python takes down behind it would end in a crash.
+        os._exit(0)
     return 0

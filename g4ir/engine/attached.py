@@ -1,5 +1,5 @@
-"""Media of messages: data URLs, decoded strictly and measured, and files of who may name some.
-Nothing is fetched."""
+"""Media of messages: what a part holds, decoded strictly, and its soft tokens. Nothing is fetched
+here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import binascii
 import re
 import tempfile
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -19,8 +19,6 @@ from g4ir.model.media import check_taken, check_there
 
 from .engine import Engine
 
-#: media of one request
-MOST_MEDIA = 32
 _DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
 #: type of a part -> where its data lie
 _KEYS = {"image": ("image", "url"), "audio": ("audio", "url"), "video": ("video", "url")}
@@ -30,56 +28,59 @@ _KEYS["input_audio"] = ("input_audio", "data")
 _FILE = "file://"
 
 
-def read_media(engine: Engine, media: Sequence[Medium], most: int = MOST_MEDIA) -> list[Soft]:
-    """Return the soft tokens of media, all data URLs, in their order. Refused are kinds that the
-    engine does not take, and what the readers of files refuse."""
-    if len(media) > most:
-        raise InputError(f"messages: have {len(media)} media, at most {most} are read")
-    items = [(m, _bytes(*_held(m))) for m in media]
-    return [_soft(engine, medium, raw) for medium, raw in items]
+@dataclass(frozen=True)
+class Held:
+    """What a part has for its data: a `text`, that errors call `where`; `plain`: base64 without
+    the head of a data URL may be in it."""
+
+    text: str
+    where: str
+    plain: bool
+
+    def data(self) -> bytes | None:
+        """Return the bytes of a data URL; None: it is something else. InputError where what it has
+        is no base64."""
+        head = _DATA.match(self.text)
+        if head is None and not self.plain:
+            return None
+        try:
+            return base64.b64decode(self.text[head.end() if head else 0 :], validate=True)
+        except (binascii.Error, ValueError):
+            raise InputError(f"{self.where}: is no base64") from None
+
+
+def held(medium: Medium) -> Held:
+    """Return what a part has for its data; InputError where it has nothing."""
+    outer, inner = _KEYS[medium.part["type"]]
+    where = f"{medium.place}.{outer}"
+    found: Any = medium.part.get(outer)
+    text = found if isinstance(found, str) else an_object(found, where).get(inner)
+    where = f"{where}.{inner}"
+    if not isinstance(text, str):
+        raise InputError(f"{where}: is missing; give a data URL")
+    return Held(text, where, inner == "data")
 
 
 def read_own(engine: Engine, medium: Medium) -> Soft:
     """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
-    URL or its path. Refused as by `read_media`."""
-    text, where, inner = _held(medium)
+    URL or its path. Refused are kinds that the engine does not take, and what the readers of files
+    refuse."""
+    part = held(medium)
     check_taken(medium.kind, engine.media, engine.spec)
-    if text.startswith("data:") or inner == "data":
-        return _soft(engine, medium, _bytes(text, where, inner))
-    if "://" in text and not text.startswith(_FILE):
-        raise InputError(f"{where}: is neither a path nor a data URL; nothing is fetched")
-    path = unquote(text.removeprefix(_FILE)) if text.startswith(_FILE) else text
+    if part.plain or part.text.startswith("data:"):
+        raw = part.data()
+        if raw is None:
+            raise InputError(f"{part.where}: is no data URL in base64")
+        return soft_of(engine, medium, raw)
+    if "://" in part.text and not part.text.startswith(_FILE):
+        raise InputError(f"{part.where}: is neither a path nor a data URL; nothing is fetched")
+    path = part.text
+    path = unquote(path.removeprefix(_FILE)) if path.startswith(_FILE) else path
     check_there(medium.kind, path)
     return engine.encode(medium.kind, path)
 
 
-def _held(medium: Medium) -> tuple[str, str, str]:
-    """Return what a part has for its data, its place and its key."""
-    outer, inner = _KEYS[medium.part["type"]]
-    where = f"{medium.place}.{outer}"
-    held: Any = medium.part.get(outer)
-    text = held if isinstance(held, str) else an_object(held, where).get(inner)
-    where = f"{where}.{inner}"
-    if not isinstance(text, str):
-        raise InputError(f"{where}: is missing; give a data URL")
-    return text, where, inner
-
-
-def _bytes(text: str, where: str, inner: str) -> bytes:
-    """Return the bytes of a part."""
-    head = _DATA.match(text)
-    if head is None and inner != "data":
-        raise InputError(
-            f"{where}: must be a data URL in base64, such as data:image/png;base64,...; nothing is "
-            f"fetched"
-        )
-    try:
-        return base64.b64decode(text[head.end() if head else 0 :], validate=True)
-    except (binascii.Error, ValueError):
-        raise InputError(f"{where}: is no base64") from None
-
-
-def _soft(engine: Engine, medium: Medium, raw: bytes) -> Soft:
+def soft_of(engine: Engine, medium: Medium, raw: bytes) -> Soft:
     """Return the soft tokens of a file's bytes; readers take a path, which errors then name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"

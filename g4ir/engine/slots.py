@@ -109,6 +109,8 @@ class Answer:
     sampler: RowSampler
     row: int = -1
     finish: str | None = None
+    #: whether its reader has enough of it
+    enough: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -132,6 +134,11 @@ class Ticket:
     def cancel(self) -> None:
         """Ask that it ends before the next step. May be called from any thread, at any time."""
         self.cancelled = True
+
+    def stop(self, index: int) -> None:
+        """Ask that one answer ends before the next step, as if the model had ended it; the others
+        go on. May be called from any thread, at any time."""
+        self.answers[index].enough = True
 
     @property
     def done(self) -> bool:
@@ -256,7 +263,7 @@ class Slots:
     def stalled(self) -> bool:
         """Whether every row waits for its reader, and nothing else is to be done."""
         answers = self.rows.holders
-        idle = all(a.ticket.paused and not a.ticket.cancelled for a in answers)
+        idle = all(a.ticket.paused and not (a.ticket.cancelled or a.enough) for a in answers)
         cancelled = any(t.cancelled for t in self._queue)
         return bool(answers) and idle and not (self._prompt or self._next_fits() or cancelled)
 
@@ -281,7 +288,11 @@ class Slots:
         if self._prompt and self._prompt[0].cancelled:
             events += self._end(self._take_prompt(), CANCELLED)
         tickets = dict.fromkeys(a.ticket for a in self.rows.holders if a.ticket.cancelled)
-        return events + [e for t in tickets for e in self._end(t, CANCELLED)]
+        events += [e for t in tickets for e in self._end(t, CANCELLED)]
+        for answer in [a for a in self.rows.holders if a.enough]:
+            self.rows.drop(answer)
+            events.append(self._ended(answer, STOP))
+        return events
 
     def _decode(self) -> list[Event]:
         """Give every row that is not paused its next token."""

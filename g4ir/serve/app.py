@@ -20,14 +20,25 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
+from g4ir.chat import Event as Said
 from g4ir.engine.answers import Answer
 from g4ir.engine.engine import Engine
 from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
-from g4ir.engine.slots import CANCELLED, Event, SlotSettings
+from g4ir.engine.slots import CANCELLED, FAILED, Event, SlotSettings
 from g4ir.errors import BusyError
 
 from .answers import Form, usage_of
-from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
+from .bodies import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    TOKENIZE_CHAT,
+    Read,
+    parsed,
+    read_fields,
+)
+from .fetch import Sources
 from .gate import Gate
 from .metrics import Metrics
 from .prompts import Asked, Prompts
@@ -49,6 +60,7 @@ class Server:
     gate: Gate = field(default_factory=Gate)
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     slots: SlotSettings = field(default_factory=SlotSettings)
+    sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -61,7 +73,7 @@ class Server:
 
     def start(self, engine: Engine) -> None:
         """Answer with an engine from now on."""
-        prompts = Prompts(engine)
+        prompts = Prompts(engine, self.sources)
         prompts.vocabulary.controls  # noqa: B018  # an engine without a tokenizer is refused here
         self.prompts = prompts
         self.service = self.metrics.service = Service(engine, self.settings, self.slots)
@@ -76,6 +88,8 @@ class Server:
             Route("/v1/models/{name:path}", self._route(self.model)),
             Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
             Route("/v1/completions", self._route(self.completions), methods=["POST"]),
+            Route("/tokenize", self._route(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._route(self.detokenize), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
 
@@ -160,6 +174,33 @@ class Server:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service
 
+    async def tokenize(self, request: Request) -> Response:
+        """Answer the ids of a prompt or of a conversation."""
+        prompts, _ = self._ready()
+        body = await self.gate.body(request)
+
+        def made() -> dict[str, Any]:
+            given = parsed(body)
+            fields = read_fields(given, TOKENIZE if "prompt" in given else TOKENIZE_CHAT)
+            self._check_model(fields.get("model"))
+            ids = prompts.tokens(fields)
+            most = prompts.engine.limits.max_seq
+            return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+
+        return _json(await run_in_threadpool(made))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer the text of ids."""
+        prompts, _ = self._ready()
+        body = await self.gate.body(request)
+
+        def made() -> dict[str, Any]:
+            fields = read_fields(parsed(body), DETOKENIZE)
+            self._check_model(fields.get("model"))
+            return {"prompt": prompts.text(fields["tokens"])}
+
+        return _json(await run_in_threadpool(made))
+
     # --- answers ------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
@@ -218,10 +259,14 @@ class Running:
     def _told(self, first: int) -> Callable[[Event], None]:
         """Return what hands events to the loop; a reader that lags too far behind is cancelled."""
         settings, since = self.server.settings, time.monotonic()
+        last: dict[int, float] = {}
 
         def told(event: Event) -> None:
             nonlocal since
             now = time.monotonic()
+            if event.token is not None:
+                self.server.metrics.between(now, last.get(event.index))
+                last[event.index] = now
             if self._queue.qsize() < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
@@ -233,6 +278,9 @@ class Running:
 
     def end(self) -> None:
         """Free its rows, and count it."""
+        if self.streams and not all(a.over for a in self.answers):
+            failed = any(s.ticket.state == FAILED for s in self.streams)
+            self.server.metrics.cancelled.inc(not failed)
         for stream in self.streams:
             if not stream.ticket.done:
                 stream.cancel()
@@ -258,6 +306,14 @@ class Running:
             else:
                 yield self.answers[item[0]], item[1]
 
+    def _take(self, answer: Answer, event: Event) -> list[Said]:
+        """Return what an event says. A row whose answer ended before it did goes to another."""
+        new = answer.take(event)
+        if answer.over and not event.finish:
+            stream, index = divmod(answer.index, self.asked.n)
+            self.streams[stream].stop(index)
+        return new
+
     def _usage(self) -> dict[str, Any]:
         counts = [s.ticket.counts for s in self.streams]
         prompt, cached = sum(c.prompt for c in counts), sum(c.cached for c in counts)
@@ -267,7 +323,7 @@ class Running:
         """Return the answer at once."""
         async for item in self._events():
             if item:
-                item[0].take(item[1])
+                self._take(*item)
         return self.form.whole(self.answers, self._usage())
 
     async def stream(self) -> AsyncIterator[str]:
@@ -284,7 +340,7 @@ class Running:
             yield f"data: {_text(chunk)}\n\n"
         spoke = time.monotonic()
         async for item in self._events():
-            chunks = self.form.chunks(item[0], item[0].take(item[1])) if item else []
+            chunks = self.form.chunks(item[0], self._take(*item)) if item else []
             for chunk in chunks:
                 yield f"data: {_text(chunk)}\n\n"
             if not chunks and time.monotonic() - spoke >= ALIVE_S:

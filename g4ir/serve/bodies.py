@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
@@ -18,7 +19,7 @@ Read = Callable[[Any, str], Any]
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
 MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
-MOST_TOP = 20
+MOST_TOP, MOST_TOKENS = 20, 1 << 20
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -152,13 +153,37 @@ def _stream_options(value: Any, name: str) -> bool:
     return bool(include is not None and kind(bool)(include, name))
 
 
-def _choice(value: Any, name: str) -> str:
-    if value in ("auto", "none"):
-        return str(value)
-    named = value.get("function") if isinstance(value, dict) else None
-    if value == "required" or (isinstance(named, dict) and isinstance(named.get("name"), str)):
-        raise missing(name, "calls cannot be forced by this server: give auto or none")
-    raise bad(name, f"must be auto, none, required or a named function, found {shown(value)}")
+@dataclass(frozen=True)
+class Choice:
+    """Which calls an answer may have (auto), must have (required) or cannot have (none), of the
+    functions `names`, or of all where that is None; at most one of them unless `many`."""
+
+    mode: str
+    names: frozenset[str] | None = None
+    many: bool = True
+
+
+def _choice(value: Any, name: str) -> Choice:
+    if value in ("auto", "none", "required"):
+        return Choice(str(value))
+    form = value.get("type", "function") if isinstance(value, dict) else None
+    if form == "function":
+        return Choice("required", frozenset([_name(value, name)]), many=False)
+    if form != "allowed_tools":
+        words = "auto, none, required, a named function or allowed_tools"
+        raise bad(name, f"must be {words}, found {shown(value)}")
+    held = kind(dict)(value.get("allowed_tools"), f"{name}.allowed_tools")
+    mode = one_of("auto", "required")(held.get("mode"), f"{name}.allowed_tools.mode")
+    where = f"{name}.allowed_tools.tools"
+    tools = listed(MOST_TOOLS, 1)(held.get("tools"), where)
+    return Choice(mode, frozenset(_name(t, f"{where}[{i}]") for i, t in enumerate(tools)))
+
+
+def _name(value: Any, where: str) -> str:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(where, f"must be a function with a name, found {shown(value)}")
+    return str(function["name"])
 
 
 def _format(value: Any, name: str) -> dict[str, Any] | None:
@@ -269,46 +294,63 @@ COMPLETIONS: Mapping[str, Read] = {
     "best_of": _COUNT,
 }
 
+#: of /tokenize, which takes a prompt or a conversation, and of /detokenize
+TOKENIZE: Mapping[str, Read] = {
+    "model": kind(str),
+    "prompt": kind(str),
+    "add_special_tokens": _unsupported(True),
+    "return_token_strs": _unsupported(False),
+}
+TOKENIZE_CHAT: Mapping[str, Read] = {
+    "model": kind(str),
+    **{k: CHAT[k] for k in ("messages", "tools", "chat_template_kwargs")},
+    **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
+    "add_special_tokens": _unsupported(False),
+    "return_token_strs": _unsupported(False),
+}
+DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKENS)}
+
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
     """Return the known fields that are given, each as its reader returns it; what needs another
     field is refused without it."""
-    _check_one_form(body)
     found = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
-    for name in ("messages", "prompt"):
+    for name in ("messages", "prompt", "tokens"):
         if name in table and name not in found:
             raise bad(name, "is missing")
     if "stream_options" in found and not found.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
     if "top_logprobs" in found and not found.get("logprobs"):
         raise bad("top_logprobs", "needs logprobs true")
-    if found.get("response_format"):
-        _check_formed(found)
+    _check_choice(found)
     if found.get("best_of", 1) > found.get("n", 1):
         raise missing("best_of", "must not be more than n")
     return found
 
 
-def _check_one_form(body: Mapping[str, Any]) -> None:
-    """Refuse an answer that must be both a call and a text of some form."""
-    form, choice = body.get("response_format"), body.get("tool_choice")
-    formed = isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
-    if formed and choice not in (None, "auto", "none"):
+def _check_choice(fields: Mapping[str, Any]) -> None:
+    """Refuse calls of what is not declared, and what cannot be together with a grammar."""
+    choice, tools = chosen(fields), fields.get("tools") or ()
+    declared = {_name(t, "tools") for t in tools} if choice.names else set()
+    if wrong := sorted((choice.names or frozenset()) - declared):
+        raise bad("tool_choice", f"names {shown(wrong[0])}, which is not one of the tools")
+    forced, formed = choice.mode == "required", fields.get("response_format") is not None
+    if forced and not tools:
+        raise bad("tool_choice", "needs tools, of which one can be called")
+    if forced and formed:
         raise bad("response_format", "cannot be asked for together with a forced call")
-
-
-def _check_formed(fields: Mapping[str, Any]) -> None:
-    """Refuse what cannot be together with an answer of some form."""
-    if checked_choice(fields) != "none":
-        raise missing("response_format", "cannot be held to beside tools: give tool_choice none")
     for name in ("ignore_eos", "min_tokens"):
-        if fields.get(name):
-            raise bad(name, "cannot be together with a response_format, which has its own end")
+        if (forced or formed) and fields.get(name):
+            what = "a forced call" if forced else "a response_format"
+            raise bad(name, f"cannot be together with {what}, which has its own end")
 
 
-def checked_choice(fields: Mapping[str, Any]) -> str:
-    """Return whether tools may be called: auto or none."""
-    return str(fields.get("tool_choice", "auto" if fields.get("tools") else "none"))
+def chosen(fields: Mapping[str, Any]) -> Choice:
+    """Return which calls a request allows."""
+    given: Choice | None = fields.get("tool_choice")
+    choice = given or Choice("auto" if fields.get("tools") else "none")
+    many = choice.many and fields.get("parallel_tool_calls") is not False
+    return replace(choice, many=many)
 
 
 def as_input(error: InputError, name: str) -> InputError:

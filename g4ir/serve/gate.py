@@ -19,7 +19,7 @@ from .refusals import Refused
 #: names by which a server on this machine is asked
 LOCAL = ("localhost",)
 #: paths that no key opens, because they have none
-GUARDED = ("/v1/", "/metrics")
+GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from g4ir.engine.slots import Counts
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
+#: seconds between two tokens
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+
 
 class Metrics:
     """The numbers of one server. `service` is None while the engine is loading."""
@@ -25,6 +28,13 @@ class Metrics:
         self.first = Histogram("g4ir_time_to_first_token_seconds", "From submission.", **timed)
         self.whole = Histogram("g4ir_e2e_request_latency_seconds", "From submission.", **timed)
         self.queued = Histogram("g4ir_request_queue_time_seconds", "Without a row.", **timed)
+        quick = held | {"buckets": BETWEEN}
+        self.tokens = Histogram(
+            "g4ir_inter_token_latency_seconds", "Between two tokens of an answer.", **quick
+        )
+        self.cancelled = Counter(
+            "g4ir_cancelled_requests", "Requests that were cancelled before their end.", **held
+        )
         self.rejected = Counter("g4ir_rejected", "Refused requests.", ["reason"], **held)
         self.prompts = Counter("g4ir_prompt_tokens", "Tokens of prompts.", **held)
         self.registry.register(_Totals(self))
@@ -32,6 +42,11 @@ class Metrics:
     def text(self) -> bytes:
         """Return all of it."""
         return generate_latest(self.registry)
+
+    def between(self, now: float, before: float | None) -> None:
+        """Count the time between two tokens, of which the first has none before it."""
+        if before is not None:
+            self.tokens.observe(now - before)
 
     def took(self, counts: Counts) -> None:
         """Count a request that ended."""

@@ -11,7 +11,7 @@ from typing import Any
 from g4ir.backends.row_sampling import RowSampling
 from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
 from g4ir.engine.answers import Answer
-from g4ir.engine.attached import read_media
+from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import checked_ids, row_sampling
@@ -19,8 +19,11 @@ from g4ir.engine.slots import SEEDS, Job
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
 
-from .bodies import EFFORTS, as_input, checked_choice
-from .grammar import Grammars
+from .bodies import EFFORTS, as_input, chosen
+from .calls import called
+from .fetch import Sources
+from .grammar import Grammars, Mask
+from .media import read_bytes
 from .refusals import Refused, bad, missing
 
 #: settings of rows that have the names of fields
@@ -53,7 +56,7 @@ class Asked:
         """Return what reads one answer of a chat."""
         if self.prompt is None:
             return None
-        calls = checked_choice(self.fields) != "none"
+        calls = chosen(self.fields).mode != "none"
         stop = self.fields.get("stop", ())
         return Reader(self.tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
 
@@ -69,6 +72,7 @@ class Prompts:
     """An engine as requests see it. Any thread may ask."""
 
     engine: Engine
+    sources: Sources = field(default_factory=Sources)
     _media: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -101,16 +105,14 @@ class Prompts:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
         prompt = make_prompt(
             fields["messages"],
-            tools if checked_choice(fields) != "none" else None,
+            tools if chosen(fields).mode != "none" else None,
             self.template,
             continued=fields.get("continue_final_message", False),
             **options,
         )
-        for medium in prompt.media:
-            if medium.kind not in self.engine.media.kinds:
-                raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+        items = read_bytes(self.engine, prompt.media, self.sources)
         with self._media:  # one tower at a time
-            soft = read_media(self.engine, prompt.media)
+            soft = [soft_of(self.engine, medium, raw) for medium, raw in items]
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
@@ -125,17 +127,39 @@ class Prompts:
     def _held(
         self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
     ) -> RowSampling:
-        """Return settings that hold an answer to the schema of a request."""
-        if (schema := fields.get("response_format")) is None:
-            return sampling
+        """Return settings that hold an answer to what a request says of its calls and its form."""
+        choice, schema = chosen(fields), fields.get("response_format")
+        tools, forced = fields.get("tools") or (), choice.mode == "required"
+        functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        return replace(sampling, allowed=self.grammars.mask(schema, thinking, inside))
+        allowed: Mask | None = None
+        if functions and (forced or schema is not None):
+            allowed = self.grammars.calls(
+                functions, thinking, inside, many=choice.many, content=schema
+            )
+        elif schema is not None:
+            allowed = self.grammars.json(schema, thinking, inside)
+        elif choice.names is not None or any(f.held for f in functions):
+            allowed = self.grammars.some_calls(functions)
+        return replace(sampling, allowed=allowed) if allowed else sampling
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return one job for each prompt."""
         top = fields.get("logprobs")
         jobs = [self._job(self._ids(p), fields, "prompt", top, salt) for p in fields["prompt"]]
         return Asked(fields, tuple(jobs))
+
+    def tokens(self, fields: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a prompt, or of a conversation as it would be answered."""
+        if "messages" in fields:
+            return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
+        return self._ids(fields["prompt"])
+
+    def text(self, tokens: Any) -> str:
+        """Return the text of ids, with control tokens."""
+        ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
+        text: str = self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
     def _ids(self, prompt: Any) -> list[int]:
         assert self.codec

@@ -21,6 +21,9 @@ from .app import Server
 
 log = logging.getLogger(__name__)
 
+#: seconds that an engine which is being loaded is waited for at the end
+LOADING_S = 1.0
+
 
 @dataclass(frozen=True)
 class Address:
@@ -127,16 +130,19 @@ class Process(uvicorn.Server):
 
 def serve(
     server: Server, address: Address, loader: Callable[[], Engine], told: Callable[[str], None]
-) -> None:
-    """Answer requests until a signal comes; raises what loading or listening fails with."""
+) -> bool:
+    """Answer requests until a signal comes; raises what loading or listening fails with. Returns
+    whether the engine is still being loaded: then a library works in a thread that nobody can end,
+    and the process should end without waiting for it."""
     process = Process(server, address, told, loader)
     try:
         process.run()
     finally:
         if process.loading.ident:
-            process.loading.join()  # a process cannot end well while a library works
+            process.loading.join(LOADING_S)
         if server.service:
             server.service.close()
             server.service.engine.close()
     if process.error:
         raise process.error
+    return process.loading.is_alive()

@@ -254,7 +254,7 @@ def test_a_schema_behind_a_thought(
 ) -> None:
     prompts = served.server.prompts
     assert prompts
-    mask = prompts.grammars.mask(SCHEMA, True, False)
+    mask = prompts.grammars.json(SCHEMA, True, False)
     controls = prompts.vocabulary.controls
     channel, end = controls["<|channel>"], controls["<channel|>"]
     brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
@@ -284,6 +284,8 @@ def test_any_object(client: openai.OpenAI) -> None:
         {"response_format": formed({"type": "nonsense"})},
         {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
         {"response_format": formed({"enum": ["x" * 70_000]})},
+        {"response_format": formed({"enum": [{"a": ["b<turn|>"]}]})},
+        {"response_format": formed({"type": "object", "properties": {"<turn|>": {}}})},
         {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
     ],
 )
@@ -293,16 +295,107 @@ def test_schemas_that_cannot_be_held_to(client: openai.OpenAI, given: Any) -> No
     assert e.value.param in ("response_format", "min_tokens")
 
 
-def test_a_schema_beside_tools(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError) as e:
-        ask(client, response_format=formed(SCHEMA), tools=[TOOL])
-    assert e.value.status_code == 501
+FORCED: dict[str, Any] = {
+    "single": {"tool_choice": "required", "parallel_tool_calls": False},
+    "several": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+    "allowed": {
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+        }
+    },
+}
+
+
+def forced(name: str, schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls(client: openai.OpenAI, name: str, stream: bool, thinking: bool) -> None:
+    """Random weights say anything, and still they call what is declared, as it is declared."""
+    word = {"type": "string", "maxLength": 6}
+    parameters = {"type": "object", "properties": {"w": word}, "required": ["w"]}
+    schemas = {"f": SCHEMA, "g": parameters}
+    body = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    given = {"tools": [forced(n, s) for n, s in schemas.items()], "max_tokens": 300, "n": 3}
+    bias = {"logit_bias": {str(i): 10 for i in range(7, 9)}} if thinking else {}
+    got = ask(
+        client, **given, **FORCED[name], **bias, temperature=1.2, seed=4, stream=stream,
+        extra_body=body,
+    )  # fmt: skip
+    chunks = [*got] if stream else []
+    ended = 0
+    for i in range(3):
+        if stream:
+            found = joined(chunks, i)
+            finish, content, calls = found["finish"], found["content"], called(found["calls"])
+        else:
+            choice = got.choices[i]
+            finish, content = choice.finish_reason, choice.message.content or ""
+            calls = called(choice.message.tool_calls or [])
+        if finish == "length":
+            continue
+        ended += 1
+        assert finish == "tool_calls" and not content and calls
+        assert len(calls) == 1 or name in ("several", "allowed")
+        for function, arguments in calls:
+            assert function in {"named": "g", "allowed": "f"}.get(name, "fg")
+            jsonschema.validate(json.loads(arguments), schemas[function])
+    assert ended
+
+
+def called(calls: Any) -> list[tuple[str, str]]:
+    """Names and arguments of calls, whole or in pieces."""
+    out: dict[int, list[str]] = {}
+    for i, call in enumerate(calls):
+        held = out.setdefault(getattr(call, "index", i), ["", ""])
+        held[0] += call.function.name or ""
+        held[1] += call.function.arguments or ""
+    return [(name, arguments) for name, arguments in out.values()]
+
+
+@pytest.mark.parametrize("word", ["{", "<|tool_call>"])
+def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str) -> None:
+    """The answer is JSON of the schema or a call."""
+    assert served.server.prompts
+    vocabulary = served.server.prompts.vocabulary
+    first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
+    tool = forced("f", SCHEMA)
+    tool["function"]["strict"] = True
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [tool]}
+    given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
+    got = ask(client, **given, max_tokens=400, temperature=1.2)
+    (choice,) = got.choices
+    if word == "{":
+        text = choice.message.content
+    else:
+        text = choice.message.tool_calls[0].function.arguments
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert choice.finish_reason == ("stop" if word == "{" else "tool_calls")
+
+
+def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI, served: Running) -> None:
+    assert served.server.prompts
+    call = served.server.prompts.vocabulary.controls["<|tool_call>"]
+    tool = forced("f", SCHEMA)
+    tool["function"]["strict"] = True
+    got = ask(client, tools=[tool], max_tokens=200, temperature=1, logit_bias={str(call): 100})
+    for made in got.choices[0].message.tool_calls:
+        assert made.function.name == "f"
+        jsonschema.validate(json.loads(made.function.arguments), SCHEMA)
 
 
 ERRORS = {
     "wrong": (openai.BadRequestError, {"temperature": -1}),
     "unknown": (openai.NotFoundError, {"model": "nope"}),
-    "unable": (openai.InternalServerError, {"tool_choice": "required"}),
+    "unable": (openai.InternalServerError, {"extra_body": {"priority": 3}}),
     "long": (openai.BadRequestError, {"max_tokens": MAX_SEQ + 1}),
 }
 
@@ -313,7 +406,7 @@ def test_errors(client: openai.OpenAI, name: str, stream: bool) -> None:
     kind, given = ERRORS[name]
     with pytest.raises(kind) as e:
         ask(client, stream=stream, **given)
-    assert e.value.type and e.value.param in (None, *given, "messages")
+    assert e.value.type and e.value.param in (None, *given, "messages", "priority")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -102,7 +102,6 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
 
 
 UNSUPPORTED = {
-    "tool_choice": "required",
     "priority": 3,
     "truncate_prompt_tokens": 5,
     "functions": [],
@@ -179,6 +178,33 @@ def test_paths_methods_and_kinds_of_bodies(served: Running) -> None:
         assert text.status_code == 415
         assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
         assert client.get("/version").json()["version"]
+
+
+def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
+    with served.client() as client:
+        got = client.post("/tokenize", json={"model": NAME, "prompt": "ab c"}).json()
+        assert got["count"] == len(got["tokens"]) > 3 and got["max_model_len"] == MAX_SEQ
+        text = client.post("/detokenize", json={"tokens": got["tokens"]}).json()["prompt"]
+        assert text.endswith("ab c")
+        chat = client.post("/tokenize", json={"messages": BASE["messages"]}).json()
+        asked = client.post("/v1/chat/completions", json=BASE).json()
+        assert chat["count"] == asked["usage"]["prompt_tokens"]
+        text = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+        assert text.startswith("<bos><|turn>user\nHi<turn|>")
+        for path, body in (
+            ("tokenize", {}),
+            ("tokenize", {"prompt": 5}),
+            ("tokenize", {"prompt": "a", "add_special_tokens": 3}),
+            ("tokenize", {"messages": []}),
+            ("detokenize", {}),
+            ("detokenize", {"tokens": [9999]}),
+            ("detokenize", {"tokens": ["a"]}),
+            ("detokenize", {"tokens": [True]}),
+        ):
+            assert client.post(f"/{path}", json=body).status_code in (400, 501), body
+    with keyed.client() as client:
+        for path in ("/tokenize", "/detokenize"):
+            assert client.post(path, json={}).status_code == 401
 
 
 # --- noise ------------------------------------------------------------------------------------

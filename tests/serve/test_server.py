@@ -124,6 +124,8 @@ def test_counts(served: Running) -> None:
         "g4ir_generation_tokens_total": 3,
         "g4ir_e2e_request_latency_seconds_count": 1,
         "g4ir_time_to_first_token_seconds_count": 1,
+        "g4ir_inter_token_latency_seconds_count": 2,
+        "g4ir_cancelled_requests_total": 0,
         'g4ir_request_success_total{finished_reason="length"}': 1,
     }
     for name, by in grown.items():
@@ -215,6 +217,27 @@ def test_answers_that_take_too_long_are_ended(engine_folder: Path) -> None:
     assert process.wait(WAIT) == 0
 
 
+LOADING = """
+import sys, threading
+import g4ir.cli.serve as verb
+from g4ir.cli import main
+
+verb.load = lambda *_: threading.Event().wait(60)
+sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
+"""
+
+
+def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
+    command = [sys.executable, "-c", LOADING, str(engine_folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr and "listening at" in process.stderr.readline()
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT) == 0
+    assert time.monotonic() - began < 10
+    assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
+
+
 def test_an_engine_that_cannot_be_loaded() -> None:
     def loader() -> Engine:
         raise EngineError("no such engine")
@@ -298,6 +321,68 @@ def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.Mo
     assert got.status_code == 503 and got.json()["error"]["code"] == "not_read"
     service = narrow.server.service
     assert service and service.totals.ended["cancelled"] == 1
+    assert b"g4ir_cancelled_requests_total 1.0" in narrow.server.metrics.text()
+
+
+def test_a_row_that_hit_its_stop_string_is_free(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on: they are not cancelled, and say what they would have said."""
+    texts: dict[bool, list[str]] = {}
+    rows: list[int] = []
+    advance = served.slots.rows.advance
+
+    def seen(tokens: Any) -> Any:
+        rows.append(len(tokens))
+        return advance(tokens)
+
+    monkeypatch.setattr(served.slots.rows, "advance", seen)
+    body = LONG | {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 120}
+    cancelled = served.server.service and served.server.service.totals.ended["cancelled"]
+    with served.client() as client:
+        whole = [c["message"]["content"] for c in client.post(CHAT, json=body).json()["choices"]]
+        letters = sorted({*"".join(whole)})
+        stop = next(
+            c for c in letters if c.isascii() and c.isalnum() and 0 < sum(c in t for t in whole) < 3
+        )
+        rows.clear()
+        for stream in (False, True):
+            got = client.post(CHAT, json=body | {"stop": stop, "stream": stream})
+            if not stream:
+                texts[stream] = [c["message"]["content"] for c in got.json()["choices"]]
+                ends = [c["finish_reason"] for c in got.json()["choices"]]
+    assert texts[False] == [t.partition(stop)[0] for t in whole]
+    assert ends == ["stop" if stop in t else "length" for t in whole]
+    assert rows[0] == 3 and min(rows) < 3
+    eventually(lambda: not served.slots.active)
+    service = served.server.service
+    assert service and service.totals.ended["cancelled"] == cancelled
+
+
+def test_hundreds_at_once(narrow: Running) -> None:
+    """Most are told to come again; the others are answered, and nobody hangs."""
+    body = json.dumps(SHORT).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    port = int(narrow.url.rpartition(":")[2])
+
+    async def one() -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        raw = await reader.read()
+        writer.close()
+        return int(raw.split(b" ", 2)[1])
+
+    async def every() -> list[int]:
+        return await asyncio.wait_for(asyncio.gather(*(one() for _ in range(300))), WAIT)
+
+    codes = asyncio.run(every())
+    assert {*codes} == {200, 429} and codes.count(429) > 150
+    with narrow.client() as client:
+        assert client.post(CHAT, json=SHORT).status_code == 200
+    eventually(lambda: not narrow.slots.busy and not narrow.server.open)
 
 
 def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:

@@ -1,0 +1,543 @@
+"""A grammar of calls as the model writes them, from the schemas of declared functions.
+
+It is text in llguidance's form of Lark. Keys are bare, strings stand between the ids of their
+delimiter, and there is no white space, so that what is drawn has one form. A value is held to all
+of its schema: a keyword that the grammar cannot hold to is refused by name. Of keys that nothing is
+said of none is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from g4ir.chat.control import CALL, CALL_END, QUOTE
+from g4ir.chat.messages import kind_of, shown
+from g4ir.chat.tools import MOST_SCHEMAS, NOTES, TYPES, check_schema, target
+from g4ir.chat.values import is_bare_key
+
+from .refusals import Refused, missing
+
+#: keywords that say nothing about a value, beside those of chat.tools
+SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+#: type -> the keywords that say something about its values
+OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "integer": LIMITS,
+    "number": LIMITS,
+    "array": ("items", "minItems", "maxItems"),
+    "object": ("properties", "required", "additionalProperties"),
+}
+OF_ANY = frozenset(k for keywords in OF_KIND.values() for k in keywords)
+FORMS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "type", "nullable")
+#: the largest count of a schema that is held to: of characters, and of items
+MOST_COUNTED = 1 << 14
+#: whole numbers have at most 18 digits, and so has what stands before and behind a point
+MOST_NUMBER = 10**18 - 1
+#: how deep a value may lie of which nothing is said
+ANY_DEPTH = 4
+
+_INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/"
+_KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_DAY = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_CLOCK})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+#: format -> a regular expression
+FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "email": r"[A-Za-z0-9_+-]{1,32}(\.[A-Za-z0-9_+-]{1,32}){0,3}"
+    r"@[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){1,4}",
+    "uri": r"https?:\/\/[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){0,4}(\/[A-Za-z0-9_.~-]{0,99}){0,16}",
+}
+#: what a pattern cannot have: it looks around, repeats what was matched, or is anchored inside
+_ODD = re.compile(r"\\[bBAZzkpP0-9]|\(\?(?!:)|(?<!\\)(?<!\[)[\^$]")
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function that may be called; `held` to its schema, or to the form of a call alone."""
+
+    name: str
+    schema: Mapping[str, Any]
+    where: str
+    held: bool = True
+
+
+def called(
+    tools: Sequence[Mapping[str, Any]], names: Collection[str] | None, strict: bool
+) -> list[Called]:
+    """Return those of checked tools that have the names, or all. Where only `strict` ones are held
+    to their schemas, the others are not."""
+    out = []
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        if names is None or function["name"] in names:
+            held = not strict or function.get("strict") is True
+            where = f"tools[{i}].function.parameters"
+            out.append(Called(function["name"], function.get("parameters") or {}, where, held))
+    return out
+
+
+def grammar_of(
+    functions: Sequence[Called],
+    controls: Mapping[str, int],
+    *,
+    many: bool = True,
+    content: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the grammar of an answer that is a call of one of the functions, or `many`; or, where
+    a schema is given, JSON as `content` instead. `controls` are ids of control tokens."""
+    if absent := next((c for c in (CALL, CALL_END, QUOTE) if c not in controls), None):
+        raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
+    rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
+    begin, end = rules.marks[CALL], rules.marks[CALL_END]
+    forms = [_Schema(rules, f.schema).call(f) for f in functions]
+    either = " | ".join(forms)
+    call = rules.rule(f'{begin} "call:" ({either}) {end}')
+    start = f"{call}+" if many else call
+    if content is not None:
+        start += f" | %json {json.dumps(content)}"
+    return "\n".join([f"start: {start}", *rules.lines()])
+
+
+def texts_of(schema: Any, listed: bool = False) -> Iterator[str]:
+    """Yield the texts that values of a schema have as they are: names, and what is `listed`."""
+    if isinstance(schema, str) and listed:
+        yield schema
+    for inner in schema if isinstance(schema, list) else ():
+        yield from texts_of(inner, listed)
+    for key, inner in schema.items() if isinstance(schema, dict) else ():
+        if listed:
+            yield key
+        elif key == "properties" and isinstance(inner, dict):
+            yield from inner
+        yield from texts_of(inner, listed or key in ("const", "enum"))
+
+
+def refused(where: str, why: str) -> Refused:
+    """Return the refusal of a schema."""
+    return Refused(400, f"{where[:200]}: {why}", param="tools")
+
+
+@dataclass
+class _Rules:
+    """The rules of one grammar, each once. `marks` are control tokens as the grammar has them."""
+
+    marks: Mapping[str, str]
+    names: dict[str, str] = field(default_factory=dict)
+    #: schemas that were read
+    count: int = 0
+
+    def rule(self, body: str, prefix: str = "r") -> str:
+        """Return the name of a rule; names of terminals are in upper case."""
+        return self.names.setdefault(body, f"{prefix}{len(self.names)}")
+
+    def lines(self) -> list[str]:
+        """Return the rules as text."""
+        return [f"{name}: {body}" for body, name in self.names.items()]
+
+    def terminal(self, *regexes: str) -> str:
+        """Return the name of a terminal that all of some expressions match."""
+        return self.rule(" & ".join(regexes), "T")
+
+    def string(self, inner: str) -> str:
+        """Return a string with something inside."""
+        quote = self.marks[QUOTE]
+        return self.rule(f"{quote} {inner} {quote}")
+
+    def plain(self, text: str) -> str:
+        """Return a text that is given. Where only one text can follow, llguidance takes a control
+        token for what is its spelling: such a text is refused."""
+        if found := next((c for c in self.marks if c in text), None):
+            raise refused("tools", f"{found} in the text {shown(text)} cannot be held to")
+        return json.dumps(text, ensure_ascii=False)
+
+    def key(self, name: str) -> str:
+        """Return what stands before a value: its name, bare where that can be read back."""
+        if is_bare_key(name):
+            return self.plain(f"{name}:")
+        return f'{self.literal(name)} ":"'
+
+    def literal(self, value: Any) -> str:
+        """Return the one form of a value."""
+        if isinstance(value, str):
+            return self.string(self.plain(value) if value else "")
+        if isinstance(value, dict):
+            parts = [f"{self.key(k)} {self.literal(v)}" for k, v in value.items()]
+            return self._enclosed("{", "}", parts)
+        if isinstance(value, list):
+            return self._enclosed("[", "]", [self.literal(v) for v in value])
+        return f'"{json.dumps(value)}"'
+
+    def _enclosed(self, left: str, right: str, parts: Sequence[str]) -> str:
+        inner = ' "," '.join(parts)
+        return self.rule(f'"{left}" {inner} "{right}"')
+
+    def anything(self, depth: int = ANY_DEPTH) -> str:
+        """Return any value, of limited depth."""
+        text = self.string(f"{self.terminal('/(?s:.+)/')}?")
+        plain = f'{text} | {self.terminal(_NUMBER)} | "true" | "false" | "null"'
+        if not depth:
+            return self.rule(plain)
+        inner = self.anything(depth - 1)
+        return self.rule(f"{plain} | {self.array(inner, 0, None)} | {self.mapping(inner)}")
+
+    def mapping(self, value: str) -> str:
+        """Return an object with keys of any name."""
+        entry = self.rule(f'{self.terminal(_KEY)} ":" {value}')
+        return self.rule(f'"{{" ({entry} ("," {entry})*)? "}}"')
+
+    def array(self, item: str, least: int, most: int | None) -> str:
+        """Return a list of so many items."""
+        if most == 0:
+            return self.rule('"[" "]"')
+        more = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
+        items = item if most == 1 else f'{item} ("," {item}){more}'
+        return self.rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
+
+
+class _Schema:
+    """The schema of one function. Each method returns the name of a rule."""
+
+    def __init__(self, rules: _Rules, root: Mapping[str, Any]) -> None:
+        self.rules, self.root = rules, root
+
+    def call(self, function: Called) -> str:
+        """Return the call of a function behind its opener."""
+        schema = {"type": "object", **function.schema, "nullable": False}
+        if not function.held:
+            arguments = self.rules.mapping(self.rules.anything())
+        else:
+            said = {k for k in schema if k in OF_ANY or k in FORMS} - {"type", "nullable"}
+            if not said or (said == {"properties"} and not schema["properties"]):
+                schema["additionalProperties"] = False  # it takes no arguments
+            arguments = self.value(schema, function.where, ())
+        return f"{json.dumps(function.name)} {arguments}"
+
+    def value(self, given: Any, where: str, refs: tuple[str, ...]) -> str:
+        """Return the values of a schema to which references led."""
+        given = {} if given is True else given
+        if not isinstance(given, Mapping):
+            raise refused(where, "allows nothing" if given is False else "must be a schema")
+        node, refs = self._flat(given, where, refs)
+        self._check(node, where)
+        null = ' | "null"' if node.get("nullable") is True else ""
+        for name, form in _FORMS.items():
+            if name in node:
+                return self.rules.rule(form(self, node, where, refs) + null)
+        kinds = _kinds(node)
+        if not kinds:
+            return self.rules.anything()
+        found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
+        return self.rules.rule(" | ".join(found) + null)
+
+    def _check(self, node: Mapping[str, Any], where: str) -> None:
+        """Refuse keywords that are not held to."""
+        self.rules.count += 1
+        if self.rules.count > MOST_SCHEMAS:
+            raise refused(where, "the schemas of all tools are too many to be held to")
+        for key in node:
+            if not (key in SILENT or key in OF_ANY or key in FORMS or key.startswith("x-")):
+                raise refused(f"{where}.{key}", "this keyword cannot be held to; leave it out")
+
+    # --- references and unions ----------------------------------------------------------------
+
+    def _flat(
+        self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a schema together with what it refers to, and with all that it must be too."""
+        node = dict(given)
+        while "$ref" in node or "allOf" in node:
+            parts = node.pop("allOf", [])
+            if (ref := node.pop("$ref", None)) is not None:
+                found = target(self.root, ref)
+                if found is None or ref in refs:
+                    why = "names nothing in this schema" if found is None else "refers to itself"
+                    raise refused(f"{where}.$ref", f"{shown(ref)} {why}")
+                check_schema(found, where)
+                parts, refs = [found, *parts], (*refs, ref)
+            for part in parts:
+                node = _merged(node, part, where)
+        return node, refs
+
+    def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        """Return any of several forms."""
+        name = "anyOf" if "anyOf" in node else "oneOf"
+        where = f"{where}.{name}"
+        beside = node.keys() - SILENT - {name, "nullable", "type"}
+        if beside or not node[name]:
+            raise refused(where, f"cannot be held to beside {min(beside, default='nothing')}")
+        outer = {k: v for k, v in node.items() if k == "type"}
+        forms = [_merged(outer, form, where) for form in node[name]]
+        if name == "oneOf":
+            flat = [self._flat(form, where, refs)[0] for form in forms]
+            if not all(_apart(a, b) for a, b in combinations(flat, 2)):
+                raise refused(where, "two of its forms may hold at once; give anyOf")
+        return " | ".join(self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms))
+
+    def _listed(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        """Return one of the values that are listed."""
+        name = "const" if "const" in node else "enum"
+        kinds = _kinds(node, inferred=False)
+        limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
+        if beside := min(node.keys() & (limits | {"const", "enum"}) - {name}, default=None):
+            raise refused(f"{where}.{beside}", f"cannot be held to beside {name}")
+        values = [node[name]] if name == "const" else node[name]
+        fit = [v for v in values if not kinds or any(_is(v, k) for k in kinds)]
+        if not fit:
+            raise refused(f"{where}.{name}", "has no value of its type")
+        return " | ".join(self.rules.literal(v) for v in fit)
+
+    # --- types --------------------------------------------------------------------------------
+
+    def _string(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        least, most = _counts(node, "minLength", "maxLength", where)
+        if most == 0:
+            return self.rules.string("")
+        held = [f"/(?s:.{{{max(least, 1)},{'' if most is None else most}}})/"]
+        empty = not least
+        if (form := node.get("format")) is not None:
+            if form not in FORMATS:
+                raise refused(f"{where}.format", f"{shown(form)} cannot be held to; leave it out")
+            held.append(f"/{FORMATS[form]}/")
+            empty = False
+        if (pattern := node.get("pattern")) is not None:
+            expression, may_be_empty = _pattern(pattern, f"{where}.pattern")
+            self.rules.plain(re.sub(r"\\(.)", r"\1", pattern))
+            held.append(expression)
+            empty = empty and may_be_empty
+        return self.rules.string(self.rules.terminal(*held) + "?" * empty)
+
+    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        if not node.keys() & {*LIMITS}:
+            return self.rules.terminal(_INTEGER)
+        low, high = _range(node, where)
+        whole = {"minimum": math.ceil(low), "maximum": math.floor(high)}
+        if "multipleOf" in node:
+            step = node["multipleOf"]
+            if not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
+                raise refused(f"{where}.multipleOf", "must be a whole number above 0")
+            first = -(-whole["minimum"] // step) * step
+            whole |= {"minimum": first, "multipleOf": int(step)}
+        if whole["minimum"] > whole["maximum"]:
+            raise refused(where, "its limits leave no whole number")
+        return self.rules.rule("%json " + json.dumps({"type": "integer", **whole}))
+
+    def _number(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        if not node.keys() & {*LIMITS}:
+            return self.rules.terminal(_NUMBER)
+        if "multipleOf" in node:
+            raise refused(f"{where}.multipleOf", "cannot be held to for numbers; leave it out")
+        low, high = _range(node, where)
+        if low > high:
+            raise refused(where, "its limits leave no number")
+        limits = {"type": "number", "minimum": low, "maximum": high}
+        return self.rules.rule("%json " + json.dumps(limits))
+
+    def _boolean(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return '"true" | "false"'
+
+    def _null(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return '"null"'
+
+    def _array(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        least, most = _counts(node, "minItems", "maxItems", where)
+        items = node.get("items", True)
+        if isinstance(items, list):
+            raise refused(f"{where}.items", "a list of schemas cannot be held to; give one")
+        item = "" if most == 0 else self.value(items, f"{where}.items", refs)
+        return self.rules.array(item, least, most)
+
+    def _object(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        more = node.get("additionalProperties", True)
+        known, required = dict(node.get("properties", {})), node.get("required", [])
+        for name in required:
+            if name not in known and more is False:
+                raise refused(f"{where}.required", f"{shown(name)} is no property")
+            known.setdefault(name, more)
+        if not known and more is not False:
+            return self.rules.mapping(self.value(more, f"{where}.additionalProperties", refs))
+        entries = []
+        for name, inner in known.items():
+            if inner is not False or name in required:
+                value = self.value(inner, f"{where}.properties.{name}", refs)
+                entries.append((f"{self.rules.key(name)} {value}", name in required))
+        return self._members(entries)
+
+    def _members(self, entries: Sequence[tuple[str, bool]]) -> str:
+        """Return an object whose members come in order, each there or, unless required, not. Of
+        what may follow there are two rules: for the first member, and behind one."""
+        first = behind = self.rules.rule('""')
+        for entry, needed in reversed(entries):
+            member = self.rules.rule(entry)
+            first, behind = (
+                self.rules.rule(f"{member} {behind}" + f" | {first}" * (not needed)),
+                self.rules.rule(f'"," {member} {behind}' + f" | {behind}" * (not needed)),
+            )
+        return self.rules.rule(f'"{{" {first} "}}"')
+
+
+_Form = Callable[[_Schema, Mapping[str, Any], str, tuple[str, ...]], str]
+#: keyword -> what makes its values, whatever else is said; the first of these that is given
+_FORMS: Mapping[str, _Form] = {
+    "anyOf": _Schema._union,
+    "oneOf": _Schema._union,
+    "const": _Schema._listed,
+    "enum": _Schema._listed,
+}
+_KINDS: Mapping[str, _Form] = {kind: getattr(_Schema, f"_{kind}") for kind in TYPES}
+
+
+def _kinds(node: Mapping[str, Any], inferred: bool = True) -> list[str]:
+    """Return the types of a schema; those of which it has keywords, where it says none."""
+    given = node.get("type")
+    if given is None:
+        found = [k for k, keywords in OF_KIND.items() if inferred and node.keys() & {*keywords}]
+        return [k for k in found if k != "integer"]
+    kinds = [k.lower() for k in (given if isinstance(given, list) else [given])]
+    return [*dict.fromkeys(k for k in kinds if not (k == "integer" and "number" in kinds))]
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (whole or kind == "number")
+    kinds = {"string": str, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+    return isinstance(value, kinds[kind])
+
+
+def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
+    """Return a schema that is two at once, where their keywords do not meet."""
+    if not isinstance(part, Mapping):
+        if part is True:
+            return dict(node)
+        raise refused(where, "allows nothing")
+    said = node.keys() - SILENT
+    if "additionalProperties" in {*node, *part} and said & part.keys() & {"properties"}:
+        raise refused(f"{where}.additionalProperties", "cannot be held to beside other properties")
+    out = {**part, **node}
+    for key in said & part.keys():
+        a, b = node[key], part[key]
+        if key == "required":
+            out[key] = [*dict.fromkeys([*b, *a])]
+        elif key == "properties" and not any(a[k] != b[k] for k in a.keys() & b.keys()):
+            out[key] = {**b, **a}
+        elif a != b:
+            raise refused(f"{where}.{key}", "is said twice, in two ways; say it once")
+    return out
+
+
+def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether no value has both of two forms, as far as their types and listed values tell."""
+    left, right = _values(a), _values(b)
+    if left is not None and right is not None:
+        return not any(_same(x, y) for x in left for y in right)
+    kinds = [{("number" if k == "integer" else k) for k in _kinds(n) or TYPES} for n in (a, b)]
+    if not (kinds[0] & kinds[1] or all(n.get("nullable") for n in (a, b))):
+        return True
+    if kinds != [{"object"}] * 2:
+        return False
+    both = {*a.get("required", ())} & {*b.get("required", ())}
+    inner = [n.get("properties", {}) for n in (a, b)]
+    pairs = [(inner[0].get(k), inner[1].get(k)) for k in both]
+    listed = [(x, y) for x, y in pairs if isinstance(x, Mapping) and isinstance(y, Mapping)]
+    return any(None not in (_values(x), _values(y)) and _apart(x, y) for x, y in listed)
+
+
+def _values(node: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in node:
+        return [node["const"]]
+    found: list[Any] | None = node.get("enum")
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
+    """Return the least and the largest count of a schema."""
+    for key in {low, high} & node.keys():
+        value = node[key]
+        if not _is(value, "integer") or not 0 <= value <= MOST_COUNTED:
+            raise refused(
+                f"{where}.{key}", f"must be a whole number of 0 to {MOST_COUNTED}, found {value!r}"
+            )
+    least = int(node.get(low, 0))
+    most = int(node[high]) if high in node else None
+    if most is not None and most < least:
+        raise refused(f"{where}.{high}", f"is less than {low}")
+    return least, most
+
+
+def _range(node: Mapping[str, Any], where: str) -> tuple[int | float, int | float]:
+    """Return the least and the largest number."""
+    for key in LIMITS:
+        if key in node and not _is(node[key], "number"):
+            raise refused(f"{where}.{key}", f"must be a number, found {kind_of(node[key])}")
+    whole = "integer" in _kinds(node)
+    low = max(node.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
+    high = min(node.get("maximum", MOST_NUMBER), MOST_NUMBER)
+    if "exclusiveMinimum" in node:
+        edge = node["exclusiveMinimum"]
+        low = max(low, math.floor(edge) + 1 if whole else _beside(edge, math.inf))
+    if "exclusiveMaximum" in node:
+        edge = node["exclusiveMaximum"]
+        high = min(high, math.ceil(edge) - 1 if whole else _beside(edge, -math.inf))
+    return low, high
+
+
+def _beside(edge: float, side: float) -> float:
+    """Return a number so near to one that is left out that no other is missed, and so far that no
+    long decimal is read as that one."""
+    near = edge + math.copysign(1e-9, side)
+    return near if abs(edge) < 1e6 else math.nextafter(edge, side)
+
+
+def _pattern(given: Any, where: str) -> tuple[str, bool]:
+    """Return a regular expression of whole texts, and whether the empty one is among them."""
+    import llguidance
+
+    if not isinstance(given, str) or len(given) > MOST_COUNTED:
+        raise refused(where, "must be a text that is not too long")
+    inner = given.removeprefix("^")
+    closed = inner.endswith("$") and not inner.endswith("\\$")
+    inner = inner[:-1] if closed else inner
+    why = "this regular expression cannot be held to; leave it out"
+    anchored = inner != given
+    if _ODD.search(inner) or (anchored and _has_branches(inner)):
+        raise refused(where, why)
+    try:
+        text = llguidance.regex_to_lark(inner, "dws")
+        empty = re.fullmatch(inner, "") is not None
+    except (ValueError, re.error):
+        raise refused(where, why) from None
+    before = "" if given.startswith("^") else "(?s:.*)"
+    whole = f"/{before}({text}){'' if closed else '(?s:.*)'}/"
+    if llguidance.LLMatcher.validate_grammar(f"start: {whole}", None):
+        raise refused(where, why)
+    return whole, empty
+
+
+def _has_branches(pattern: str) -> bool:
+    """Whether a regular expression has branches outside of groups."""
+    text, before = re.sub(r"\\.|\[[^\]]*\]", "", pattern), ""
+    while text != before:
+        text, before = re.sub(r"\([^()]*\)", "", text), text
+    return "|" in text

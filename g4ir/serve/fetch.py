@@ -1,0 +1,231 @@
+"""Media from elsewhere: http from hosts that were named, and files below one folder.
+
+A request says what is fetched, so that nothing may be reached through a server that whoever started
+it did not mean: a name must lead to public addresses, the connection goes to the very address that
+was looked at, and where an answer leads elsewhere nobody follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from g4ir.errors import InputError
+
+PORTS = {"http": 80, "https": 443}
+#: characters of an address
+LONGEST_URL = 8192
+_PIECE = 1 << 16
+#: IPv6 networks whose addresses stand for ones of IPv4
+_CARRIERS = [*map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16"))]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Names what may be fetched beside data URLs. `hosts` are (name, port or None: that of the
+    scheme); `most` bytes and `seconds` are those of all media of one request."""
+
+    hosts: frozenset[tuple[str, int | None]] = frozenset()
+    folder: Path | None = None
+    most: int = 32 << 20
+    seconds: float = 10.0
+
+    @classmethod
+    def named(cls, hosts: Iterable[str], folder: str | Path | None, most: int) -> Sources:
+        """Return sources of named hosts, each NAME, ADDRESS, or either with :PORT, and a folder.
+        InputError for what is none."""
+        if folder is not None and not Path(folder).is_dir():
+            raise InputError(f"--media-dir {folder}: is no folder")
+        resolved = None if folder is None else Path(folder).resolve()
+        return cls(frozenset(map(_host, hosts)), resolved, most)
+
+
+def _host(text: str) -> tuple[str, int | None]:
+    """Return the name and the port of a host."""
+    try:
+        found = urlsplit(f"//{text if text.count(':') < 2 or '[' in text else f'[{text}]'}")
+        name, port = found.hostname, found.port
+    except ValueError:
+        name, port = None, None
+    if not name or found.path or found.query or "@" in text or "*" in text:
+        raise InputError(
+            f"--media-hosts {text}: expected the name or the address of a host, or NAME:PORT"
+        )
+    return name, port
+
+
+class Fetching:
+    """The media of one request: bytes and seconds that are left."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources, self.left = sources, sources.most
+        self.end = time.monotonic() + sources.seconds
+
+    def read(self, url: str, where: str) -> bytes:
+        """Return the bytes at an address. InputError where it may not be asked, or fails."""
+        try:
+            found = urlsplit(url) if len(url) <= LONGEST_URL else None
+            port = found.port if found else None
+        except ValueError:
+            found = port = None
+        if found is None or found.scheme not in (*PORTS, "file") or not url.isprintable():
+            raise InputError(
+                f"{where}: must be a data URL in base64, such as data:image/png;base64,..., or an "
+                f"address of http, https or file that this server may read"
+            )
+        raw = self._file(found, where) if found.scheme == "file" else self._get(found, port, where)
+        self.left -= len(raw)
+        return raw
+
+    def _too_large(self, where: str) -> InputError:
+        return InputError(f"{where}: the media have more than {self.sources.most} bytes together")
+
+    # --- files --------------------------------------------------------------------------------
+
+    def _file(self, url: SplitResult, where: str) -> bytes:
+        folder = self.sources.folder
+        if folder is None:
+            raise InputError(f"{where}: no file is read here; see --media-dir, or give a data URL")
+        # One text for all that is wrong: nobody learns what there is elsewhere.
+        refused = InputError(f"{where}: is no file that lies below --media-dir")
+        path = Path(unquote(url.path))
+        if url.netloc not in ("", "localhost") or ".." in path.parts or "\0" in str(path):
+            raise refused
+        try:
+            real = path.resolve(strict=True)
+            if not real.is_relative_to(folder):
+                raise refused
+            with open(real, "rb", opener=_opened) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise refused
+                raw = file.read(self.left + 1)
+        except (OSError, RuntimeError):
+            raise refused from None
+        if len(raw) > self.left:
+            raise self._too_large(where)
+        return raw
+
+    # --- hosts --------------------------------------------------------------------------------
+
+    def _get(self, url: SplitResult, port: int | None, where: str) -> bytes:
+        name = url.hostname or ""
+        usual, hosts = PORTS[url.scheme], self.sources.hosts
+        port = port or usual
+        named = (name, port) in hosts or (port == usual and (name, None) in hosts)
+        if not named or url.username is not None:
+            raise InputError(
+                f"{where}: {name[:80] or 'no host'} is not one of this server's --media-hosts; "
+                f"give a data URL in base64, such as data:image/png;base64,..."
+            )
+        try:
+            return self._answer(url, name, self._address(name, port, where), port, where)
+        except (OSError, http.client.HTTPException, ValueError):
+            slow = time.monotonic() >= self.end
+            why = f"took longer than {self.sources.seconds:g} s" if slow else "gave no answer"
+            raise InputError(f"{where}: {name} {why}") from None
+
+    def _address(self, name: str, port: int, where: str) -> str:
+        """Return the address to connect to: a public one, unless the name is an address."""
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_address(name))
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        public = [str(at[4][0]) for at in found if is_public(str(at[4][0]))]
+        if not public:
+            raise InputError(f"{where}: {name} has no public address; name its address instead")
+        return public[0]
+
+    def _answer(self, url: SplitResult, name: str, address: str, port: int, where: str) -> bytes:
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        headers = {"Accept-Encoding": "identity", "User-Agent": "g4ir", "Connection": "close"}
+        with self._connected(url.scheme, name, address, port) as connection:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                moved = "; give the address that it leads to" if answer.status // 100 == 3 else ""
+                raise InputError(f"{where}: {name} answered {answer.status}{moved}")
+            if answer.getheader("Content-Encoding", "identity") != "identity":
+                raise InputError(f"{where}: {name} answered in an encoding that was not asked for")
+            if (answer.length or 0) > self.left:
+                raise self._too_large(where)
+            parts, size = [], 0
+            while part := answer.read(_PIECE):
+                parts.append(part)
+                size += len(part)
+                if size > self.left:
+                    raise self._too_large(where)
+        if answer.length or time.monotonic() >= self.end:
+            raise OSError("the answer was cut")
+        return b"".join(parts)
+
+    @contextlib.contextmanager
+    def _connected(
+        self, scheme: str, name: str, address: str, port: int
+    ) -> Iterator[http.client.HTTPConnection]:
+        """A context with a connection, which ends with the time that is left whatever it does."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        plain = socket.create_connection((address, port), left)
+        held = _Held(plain)
+        timer = threading.Timer(max(self.end - time.monotonic(), 0), held.cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            connection = http.client.HTTPConnection(name, port)
+            if scheme == "https":
+                connection = http.client.HTTPSConnection(name, port)
+                context = ssl.create_default_context()
+                held.socket = context.wrap_socket(
+                    plain, server_hostname=name, do_handshake_on_connect=False
+                )
+                held.socket.do_handshake()
+            connection.sock = held.socket
+            yield connection
+        finally:
+            timer.cancel()
+            held.close()
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+@dataclass
+class _Held:
+    """A socket that another thread may end."""
+
+    socket: Any
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cut(self) -> None:
+        """End what waits for it; that of TLS has a method of its own, which is not for this."""
+        with self.lock, contextlib.suppress(OSError):
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it."""
+        with self.lock:
+            self.socket.close()
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the public network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped:
+            return is_public(str(ip.ipv4_mapped))
+        if any(ip in network for network in _CARRIERS):
+            return False
+    return ip.is_global and not ip.is_multicast

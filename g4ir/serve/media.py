@@ -1,0 +1,36 @@
+"""Media of requests: data URLs, and what may be fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from g4ir.chat.messages import Medium
+from g4ir.engine.attached import held
+from g4ir.engine.engine import Engine
+from g4ir.errors import InputError
+
+from .fetch import Fetching, Sources
+from .refusals import missing
+
+#: media of one request
+MOST_MEDIA = 32
+
+
+def read_bytes(
+    engine: Engine, media: Sequence[Medium], sources: Sources
+) -> list[tuple[Medium, bytes]]:
+    """Return media with their bytes, in their order. Refused are kinds that the engine does not
+    take, and what is neither a data URL nor one of the sources'."""
+    if len(media) > MOST_MEDIA:
+        raise InputError(f"messages: have {len(media)} media, at most {MOST_MEDIA} are read")
+    for medium in media:
+        if medium.kind not in engine.media.kinds:
+            raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+    fetching = Fetching(sources)
+    return [(m, _bytes(m, fetching)) for m in media]
+
+
+def _bytes(medium: Medium, fetching: Fetching) -> bytes:
+    part = held(medium)
+    raw = part.data()
+    return fetching.read(part.text, part.where) if raw is None else raw

@@ -1,0 +1,382 @@
+"""Forced calls: whatever a grammar allows is read back as calls that are declared and valid."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir.chat import Reader, TokenStream, Vocabulary
+from g4ir.serve.calls import FORMATS, MOST_COUNTED, called
+from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
+from g4ir.serve.refusals import Refused
+from tests.serve.running import chat_tokenizer
+
+SIZE = 512
+ENDS = ("<eos>", "<turn|>", "<|tool_response>")
+FORMAT = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
+#: what a walk that has become long takes first
+CLOSING = (*ENDS, "<tool_call|>", '<|"|>', "}", "]", "channel")
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary(chat_tokenizer())
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(vocabulary(), SIZE, [vocabulary().controls[t] for t in ENDS])
+
+
+def tool(name: str, schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+def free(mask: Mask, row: Sequence[int]) -> list[int]:
+    """The tokens that may follow."""
+    words = mask.mask(row)
+    if words is None:
+        return [*range(SIZE)]
+    view = words.view("uint32")
+    return [i for i in range(SIZE) if view[i // 32] >> (i % 32) & 1]
+
+
+def walk(mask: Mask, seed: int, row: list[int] | None = None, patience: int = 60) -> list[int]:
+    """A random answer, which after some tokens hurries to its end."""
+    draw, row = random.Random(seed), [] if row is None else row
+    word = vocabulary().tokenizer.id_to_token
+    stops = {vocabulary().controls[t] for t in ENDS}
+    while not stops & {*row[-1:]}:
+        tokens = free(mask, row)
+        assert tokens and len(row) < 4000, row
+        closing = [
+            t for t in tokens if word(t) in CLOSING and (len(word(t)) > 1 or len(tokens) < 99)
+        ]
+        hurry = closing and (len(row) > patience or draw.random() < 0.2)
+        row.append(min(closing, key=lambda t: CLOSING.index(word(t))) if hurry else 0)
+        if not hurry:
+            row[-1] = draw.choice(tokens)
+    return row
+
+
+def read(tokens: Sequence[int], tools: Any) -> Any:
+    """What a reader makes of an answer."""
+    stream, reader = TokenStream(vocabulary()), Reader(tools)
+    for token in tokens:
+        reader.feed_tokens(stream.push(token))
+    reader.feed_tokens(stream.rest())
+    return reader.finish()
+
+
+def check(answer: Any, tools: Sequence[Any], most: int | None = None) -> None:
+    schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+    assert answer.tool_calls and not answer.content
+    assert most is None or len(answer.tool_calls) <= most
+    for call in answer.tool_calls:
+        jsonschema.validate(call["arguments"], schemas[call["name"]], format_checker=FORMAT)
+
+
+# --- random schemas ---------------------------------------------------------------------------
+
+KEYS = st.sampled_from(["a", "b", "key_2", "first name", "x-y", "ключ", 'q"r', "$f", "it's", "{z}"])
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-50, 50),
+    st.sampled_from([1.5, -2e-7, 1e22, 10**30]),
+    st.sampled_from(["", "x", "5", "true", "null", "<|tool_call ", "<turn", "a: {b}", "é\n\\ '"]),
+)
+
+
+def limited(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
+    bounds = st.tuples(st.integers(-9, 9), st.integers(1, 9))
+    return bounds.map(lambda b: {"type": kind, low: b[0], high: b[0] + b[1]})
+
+
+def counted(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.tuples(st.integers(0, 3), st.none() | st.integers(0, 3)).map(
+        lambda c: {"type": kind, low: c[0]} | ({} if c[1] is None else {high: c[0] + c[1]})
+    )
+
+
+LEAVES = st.one_of(
+    st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda t: {"type": t}),
+    counted("string", "minLength", "maxLength"),
+    st.sampled_from(["^[a-c]{2,3}$", "^(x|yy)$", "[0-9x]", "^a", "^b/c", r"^\d+(\.\w)?$"]).map(
+        lambda p: {"type": "string", "pattern": p}
+    ),
+    st.sampled_from([*FORMATS]).map(lambda f: {"type": "string", "format": f}),
+    limited("integer", "minimum", "maximum"),
+    limited("number", "exclusiveMinimum", "maximum"),
+    limited("number", "minimum", "exclusiveMaximum"),
+    limited("integer", "minimum", "exclusiveMaximum").map(
+        lambda s: s | {"exclusiveMaximum": s["exclusiveMaximum"] + 40, "multipleOf": 7}
+    ),
+    st.lists(VALUES, min_size=1, max_size=4).map(lambda v: {"enum": v}),
+    VALUES.map(lambda v: {"const": v}),
+    st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=2)), max_size=2).map(
+        lambda v: {"const": {"k": v}}
+    ),
+    st.just({"type": ["integer", "string", "null"]}),
+    st.just({"type": "object"}),
+    st.just({}),
+)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    def made(parts: tuple[dict[str, Any], int, Any]) -> dict[str, Any]:
+        properties, chosen, more = parts
+        required = [k for i, k in enumerate(properties) if chosen >> i & 1]
+        out = {"type": "object", "properties": properties, "required": required}
+        return out if more is None else out | {"additionalProperties": more}
+
+    properties = st.dictionaries(KEYS, inner, max_size=4)
+    return st.tuples(properties, st.integers(0, 15), st.sampled_from([None, False])).map(made)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.one_of(
+        objects(inner),
+        st.tuples(counted("array", "minItems", "maxItems"), inner).map(
+            lambda p: p[0] | {"items": p[1]}
+        ),
+        st.lists(inner, min_size=1, max_size=3).map(lambda forms: {"anyOf": forms}),
+        inner.map(lambda s: {"type": "object", "additionalProperties": s}),
+        inner.map(lambda s: {"allOf": [s], "description": "d"}),
+    )
+
+
+SCHEMAS = st.recursive(LEAVES, nested, max_leaves=6)
+ROOTS = st.one_of(
+    objects(SCHEMAS),
+    st.tuples(SCHEMAS, objects(st.sampled_from([{"$ref": "#/$defs/D"}, {"type": "boolean"}]))).map(
+        lambda p: {"$defs": {"D": p[0]}, **p[1]}
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ROOTS, min_size=1, max_size=2), st.booleans(), st.integers(0, 1 << 30))
+def test_what_is_allowed_is_read_back(roots: list[Any], many: bool, seed: int) -> None:
+    tools = [tool(f"f.{i}-x", schema) for i, schema in enumerate(roots)]
+    mask = grammars().calls(called(tools, None, False), False, False, many=many)
+    for i in range(2):
+        check(read(walk(mask, seed + i), tools), tools, None if many else 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ROOTS, st.integers(0, 1 << 30))
+def test_calls_among_free_text(schema: Any, seed: int) -> None:
+    """Whatever stands before, a call that begins is one of the schema."""
+    tools = [tool("f", schema, strict=True), tool("g", {"minContains": 1})]
+    mask = grammars().some_calls(called(tools, None, True))
+    row = [*vocabulary().plain("so: {"), vocabulary().controls["<|tool_call>"]]
+    end = vocabulary().controls["<tool_call|>"]
+    draw = random.Random(seed)
+    while row[-1] != end:
+        tokens = free(mask, row)
+        assert len(tokens) < SIZE
+        closing = [t for t in tokens if vocabulary().tokenizer.id_to_token(t) in CLOSING]
+        row.append(draw.choice(closing if closing and len(row) > 40 else tokens))
+    assert len(free(mask, row)) == SIZE
+    answer = read(row, tools)
+    (call,) = answer.tool_calls
+    if call["name"] == "f":
+        jsonschema.validate(call["arguments"], schema)
+    assert answer.content == "so: {"
+
+
+# --- the form ---------------------------------------------------------------------------------
+
+NEEDS = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+
+
+def held(schema: Any = NEEDS, thinking: bool = False, inside: bool = False, **more: Any) -> Mask:
+    functions = called([tool("f", schema)], None, False)
+    return grammars().calls(functions, thinking, inside, **{"many": True, **more})
+
+
+def ids(*words: str) -> list[int]:
+    return [
+        i
+        for word in words
+        for i in (
+            [vocabulary().controls[word]]
+            if word in vocabulary().controls
+            else vocabulary().plain(word)
+        )
+    ]
+
+
+def names(mask: Mask, *words: str) -> set[str]:
+    found = {vocabulary().tokenizer.id_to_token(i) for i in free(mask, ids(*words))}
+    return {chr(int(w[3:5], 16)) if w.startswith("<0x") else w for w in found}
+
+
+def test_control_tokens_are_not_their_characters() -> None:
+    mask = held()
+    assert names(mask) == {"<|tool_call>"}
+    head = ("<|tool_call>", "call:f{s:")
+    assert names(mask, *head) == {'<|"|>'}
+    inside = names(mask, *head, '<|"|>')
+    assert not inside & (vocabulary().controls.keys() - {'<|"|>'}) and {"{", "}", "a"} <= inside
+    spelled = (*head, '<|"|>', "<tool_call|>"[:-1], ">", '<|"|>', "}", "<tool_call|>")
+    answer = read(ids(*spelled), [tool("f", NEEDS)])
+    assert answer.tool_calls == [{"name": "f", "arguments": {"s": "<tool_call|>"}}]
+    whole = (*head, '<|"|>', '<|"|>', "}", "<tool_call|>")
+    assert names(mask, *whole) == {"<|tool_call>", *ENDS}
+    assert names(held(many=False), *whole) == {*ENDS}
+
+
+def test_a_thought_is_free_of_all_but_control_tokens() -> None:
+    mask = held(thinking=True)
+    assert names(mask) == {"<|channel>", "<|tool_call>"}
+    thought = names(mask, "<|channel>", "a")
+    assert thought & vocabulary().controls.keys() == {"<channel|>"} and {"z", "}"} <= thought
+    assert names(mask, "<|channel>", "a", "<channel|>") == {"<|tool_call>"}
+    assert "<channel|>" in names(held(inside=True), "a")
+    assert names(held()) == {"<|tool_call>"}
+
+
+def test_members_come_in_their_order() -> None:
+    properties = {k: {"type": "boolean"} for k in "abc"}
+    schema = {"type": "object", "properties": properties, "required": ["b"]}
+    mask = held(schema)
+    head = ("<|tool_call>", "call:f{")
+    assert names(mask, *head) == {"a", "b"}
+    assert names(mask, *head, "a:true,") == {"b"}
+    assert names(mask, *head, "b:false") == {"}", ","}
+    assert names(mask, *head, "b:false,") == {"c"}
+    assert names(mask, *head, "b:false,c:true") == {"}"}
+
+
+@pytest.mark.parametrize("schema", [{}, None, {"type": "object"}, {"properties": {}}])
+def test_no_arguments(schema: Any) -> None:
+    mask = held(schema or {})
+    assert names(mask, "<|tool_call>", "call:f") == {"{"}
+    assert names(mask, "<|tool_call>", "call:f{") == {"}"}
+
+
+def test_json_or_a_call() -> None:
+    schema = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
+    mask = held(content=schema)
+    assert names(mask) == {"<|tool_call>", "{"}
+    assert names(mask, '{"k": 1}') == {*ENDS}
+    assert "▁" in names(mask, '{"k":') and "▁" not in names(mask, '{"k": ')
+
+
+def test_names_of_the_allowed_functions() -> None:
+    tools = [tool("one", {}), tool("two", NEEDS), tool("three", NEEDS, strict=True)]
+    mask = grammars().some_calls(called(tools, {"one", "three"}, True))
+    assert isinstance(mask, LazyMask) and len(free(mask, ids("abc"))) == SIZE
+    assert names(mask, "abc", "<|tool_call>", "call:") == {"o", "t"}
+    assert names(mask, "abc", "<|tool_call>", "call:t") == {"h"}
+    assert isinstance(held(), HeldMask)
+
+
+# --- what cannot be held to -------------------------------------------------------------------
+
+S = {"type": "string"}
+REFUSED: Mapping[str, Any] = {
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "contains": {"type": "array", "contains": {}},
+    "patternProperties": {"type": "object", "patternProperties": {"a": S}},
+    "minProperties": {"type": "object", "minProperties": 1},
+    "not": {"not": S},
+    "if": {"if": S},
+    "nonsense": {"nonsense": 1},
+    "format": {"type": "string", "format": "regex"},
+    "pattern": {"type": "string", "pattern": "(?=a)b"},
+    "pattern ": {"type": "string", "pattern": "^a|b$"},
+    "pattern  ": {"type": "string", "pattern": "(a"},
+    "pattern   ": {"type": "string", "pattern": 5},
+    "minLength": {"type": "string", "minLength": -1},
+    "maxLength": {"type": "string", "minLength": 3, "maxLength": 2},
+    "maxItems": {"type": "array", "maxItems": MOST_COUNTED + 1},
+    "multipleOf": {"type": "number", "multipleOf": 0.1},
+    "multipleOf ": {"type": "integer", "multipleOf": 0},
+    "minimum": {"type": "integer", "minimum": "1"},
+    "exclusiveMinimum": {"type": "integer", "exclusiveMinimum": True},
+    "limits": {"type": "integer", "minimum": 3, "maximum": 2},
+    "limits ": {"type": "number", "minimum": 3, "exclusiveMaximum": 3},
+    "items": {"type": "array", "items": [S]},
+    "enum": {"type": "integer", "enum": ["a"]},
+    "maxLength ": {"enum": ["a"], "maxLength": 3},
+    "anyOf": {"type": "object", "anyOf": [{"required": ["a"]}], "properties": {"a": S}},
+    "anyOf ": {"anyOf": []},
+    "oneOf": {"oneOf": [S, {"type": ["integer", "string"]}]},
+    "$ref": {"$ref": "#/properties/a"},
+    "$ref ": {"$ref": "#/nowhere"},
+    "maxLength  ": {"allOf": [{"maxLength": 3}, {"maxLength": 4}], "type": "string"},
+    "additionalProperties": {"type": "object", "additionalProperties": 5},
+    "required": {"type": "object", "required": ["z"], "additionalProperties": False},
+    "allows nothing": {"anyOf": [False]},
+    "<turn|>": {"enum": ["a", "b<turn|>"]},
+    '<|"|>': {"properties": {'<|"|>': S}},
+    "<|turn>": {"type": "string", "pattern": r"^<\|turn>$"},
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_keywords_that_cannot_be_held_to(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": REFUSED[keyword]}}
+    with pytest.raises(Refused) as e:
+        held(schema)
+    assert e.value.status == 400 and e.value.param == "tools"
+    assert keyword.strip() in e.value.message
+    where = "tools:" if keyword.startswith("<") else "tools[0].function.parameters"
+    assert e.value.message.startswith(where)
+
+
+ONE_OF = [
+    [S, {"type": "integer"}],
+    [{"const": 1}, {"enum": [2, True]}],
+    [
+        {"type": "object", "properties": {"k": {"const": v}, "v": t}, "required": ["k", "v"]}
+        for v, t in (("a", S), ("b", {"type": "number"}))
+    ],
+]
+
+
+@pytest.mark.parametrize("forms", ONE_OF)
+def test_forms_of_which_one_holds(forms: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"oneOf": forms}}, "required": ["a"]}
+    for seed in range(20):
+        check(read(walk(held(schema), seed), [tool("f", schema)]), [tool("f", schema)])
+
+
+def test_a_form_that_is_not_the_first_keeps_its_type() -> None:
+    """A declaration has the first form of a union alone; what is read may be any."""
+    forms = [{"type": "string", "minLength": 3}, {"type": "integer", "minimum": 5}]
+    tools = [tool("f", {"type": "object", "properties": {"a": {"anyOf": forms}}})]
+    call = ("<|tool_call>", "call:f{a:", "12", "}", "<tool_call|>")
+    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": 12}
+    call = ("<|tool_call>", "call:f{a:", '<|"|>', "123", '<|"|>', "}", "<tool_call|>")
+    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": "123"}
+
+
+def test_schemas_that_are_too_large() -> None:
+    tower: Any = {"type": "boolean"}
+    for _ in range(14):
+        tower = {"type": "object", "properties": dict.fromkeys("ab", tower)}
+    for schema in (tower, {"properties": {"a": {"enum": ["x" * (1 << 20)]}}}):
+        with pytest.raises(Refused) as e:
+            held(schema)
+        assert e.value.status == 400 and len(e.value.message) < 400
+
+
+def test_a_tokenizer_without_calls() -> None:
+    with pytest.raises(Refused) as e:
+        from g4ir.serve.calls import grammar_of
+
+        grammar_of(called([tool("f", {})], None, False), {"<|tool_call>": 1})
+    assert e.value.status == 501 and "<tool_call|>" in e.value.message
+    assert json.dumps(e.value.body())

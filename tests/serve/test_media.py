@@ -1,0 +1,360 @@
+"""Media of messages: data URLs of each kind, and what is fetched from where."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import os
+import socket
+import threading
+import time
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from g4ir.errors import InputError
+from g4ir.serve import fetch
+from g4ir.serve.fetch import Fetching, Sources, is_public
+from tests.serve.running import NAME, Running
+
+SECONDS = 0.6
+
+
+def picture() -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (96, 48), (200, 30, 30)).save(file, "PNG")
+    return file.getvalue()
+
+
+def sound() -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as w:
+        w.setnchannels(1)
+        w.setsampwidth(2)
+        w.setframerate(16_000)
+        w.writeframes(b"\x10\x00" * 8_000)
+    return file.getvalue()
+
+
+def data(kind: str, raw: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def ask(r: Running, part: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "what"}]}]
+    with r.client() as client:
+        body = {"model": NAME, "messages": messages, "max_tokens": 2}
+        return client.post("/v1/chat/completions", json=body)
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+# --- data URLs --------------------------------------------------------------------------------
+
+
+def test_sounds(served: Running) -> None:
+    raw = base64.b64encode(sound()).decode()
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": raw, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": data("audio/wav", sound())}},
+    ):
+        got = ask(served, part)
+        assert got.status_code == 200, got.text
+        assert got.json()["usage"]["prompt_tokens"] > 10
+    part["audio_url"] = {"url": data("audio/wav", sound()[:30])}
+    got = ask(served, part)
+    assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
+
+
+def test_videos(served: Running) -> None:
+    from PIL import Image
+
+    file = io.BytesIO()
+    frames = [Image.new("RGB", (96, 48), (i * 40, 30, 30)) for i in range(3)]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    got = ask(served, {"type": "video_url", "video_url": {"url": data("image/gif", b"junk")}})
+    assert served.server.prompts
+    if "video" in served.server.prompts.engine.media.kinds:
+        assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
+        part = {"type": "video_url", "video_url": {"url": data("image/gif", file.getvalue())}}
+        got = ask(served, part)
+        assert got.status_code == 200, got.text
+    else:
+        assert got.status_code == 501 and got.json()["error"]["code"] == "not_supported"
+
+
+# --- hosts ------------------------------------------------------------------------------------
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """Paths of a site, most of them bad ones."""
+
+    def do_GET(self) -> None:
+        name = self.path.partition("?")[0].strip("/")
+        getattr(self, f"_{name}", self._nothing)()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _say(self, status: int, raw: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content_Length": str(len(raw)), **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def _picture(self) -> None:
+        self._say(200, picture())
+
+    def _nothing(self) -> None:
+        self._say(404, b"secret words")
+
+    def _moved(self) -> None:
+        self._say(302, b"", Location="/picture")
+
+    def _junk(self) -> None:
+        self._say(200, b"no picture")
+
+    def _packed(self) -> None:
+        self._say(200, picture(), Content_Encoding="gzip")
+
+    def _large(self) -> None:
+        self._say(200, b"x" * 9000)
+
+    def _endless(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        try:
+            for _ in range(1000):
+                self.wfile.write(b"x" * 100)
+        except OSError:
+            pass
+
+    def _cut(self) -> None:
+        self._say(200, b"x", Content_Length="50")
+
+    def _slow(self) -> None:
+        self.send_response(200)
+        self.flush_headers()
+        try:
+            for _ in range(60):  # each piece comes in time
+                self.wfile.write(b"X-Slow: 1\r\n")
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[tuple[str, int]]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield str(server.server_address[0]), server.server_address[1]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def sources(site: tuple[str, int], **given: Any) -> Sources:
+    return Sources(frozenset([site]), **{"most": 8000, "seconds": SECONDS, **given})
+
+
+def test_a_picture_from_a_named_host(
+    served: Running, site: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"http://{site[0]}:{site[1]}"
+    got = ask(served, image(f"{address}/picture"))
+    assert got.status_code == 400 and "--media-hosts" in got.json()["error"]["message"]
+    monkeypatch.setattr(served.server.prompts, "sources", sources(site))
+    got = ask(served, image(f"{address}/picture?size=1"))
+    assert got.status_code == 200, got.text
+    assert got.json()["usage"]["prompt_tokens"] > 30
+    got = ask(served, image(f"{address}/junk"))
+    assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
+
+
+WRONG = {
+    "nothing": "answered 404",
+    "moved": "answered 302; give the address",
+    "packed": "encoding",
+    "large": "more than 8000 bytes",
+    "endless": "more than 8000 bytes",
+    "cut": "gave no answer",
+    "slow": "took longer than",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_answers_that_are_not_taken(site: tuple[str, int], name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InputError, match=WRONG[name]) as e:
+        Fetching(sources(site)).read(f"http://{site[0]}:{site[1]}/{name}", "messages[0]")
+    assert time.monotonic() - began < SECONDS + 2
+    assert "secret" not in str(e.value) and str(e.value).startswith("messages[0]: ")
+
+
+def test_the_media_of_a_request_share_its_limits(site: tuple[str, int]) -> None:
+    size = len(picture())
+    fetching = Fetching(sources(site, most=2 * size + 1))
+    url = f"http://{site[0]}:{site[1]}/picture"
+    assert fetching.read(url, "a") == fetching.read(url, "b") == picture()
+    with pytest.raises(InputError, match="more than"):
+        fetching.read(url, "c")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/picture",
+        "http://127.0.0.1:1/picture",
+        "http://user@HOST/picture",
+        "http://HOST.evil.example/picture",
+        "http://evil.example/HOST",
+        "http://localhost:PORT/picture",
+        "https://127.1/picture",
+        "http:///picture",
+        "http://[::1/picture",
+        "http://HOSTx/",
+        "ftp://HOST/picture",
+        "gopher://HOST/picture",
+        "//HOST/picture",
+        "http://HOST/a\r\nHost: b",
+        "http://HOST/" + "a" * 9000,
+        "file:///etc/passwd",
+        "",
+    ],
+)
+def test_addresses_that_are_not_asked(
+    site: tuple[str, int], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(fetch.socket, "create_connection", never)
+    url = url.replace("HOST", f"{site[0]}:{site[1]}").replace("PORT", str(site[1]))
+    with pytest.raises(InputError) as e:
+        Fetching(sources(site)).read(url, "messages[0]")
+    assert len(str(e.value)) < 300
+
+
+def resolved(*addresses: str) -> Any:
+    def found(name: str, port: int, **_: Any) -> Any:
+        return [(0, 0, 0, "", (address, port)) for address in addresses]
+
+    return found
+
+
+def test_a_name_must_lead_to_public_addresses(
+    site: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def connected(address: tuple[str, int], timeout: float) -> Any:
+        asked.append(address)
+        made = socket.socket()
+        made.connect(site)
+        return made
+
+    named = Sources(frozenset([("pics.example", None)]))
+    monkeypatch.setattr(fetch.socket, "create_connection", connected)
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolved("10.0.0.1", "8.8.8.8"))
+    assert Fetching(named).read("http://pics.example/picture", "a") == picture()
+    assert asked == [("8.8.8.8", 80)]
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolved("10.0.0.1", "::1"))
+    with pytest.raises(InputError, match="no public address"):
+        Fetching(named).read("http://pics.example/picture", "a")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
+        *("100.64.0.1", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "ff02::1"),
+    ],
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+def test_addresses_that_are_public() -> None:
+    assert is_public("8.8.8.8") and is_public("2600::1") and is_public("::ffff:8.8.8.8")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "*.example", "u@h", "h:port", "h:99999", "http://h"])
+def test_hosts_that_are_none(name: str) -> None:
+    with pytest.raises(InputError, match="--media-hosts"):
+        Sources.named([name], None, 1)
+
+
+def test_names_of_hosts() -> None:
+    made = Sources.named(["Pics.Example", "10.0.0.1:8080", "::1", "[::1]:81"], None, 1)
+    assert made.hosts == {("pics.example", None), ("10.0.0.1", 8080), ("::1", None), ("::1", 81)}
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inner = tmp_path / "media"
+    (inner / "sub").mkdir(parents=True)
+    (tmp_path / "media-2").mkdir()
+    for path in (inner / "a b.png", inner / "sub" / "b.png", tmp_path / "media-2" / "c.png"):
+        path.write_bytes(picture())
+    (inner / "out.png").symlink_to(tmp_path / "media-2" / "c.png")
+    (inner / "in.png").symlink_to(inner / "sub" / "b.png")
+    (inner / "round").symlink_to(inner / "round")
+    os.mkfifo(inner / "pipe")
+    return inner
+
+
+def test_files_below_a_folder(
+    served: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (folder / "a b.png").as_uri()
+    got = ask(served, image(url))
+    assert got.status_code == 400 and "--media-dir" in got.json()["error"]["message"]
+    monkeypatch.setattr(served.server.prompts, "sources", Sources.named((), folder, 1 << 20))
+    for name in ("a b.png", "sub/b.png", "in.png"):
+        assert ask(served, image((folder / name).as_uri())).status_code == 200
+    assert ask(served, image(f"file://localhost{folder}/in.png")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("out.png", "../media-2/c.png", "sub/../sub/b.png", "%2e%2e/media-2/c.png", "sub", ""),
+        *("pipe", "round", "missing.png", "a%00.png", "../../../../etc/passwd"),
+    ],
+)
+def test_files_that_are_not_read(folder: Path, name: str) -> None:
+    made = Fetching(Sources.named((), folder, 1 << 20))
+    with pytest.raises(InputError, match="is no file that lies below --media-dir"):
+        made.read(f"file://{folder}/{name}", "messages[0]")
+    for url in ("file:///etc/passwd", f"file://other{folder}/in.png", "file:relative.png"):
+        with pytest.raises(InputError, match="is no file that lies below"):
+            made.read(url, "messages[0]")
+
+
+def test_a_file_that_is_too_large(folder: Path) -> None:
+    made = Fetching(Sources.named((), folder, len(picture()) - 1))
+    with pytest.raises(InputError, match="more than"):
+        made.read((folder / "in.png").as_uri(), "messages[0]")
+
+
+def test_a_folder_that_is_none(folder: Path) -> None:
+    with pytest.raises(InputError, match="--media-dir"):
+        Sources.named((), folder / "in.png", 1)
