@@ -48,6 +48,7 @@ def add_serve(verbs: Any) -> None:
         default=60.0,
         help="seconds for running answers once it is told to end (default 60)",
     )
+    p.add_argument("--no-page", action="store_true", help="no page for browsers at /")
     add_load(p)
 
 
@@ -68,7 +69,7 @@ def _serve(args: argparse.Namespace) -> int:
     hosts = known_hosts(args.host, args.allow_host)
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
-    server = Server(name, gate, ServiceSettings(waiting=args.queue))
+    server = Server(name, gate, ServiceSettings(waiting=args.queue), page=not args.no_page)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

@@ -29,6 +29,7 @@ from .answers import Answer, Form, usage_of
 from .bodies import CHAT, COMPLETIONS, Read, parsed, read_fields
 from .gate import Gate
 from .metrics import Metrics
+from .page import read_assets
 from .prompts import Asked, Prompts
 from .refusals import Refused, ending, later, refusal
 
@@ -48,6 +49,8 @@ class Server:
     gate: Gate = field(default_factory=Gate)
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     slots: SlotSettings = field(default_factory=SlotSettings)
+    #: whether there is a page at /
+    page: bool = True
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -76,6 +79,8 @@ class Server:
             Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
             Route("/v1/completions", self._route(self.completions), methods=["POST"]),
         ]
+        assets = read_assets() if self.page else {}
+        routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
 
     def _route(self, handler: Handler) -> Handler:
