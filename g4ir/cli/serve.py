@@ -61,6 +61,7 @@ def add_serve(verbs: Any) -> None:
         default=60.0,
         help="seconds for running answers once it is told to end (default 60)",
     )
+    p.add_argument("--no-page", action="store_true", help="no page for browsers at /")
     add_load(p)
 
 
@@ -83,7 +84,8 @@ def _serve(args: argparse.Namespace) -> int:
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
-    server = Server(name, gate, ServiceSettings(waiting=args.queue), sources=sources)
+    waiting, page = ServiceSettings(waiting=args.queue), not args.no_page
+    server = Server(name, gate, waiting, sources=sources, page=page)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

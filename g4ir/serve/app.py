@@ -41,6 +41,7 @@ from .bodies import (
 from .fetch import Sources
 from .gate import Gate
 from .metrics import Metrics
+from .page import read_assets
 from .prompts import Asked, Prompts
 from .refusals import Refused, ending, later, refusal
 
@@ -61,6 +62,8 @@ class Server:
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     slots: SlotSettings = field(default_factory=SlotSettings)
     sources: Sources = field(default_factory=Sources)
+    #: whether there is a page at /
+    page: bool = True
 
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
@@ -91,6 +94,8 @@ class Server:
             Route("/tokenize", self._route(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._route(self.detokenize), methods=["POST"]),
         ]
+        assets = read_assets() if self.page else {}
+        routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
 
     def _route(self, handler: Handler) -> Handler:

@@ -73,6 +73,7 @@ class _Totals:
         if service is None:
             return
         totals = service.totals
+        yield GaugeMetricFamily("g4ir_rows", "Rows of the engine.", service.slots.most)
         gauges = {"running": service.active, "waiting": service.waiting}
         for name, value in gauges.items():
             words = f"Requests that are {name}." if name == "waiting" else "Rows that decode."

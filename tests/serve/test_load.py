@@ -22,7 +22,7 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
     text = load(served.url, "--requests", "9", "--rate", "0", *lengths)
     assert re.match(r"9 requests in [\d.]+ s \(9 x 200\)\n", text)
     found = re.search(r"([\d.]+) rows decoded at a time \((\d+) steps\)", text)
-    assert found and 1 < float(found[1]) <= 4 and int(found[2]) >= 12
+    assert found and 1 < float(found[1]) <= 4 and int(found[2]) >= 6
     for line in ("first text", "between texts", "whole answer"):
         assert re.search(rf"{line} +\d+ +\d+ +\d+", text), text
 
@@ -30,4 +30,4 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
 def test_refusals_are_counted(served: Running) -> None:
     """Prompts that are too long; nothing is sent twice."""
     text = load(served.url, "--requests", "2", "--rate", "50", "--input", "700", "--output", "3")
-    assert "(2 x 400)" in text and "first text    -" in text
+    assert "(2 x 400)" in text and re.search("first text +- +- +-", text)

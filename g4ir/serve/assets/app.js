@@ -1,0 +1,492 @@
+"use strict";
+// A chat over this server's own paths. Texts of the model become text nodes and nothing else.
+
+const find = (id) => document.getElementById(id);
+const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"].map(find);
+const FIELDS = ["system", "temperature", "top_p", "max_tokens", "tools"];
+const NEAR_END = 80;
+const LOOK_MS = 2000;
+
+const state = {
+  messages: [], // in OpenAI's form; the system's is added when they are sent
+  attached: [], // {kind, name, url}
+  media: null, // kinds that the model takes; null: not known yet
+  abort: null, // ends the answer that is coming
+  turn: 0, // of the conversation: what comes late for another is dropped
+};
+
+// --- the page ---------------------------------------------------------------------------------
+
+function made(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function button(label, act, attributes = {}) {
+  return made("button", { type: "button", onclick: act, ...attributes }, label);
+}
+
+// Runs `change`, and keeps the end in sight if it was.
+function scrolled(change) {
+  const box = find("scroll");
+  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  const result = change();
+  if (follows) box.scrollTop = box.scrollHeight;
+  return result;
+}
+
+function entry(role, ...children) {
+  find("hint").hidden = true;
+  const body = made("div", { class: "body" }, ...children);
+  const item = made("li", { class: role }, body);
+  scrolled(() => log.append(item));
+  return { item, body };
+}
+
+// Code between backquotes and bold words; all else as it is.
+function marked(source) {
+  const parts = [];
+  const pattern = /```[^\n`]*\n([\s\S]*?)(?:\n?```|$)\n?|`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
+  let at = 0;
+  for (const found of source.matchAll(pattern)) {
+    parts.push(source.slice(at, found.index));
+    if (found[1] !== undefined) parts.push(made("pre", { tabindex: "0" }, made("code", {}, found[1])));
+    else if (found[2] !== undefined) parts.push(made("code", {}, found[2]));
+    else parts.push(made("strong", {}, found[3]));
+    at = found.index + found[0].length;
+  }
+  return [...parts, source.slice(at)].filter((part) => part !== "");
+}
+
+function showError(message) {
+  const { item } = entry("error", message);
+  item.setAttribute("role", "alert");
+}
+
+function fit() {
+  text.style.height = "auto";
+  text.style.height = `${text.scrollHeight + 2}px`;
+}
+
+// --- settings ---------------------------------------------------------------------------------
+
+function restore() {
+  for (const id of FIELDS) find(id).value = localStorage.getItem(id) ?? "";
+  find("thinking").checked = localStorage.getItem("thinking") === "true";
+  find("key").value = sessionStorage.getItem("key") ?? "";
+}
+
+function keep() {
+  for (const id of FIELDS) localStorage.setItem(id, find(id).value);
+  localStorage.setItem("thinking", String(find("thinking").checked));
+  sessionStorage.setItem("key", find("key").value.trim());
+}
+
+function openSettings(why = "", id = "system") {
+  find("asked").textContent = why;
+  const dialog = find("settings");
+  if (!dialog.open) dialog.showModal();
+  find(id).focus();
+}
+
+// Returns what is wrong with the settings, or nothing.
+function wrongTools() {
+  if (!find("tools").value.trim()) return "";
+  try {
+    return Array.isArray(JSON.parse(find("tools").value)) ? "" : "Tools: expected a list";
+  } catch (error) {
+    return `Tools: ${error.message}`;
+  }
+}
+
+function body() {
+  const out = { stream: true, stream_options: { include_usage: true } };
+  const system = find("system").value.trim();
+  out.messages = [...(system ? [{ role: "system", content: system }] : []), ...state.messages];
+  for (const id of ["temperature", "top_p", "max_tokens"]) {
+    if (find(id).value !== "") out[id] = Number(find(id).value);
+  }
+  const tools = find("tools").value.trim() ? JSON.parse(find("tools").value) : [];
+  if (tools.length) out.tools = tools;
+  if (find("thinking").checked) out.chat_template_kwargs = { enable_thinking: true };
+  return out;
+}
+
+// --- the server -------------------------------------------------------------------------------
+
+async function asked(path, given = {}) {
+  const key = sessionStorage.getItem("key");
+  const headers = { ...given.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...given, headers });
+  if (response.ok) return response;
+  let message = `the server answers ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch { /* no error in OpenAI's form */ }
+  throw Object.assign(new Error(message), { status: response.status });
+}
+
+async function look() {
+  try {
+    const { data } = await (await asked("v1/models")).json();
+    find("model").textContent = data[0].id;
+    document.title = data[0].id;
+    state.media = data[0].media ?? null;
+    status.textContent = state.media ? fullness(await (await asked("metrics")).text()) : "loading";
+  } catch (error) {
+    status.textContent = error.status === 401 ? "needs an API key" : "not reachable";
+    if (error.status === 401 && !find("settings").open && !sessionStorage.getItem("key")) {
+      openSettings("This server asks for a key.", "key");
+    }
+  }
+}
+
+function fullness(metrics) {
+  const number = (name) => {
+    const found = metrics.match(new RegExp(`^g4ir_${name} (\\S+)$`, "m"));
+    return found ? Number(found[1]) : 0;
+  };
+  const waiting = number("num_requests_waiting");
+  const rows = `${number("num_requests_running")} of ${number("rows")} rows busy`;
+  return waiting ? `${rows}, ${waiting} waiting` : rows;
+}
+
+// Yields the objects of a stream of server-sent events.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const lines = held.split("\n");
+    held = lines.pop();
+    for (const line of lines) {
+      if (line === "data: [DONE]") return;
+      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+// --- answers ----------------------------------------------------------------------------------
+
+// One answer on the page while it comes.
+class Answer {
+  constructor() {
+    Object.assign(this, entry("assistant"));
+    this.item.setAttribute("aria-busy", "true");
+    this.waiting = made("span", { class: "waiting", "aria-label": "waiting" });
+    this.body.append(this.waiting);
+    Object.assign(this, { content: "", thought: "", calls: [], pieces: 0, finish: "" });
+    this.drawn = false;
+  }
+
+  take(chunk) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    this.finish = choice.finish_reason ?? this.finish;
+    const { content, reasoning_content: thought, tool_calls: calls } = choice.delta;
+    if (!content && !thought && !calls) return;
+    this.last = performance.now();
+    this.first ??= this.last;
+    this.pieces += 1;
+    this.content += content ?? "";
+    this.thought += thought ?? "";
+    for (const call of calls ?? []) this.called(call);
+    if (!this.drawn) requestAnimationFrame(() => this.draw());
+    this.drawn = true;
+  }
+
+  called(part) {
+    const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    call.id = part.id ?? call.id;
+    call.name = part.function?.name ?? call.name;
+    call.arguments += part.function?.arguments ?? "";
+  }
+
+  draw() {
+    this.drawn = false;
+    scrolled(() => {
+      this.waiting.remove();
+      if (this.thought) {
+        this.thoughts ??= this.fold();
+        this.thoughts.textContent = this.thought;
+      }
+      if (this.content) {
+        this.words ??= this.body.appendChild(made("div", { class: "text" }));
+        this.words.replaceChildren(...marked(this.content));
+      }
+    });
+  }
+
+  fold() {
+    const inner = made("div", { class: "text" });
+    this.body.prepend(made("details", {}, made("summary", {}, "Thoughts"), inner));
+    return inner;
+  }
+
+  // Shows what there is, and returns the message for the conversation; nothing if it says nothing.
+  end(stopped) {
+    this.draw();
+    this.item.removeAttribute("aria-busy");
+    const calls = stopped ? [] : this.calls.filter(Boolean);
+    if (!this.content && !this.thought && !calls.length && stopped) {
+      this.item.remove();
+      return null;
+    }
+    this.speed = this.meta(stopped);
+    scrolled(() => this.body.append(this.speed));
+    const message = { role: "assistant", content: this.content };
+    if (calls.length) {
+      message.content = this.content || null;
+      message.reasoning_content = this.thought;
+      message.tool_calls = calls.map((call) => ({
+        id: call.id, type: "function", function: { name: call.name, arguments: call.arguments },
+      }));
+    }
+    return message;
+  }
+
+  meta(stopped) {
+    const count = this.usage?.completion_tokens ?? this.pieces;
+    const seconds = (this.last - this.first) / 1000;
+    const words = [`${count} tokens`];
+    if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
+    if (stopped) words.push("stopped");
+    else if (this.finish === "length") words.push("cut: no more tokens were allowed or fit");
+    const copy = button("Copy", () => navigator.clipboard.writeText(this.content));
+    return made("div", { class: "meta" }, made("span", { class: "speed" }, words.join(" · ")),
+      ...(this.content ? [copy] : []));
+  }
+}
+
+function busy(is) {
+  stop.hidden = !is;
+  send.hidden = is;
+  if (is) return;
+  state.abort = null;
+  if (!log.querySelector(".call textarea:not([readonly])")) text.focus();
+}
+
+async function reply() {
+  const wrong = wrongTools();
+  if (wrong) {
+    openSettings(wrong, "tools");
+    return false;
+  }
+  const turn = state.turn;
+  const answer = new Answer();
+  state.abort = new AbortController();
+  busy(true);
+  let stopped = false;
+  let failed = null;
+  try {
+    const headers = { "Content-Type": "application/json" };
+    const given = { method: "POST", headers, body: JSON.stringify(body()) };
+    const signal = state.abort.signal;
+    const response = await asked("v1/chat/completions", { ...given, signal });
+    for await (const chunk of events(response)) answer.take(chunk);
+  } catch (error) {
+    stopped = true;
+    failed = error.name === "AbortError" ? null : error;
+  }
+  if (turn !== state.turn) return true;
+  const message = answer.end(stopped);
+  if (message) state.messages.push(message);
+  if (failed) {
+    showError(failed.message);
+    if (failed.status === 401) openSettings("The key is missing or wrong.", "key");
+  }
+  if (message?.tool_calls) showCalls(answer, message.tool_calls);
+  busy(false);
+  look();
+  return Boolean(message);
+}
+
+// --- calls ------------------------------------------------------------------------------------
+
+function pretty(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json;
+  }
+}
+
+// Shows calls, with a field for the answer of each.
+function showCalls(answer, calls) {
+  const fields = calls.map((call) => {
+    const field = made("textarea", { rows: "2", "aria-label": `Answer of ${call.function.name}`,
+      placeholder: "What the tool answers: JSON or text" });
+    const shown = made("pre", {}, pretty(call.function.arguments));
+    const box = made("div", { class: "call" }, made("h3", {}, call.function.name), shown, field);
+    scrolled(() => answer.speed.before(box));
+    return field;
+  });
+  const give = button("Send answers", () => {
+    for (const field of fields) field.readOnly = true;
+    give.remove();
+    state.messages.push(...calls.map((call, i) => ({
+      role: "tool", tool_call_id: call.id, content: fields[i].value,
+    })));
+    reply();
+  }, { class: "answer-calls" });
+  scrolled(() => answer.speed.before(give));
+  fields[0].focus();
+}
+
+// A message in the place of answers: the calls were not run.
+function leaveCalls() {
+  const calls = state.messages.at(-1)?.tool_calls ?? [];
+  for (const field of log.querySelectorAll(".call textarea")) field.readOnly = true;
+  log.querySelector(".answer-calls")?.remove();
+  state.messages.push(...calls.map((call) => ({
+    role: "tool", tool_call_id: call.id, content: "the call was not run",
+  })));
+}
+
+// --- messages ---------------------------------------------------------------------------------
+
+const part = (m) => ({ type: `${m.kind}_url`, [`${m.kind}_url`]: { url: m.url } });
+
+// Pictures stand before the text, sounds behind it.
+function content(words, media) {
+  if (!media.length) return words;
+  const sounds = media.filter((m) => m.kind === "audio").map(part);
+  const seen = media.filter((m) => m.kind !== "audio").map(part);
+  return [...seen, { type: "text", text: words }, ...sounds];
+}
+
+async function say() {
+  const words = text.value;
+  const media = state.attached;
+  if (state.abort || (!words.trim() && !media.length)) return;
+  leaveCalls();
+  const length = state.messages.length;
+  state.messages.push({ role: "user", content: content(words, media) });
+  const shown = made("div", { class: "media" }, ...media.map(preview));
+  const { item } = entry("user", ...(media.length ? [shown] : []),
+    made("div", { class: "text" }, words));
+  text.value = "";
+  state.attached = [];
+  showAttached();
+  fit();
+  const turn = state.turn;
+  if ((await reply()) || turn !== state.turn) return;
+  state.messages.length = length; // nothing was said to it: it may be sent again
+  item.remove();
+  if (!text.value) text.value = words;
+  if (!state.attached.length) state.attached = media;
+  showAttached();
+  fit();
+}
+
+function preview(m) {
+  if (m.kind === "image") return made("img", { src: m.url, alt: m.name });
+  return made("span", {}, `${m.name} (${m.kind})`);
+}
+
+function showAttached() {
+  find("attached").replaceChildren(...state.attached.map((m) => made("li", {}, preview(m),
+    button("×", () => {
+      state.attached = state.attached.filter((other) => other !== m);
+      showAttached();
+      text.focus();
+    }, { "aria-label": `Remove ${m.name}` }))));
+}
+
+async function attach(files) {
+  for (const file of files) {
+    const kind = file.type.split("/")[0];
+    if (!["image", "audio", "video"].includes(kind)) {
+      showError(`${file.name}: pictures, sounds and films can be attached`);
+    } else if (state.media && !state.media.includes(kind)) {
+      showError(`${file.name}: this model takes no ${kind}`);
+    } else {
+      const url = await new Promise((resolve, reject) => {
+        const reader = new FileReader();
+        reader.onload = () => resolve(reader.result);
+        reader.onerror = () => reject(reader.error);
+        reader.readAsDataURL(file);
+      }).catch((error) => showError(`${file.name}: ${error.message}`));
+      if (url) state.attached = [...state.attached, { kind, name: file.name, url }];
+    }
+  }
+  showAttached();
+}
+
+function begin() {
+  state.turn += 1;
+  state.abort?.abort();
+  Object.assign(state, { messages: [], attached: [] });
+  log.replaceChildren();
+  find("hint").hidden = false;
+  showAttached();
+  busy(false);
+  text.focus();
+}
+
+// --- keys, files and buttons ------------------------------------------------------------------
+
+find("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  say();
+});
+text.addEventListener("input", fit);
+text.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  say();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !find("settings").open) state.abort?.abort();
+});
+stop.addEventListener("click", () => state.abort?.abort());
+find("new").addEventListener("click", begin);
+find("open-settings").addEventListener("click", () => openSettings());
+find("settings-form").addEventListener("submit", (event) => {
+  const wrong = wrongTools();
+  find("asked").textContent = wrong;
+  if (wrong) event.preventDefault();
+});
+find("settings").addEventListener("close", () => {
+  keep();
+  look();
+  text.focus();
+});
+find("attach").addEventListener("click", () => find("files").click());
+find("files").addEventListener("change", async (event) => {
+  await attach(event.target.files);
+  event.target.value = "";
+  text.focus();
+});
+text.addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length) return;
+  event.preventDefault();
+  attach(event.clipboardData.files);
+});
+document.addEventListener("dragover", (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  find("drop").hidden = false;
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) find("drop").hidden = true;
+});
+document.addEventListener("drop", (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  find("drop").hidden = true;
+  attach(event.dataTransfer.files);
+});
+
+restore();
+look();
+setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);

@@ -1,0 +1,124 @@
+"""The page at /: what is sent, to whom, and that its parts fit together."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import pytest
+
+from g4ir.engine.load import load_engine
+from g4ir.serve.app import Server
+from g4ir.serve.gate import Gate
+from g4ir.serve.page import ASSETS, HEADERS, read_assets
+from tests.serve.running import Running, running
+
+FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
+HTML, SCRIPT, STYLE = FOUND["/"], FOUND["/app.js"], FOUND["/style.css"]
+
+
+class Elements(HTMLParser):
+    """All elements: tag and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(HTML)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+ELEMENTS = Elements().found
+IDS = [a["id"] for _, a in ELEMENTS if "id" in a]
+
+
+@pytest.mark.parametrize("path", ASSETS)
+def test_assets(served: Running, path: str) -> None:
+    with served.client() as client:
+        answer = client.get(path)
+        assert answer.status_code == 200 and answer.text == FOUND[path]
+        assert answer.headers["content-type"] == ASSETS[path][1]
+        for name, value in HEADERS.items():
+            assert answer.headers[name] == value
+        again = client.get(path, headers={"If-None-Match": answer.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+        assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
+        assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_who_has_no_key_sees_the_page_alone(engine_folder: Any) -> None:
+    with running(lambda: load_engine(engine_folder), Gate((b"k",), ("localhost",))) as r:
+        with httpx.Client(base_url=r.url) as client:
+            assert client.get("/").status_code == 200
+            assert client.get("/v1/models").status_code == 401
+
+
+def test_it_can_be_left_out() -> None:
+    paths = {route.path for route in Server("x", page=False).app().routes}  # type: ignore[attr-defined]
+    assert not paths & ASSETS.keys() and "/health" in paths
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """Neither by a link, nor by what a script or a style asks for."""
+    links = [v for _, a in ELEMENTS for k, v in a.items() if k in ("src", "href", "action") and v]
+    assert sorted(links) == sorted(path[1:] for path in ASSETS if path != "/")
+    for text in (HTML, SCRIPT, STYLE):
+        assert not re.search(r"(https?:)?//[a-z]|@import|url\(|WebSocket|import\(", text)
+    assert set(re.findall(r"asked\(\"([^\"]+)\"", SCRIPT)) == {
+        "v1/models",
+        "metrics",
+        "v1/chat/completions",
+    }
+
+
+def test_texts_of_a_model_are_no_markup() -> None:
+    unsafe = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|DOMParser"
+    assert not re.search(unsafe, SCRIPT)
+    assert not re.search(r"\bon[a-z]+=|<script(?! src)|<style|style=", HTML)
+
+
+def test_script_style_and_page_fit() -> None:
+    assert len({*IDS}) == len(IDS)
+    used = {*re.findall(r'(?:find|getElementById)\("([\w-]+)"\)', SCRIPT)}
+    listed = re.findall(r'\[((?:"\w+"(?:, )?)+)\]', SCRIPT)
+    fields = {*re.findall(r'"(\w+)"', " ".join(listed))} - {"image", "audio", "video"}
+    assert used | fields <= {*IDS}
+    assert {*re.findall(r"#([a-z][\w-]*)(?=[ ,{:>])", STYLE)} <= {*IDS}
+    classes = {*re.findall(r"\.([a-z][\w-]*)(?=[ ,{:>])", STYLE)}
+    for name in classes:
+        assert re.search(rf"[\"' ]{name}[\"' ]", HTML + SCRIPT), name
+
+
+def test_every_control_has_a_name() -> None:
+    """For who does not see the page."""
+    labelled = {*re.findall(r"<label[^>]*>[^<]*<\w+[^>]*id=\"([\w-]+)\"", HTML)}
+    labelled |= {*re.findall(r"<label class=\"check\"><input[^>]*id=\"([\w-]+)\"", HTML)}
+    for tag, a in ELEMENTS:
+        if tag in ("input", "textarea") and "hidden" not in a:
+            assert a["id"] in labelled or a.get("aria-label"), a
+    assert dict(ELEMENTS)["html"]["lang"] == "en"
+
+
+def _contrast(a: str, b: str) -> float:
+    """WCAG 2: ratio of the luminances of two colours."""
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_contrast_is_enough(scheme: int) -> None:
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", STYLE.split(":root {")[1 + scheme]))
+    pairs = [("front", b) for b in ("back", "field", "own", "code")]
+    pairs += [("soft", "back"), ("on-accent", "accent"), ("bad", "bad-back"), ("bad", "back")]
+    for front, back in pairs:
+        assert _contrast(colours[front], colours[back]) >= 4.5, (front, back)
+    assert _contrast(colours["accent"], colours["back"]) >= 3  # the mark of focus
