@@ -30,8 +30,8 @@ _FILE = "file://"
 
 @dataclass(frozen=True)
 class Held:
-    """What a part has for its data: a `text`, that errors call `where`; `plain`: base64 without
-    the head of a data URL may be in it."""
+    """The `text` that a part has for its data, and `where` it is, for errors; `plain`: base64
+    without the head of a data URL will do."""
 
     text: str
     where: str

@@ -44,7 +44,7 @@ class Asset:
 
     @property
     def tag(self) -> str:
-        """What says whether a browser has it already."""
+        """Says whether a browser has it already."""
         return f'"{hashlib.sha256(self.content).hexdigest()[:16]}"'
 
     async def __call__(self, request: Request) -> Response:

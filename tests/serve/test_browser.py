@@ -1,4 +1,4 @@
-"""The page in a real browser. With --rewrite-golden the pictures of docs/serving.md are made anew."""
+"""The page in a real browser. With --rewrite-golden the pictures of the docs are made anew."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def test_an_answer_comes_in_pieces_and_can_be_stopped(
     assert last(page, ".assistant .text") == "ok" and page.run("state.messages.length") == 4
 
 
-def test_thoughts_are_folded(
-    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thoughts_are_folded(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     served.dictate(monkeypatch, *THOUGHT, "Good day.", END)
     page.run("find('thinking').checked = true; keep()")
     say(page, "hello")

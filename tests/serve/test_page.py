@@ -6,7 +6,6 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-import httpx
 import pytest
 
 from g4ir.engine.load import load_engine
@@ -50,10 +49,10 @@ def test_assets(served: Running, path: str) -> None:
 
 
 def test_who_has_no_key_sees_the_page_alone(engine_folder: Any) -> None:
-    with running(lambda: load_engine(engine_folder), Gate((b"k",), ("localhost",))) as r:
-        with httpx.Client(base_url=r.url) as client:
-            assert client.get("/").status_code == 200
-            assert client.get("/v1/models").status_code == 401
+    gate = Gate((b"k",), ("localhost",))
+    with running(lambda: load_engine(engine_folder), gate) as r, r.client() as client:
+        assert client.get("/").status_code == 200
+        assert client.get("/v1/models").status_code == 401
 
 
 def test_it_can_be_left_out() -> None:
