@@ -7,6 +7,7 @@ masks, chunks that would cut pictures, and decoding past three windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,12 +32,13 @@ from g4ir.weights.write import write_checkpoint
 from tests.configs import VARIANTS
 from tests.oracle import relative
 from tests.runner import with_chunk
+from tests.uncompiled import uncompiled
 
 MAX_SEQ = 512
 STEPS = 3 * WINDOW + 2
 BUDGET = 1e-4  # of a row's rms
-#: compiled with the torch backend; its text programs are those that tiny-ple has in other tests
-COMPILED = "tiny-media"
+#: run by the torch backend, with `--full` compiled
+TORCH = "tiny-media"
 #: token types of the reference
 TYPES = {"image": 1, "video": 2, "audio": 3}
 
@@ -44,7 +46,7 @@ TYPES = {"image": 1, "video": 2, "audio": 3}
 @cache
 def small(variant: str) -> Spec:
     spec = load_spec(variant)
-    return spec if variant == COMPILED else shrink(spec, media=True)
+    return spec if variant == TORCH else shrink(spec, media=True)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Trio:
 
 
 @pytest.fixture(scope="module")
-def trios(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trios(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
     """`trios(variant)`"""
     from transformers import AutoModelForMultimodalLM
 
@@ -74,10 +76,10 @@ def trios(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 spec, folder / name, checkpoint=checkpoint, max_seq=MAX_SEQ, **options
             )
 
-        if variant == COMPILED:
-            every = last = build(
-                "engine", backend="torch", max_batch=3, all_logits=True, audio_seconds=[2.0]
-            )
+        if variant == TORCH:
+            limits = {"max_batch": 3, "all_logits": True, "audio_seconds": [2.0]}
+            with nullcontext() if full else uncompiled():
+                every = last = build("engine", backend="torch", **limits)
         else:
             every = build("every", backend="reference", all_logits=True)
             last = build("last", backend="reference")
@@ -238,9 +240,9 @@ def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
     return logits
 
 
-def test_compiled(trios: Any) -> None:
-    """All kinds at once, and ragged rows, through programs compiled ahead of time."""
-    trio = trios(COMPILED)
+def test_the_torch_backend(trios: Any) -> None:
+    """All kinds at once, and ragged rows."""
+    trio = trios(TORCH)
     m, other = (messages(trio.every.spec)[case] for case in ("all", "image"))
     wanted = [expected(trio.model, x.tokens, x.types, x.media) for x in (m, other)]
     check(sent(with_chunk(trio.every, 83).session(), m, all_logits=True)[0], wanted[0])

@@ -1,14 +1,16 @@
 """Compiled engines against transformers: a Hugging Face directory in, logits out.
 
-Each program costs seconds to compile. The short run still covers every structural feature and
-needs few programs of its own, as `tiny-ple` and `tiny-moe` share theirs with other tests. `--full`
-runs every spec of `tests/configs.py`, every pass alone off, and bf16 on all variants.
+Each program costs seconds to compile. The short run still covers every structural feature:
+`tiny-ple` and `tiny-moe` share their programs with other tests, and what neither has is run without
+torch's compiler (tests/uncompiled.py). `--full` compiles it too, and runs every spec of
+`tests/configs.py`, every pass alone off, and bf16 on all variants.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from tests.oracle import (
 )
 from tests.runner import build_engine, built_program, with_chunk
 from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_then_decode
+from tests.uncompiled import uncompiled
 
 MAX_SEQ = engines.MAX_SEQ
 CHUNK = 64
@@ -68,9 +71,11 @@ class Case:
     bf16: bool = False
     latent_kv: str = "off"
     chunk: int = CHUNK
+    compiled: bool = True
 
     def __str__(self) -> str:
         parts = [self.name, f"{self.rows}-rows", "all" if self.all_logits else "last"]
+        parts += [] if self.compiled else ["uncompiled"]
         return "-".join(
             [*parts, *(f"no-{p}" for p in self.skip)]
             if self.skip != PASSES
@@ -146,8 +151,8 @@ def shared(name: str) -> Case:
 SHORT = {
     "every token": (shared("tiny-ple"),),
     "last token": (shared("tiny-moe"),),
-    # in the form that is bit-equal in bf16, so that it is compiled too
-    "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw"),),
+    # in the form that is bit-equal in bf16, so that it is run too
+    "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw", compiled=False),),
 }
 SKIPPED = (*((p,) for p in PASSES), PLANS, FUSIONS, PASSES)
 
@@ -192,6 +197,7 @@ def fewer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Bui
     scope="module",
     params=[
         *short(*SHORT["bf16"]),
+        *full(*(replace(c, compiled=True) for c in SHORT["bf16"])),
         *full(*(Case(n, bf16=True) for n in (*SMALL, "combined"))),
     ],
 )
@@ -203,17 +209,18 @@ def half(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Buil
 def built(case: Case, tmp_path_factory: Any) -> Iterator[Built]:
     """Builds the engine for the tests of one parameter, then removes it."""
     oracle, folder = case.oracle, tmp_path_factory.mktemp("engine")
-    engine = build_engine(
-        oracle,
-        folder,
-        backend="torch",
-        max_batch=case.rows,
-        max_seq=MAX_SEQ,
-        prefill_chunk=case.chunk,
-        all_logits=case.all_logits,
-        skip=case.skip,
-        latent_kv=case.latent_kv,
-    )
+    with nullcontext() if case.compiled else uncompiled():
+        engine = build_engine(
+            oracle,
+            folder,
+            backend="torch",
+            max_batch=case.rows,
+            max_seq=MAX_SEQ,
+            prefill_chunk=case.chunk,
+            all_logits=case.all_logits,
+            skip=case.skip,
+            latent_kv=case.latent_kv,
+        )
     assert engine.dtype == ("bf16" if case.bf16 else "f32")
     yield Built(case, engine, oracle)
     engine.close()
