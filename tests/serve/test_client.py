@@ -1,17 +1,19 @@
-"""The Python client of OpenAI against a served engine, with words that the model is dictated."""
+"""The Python client of OpenAI against a served engine, with words that the model is dictated.
+
+It sees no more of a server than `Served` has: g4ir-vllm/tests/ runs the same tests over vLLM's.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.serve.running import MAX_SEQ, NAME, Running, eventually
+from tests.serve.running import MAX_SEQ, NAME, Served, eventually
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {
@@ -22,12 +24,6 @@ TOOL = {
     },
 }
 CALL = ("<|tool_call>", "call:f{a:", "3", "}", "<tool_call|>")
-
-
-@pytest.fixture
-def client(served: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as c:
-        yield c
 
 
 def ask(client: openai.OpenAI, **given: Any) -> Any:
@@ -72,7 +68,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_content_and_their_count(
-    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("<|channel>", "thought\n", "hmm\n", "<channel|>", "héllo", "<turn|>")
     served.dictate(monkeypatch, *words)
@@ -93,7 +89,7 @@ def test_thoughts_content_and_their_count(
 @pytest.mark.parametrize("count", [1, 2])
 def test_calls(
     client: openai.OpenAI,
-    served: Running,
+    served: Served,
     stream: bool,
     count: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,7 +108,7 @@ def test_calls(
 
 
 def test_one_call_where_no_more_are_asked_for(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.dictate(monkeypatch, *CALL * 2, "<|tool_response>")
     got = ask(client, max_tokens=90, tools=[TOOL], parallel_tool_calls=False)
@@ -121,7 +117,7 @@ def test_one_call_where_no_more_are_asked_for(
 
 
 def test_calls_are_text_where_none_may_be_made(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.dictate(monkeypatch, *CALL, "<turn|>")
     got = ask(client, max_tokens=60, tools=[TOOL], tool_choice="none")
@@ -141,18 +137,17 @@ def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string(
-    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.dictate(monkeypatch, "one two three four")
     got = ask(client, max_tokens=300, stop=["three", "zz"], stream=stream)
     text = joined(got)["content"] if stream else got.choices[0].message.content
     assert text == "one two "
-    eventually(lambda: not served.slots.active)
+    eventually(lambda: not served.busy)
 
 
-def test_stop_ids(client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert served.server.prompts
-    b = served.server.prompts.vocabulary.plain("b")
+def test_stop_ids(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = served.ids("b")
     served.dictate(monkeypatch, "aabaa")
     got = ask(client, max_tokens=60, extra_body={"stop_token_ids": b})
     assert got.usage.completion_tokens == 3 and got.choices[0].finish_reason == "stop"
@@ -184,9 +179,8 @@ def test_several_answers_and_seeds(client: openai.OpenAI) -> None:
     assert [joined(chunks, i)["content"] for i in range(3)] == first
 
 
-def test_biases_and_penalties(client: openai.OpenAI, served: Running) -> None:
-    assert served.server.prompts
-    (q,) = served.server.prompts.vocabulary.plain("q")
+def test_biases_and_penalties(client: openai.OpenAI, served: Served) -> None:
+    (q,) = served.ids("q")
     got = ask(client, logit_bias={str(q): 100})
     assert got.choices[0].message.content == "q" * 8
     got = ask(client, logit_bias={str(q): 100}, frequency_penalty=2, presence_penalty=2)
@@ -249,30 +243,6 @@ def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_a_schema_behind_a_thought(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = served.server.prompts
-    assert prompts
-    mask = prompts.grammars.mask(SCHEMA, True, False)
-    controls = prompts.vocabulary.controls
-    channel, end = controls["<|channel>"], controls["<channel|>"]
-    brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
-
-    def free(tokens: list[int], token: int) -> bool:
-        held = mask.mask(tokens)
-        return held is None or bool(held.view("uint32")[token // 32] >> (token % 32) & 1)
-
-    row: list[int] = []
-    assert free(row, channel) and free(row, brace) and not free(row, z)
-    row.append(channel)
-    assert free(row, z)
-    row += [z, end]
-    assert free(row, brace) and not free(row, z) and not free(row, channel)
-    other: list[int] = [brace]
-    assert not free(other, brace) and not free(other, channel)
-
-
 def test_any_object(client: openai.OpenAI) -> None:
     got = ask(client, response_format={"type": "json_object"}, temperature=1, max_tokens=40)
     assert got.choices[0].message.content.lstrip()[0] == "{"
@@ -316,34 +286,18 @@ def test_errors(client: openai.OpenAI, name: str, stream: bool) -> None:
     assert e.value.type and e.value.param in (None, *given, "messages")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_row_that_fails(
-    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("secret words")
-
-    monkeypatch.setattr(served.slots.rows, "advance", broken)
-    with pytest.raises(openai.APIError) as e:
-        [*ask(client, stream=True)] if stream else ask(client)
-    assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
-    monkeypatch.undo()
-    assert ask(client).choices
-
-
-def test_a_reader_that_leaves_frees_its_row(client: openai.OpenAI, served: Running) -> None:
+def test_a_reader_that_leaves_frees_its_row(client: openai.OpenAI, served: Served) -> None:
     body = {"ignore_eos": True}
     with ask(client, stream=True, max_tokens=500, extra_body=body) as stream:
         next(iter(stream))
-        eventually(lambda: served.slots.active == 1)
-    eventually(lambda: not served.slots.active)
-    eventually(lambda: not served.server.open)
+        eventually(lambda: served.busy)
+    eventually(lambda: not served.busy)
 
 
-def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Running) -> None:
+def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
         ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.3)
-    eventually(lambda: not served.slots.active and not served.server.open)
+    eventually(lambda: not served.busy)
 
 
 def test_many_at_once(client: openai.OpenAI) -> None:
