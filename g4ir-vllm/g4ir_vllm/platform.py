@@ -151,18 +151,22 @@ class G4irPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Raise ValueError, a 400 of the server, for what would fail in the worker."""
+        """Raise an error, a 400 of the server, for what would fail in the worker."""
+        from vllm.exceptions import VLLMValidationError as Refused
+
         for name, absent in REFUSED_PARAMS.items():
             if getattr(params, name, absent) != absent:
-                raise ValueError(f"{name}: an engine of g4ir has no such thing; leave it out")
+                text = "an engine of g4ir has no such thing; leave it out"
+                raise Refused(f"{name}: {text}", parameter=name)
         if processed_inputs.get("cache_salt") and cls.reuse:
-            raise ValueError(
+            raise Refused(
                 "cache_salt: prompts are not kept apart by it here; start the server with "
-                "--no-enable-prefix-caching, so that none uses what is remembered of another"
+                "--no-enable-prefix-caching, so that none uses what is remembered of another",
+                parameter="cache_salt",
             )
         ids = processed_inputs.get("prompt_token_ids") or ()
         if cls.media_ids.intersection(ids):
-            raise ValueError(
+            raise Refused(
                 "media: vLLM over an engine of g4ir takes texts; pictures and sounds are answered "
                 "by `g4ir serve`"
             )

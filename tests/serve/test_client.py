@@ -40,9 +40,19 @@ def joined(chunks: Any, index: int = 0) -> dict[str, Any]:
             if choice.index == index:
                 out["content"] += choice.delta.content or ""
                 out["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
-                out["calls"] += choice.delta.tool_calls or []
+                for part in choice.delta.tool_calls or []:
+                    _add_call(out["calls"], part)
                 out["finish"] = choice.finish_reason or out["finish"]
     return out
+
+
+def _add_call(calls: list[Any], part: Any) -> None:
+    """Add a part of a call, which may come at once or in pieces."""
+    if part.index == len(calls):
+        calls.append(part.model_copy(deep=True))
+        return
+    whole = calls[part.index].function
+    whole.arguments = (whole.arguments or "") + (part.function.arguments or "")
 
 
 def test_a_chat(client: openai.OpenAI) -> None:
