@@ -30,6 +30,8 @@ MOST = {
     "g4ir/bench": 2390,
     "g4ir/serve": 1700,
     "g4ir/cli": 2330,
+    "g4ir-vllm": 830,
+    "g4ir-vllm/tests": 900,
     "bench": 1690,
     "tests": 39700,
     "tools": 320,
