@@ -27,7 +27,7 @@ def server(engine_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def served(server: Served) -> Iterator[Served]:
     """The server; what was dictated ends with the test."""
     yield server
-    server.script.write_text("[]")
+    server.say([])
 
 
 @pytest.fixture

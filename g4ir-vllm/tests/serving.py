@@ -75,7 +75,13 @@ class Served:
 
     def dictate(self, patch: Any, *texts: str) -> None:
         """Write the script, which ends with the test that `patch` belongs to."""
-        self.script.write_text(json.dumps([i for text in texts for i in self.ids(text)]))
+        self.say([i for text in texts for i in self.ids(text)])
+
+    def say(self, tokens: list[int]) -> None:
+        """Write these tokens, at once: the server may read at any time."""
+        whole = self.script.with_suffix(".new")
+        whole.write_text(json.dumps(tokens))
+        whole.replace(self.script)
 
 
 @contextlib.contextmanager
