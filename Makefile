@@ -62,7 +62,7 @@ VLLM_ENV    = build/vllm-env
 VLLM_PIP    = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
 
 test-vllm: $(VLLM_ENV)/.ready
-	$(VLLM_ENV)/bin/python -m pytest -c g4ir-vllm/pyproject.toml --rootdir g4ir-vllm -q $(VLLM_ARGS)
+	$(VLLM_ENV)/bin/python -m pytest -c g4ir-vllm/pyproject.toml --rootdir g4ir-vllm -q $(or $(VLLM_ARGS),g4ir-vllm/tests)
 
 $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_ENV)

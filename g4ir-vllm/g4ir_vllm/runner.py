@@ -7,6 +7,7 @@ chunks of one size, so a prompt that is not through yet may lag by less than a c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from g4ir.engine.rows import Rows, checked_buckets
 from g4ir.engine.staging import StagedPrompt, Staging
 
 from .config import Options
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -66,7 +69,8 @@ class Runner:
         rows = {name: self.requests[name].row for name in tokens}
         logits = self.rows.advance({rows[name]: token for name, token in tokens.items()})
         found = {name: logits[row] for name, row in rows.items()}
-        self.spoiled |= {name for name, row in found.items() if not _finite(row)}
+        for name, row in found.items():
+            self._looked_at(name, row)
         return found
 
     def compute(self, name: str, until: int) -> torch.Tensor | None:
@@ -97,10 +101,17 @@ class Runner:
         """Give a prompt that is through a row, and return a copy of its logits."""
         found = logits.clone()
         self.rows.put(self.staging.session, [request])
-        if not _finite(found):
-            self.spoiled.add(request.name)
+        if not self._looked_at(request.name, found):
             self.staging.session.clear()
         return found
+
+    def _looked_at(self, name: str, logits: torch.Tensor) -> bool:
+        """Whether logits are finite; where they are not, say so once."""
+        finite = bool(logits.isfinite().all())
+        if not finite and name not in self.spoiled:
+            self.spoiled.add(name)
+            log.error("request %s: its logits are NaN or infinite; its text means nothing", name)
+        return finite
 
     def _leave(self) -> None:
         """Let go of the prompt in staging, which keeps what it holds."""
@@ -127,7 +138,3 @@ def _turn_id(engine: Engine) -> int | None:
         return None
     found: int | None = engine.tokenizer().token_to_id(TURN)
     return found
-
-
-def _finite(logits: torch.Tensor) -> bool:
-    return bool(logits.isfinite().all())
