@@ -56,6 +56,15 @@ def settled(llm: LLM) -> None:
     llm.llm_engine.engine_core.engine_core.step()
 
 
+def steps(core: Any) -> Iterator[list[Any]]:
+    """What comes of each step, until all has ended."""
+    for _ in range(500):
+        if not core.has_unfinished_requests():
+            return
+        yield core.step()
+    raise AssertionError("it does not end")
+
+
 def prompt(count: int, seed: int = 0) -> list[int]:
     made = torch.Generator().manual_seed(seed)
     return [2, *torch.randint(60, 480, (count - 1,), generator=made).tolist()]
@@ -153,8 +162,8 @@ def test_a_prompt_is_computed_between_steps_of_others(
     core.add_request("long", {"prompt_token_ids": long}, SamplingParams(temperature=0, **FREE))
     texts: dict[str, list[int]] = {}
     grown, held = [], []
-    while core.has_unfinished_requests():
-        for output in core.step():
+    for outputs in steps(core):
+        for output in outputs:
             before = len(texts.get(output.request_id, ()))
             texts[output.request_id] = list(output.outputs[0].token_ids)
             if output.request_id == "short" and "long" not in texts:
@@ -177,8 +186,7 @@ def test_requests_that_are_aborted(llm: LLM, engine: Engine, runner: Any) -> Non
         core.step()
     assert len(runner.rows.holders) == ROWS - 1 and len(runner.requests) == ROWS
     core.abort_request([f"r{i}" for i in range(5)])
-    while core.has_unfinished_requests():
-        core.step()
+    assert not [*steps(core)]
     settled(llm)
     assert not runner.requests and not runner.rows.holders
     tokens = prompt(400, 3)
@@ -194,38 +202,62 @@ def test_running_requests_that_are_preempted(llm: LLM, engine: Engine, runner: A
     for _ in range(6):
         core.step()
     assert core.reset_prefix_cache(reset_running_requests=True)
+    core.step()
+    again = [r for r in runner.requests.values() if len(r.tokens) > 30]
+    assert again and len(runner.rows.holders) < 3
     texts = {}
-    while core.has_unfinished_requests():
-        for output in core.step():
+    for outputs in steps(core):
+        for output in outputs:
             texts[output.request_id] = list(output.outputs[0].token_ids)
     assert texts == {f"p{i}": engine.generate(prompt(30, i), 20, stop_ids=()) for i in range(3)}
+
+
+def test_steps_that_leave_rows_out(
+    llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the scheduler has no tokens for wait, and go on where they were."""
+    core, given = llm.llm_engine, {"presence_penalty": 0.5, "max_tokens": 20}
+    params = SamplingParams(temperature=0, **FREE | given)
+    prompts = {f"w{i}": prompt(4 + i, i) for i in range(ROWS)}
+    want = {name: said(llm, [p], params)[0] for name, p in prompts.items()}
+    for name, p in prompts.items():
+        streamed = SamplingParams(temperature=0, **FREE | given)
+        core.add_request(name, {"prompt_token_ids": p}, streamed)
+    texts: dict[str, list[int]] = {}
+    for step, outputs in enumerate(steps(core)):
+        for output in outputs:
+            texts[output.request_id] = list(output.outputs[0].token_ids)
+        if step == 4:
+            scheduler = core.engine_core.engine_core.scheduler
+            monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 2)
+        if step == 7:
+            lengths = {len(t) for t in texts.values()}
+            assert len(texts) == ROWS and len(lengths) > 1
+    assert texts == want
 
 
 def test_a_row_of_nan_harms_no_other(
     llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance, broken = type(runner.rows).advance, []
+    """Nor whoever gets it next."""
+    advance = type(runner.rows).advance
 
     def spoil(self: Any, tokens: Any) -> torch.Tensor:
         logits = advance(self, tokens).clone()
-        if len(tokens) > 1:
-            row = min(tokens)
-            logits[row] = float("nan")
-            self.session.state.row(row, 4)  # the row itself is made NaN too
-            for t in self.session.state.row(row, 4).values():
+        if len(tokens) == ROWS:
+            logits[0] = float("nan")
+            for t in self.session.state.row(0, engine.limits.max_seq).values():
                 t.fill_(float("nan"))
-            broken.append(row)
         return logits
 
+    params = SamplingParams(temperature=0, **FREE)
+    prompts = [prompt(5 + 20 * i, i) for i in range(ROWS)]
+    want = [engine.generate(p, 12, stop_ids=()) for p in prompts]
     monkeypatch.setattr(type(runner.rows), "advance", spoil)
-    params = [SamplingParams(temperature=0, **FREE | {"max_tokens": n}) for n in (6, 12)]
-    found = said(llm, [prompt(5, 1), prompt(5, 2)], params)
-    assert broken and found[1] == engine.generate(prompt(5, 2), 12, stop_ids=())
+    found = said(llm, prompts, params)
+    assert sum(a == b for a, b in zip(found, want, strict=True)) == ROWS - 1
     monkeypatch.undo()
-    for i in range(6):
-        want = [engine.generate(prompt(5, i + n), 12, stop_ids=()) for n in range(ROWS)]
-        params = SamplingParams(temperature=0, **FREE)
-        assert said(llm, [prompt(5, i + n) for n in range(ROWS)], params) == want
+    assert said(llm, prompts, params) == want
 
 
 def test_ids_that_are_never_drawn(
