@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units test-full cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo test units test-full test-vllm cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -64,6 +64,21 @@ $(CUDA_ENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CUDA_ENV)
 	$(CUDA_PIP) $(CUDA_TORCH) 'setuptools>=77' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 	$(CUDA_PIP) --no-build-isolation -e .
+	@touch $@
+
+# The tests of g4ir-vllm, in an environment of their own: vLLM, of which none of the kernels is used,
+# and what it imports, without what its wheel asks for beside (see g4ir-vllm/README.md).
+VLLM_ENV    = build/vllm-env
+VLLM_PIP    = $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile
+
+test-vllm: $(VLLM_ENV)/.ready
+	$(VLLM_ENV)/bin/python -m pytest -c g4ir-vllm/pyproject.toml --rootdir g4ir-vllm -q $(or $(VLLM_ARGS),g4ir-vllm/tests)
+
+$(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_PIP) -c constraints.txt torch 'setuptools>=77'
+	$(VLLM_PIP) --no-deps -r g4ir-vllm/requirements.txt
+	$(VLLM_PIP) --no-deps --no-build-isolation -e . -e g4ir-vllm
 	@touch $@
 
 # Types are checked on one core while the first tests run.

@@ -17,8 +17,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,14 +25,14 @@ import torch
 from g4ir.backends.row_sampling import Choice, Logprobs, RowSampler, RowSampling, choose_rows
 from g4ir.errors import InputError
 from g4ir.media.soft import Soft
-from g4ir.model.media import placeholders
 from g4ir.ops.finite import not_finite
 
 from .engine import Engine
-from .prefixes import Keys, Prefixes, prompt_keys, shared
+from .prefixes import Keys, Prefixes
 from .prompts import checked_ids, checked_prompt
 from .rows import Rows, checked_buckets
-from .session import Session, check_prompt
+from .session import check_prompt
+from .staging import PREFIX_BYTES, StagedPrompt, Staging
 
 #: states of a ticket
 QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
@@ -41,18 +40,14 @@ QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 SEEDS = 1 << 63
-#: fewest tokens that a prompt shares with the one before for their end to be remembered too
-PARTED = 64
 
 
 @dataclass(frozen=True)
 class Job:
     """A request: `n` answers to one prompt, each of at most `max_new_tokens`.
 
-    `soft` stand for the placeholders, as in `Session.append`. Of two jobs that wait, that of the
-    higher `priority` comes first. `marks` are numbers of tokens after which what was computed is
-    remembered for other prompts that begin in the same way and have the same `salt`; without
-    `reuse` nothing is remembered and nothing remembered is used.
+    Of two jobs that wait, that of the higher `priority` comes first. `soft`, `marks`, `reuse` and
+    `salt`: see StagedPrompt.
     """
 
     tokens: tuple[int, ...]
@@ -64,6 +59,10 @@ class Job:
     marks: tuple[int, ...] = ()
     reuse: bool = True
     salt: str = ""
+
+    @property
+    def prompt(self) -> StagedPrompt:
+        return StagedPrompt(self.tokens, self.soft, self.marks, self.reuse, self.salt)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class SlotSettings:
     chunks: int = 1
     chunk_tokens: int | None = None
     patience: int = 16
-    prefix_bytes: int = 256 << 20
+    prefix_bytes: int = PREFIX_BYTES
 
     def __post_init__(self) -> None:
         least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0}
@@ -190,15 +189,11 @@ class Slots:
         self.most = engine.limits.max_batch
         sizes = checked_buckets(self.settings.buckets, self.most)
         self.rows: Rows[Answer] = Rows(engine, sizes, self.settings.patience)
-        self.prefixes = Prefixes(self.settings.prefix_bytes)
+        self.staging = Staging(engine, self.settings.prefix_bytes)
         self.totals = Totals()
         self._never, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
-        self._holders = placeholders(engine.spec.tokens, engine.media.kinds)
         self._queue: list[Ticket] = []
         self._number = 0
-        self._staging: Session | None = None
-        #: what staging was given, as far as it is known and may be used again
-        self._staged: tuple[str, Keys] = ("", ())
         #: whose prompt is being computed, and the chunks that are left of it
         self._prompt: tuple[Ticket, Generator[torch.Tensor | None, None, None]] | None = None
 
@@ -222,7 +217,7 @@ class Slots:
     def ticket(self, job: Job) -> Ticket:
         """Check a job, and return a ticket that `admit` takes. From any thread."""
         self.check(job)
-        keys = prompt_keys(job.tokens, job.soft, self._holders)
+        keys = self.staging.keys(job.prompt)
         return Ticket(job, 0, keys, [self._sampler(job, i) for i in range(job.n)])
 
     def submit(self, job: Job) -> Ticket:
@@ -243,6 +238,11 @@ class Slots:
         never = tuple(dict.fromkeys((*s.suppress, *self._never)))
         stops = s.stop if s.ignore_eos else s.stop | self._eos
         return RowSampler(replace(s, seed=seed, suppress=never), job.tokens, stops)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """All that is remembered of prompts."""
+        return self.staging.prefixes
 
     @property
     def waiting(self) -> int:
@@ -388,8 +388,8 @@ class Slots:
             self.totals.chunk_s += time.perf_counter() - begun
             return [] if logits is None else self._placed(self._take_prompt(), logits)
         except Exception as e:
-            self._prompt, self._staging = None, None
-            self._staged = ("", ())
+            self._prompt = None
+            self.staging.forget()
             return self._end(ticket, FAILED, e)
 
     def _take_prompt(self) -> Ticket:
@@ -400,105 +400,38 @@ class Slots:
         return ticket
 
     def _chunks(self, ticket: Ticket) -> Generator[torch.Tensor | None, None, None]:
-        """Compute the prompt in staging, a chunk for each value: None, and logits with the last."""
-        job, keys = ticket.job, ticket.keys
-        staging = self._staging = self._staging or Session(self.engine, 1)
-        begin, parted = self._restored(staging, ticket)
-        self._staged = (job.salt, keys if job.reuse else ())
-        ticket.counts.cached = begin
-        self.totals.cached += begin
-        marks = {
-            m
-            for m in (*job.marks, parted)
-            if begin < m < len(keys) and not self._cuts_medium(job, m)
-        }
-        soft, start = _SoftRows(job, self._holders), begin
-        while start < len(keys):
-            stop = self._stop(job, start, min((m for m in marks if m > start), default=len(keys)))
-            tokens, last = torch.tensor([job.tokens[start:stop]]), stop == len(keys)
-            for logits in staging.append_steps(tokens, None, soft.between(start, stop), last):
-                self.totals.computed += int(staging.length[0]) - start
-                start = int(staging.length[0])
-                if start in marks and job.reuse:
-                    self.prefixes.keep(job.salt, keys[:start], staging)
-                yield logits
+        """Compute a prompt in staging, and count what is known and what is computed of it."""
+        totals, restored, held = self.totals, self.staging.restored, -1
+        for logits in self.staging.chunks(ticket.job.prompt, self._until, ticket.keys):
+            if held < 0:
+                held = ticket.counts.cached = self.staging.known
+                totals.cached += held
+                totals.restored += self.staging.restored - restored
+            totals.computed += self.staging.held - held
+            held = self.staging.held
+            yield logits
 
-    def _stop(self, job: Job, start: int, end: int) -> int:
-        """Return where the next part of a prompt ends: short where rows wait for it, and never in a
-        medium, which sessions cut themselves."""
+    def _until(self, start: int) -> int:
+        """Return how far a chunk may go: less far where rows wait for it."""
         size = self.settings.chunk_tokens if self.active else None
-        stop = min(start + (size or self.engine.limits.prefill_chunk), end)
-        while stop < end and self._cuts_medium(job, stop):
-            stop += 1
-        return stop
-
-    def _restored(self, staging: Session, ticket: Ticket) -> tuple[int, int]:
-        """Have staging hold as much of a prompt as is known, but its last token. Return how much
-        that is, and where the prompt parts from the one before, if that is worth a mark: where two
-        prompts part, a third is likely to."""
-        job, keys, (salt, held) = ticket.job, ticket.keys, self._staged
-        if not job.reuse:
-            staging.reset()
-            return 0, 0
-        known = held[: int(staging.length[0])] if salt == job.salt else ()
-        here = min(shared(known, keys), len(keys) - 1)
-        while here and self._cuts_medium(job, here):
-            here -= 1
-        length, kept = self.prefixes.longest(job.salt, keys)
-        if here and here >= length:
-            with suppress(InputError):  # a ring has written over what the next token sees
-                staging.truncate(here)
-                return here, 0
-        staging.reset()
-        if kept:
-            staging.restore(kept)
-            self.totals.restored += 1
-        return length, here if here >= length + PARTED else 0
-
-    def _cuts_medium(self, job: Job, at: int) -> bool:
-        """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
-        ids = self._holders.values()
-        return bool(job.soft) and job.tokens[at - 1] in ids and job.tokens[at] in ids
+        return start + (size or self.engine.limits.prefill_chunk)
 
     def _placed(self, ticket: Ticket, logits: torch.Tensor) -> list[Event]:
         """Draw the first token of each answer, and give those that go on a row."""
-        assert self._staging
         ticket.state = DECODING
         events: list[Event] = []
         for answer in ticket.answers:
             choice = choose_rows(logits, {0: answer.sampler})[0]
             if choice is None:
-                self._staging.clear()
+                self.staging.session.clear()
             events.append(self._taken(answer, choice))
         going = [a for a in ticket.answers if not a.finish]
         if going:
-            self.rows.put(self._staging, going)
+            self.rows.put(self.staging.session, going)
         return events
 
     def close(self) -> None:
         """Let go of all caches; tickets that have not ended stay as they are."""
-        self._prompt, self._staging, self._queue = None, None, []
+        self._prompt, self._queue = None, []
         self.rows.forget()
-        self.prefixes.clear()
-
-
-class _SoftRows:
-    """The soft tokens of a job, of which each part of its prompt takes some."""
-
-    def __init__(self, job: Job, holders: Mapping[str, int]) -> None:
-        self.tokens, self.holders = job.tokens, holders
-        self.rows = {
-            kind: torch.cat([p for s in job.soft if s.kind == kind for p in s.pieces])
-            for kind in dict.fromkeys(s.kind for s in job.soft)
-        }
-
-    def between(self, start: int, end: int) -> list[Soft]:
-        """Return those of the placeholders among tokens start to end."""
-        out: list[Soft] = []
-        for kind, rows in self.rows.items():
-            holder = self.holders[kind]
-            first = self.tokens[:start].count(holder)
-            count = self.tokens[start:end].count(holder)
-            if count:
-                out.append(Soft(kind, (rows[first : first + count],)))
-        return out
+        self.staging.close()

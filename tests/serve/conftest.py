@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from g4ir.engine.load import load_engine
@@ -21,3 +22,9 @@ def served(engine_folder: Path) -> Iterator[Running]:
     with running(lambda: load_engine(engine_folder)) as r:
         eventually(lambda: r.server.service)
         yield r
+
+
+@pytest.fixture
+def client(served: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as c:
+        yield c

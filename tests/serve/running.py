@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -55,6 +55,22 @@ def chat_engine(folder: Path, max_seq: int = MAX_SEQ) -> Path:
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 
 
+class Served(Protocol):
+    """A server, as tests of clients see it."""
+
+    url: str
+
+    @property
+    def busy(self) -> int:
+        """Number of requests that have not ended."""
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text."""
+
+    def dictate(self, patch: Any, *texts: str) -> None:
+        """Let the model say these words, whatever it is asked."""
+
+
 @dataclass
 class Running:
     """A server that runs in a thread."""
@@ -71,8 +87,15 @@ class Running:
     def client(self, **given: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT, **given)
 
+    @property
+    def busy(self) -> int:
+        return self.slots.active + self.server.open
+
+    def ids(self, text: str) -> list[int]:
+        assert self.server.prompts
+        return self.server.prompts.vocabulary.plain(text)
+
     def dictate(self, patch: Any, *texts: str) -> None:
-        """Let the model say these words, whatever it is asked."""
         prompts = self.server.prompts
         assert prompts
         ids = [

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from g4ir.chat import Reader, TokenStream, Vocabulary
 from g4ir.serve.calls import FORMATS, MOST_COUNTED, called
 from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
 from g4ir.serve.refusals import Refused
-from tests.serve.running import chat_tokenizer
+from tests.serve.running import Running, chat_tokenizer
+from tests.serve.test_client import SCHEMA, ask, formed, joined
 
 SIZE = 512
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
@@ -380,3 +382,89 @@ def test_a_tokenizer_without_calls() -> None:
         grammar_of(called([tool("f", {})], None, False), {"<|tool_call>": 1})
     assert e.value.status == 501 and "<tool_call|>" in e.value.message
     assert json.dumps(e.value.body())
+
+
+# --- over a server ---------------------------------------------------------------------------
+
+FORCED: dict[str, Any] = {
+    "single": {"tool_choice": "required", "parallel_tool_calls": False},
+    "several": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+    "allowed": {
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls(client: openai.OpenAI, name: str, stream: bool, thinking: bool) -> None:
+    """Random weights say anything, and still they call what is declared, as it is declared."""
+    word = {"type": "string", "maxLength": 6}
+    parameters = {"type": "object", "properties": {"w": word}, "required": ["w"]}
+    schemas = {"f": SCHEMA, "g": parameters}
+    body = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    given: dict[str, Any] = {"tools": [tool(n, s) for n, s in schemas.items()]}
+    given |= {"max_tokens": 300, "n": 3}
+    bias = {"logit_bias": {str(i): 10 for i in range(7, 9)}} if thinking else {}
+    given |= {**FORCED[name], **bias, "temperature": 1.2, "seed": 4, "stream": stream}
+    got = ask(client, **given, extra_body=body)
+    chunks = [*got] if stream else []
+    ended = 0
+    for i in range(3):
+        if stream:
+            found = joined(chunks, i)
+            finish, content, calls = found["finish"], found["content"], made_calls(found["calls"])
+        else:
+            choice = got.choices[i]
+            finish, content = choice.finish_reason, choice.message.content or ""
+            calls = made_calls(choice.message.tool_calls or [])
+        if finish == "length":
+            continue
+        ended += 1
+        assert finish == "tool_calls" and not content and calls
+        assert len(calls) == 1 or name in ("several", "allowed")
+        for function, arguments in calls:
+            assert function in {"named": "g", "allowed": "f"}.get(name, "fg")
+            jsonschema.validate(json.loads(arguments), schemas[function])
+    assert ended
+
+
+def made_calls(calls: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("word", ["{", "<|tool_call>"])
+def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str) -> None:
+    """The answer is JSON of the schema or a call."""
+    assert served.server.prompts
+    vocabulary = served.server.prompts.vocabulary
+    first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
+    held = tool("f", SCHEMA, strict=True)
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [held]}
+    given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
+    got = ask(client, **given, max_tokens=400, temperature=1.2)
+    (choice,) = got.choices
+    if word == "{":
+        text = choice.message.content
+    else:
+        text = choice.message.tool_calls[0].function.arguments
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert choice.finish_reason == ("stop" if word == "{" else "tool_calls")
+
+
+def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI, served: Running) -> None:
+    assert served.server.prompts
+    call = served.server.prompts.vocabulary.controls["<|tool_call>"]
+    held = tool("f", SCHEMA, strict=True)
+    got = ask(client, tools=[held], max_tokens=200, temperature=1, logit_bias={str(call): 100})
+    for made in got.choices[0].message.tool_calls:
+        assert made.function.name == "f"
+        jsonschema.validate(json.loads(made.function.arguments), SCHEMA)

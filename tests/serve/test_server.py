@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
@@ -29,6 +30,7 @@ from g4ir.serve.server import Address, Process
 from tests.cli_tools import refused
 from tests.engines import add_file
 from tests.serve.running import NAME, WAIT, Running, eventually, running
+from tests.serve.test_client import SCHEMA, ask
 
 CHAT = "/v1/chat/completions"
 LONG = {
@@ -409,3 +411,42 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
     service = narrow.server.service
     assert service and narrow.server.open == 0
     eventually(lambda: service.totals.ended["cancelled"] == 1 and not service.active)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_that_fails(
+    client: openai.OpenAI, served: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret words")
+
+    monkeypatch.setattr(served.slots.rows, "advance", broken)
+    with pytest.raises(openai.APIError) as e:
+        [*ask(client, stream=True)] if stream else ask(client)
+    assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
+    monkeypatch.undo()
+    assert ask(client).choices
+
+
+def test_a_schema_behind_a_thought(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = served.server.prompts
+    assert prompts
+    mask = prompts.grammars.json(SCHEMA, True, False)
+    controls = prompts.vocabulary.controls
+    channel, end = controls["<|channel>"], controls["<channel|>"]
+    brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
+
+    def free(tokens: list[int], token: int) -> bool:
+        held = mask.mask(tokens)
+        return held is None or bool(held.view("uint32")[token // 32] >> (token % 32) & 1)
+
+    row: list[int] = []
+    assert free(row, channel) and free(row, brace) and not free(row, z)
+    row.append(channel)
+    assert free(row, z)
+    row += [z, end]
+    assert free(row, brace) and not free(row, z) and not free(row, channel)
+    other: list[int] = [brace]
+    assert not free(other, brace) and not free(other, channel)

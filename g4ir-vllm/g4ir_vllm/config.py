@@ -1,0 +1,67 @@
+"""The config.json of a prepared folder, and what may be asked for beside vLLM's own flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from g4ir.engine.staging import PREFIX_BYTES
+
+MODEL_TYPE = "g4ir"
+ARCHITECTURE = "G4irEngine"
+
+
+class EngineConfig(PretrainedConfig):
+    """An engine as vLLM sees it before it is loaded.
+
+    `engine`: its folder, from the prepared one. `max_batch`, `prefill_chunk`: its limits.
+    `media_ids`: placeholders, which no prompt may have here.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(
+        self,
+        engine: str = "",
+        max_batch: int = 1,
+        prefill_chunk: int = 1,
+        media_ids: tuple[int, ...] = (),
+        **others: Any,
+    ) -> None:
+        self.engine, self.max_batch, self.prefill_chunk = engine, max_batch, prefill_chunk
+        self.media_ids = list(media_ids)
+        super().__init__(**others)
+
+
+def engine_folder(model: str, config: EngineConfig) -> Path:
+    """Return the folder of the engine of a prepared one."""
+    return (Path(model) / config.engine).resolve()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of `--additional-config`: bytes of beginnings of prompts that are remembered, steps
+    for which a smaller bucket would do before it is taken, and whether native code is run that
+    this user did not build here (`g4ir run --trust`)."""
+
+    prefix_bytes: int = PREFIX_BYTES
+    patience: int = 16
+    trust: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Options:
+        """Check what is given; ValueError names the key."""
+        types = {f.name: type(f.default) for f in fields(cls)}
+        for name, value in given.items():
+            if name not in types:
+                known = ", ".join(types)
+                raise ValueError(f"--additional-config: {name!r} is unknown; it takes {known}")
+            if type(value) is not types[name] or value < 0:
+                raise ValueError(
+                    f"--additional-config: {name}: expected {types[name].__name__}, found {value!r}"
+                )
+        return cls(**given)

@@ -1,0 +1,140 @@
+"""Requests of vLLM's scheduler over the rows of an engine: tokens in, logits out.
+
+A step decodes all rows that the scheduler names, then computes one prompt as far as the scheduler
+says; with its last token the prompt gets a row. The scheduler counts tokens and the engine computes
+chunks of one size, so a prompt that is not through yet may lag by less than a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from g4ir.chat.control import TURN
+from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.rows import Rows, checked_buckets
+from g4ir.engine.staging import StagedPrompt, Staging
+
+from .config import Options
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that has a row, or a prompt that is not through: `row` is -1."""
+
+    name: str
+    tokens: tuple[int, ...]
+    reuse: bool = True
+    row: int = -1
+
+
+class Runner:
+    """The rows of an engine, and whose prompt is being computed."""
+
+    def __init__(self, engine: Engine, rows: int, options: Options) -> None:
+        self.engine = engine
+        self.rows: Rows[Request] = Rows(engine, checked_buckets(None, rows), options.patience)
+        self.staging = Staging(engine, options.prefix_bytes)
+        self.requests: dict[str, Request] = {}
+        self._turn = _turn_id(engine)
+        #: whose prompt is in staging, and its chunks
+        self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None
+        #: requests whose logits were NaN or infinite; their rows are written over with zeros
+        self.spoiled: set[str] = set()
+
+    def add(self, name: str, tokens: Sequence[int], reuse: bool = True) -> None:
+        """Take a request whose prompt is to be computed."""
+        self.requests[name] = Request(name, tuple(tokens), reuse)
+
+    def drop(self, name: str) -> None:
+        """Free what a request has, if it is known."""
+        request = self.requests.pop(name, None)
+        if request is None:
+            return
+        if self._prompt and self._prompt[0] is request:
+            self._leave()
+        self.rows.drop(request, clear=name in self.spoiled)
+        self.spoiled.discard(name)
+
+    def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Append a token to the row of each; return logits [vocab] of each."""
+        if not tokens:
+            return {}
+        self.rows.settle(coming=sum(r.row < 0 for r in self.requests.values()))
+        rows = {name: self.requests[name].row for name in tokens}
+        logits = self.rows.advance({rows[name]: token for name, token in tokens.items()})
+        found = {name: logits[row] for name, row in rows.items()}
+        for name, row in found.items():
+            self._looked_at(name, row)
+        return found
+
+    def compute(self, name: str, until: int) -> torch.Tensor | None:
+        """Compute a prompt up to so many tokens, or up to a whole number of chunks before; return
+        logits [vocab] where that is its end, and give it a row."""
+        request, size = self.requests[name], self.engine.limits.prefill_chunk
+        chunks, through = self._chunks(request), until >= len(request.tokens)
+        # What is known of the prompt counts as computed: the scheduler knows nothing of it.
+        while through or self.staging.held + size <= until:
+            logits = next(chunks)
+            if logits is not None:
+                self._leave()
+                return self._placed(request, logits)[0]
+        return None
+
+    def _chunks(self, request: Request) -> Generator[torch.Tensor | None, None, None]:
+        """Return the chunks of a prompt, which is begun where it is not."""
+        if self._prompt and self._prompt[0] is request:
+            return self._prompt[1]
+        self._leave()
+        size = self.engine.limits.prefill_chunk
+        prompt = StagedPrompt(request.tokens, marks=self._marks(request), reuse=request.reuse)
+        chunks = self.staging.chunks(prompt, lambda start: start + size)
+        self._prompt = request, chunks
+        return chunks
+
+    def _placed(self, request: Request, logits: torch.Tensor) -> torch.Tensor:
+        """Give a prompt that is through a row, and return a copy of its logits."""
+        found = logits.clone()
+        self.rows.put(self.staging.session, [request])
+        if not self._looked_at(request.name, found):
+            self.staging.session.clear()
+        return found
+
+    def _looked_at(self, name: str, logits: torch.Tensor) -> bool:
+        """Whether logits are finite; where they are not, say so once."""
+        finite = bool(logits.isfinite().all())
+        if not finite and name not in self.spoiled:
+            self.spoiled.add(name)
+            log.error("request %s: its logits are NaN or infinite; its text means nothing", name)
+        return finite
+
+    def _leave(self) -> None:
+        """Let go of the prompt in staging, which keeps what it holds."""
+        if self._prompt:
+            self._prompt[1].close()
+            self._prompt = None
+
+    def _marks(self, request: Request) -> tuple[int, ...]:
+        """Return where other prompts are likely to go on in another way: behind the first turn of a
+        conversation, and before that of the answer."""
+        turns = [i for i, token in enumerate(request.tokens) if token == self._turn]
+        return tuple(dict.fromkeys([*turns[1:2] * (len(turns) > 2), *turns[-1:]]))
+
+    def close(self) -> None:
+        """Let go of all caches."""
+        self._leave()
+        self.rows.forget()
+        self.staging.close()
+
+
+def _turn_id(engine: Engine) -> int | None:
+    """Return the token that begins a turn, where the tokenizer has it."""
+    if not (engine.path / TOKENIZER).is_file():
+        return None
+    found: int | None = engine.tokenizer().token_to_id(TURN)
+    return found

@@ -1,0 +1,10 @@
+"""The tests of clients of `g4ir serve`, over vLLM's server (see differences.py)."""
+
+from differences import DIFFERENCES
+
+from tests.serve.test_client import *  # noqa: F403
+
+
+def test_differences_are_of_these_tests() -> None:
+    """None is listed for a test that is not there."""
+    assert {name.partition("[")[0] for name in DIFFERENCES} <= {*globals()}

@@ -1,0 +1,76 @@
+"""The folder that vLLM is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from serving import CHUNK, ROWS, VOCAB, chat_engine
+
+import g4ir
+from g4ir.errors import EngineError, InputError
+from g4ir_vllm.config import EngineConfig, Options, engine_folder
+from g4ir_vllm.prepare import main, prepare
+from tests.serve.running import MAX_SEQ
+
+
+def test_a_folder(engine_folder: Path, tmp_path: Path) -> None:
+    out = prepare(engine_folder, tmp_path / "a" / "out")
+    config = EngineConfig.from_dict(json.loads((out / "config.json").read_text()))
+    assert engine_folder_of(out, config) == engine_folder.resolve()
+    assert (config.max_batch, config.prefill_chunk) == (ROWS, CHUNK)
+    assert (config.max_position_embeddings, config.vocab_size) == (MAX_SEQ, VOCAB)
+    assert config.media_ids == []
+    for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (engine_folder / name).read_bytes()
+    said = json.loads((out / "generation_config.json").read_text())
+    assert len(said["eos_token_id"]) == 3 and said["temperature"] == 0
+
+
+def engine_folder_of(out: Path, config: EngineConfig) -> Path:
+    return engine_folder(str(out), config)
+
+
+def test_both_may_be_moved_together(tmp_path: Path) -> None:
+    chat_engine(tmp_path / "a" / "engine")
+    prepare(tmp_path / "a" / "engine", tmp_path / "a" / "out")
+    (tmp_path / "a").rename(tmp_path / "b")
+    out = tmp_path / "b" / "out"
+    config = EngineConfig.from_dict(json.loads((out / "config.json").read_text()))
+    assert (engine_folder_of(out, config) / "manifest.json").is_file()
+
+
+def test_placeholders_of_media(tmp_path: Path) -> None:
+    sizes = {"max_seq": 64, "prefill_chunk": 64, "image_budgets": [70]}
+    engine = chat_engine(tmp_path / "engine", "tiny-media", **sizes)
+    config = json.loads((prepare(engine, tmp_path / "out") / "config.json").read_text())
+    assert len(config["media_ids"]) == 3
+
+
+def test_what_is_refused(engine_folder: Path, tmp_path: Path) -> None:
+    g4ir.build("tiny-ple", tmp_path / "bare", backend="reference", random_weights=0).close()
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
+        prepare(tmp_path / "bare", tmp_path / "out")
+    with pytest.raises(EngineError, match="engine directory"):
+        prepare(tmp_path, tmp_path / "out")
+    with pytest.raises(InputError, match="not empty"):
+        prepare(engine_folder, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(
+    engine_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([str(engine_folder), str(out)]) == 0
+    assert f"vllm serve {out}" in capsys.readouterr().out
+    assert main([str(engine_folder), str(out)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_options() -> None:
+    assert Options.read({"prefix_bytes": 0, "trust": True}) == Options(prefix_bytes=0, trust=True)
+    for wrong in ({"trust": 1}, {"patience": True}, {"prefix_bytes": "1"}, {"other": 1}):
+        with pytest.raises(ValueError, match="additional-config"):
+            Options.read(wrong)
