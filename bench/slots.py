@@ -129,9 +129,10 @@ def shown(s: Stat) -> str:
 def gaps(bench: Bench, active: int) -> list[list[str]]:
     """Return a table of the time between two tokens, alone and beside a prompt, in ms."""
     alone, beside = bench.steps(active), bench.beside_a_prompt(active)
-    added = [t - median(alone) for t in beside]
+    added, chunks = [t - median(alone) for t in beside], bench.beside_a_prompt(0)
     head = [f"{active} rows", "median ms", "longest ms"]
     lines = [("a step", alone), (f"with a chunk ({len(beside)})", beside), ("added", added)]
+    lines += [("a chunk alone, the bound", chunks)]
     return [head, *([name, f"{median(t) * 1e3:.1f}", f"{max(t) * 1e3:.1f}"] for name, t in lines)]
 
 

@@ -42,6 +42,13 @@ def add_serve(verbs: Any) -> None:
         "--queue", metavar="N", type=int, default=64, help="requests that may wait (default 64)"
     )
     p.add_argument(
+        "--chunk-tokens",
+        metavar="N",
+        type=int,
+        help="of a prompt that are computed between two tokens of running answers (default: the\n"
+        "engine's --prefill-chunk); fewer: steadier streams, and a longer wait for a first token",
+    )
+    p.add_argument(
         "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
     )
     p.add_argument(
@@ -76,6 +83,7 @@ def _serve(args: argparse.Namespace) -> int:
             raise
         raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
     from g4ir.engine.service import ServiceSettings
+    from g4ir.engine.slots import SlotSettings
 
     if args.max_body < 1:
         raise InputError(f"--max-body {args.max_body}: expected at least 1 MiB")
@@ -84,8 +92,11 @@ def _serve(args: argparse.Namespace) -> int:
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
-    waiting, page = ServiceSettings(waiting=args.queue), not args.no_page
-    server = Server(name, gate, waiting, sources=sources, page=page)
+    waiting, slots = (
+        ServiceSettings(waiting=args.queue),
+        SlotSettings(chunk_tokens=args.chunk_tokens),
+    )
+    server = Server(name, gate, waiting, slots, sources, page=not args.no_page)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

@@ -101,7 +101,7 @@ def size_of_scales(n: Node) -> float:
 ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
-    ("combined", "off", "decode", "ragged"),
+    ("combined", "off", "decode", "one"),
     ("tiny-dense", "off", "prefill", "ragged"),
     ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
