@@ -29,7 +29,7 @@ MOST = {
     "g4ir/check": 3090,
     "g4ir/bench": 2390,
     "g4ir/serve": 2720,
-    "g4ir/cli": 2990,
+    "g4ir/cli": 3020,
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 1850,
