@@ -48,7 +48,7 @@ demo: $(or $(wildcard $(READY)),$(VENV)/.demo)
 	    --max-seq 256 --prefill-chunk 32 --out $(DEMO)/engine
 	$(BIN)/g4ir verify $(DEMO)/engine
 	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
-	$(BIN)/g4ir bench $(DEMO)/engine --input-len 24 --output-len 33 --peer hf-static --rounds 3 --warmup 1
+	$(BIN)/g4ir bench $(DEMO)/engine --input-len 24 --output-len 17 --peer hf-static --rounds 2 --warmup 1
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.

@@ -199,7 +199,7 @@ def test_by_keyboard_alone(page: Page) -> None:
     page.run("find('close-settings').focus()")
     page.press("Enter")
     page.until("!find('settings').open")
-    assert page.run("localStorage.system") == "Be brief." and page.focused() == "text"
+    page.until("localStorage.system === 'Be brief.' && document.activeElement === text")
     assert page.run("body().messages[0].content") == "Be brief."
 
 
