@@ -6,10 +6,26 @@ const [log, text, send, stop, status] = ["log", "text", "send", "stop", "status"
 const FIELDS = ["system", "temperature", "top_p", "max_tokens", "tools"];
 const NEAR_END = 80;
 const LOOK_MS = 2000;
+const SAID_MS = 1500;
+const MOST_ROWS = 10;
+
+// What a browser keeps; one that forbids it keeps it as long as the page.
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    const held = new Map();
+    return { getItem: (id) => held.get(id) ?? null, setItem: (id, value) => held.set(id, value) };
+  }
+}
+
+const [lasting, session] = [storage("localStorage"), storage("sessionStorage")];
 
 const state = {
   messages: [], // in OpenAI's form; the system's is added when they are sent
   attached: [], // {kind, name, url}
+  reading: null, // the promise of files that are being read
+  locked: false, // whether the server wants another key
   media: null, // kinds that the model takes; null: not known yet
   abort: null, // ends the answer that is coming
   turn: 0, // of the conversation: what comes late for another is dropped
@@ -51,10 +67,11 @@ function entry(role, ...children) {
 // Code between backquotes and bold words; all else as it is.
 function marked(source) {
   const parts = [];
-  const pattern = /```[^\n`]*\n([\s\S]*?)(?:\n?```|$)\n?|`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
+  const pattern = /```[^\n`]*\n([\s\S]*?)(?:\n?```|$)\n*|`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
   let at = 0;
   for (const found of source.matchAll(pattern)) {
-    parts.push(source.slice(at, found.index));
+    const before = source.slice(at, found.index);
+    parts.push(found[1] === undefined ? before : before.replace(/\n+$/, ""));
     if (found[1] !== undefined) parts.push(made("pre", { tabindex: "0" }, made("code", {}, found[1])));
     else if (found[2] !== undefined) parts.push(made("code", {}, found[2]));
     else parts.push(made("strong", {}, found[3]));
@@ -68,6 +85,25 @@ function showError(message) {
   item.setAttribute("role", "alert");
 }
 
+// Copies a text, and says so on the button. A page that another machine sends without TLS has no
+// clipboard: there a selection is copied.
+async function copy(source, given) {
+  let done = true;
+  try {
+    await navigator.clipboard.writeText(source);
+  } catch {
+    const field = made("textarea", { class: "unseen" });
+    field.value = source;
+    document.body.append(field);
+    field.select();
+    done = document.execCommand("copy");
+    field.remove();
+    given.focus();
+  }
+  given.textContent = done ? "Copied" : "Not copied";
+  setTimeout(() => { given.textContent = "Copy"; }, SAID_MS);
+}
+
 function fit() {
   text.style.height = "auto";
   text.style.height = `${text.scrollHeight + 2}px`;
@@ -76,15 +112,15 @@ function fit() {
 // --- settings ---------------------------------------------------------------------------------
 
 function restore() {
-  for (const id of FIELDS) find(id).value = localStorage.getItem(id) ?? "";
-  find("thinking").checked = localStorage.getItem("thinking") === "true";
-  find("key").value = sessionStorage.getItem("key") ?? "";
+  for (const id of FIELDS) find(id).value = lasting.getItem(id) ?? "";
+  find("thinking").checked = lasting.getItem("thinking") === "true";
+  find("key").value = session.getItem("key") ?? "";
 }
 
 function keep() {
-  for (const id of FIELDS) localStorage.setItem(id, find(id).value);
-  localStorage.setItem("thinking", String(find("thinking").checked));
-  sessionStorage.setItem("key", find("key").value.trim());
+  for (const id of FIELDS) lasting.setItem(id, find(id).value);
+  lasting.setItem("thinking", String(find("thinking").checked));
+  session.setItem("key", find("key").value.trim());
 }
 
 function openSettings(why = "", id = "system") {
@@ -120,7 +156,7 @@ function body() {
 // --- the server -------------------------------------------------------------------------------
 
 async function asked(path, given = {}) {
-  const key = sessionStorage.getItem("key");
+  const key = session.getItem("key");
   const headers = { ...given.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...given, headers });
   if (response.ok) return response;
@@ -137,13 +173,25 @@ async function look() {
     find("model").textContent = data[0].id;
     document.title = data[0].id;
     state.media = data[0].media ?? null;
-    status.textContent = state.media ? fullness(await (await asked("metrics")).text()) : "loading";
+    if (state.media) tell(fullness(await (await asked("metrics")).text()), "off");
+    else tell("loading");
+    state.locked = false;
   } catch (error) {
-    status.textContent = error.status === 401 ? "needs an API key" : "not reachable";
-    if (error.status === 401 && !find("settings").open && !sessionStorage.getItem("key")) {
+    state.locked = error.status === 401;
+    const known = session.getItem("key");
+    if (!state.locked) tell("not reachable");
+    else tell(known ? "wrong API key" : "needs an API key");
+    if (state.locked && !known && !find("settings").open) {
       openSettings("This server asks for a key.", "key");
     }
   }
+}
+
+// Says how the server is: aloud what is news, and silently how many rows are busy.
+function tell(words, live = "polite") {
+  if (status.textContent === words) return;
+  status.setAttribute("aria-live", live);
+  status.textContent = words;
 }
 
 function fullness(metrics) {
@@ -180,7 +228,7 @@ class Answer {
   constructor() {
     Object.assign(this, entry("assistant"));
     this.item.setAttribute("aria-busy", "true");
-    this.waiting = made("span", { class: "waiting", "aria-label": "waiting" });
+    this.waiting = made("span", { class: "waiting", role: "img", "aria-label": "waiting" });
     this.body.append(this.waiting);
     Object.assign(this, { content: "", thought: "", calls: [], pieces: 0, finish: "" });
     this.drawn = false;
@@ -214,12 +262,12 @@ class Answer {
   draw() {
     this.drawn = false;
     scrolled(() => {
-      this.waiting.remove();
       if (this.thought) {
         this.thoughts ??= this.fold();
         this.thoughts.textContent = this.thought;
       }
       if (this.content) {
+        this.waiting.remove();
         this.words ??= this.body.appendChild(made("div", { class: "text" }));
         this.words.replaceChildren(...marked(this.content));
       }
@@ -235,6 +283,7 @@ class Answer {
   // Shows what there is, and returns the message for the conversation; nothing if it says nothing.
   end(stopped) {
     this.draw();
+    this.waiting.remove();
     this.item.removeAttribute("aria-busy");
     const calls = stopped ? [] : this.calls.filter(Boolean);
     if (!this.content && !this.thought && !calls.length && stopped) {
@@ -261,18 +310,23 @@ class Answer {
     if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
     if (stopped) words.push("stopped");
     else if (this.finish === "length") words.push("cut: no more tokens were allowed or fit");
-    const copy = button("Copy", () => navigator.clipboard.writeText(this.content));
+    const given = button("Copy", () => copy(this.content, given));
     return made("div", { class: "meta" }, made("span", { class: "speed" }, words.join(" · ")),
-      ...(this.content ? [copy] : []));
+      ...(this.content ? [given] : []));
   }
 }
 
+// A button that goes hands its focus on; whoever is elsewhere on the page stays there.
 function busy(is) {
+  const at = document.activeElement;
   stop.hidden = !is;
   send.hidden = is;
-  if (is) return;
+  if (is) {
+    if (at === send) stop.focus();
+    return;
+  }
   state.abort = null;
-  if (!log.querySelector(".call textarea:not([readonly])")) text.focus();
+  if (at === stop || at === document.body) text.focus();
 }
 
 async function reply() {
@@ -323,29 +377,42 @@ function pretty(json) {
 // Shows calls, with a field for the answer of each.
 function showCalls(answer, calls) {
   const fields = calls.map((call) => {
-    const field = made("textarea", { rows: "2", "aria-label": `Answer of ${call.function.name}`,
-      placeholder: "What the tool answers: JSON or text" });
-    const shown = made("pre", {}, pretty(call.function.arguments));
-    const box = made("div", { class: "call" }, made("h3", {}, call.function.name), shown, field);
+    const { name } = call.function;
+    const field = made("textarea", { rows: "2", placeholder: "JSON or text" });
+    const shown = made("pre", { tabindex: "0" }, pretty(call.function.arguments));
+    const box = made("div", { class: "call" }, made("p", { class: "kind" }, "Calls a tool"),
+      made("h3", {}, name), shown, made("label", {}, `What ${name} answers`, field));
     scrolled(() => answer.speed.before(box));
     return field;
   });
-  const give = button("Send answers", () => {
-    for (const field of fields) field.readOnly = true;
+  const give = button("Send answers", async () => {
+    const { turn, messages: { length } } = state;
+    lock(fields);
     give.remove();
     state.messages.push(...calls.map((call, i) => ({
       role: "tool", tool_call_id: call.id, content: fields[i].value,
     })));
-    reply();
+    if ((await reply()) || turn !== state.turn) return;
+    state.messages.length = length; // nothing was said to them: they may be sent again
+    for (const field of fields) field.readOnly = false;
+    scrolled(() => answer.speed.before(give));
+    fields[0].focus();
   }, { class: "answer-calls" });
   scrolled(() => answer.speed.before(give));
-  fields[0].focus();
+  if (!text.value) fields[0].focus();
+}
+
+function lock(fields) {
+  for (const field of fields) {
+    field.readOnly = true;
+    field.rows = Math.min(field.value.split("\n").length, MOST_ROWS);
+  }
 }
 
 // A message in the place of answers: the calls were not run.
 function leaveCalls() {
   const calls = state.messages.at(-1)?.tool_calls ?? [];
-  for (const field of log.querySelectorAll(".call textarea")) field.readOnly = true;
+  lock(log.querySelectorAll(".call textarea:not([readonly])"));
   log.querySelector(".answer-calls")?.remove();
   state.messages.push(...calls.map((call) => ({
     role: "tool", tool_call_id: call.id, content: "the call was not run",
@@ -365,6 +432,7 @@ function content(words, media) {
 }
 
 async function say() {
+  await state.reading;
   const words = text.value;
   const media = state.attached;
   if (state.abort || (!words.trim() && !media.length)) return;
@@ -402,7 +470,14 @@ function showAttached() {
     }, { "aria-label": `Remove ${m.name}` }))));
 }
 
-async function attach(files) {
+// Attaches files, one after the other. The list of an event is empty once the event is over.
+function attach(list) {
+  const files = [...list];
+  state.reading = Promise.resolve(state.reading).then(() => read(files));
+  return state.reading;
+}
+
+async function read(files) {
   for (const file of files) {
     const kind = file.type.split("/")[0];
     if (!["image", "audio", "video"].includes(kind)) {
@@ -489,4 +564,4 @@ document.addEventListener("drop", (event) => {
 
 restore();
 look();
-setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
+setInterval(() => { if (!document.hidden && !state.locked) look(); }, LOOK_MS);
