@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from g4ir.engine.load import load_engine
+from g4ir.serve import app
+from g4ir.serve.gate import Gate
+from g4ir.serve.refusals import later
 from tests.serve.chromium import SHIFT, Page, chromium, find_chromium
-from tests.serve.running import Running, eventually
+from tests.serve.running import Running, eventually, running
+from tests.serve.test_media import data, sound
 
 pytestmark = [
     pytest.mark.full,
@@ -24,6 +31,8 @@ CALL = ("<|tool_call>", "call:weather{city:", '<|"|>', "Oslo", '<|"|>', "}", "<t
 THOUGHT = ("<|channel>", "thought\nA greeting, so greet.", "<channel|>")
 END = "<turn|>"
 READY = "document.getElementById('status').textContent.includes('rows')"
+#: what tells of its own answers: refusals, which Chromium writes down too
+REFUSED = ("status of 400", "status of 401")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +52,15 @@ def page(tab: Page, served: Running) -> Iterator[Page]:
     tab.go(f"{served.url}/")
     tab.until(READY)
     yield tab
+    nothing_broke(tab, served.url)
+
+
+def nothing_broke(tab: Page, url: str) -> None:
     assert not tab.told("Runtime.exceptionThrown")
     said = [e["entry"]["text"] for e in tab.told("Log.entryAdded")]
-    assert not [text for text in said if "status of 400" not in text]
+    assert not [text for text in said if not any(refused in text for refused in REFUSED)]
     asked = [e["request"]["url"] for e in tab.told("Network.requestWillBeSent")]
-    assert asked and all(url.startswith((served.url, "data:")) for url in asked)
+    assert asked and all(found.startswith((url, "data:")) for found in asked)
 
 
 def say(page: Page, text: str) -> None:
@@ -101,6 +114,119 @@ def test_an_answer_comes_in_pieces_and_can_be_stopped(
     assert last(page, ".assistant .text") == "ok" and page.run("state.messages.length") == 4
 
 
+def test_the_stop_button(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the place and the focus of the other one, and hands the focus on."""
+    page.run("find('max_tokens').value = 500; keep()")
+    page.type("go on")
+    page.press("Tab")
+    assert page.focused() == "send"
+    page.press("Enter")
+    page.until("document.querySelector('.assistant .text')?.textContent.length > 20")
+    assert page.focused() == "stop"
+    page.press("Enter")
+    page.until("document.querySelector('.speed')?.textContent.includes('stopped')")
+    eventually(lambda: not served.busy)
+    assert page.focused() == "text"
+    # Whoever is elsewhere when an answer ends stays there.
+    served.dictate(monkeypatch, "ok", END)
+    page.type("and now?")
+    page.press("Enter")
+    page.run("find('open-settings').focus()")
+    page.until("document.querySelectorAll('.speed').length === 2")
+    assert page.focused() == "open-settings"
+
+
+def test_a_stream_that_breaks(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said stays, the error is said, and the conversation goes on."""
+    pieces = app.Running._pieces
+
+    async def broken(self: Any) -> AsyncIterator[str]:
+        count = 0
+        async for text in pieces(self):
+            count += 1
+            if count > 4:
+                raise later(503, "not_read", "the engine has a cold")
+            yield text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app.Running, "_pieces", broken)
+        served.dictate(patch, "hello world", END)
+        say(page, "hello")
+    assert last(page, ".error") == "the engine has a cold"
+    assert page.run("document.querySelector('.error').getAttribute('role')") == "alert"
+    begun = last(page, ".assistant .text")
+    assert begun and "hello world".startswith(begun) and page.run("!state.abort && stop.hidden")
+    served.dictate(monkeypatch, "ok", END)
+    say(page, "again")
+    assert last(page, ".assistant .text") == "ok" and page.run("state.messages.length") == 4
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_copying(
+    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """Also where the page has no clipboard, as one has that came without TLS."""
+    page.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=served.url)
+    page.run("globalThis.board = navigator.clipboard; board.writeText('other')")
+    if not secure:
+        page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    served.dictate(monkeypatch, "**Hi** you", END)
+    say(page, "hello")
+    page.run("document.querySelector('.meta button').focus()")
+    page.press("Enter")
+    page.until("document.querySelector('.meta button').textContent === 'Copied'")
+    assert page.run("board.readText()") == "**Hi** you"
+    assert page.run("document.activeElement.textContent") == "Copied"
+    page.until("document.querySelector('.meta button').textContent === 'Copy'")
+
+
+def test_where_nothing_can_be_kept(
+    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser that forbids storage chats too."""
+    forbidden = "get() { throw new DOMException('no', 'SecurityError'); }"
+    stores = ("localStorage", "sessionStorage")
+    script = ";".join(f"Object.defineProperty(window, '{s}', {{ {forbidden} }})" for s in stores)
+    added = page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    page.go(f"{served.url}/")
+    page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
+    page.until(READY)
+    page.run("find('system').value = 'Be brief.'; keep(); restore()")
+    assert page.run("body().messages[0].content") == "Be brief."
+    served.dictate(monkeypatch, "ok", END)
+    say(page, "hello")
+    assert last(page, ".assistant .text") == "ok"
+
+
+def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for, asked with, and kept as long as the tab; nobody knocks while it is wrong."""
+    gate = Gate((b"open-sesame",), ("localhost",))
+    with running(lambda: load_engine(engine_folder), gate) as r:
+        tab.events.clear()
+        tab.look(900, 760)
+        tab.go(f"{r.url}/")
+        tab.until("find('settings').open")
+        assert tab.focused() == "key" and last(tab, "#asked") == "This server asks for a key."
+        tab.type("guessed")
+        tab.press("Enter")
+        tab.until("status.textContent === 'wrong API key'")
+        knocks = len(tab.told("Network.requestWillBeSent"))
+        time.sleep(2.5)  # more than LOOK_MS
+        assert len(tab.told("Network.requestWillBeSent")) == knocks
+        tab.run("openSettings('', 'key'); find('key').value = ''")
+        tab.type("open-sesame")
+        tab.press("Enter")
+        eventually(lambda: r.server.service)
+        tab.until(READY)
+        assert tab.run("sessionStorage.getItem('key')") == "open-sesame"
+        assert "open-sesame" not in tab.run("JSON.stringify(localStorage)")
+        r.dictate(monkeypatch, "Come in.", END)
+        tab.run("text.focus()")
+        say(tab, "hello")
+        assert last(tab, ".assistant .text") == "Come in."
+        nothing_broke(tab, r.url)
+
+
 def test_thoughts_are_folded(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     served.dictate(monkeypatch, *THOUGHT, "Good day.", END)
     page.run("find('thinking').checked = true; keep()")
@@ -128,6 +254,7 @@ def test_calls_are_shown_and_answered(
     assert last(page, ".assistant .body > .text") == "Seven degrees."
     kinds = page.run("state.messages.map((m) => m.role).join(' ')")
     assert kinds == "user assistant tool assistant"
+    assert page.run("document.querySelector('.call textarea').readOnly")
     # A call that nobody answers does not end the conversation.
     with monkeypatch.context() as patch:
         served.dictate(patch, *CALL, "<|tool_response>")
@@ -135,6 +262,52 @@ def test_calls_are_shown_and_answered(
     page.run("text.focus()")
     say(page, "never mind")
     assert page.run("state.messages.at(-3).content") == "the call was not run"
+
+
+def test_answers_of_tools_that_are_refused_can_be_sent_again(
+    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.run(f"find('tools').value = {TOOL!r}; keep()")
+    with monkeypatch.context() as patch:
+        served.dictate(patch, *CALL, "<|tool_response>")
+        say(page, "weather in Oslo?")
+    page.type("cold")
+    page.run("find('temperature').value = '-1'; keep()")
+    page.press("Tab")
+    page.press("Enter")
+    page.until("document.querySelector('.error')?.textContent.includes('temperature')")
+    page.until("document.activeElement === document.querySelector('.call textarea')")
+    assert page.run("document.activeElement.value === 'cold' && !document.activeElement.readOnly")
+    assert page.run("state.messages.map((m) => m.role).join(' ')") == "user assistant"
+    page.run("find('temperature').value = ''; keep()")
+    served.dictate(monkeypatch, "Cold.", END)
+    page.press("Tab")
+    page.press("Enter")
+    page.until("document.querySelectorAll('.speed').length === 2")
+    assert page.run("state.messages.map((m) => m.content).slice(-2).join(' ')") == "cold Cold."
+
+
+def test_pictures_and_sounds_by_paste(page: Page, served: Running) -> None:
+    """Those pasted, and sent before they have been read."""
+    page.run("text.value = 'what are they?'")
+    page.run(
+        f"""(async () => {{
+          const clipboardData = new DataTransfer();
+          const canvas = document.createElement('canvas');
+          canvas.getContext('2d').fillRect(0, 0, 64, 48);
+          const picture = await new Promise((done) => canvas.toBlob(done));
+          const raw = atob({data("", sound()).partition(",")[2]!r});
+          const wave = Uint8Array.from(raw, (c) => c.charCodeAt(0));
+          clipboardData.items.add(new File([wave], 'hum.wav', {{ type: 'audio/wav' }}));
+          clipboardData.items.add(new File([picture], 'drawn.png', {{ type: 'image/png' }}));
+          text.dispatchEvent(new ClipboardEvent('paste', {{ clipboardData, cancelable: true }}));
+          say();
+        }})()"""
+    )
+    page.until("document.querySelectorAll('.speed').length === 1")
+    kinds = page.run("state.messages[0].content.map((p) => p.type).join(' ')")
+    assert kinds == "image_url text audio_url" and not last(page, ".error")
+    assert last(page, ".user .media").startswith("hum.wav")
 
 
 def test_pictures_by_choice_and_by_drop(page: Page, served: Running, tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_texts_of_a_model_are_no_markup() -> None:
     assert not re.search(r"\bon[a-z]+=|<script(?! src)|<style|style=", HTML)
 
 
+def test_the_key_is_kept_as_long_as_the_tab() -> None:
+    """What lasts longer is written in one function, whose fields the key is not of."""
+    assert re.findall(r'storage\("(\w+)"\)', SCRIPT) == ["localStorage", "sessionStorage"]
+    assert SCRIPT.count("localStorage") == SCRIPT.count("sessionStorage") == 1
+    fields = re.findall(r'"(\w+)"', re.search(r"FIELDS = \[(.*?)\]", SCRIPT)[1])  # type: ignore[index]
+    assert "key" not in fields
+    assert re.findall(r'(\w+)\.[gs]etItem\("key"', SCRIPT) == ["session"] * 4
+
+
 def test_script_style_and_page_fit() -> None:
     assert len({*IDS}) == len(IDS)
     used = {*re.findall(r'(?:find|getElementById)\("([\w-]+)"\)', SCRIPT)}
@@ -117,7 +126,14 @@ def _contrast(a: str, b: str) -> float:
 def test_contrast_is_enough(scheme: int) -> None:
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", STYLE.split(":root {")[1 + scheme]))
     pairs = [("front", b) for b in ("back", "field", "own", "code")]
-    pairs += [("soft", "back"), ("on-accent", "accent"), ("bad", "bad-back"), ("bad", "back")]
+    pairs += [
+        ("soft", "back"),
+        ("soft", "field"),
+        ("on-accent", "accent"),
+        ("bad", "bad-back"),
+        ("bad", "back"),
+    ]
     for front, back in pairs:
         assert _contrast(colours[front], colours[back]) >= 4.5, (front, back)
-    assert _contrast(colours["accent"], colours["back"]) >= 3  # the mark of focus
+    for mark in ("accent", "edge"):  # of focus, and of a field
+        assert all(_contrast(colours[mark], colours[b]) >= 3 for b in ("back", "field")), mark
