@@ -87,9 +87,10 @@ class Runtime(Protocol):
         context: int,
         logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         """Run one chunk: caches are updated in place. `context` is the most tokens that a row holds
-        afterwards. Returns the logits [B, 1 or S, vocab], or None where they are not asked for.
+        afterwards. Returns the graph's outputs, `logits` [B, 1 or S, vocab] among them; None where
+        they are not asked for.
         `watch` sees the graph's values that the backend can show, in order."""
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
@@ -144,6 +145,8 @@ class Backend(ABC):
     kv_reason: str = ""
     #: whether it can round the rows of products (ops/quant.py: fake_quantize)
     rounds_activations: bool = True
+    #: whether it runs the graph `verify`
+    verifies: bool = True
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 

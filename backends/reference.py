@@ -17,7 +17,7 @@ from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from .base import Backend, Runtime, Task, Watch
+from .base import Backend, Runtime, Task, Tensors, Watch
 from .caches import Caches
 
 
@@ -42,13 +42,13 @@ class ReferenceRuntime:
         context: int,
         logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         views = state.views(context)
         show = (lambda v, t: watch(v.name, t)) if watch else None
         outputs, after = interpret(self.program.graphs[phase], feeds, self.params, views, show)
         for name, t in after.items():
             views[name].copy_(t)
-        return outputs["logits"] if logits else None
+        return outputs if logits else None
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})
@@ -77,7 +77,7 @@ class WideRuntime(ReferenceRuntime):
         state.tensors = _doubled(state.tensors)
         return state
 
-    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> torch.Tensor | None:
+    def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> Tensors | None:
         with WideProducts():
             return super().run(phase, _doubled(feeds), *rest)
 

@@ -59,6 +59,11 @@ class Sampler:
     def next(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose tokens, [B, vocab] -> int64 [B], chosen where the logits lie. Greedy takes the
         lowest of equal maxima."""
+        greedy = self.settings.temperature == 0
+        return self.pick(logits, None if greedy else self.uniforms(len(logits)))
+
+    def pick(self, logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
+        """Choose tokens as `next`, with a random number for each row; None: greedily."""
         import torch
 
         s = self.settings
@@ -66,9 +71,9 @@ class Sampler:
         if s.suppress:
             never = torch.tensor(s.suppress, device=logits.device)
             logits = logits.index_fill(-1, never, float("-inf"))
-        if s.temperature == 0:
+        if uniforms is None:
             return logits.argmax(-1)
-        return choose(logits, self.uniforms(len(logits)).to(logits.device), s)
+        return choose(logits, uniforms.to(logits.device), s)
 
 
 def choose(logits: torch.Tensor, uniforms: torch.Tensor, s: Sampling) -> torch.Tensor:

@@ -1,15 +1,20 @@
 """A full-length cache per layer  ->  rings for sliding layers, one cache for layers that share
 
-state [C,B,n,d] of a layer with a window of W keys   ->  state [W,B,n,d]
+state [C,B,n,d] of a layer with a window of W keys   ->  state [W + slack,B,n,d]
 state written with the keys of another layer's state ->  that layer's state, written once
+
+With `slack` the newest of that many tokens can be taken back, and a ring still holds what the token
+after the others sees: what they overwrote is outside of its window.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from g4ir.errors import PassError
+from g4ir.errors import InputError, PassError
 from g4ir.ir.graph import Graph, Node, Value, drop_dead, rebuild
 
 from .match import Note, ignore
@@ -18,11 +23,18 @@ AFTER = "fuse_norm_residual"  # it needs nothing of these
 CHANGES_STATE = True
 
 
-def plan_cache(g: Graph, note: Note = ignore) -> Graph:
-    """Make caches hold what attention can see, each once."""
+def slack_of(options: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the slack that is among the arguments of passes."""
+    return int(options.get("plan_cache", {}).get("slack", 0))
+
+
+def plan_cache(g: Graph, note: Note = ignore, slack: int = 0) -> Graph:
+    """Make caches hold what attention can see, each once. InputError for a slack below 0."""
+    if slack < 0:
+        raise InputError(f"plan_cache: slack {slack}: expected 0 or more slots")
     g = _alias(g, note)
     windows = _windows(g)
-    state = tuple(_resized(v, windows[v.name], note) for v in g.state)
+    state = tuple(_resized(v, windows[v.name], slack, note) for v in g.state)
     return rebuild(replace(g, state=state))
 
 
@@ -64,7 +76,7 @@ def _windows(g: Graph) -> dict[str, set[int]]:
     return table
 
 
-def _resized(v: Value, windows: set[int], note: Note) -> Value:
+def _resized(v: Value, windows: set[int], slack: int, note: Note) -> Value:
     if len(windows) > 1:
         raise PassError(f"plan_cache: {v} is read with windows {sorted(windows)}")
     window = next(iter(windows), 0)
@@ -74,14 +86,14 @@ def _resized(v: Value, windows: set[int], note: Note) -> Value:
     if not window:
         note(v.name, "linear: its readers see all the past")
         return v
-    note(v.name, f"ring of {window} slots")
-    return Value(v.name, v.type.with_shape(window, *v.type.shape[1:]))
+    note(v.name, f"ring of {window + slack} slots")
+    return Value(v.name, v.type.with_shape(window + slack, *v.type.shape[1:]))
 
 
 # --- what it must leave to nobody --------------------------------------------------------------
 
 
-def left(g: Graph, n: Node) -> bool:
+def left(g: Graph, n: Node, slack: int = 0) -> bool:
     """Whether a node sees a window of a full-length cache, or repeats another's cache write."""
     if n.op == "cache_write":
         return any(m.inputs[1:] == n.inputs[1:] and m is not n for m in g.find("cache_write"))

@@ -311,9 +311,9 @@ class Shifted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(self, *args: Any) -> torch.Tensor | None:
+    def run(self, *args: Any) -> Any:
         out = self.inner.run(*args)
-        return None if out is None else out.roll(1, -1)
+        return None if out is None else {"logits": out["logits"].roll(1, -1)}
 
 
 def shifted(engine: Engine) -> Engine:

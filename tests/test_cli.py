@@ -782,7 +782,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     ok(*BUILD, *given, "--out", out)
     manifest = json.loads((out / "manifest.json").read_text())
     kept = {"latent_kv": {"form": "raw"}, "narrow_kv": {"to": "off"}}
-    kept |= {"quantize_activations": {"to": "off"}}
+    kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
     assert manifest["options"] == kept
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
         "show", out, "--after", "latent_kv"

@@ -154,10 +154,10 @@ def test_nan_does_not_stay_in_caches(engines: Any, monkeypatch: pytest.MonkeyPat
     want, responder = engine.generate([2, 5, 7], 4), Responder(engine, {"max_new_tokens": 4})
 
     def broken(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        logits = run(phase, feeds, state, *rest)
+        made = run(phase, feeds, state, *rest)
         for t in state.views(engine.limits.max_seq).values():
             t.fill_(torch.nan)
-        return None if logits is None else logits * torch.nan
+        return None if made is None else {"logits": made["logits"] * torch.nan}
 
     long, short = (responder.request({"tokens": t}, "x") for t in (prompt, [2, 5, 7]))
     with monkeypatch.context() as patch:

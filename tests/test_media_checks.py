@@ -311,8 +311,8 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * (1 + off))
 
     def scaled(*given: Any) -> Any:
-        logits = run(*given)
-        return None if logits is None else logits * (1 + off)
+        made = run(*given)
+        return None if made is None else {"logits": made["logits"] * (1 + off)}
 
     monkeypatch.setattr(engine.runtime, "run", scaled)
     media = check_media(engine)

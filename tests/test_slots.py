@@ -385,14 +385,14 @@ def poisoned(engine: Engine, patch: pytest.MonkeyPatch, phase: str, held: int) -
     run = engine.runtime.run
 
     def broken(found: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        logits = run(found, feeds, state, *rest)
+        made = run(found, feeds, state, *rest)
         after = feeds["positions"][:, 0] + feeds["lengths"]
         for row in ((after == held) & (feeds["lengths"] > 0)).nonzero()[:, 0].tolist():
-            if found == phase and logits is not None:
-                logits[row] = torch.nan
+            if found == phase and made is not None:
+                made["logits"][row] = torch.nan
                 for t in state.row(row, MAX_SEQ).values():
                     t[...] = torch.nan
-        return logits
+        return made
 
     patch.setattr(engine.runtime, "run", broken)
 

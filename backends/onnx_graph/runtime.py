@@ -133,7 +133,7 @@ class OnnxRuntime:
         context: int,
         logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         """Run one chunk; `watch` sees the logits: nothing else of the one network shows."""
         batch, size = feeds["positions"].shape
         given = {
@@ -151,7 +151,7 @@ class OnnxRuntime:
         state.swap()
         if watch and out is not None:
             watch(self.logits.name, out)
-        return out if logits else None
+        return {"logits": out} if out is not None and logits else None
 
     def _empty_logits(self, batch: int, size: int) -> torch.Tensor:
         return _empty(self.logits.type.bind({"B": batch, "S": size}))

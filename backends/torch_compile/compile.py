@@ -85,7 +85,7 @@ PRINTED_LINES, LAST_WORDS_S = 200, 2.0
 #: how the system and compilers word a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
-_TRACE = {"B": 2, "S": 4, "C": 16}
+_TRACE = {"B": 2, "S": 4, "M": 3, "C": 16}
 #: Round where eager mode rounds; one thread of each worker process compiles; numbers that a kernel
 #: is given are fp32, as they are where it is started by hand: with fp64 none compiles. Torch
 #: refuses a name that it does not know.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -12,33 +13,39 @@ from g4ir.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+T = TypeVar("T")
 #: makes of work what repeats it
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 #: held while a step is recorded, which one thread does at a time
 _RECORDING = threading.Lock()
 
 
-class Captured:
-    """A recorded step that makes logits, with the tensors that it reads and writes.
+class Captured(Generic[T]):
+    """A recorded step, with the tensors that it reads, writes and makes.
 
     Warming up and recording write the same values to the same cache slots, so running a step
     twice changes nothing.
     """
 
-    def __init__(self, step: Step, feeds: dict[str, torch.Tensor], record: Record) -> None:
+    def __init__(
+        self,
+        step: Callable[[dict[str, torch.Tensor]], T],
+        feeds: dict[str, torch.Tensor],
+        record: Record,
+    ) -> None:
+        self._made: T
         self._feeds = {name: t.clone() for name, t in feeds.items()}
         self._step = step
         self._play = record(self._run)
 
     def _run(self) -> None:
-        self._logits = self._step(self._feeds)
+        self._made = self._step(self._feeds)
 
-    def replay(self, feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+    def replay(self, feeds: dict[str, torch.Tensor]) -> T:
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
         self._play()
-        return self._logits
+        return self._made
 
 
 class OrLaunched:

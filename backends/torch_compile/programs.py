@@ -11,8 +11,9 @@ from g4ir.plan.limits import Limits
 from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps
 
-#: the graphs that a step may run; an engine without pictures has no `prefill_media`
-PHASES = ("prefill", "decode", "prefill_media")
+#: the graphs that a step may run; only an engine that drafts has `verify`, only one of pictures
+#: `prefill_media`
+PHASES = ("prefill", "decode", "verify", "prefill_media")
 KERNELS_FILE = "kernels.so"
 
 
@@ -31,7 +32,7 @@ def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
 
 def choice_texts(program: Program, limits: Limits) -> dict[str, str]:
     """Return the programs of one op that choose tokens from the logits of a decode step."""
-    (logits,) = program.graphs["decode"].outputs
+    logits = program.graphs["decode"].outputs[0]
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     kind, vocab = logits.type.bind(fixed), logits.type.shape[2]
     assert isinstance(vocab, int)

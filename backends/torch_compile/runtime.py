@@ -142,14 +142,17 @@ class TorchRuntime:
         context: int,
         logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         if phase == "decode" and self.any_length:
             context = self.limits.max_seq
         views = state.views(context)
         if self.record and phase == "decode" and logits and watch is None:
             return self._replay(feeds, state, views)
         env = self._run_plan(self.plans[phase, logits], feeds, views, watch)
-        return env["logits"] if logits else None
+        return self._results(phase, env) if logits else None
+
+    def _results(self, phase: str, env: Tensors) -> Tensors:
+        return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
@@ -162,22 +165,20 @@ class TorchRuntime:
             step.run(env, watch)
         return env
 
-    def _decode(self, views: Tensors) -> Callable[[Tensors], torch.Tensor]:
+    def _decode(self, views: Tensors) -> Callable[[Tensors], Tensors]:
         """Return the step that makes logits, over these caches."""
         plan = self.plans["decode", True]
-        return lambda feeds: self._run_plan(plan, feeds, views)["logits"]
+        return lambda feeds: self._results("decode", self._run_plan(plan, feeds, views))
 
-    def _replay(
-        self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors
-    ) -> torch.Tensor:
+    def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
         slots of them."""
         assert self.record
         key = ("logits", id(views))
         if key not in state.captured:
             state.captured[key] = Captured(self._decode(views), feeds, self.record)
-        logits: torch.Tensor = state.captured[key].replay(feeds)
-        return logits
+        results: Tensors = state.captured[key].replay(feeds)
+        return results
 
     def token_loop(
         self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
@@ -189,7 +190,11 @@ class TorchRuntime:
         choose = self._chooser(sampling)
         key = (replace(sampling, seed=None), tuple(stops))
         if key not in state.captured:
-            step = self._decode(state.views(self.limits.max_seq))
+            run = self._decode(state.views(self.limits.max_seq))
+
+            def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+                return run(feeds)["logits"]
+
             state.captured[key] = TokenLoop(
                 embed, step, choose, batch, stops, self.device, self.record
             )

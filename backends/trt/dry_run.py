@@ -313,7 +313,7 @@ def logits_of(program: Program, params: Any, runtime: Any) -> torch.Tensor:
         if MEDIA in program.graphs and start == 0:
             phase = MEDIA
             feeds[BLOCK_IDS] = _blocks(valid, stop)
-        logits = runtime.run(phase, feeds, state, int(held.max()), True)
+        logits = runtime.run(phase, feeds, state, int(held.max()), True)["logits"]
         found.append(logits[valid > 0].flatten(0, -2).double())
     return torch.cat(found)
 

@@ -17,7 +17,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from ..base import Watch
+from ..base import Tensors, Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
@@ -256,7 +256,7 @@ class TrtRuntime(Runner):
         context: int,
         logits: bool,
         watch: Watch | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         slots = step_slots(context, self.limits.max_seq)
         with self.turn:
             if self.record and phase == "decode":
@@ -266,7 +266,7 @@ class TrtRuntime(Runner):
             state.side = 1 - state.side
             if watch:
                 watch(self.logits, out)
-        return out if logits else None
+        return {"logits": out} if logits else None
 
     def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
         """Replay a step in one launch. The graph belongs to these caches, to this many slots of

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from g4ir.backends.base import Tensors
 from g4ir.engine.encode import sound_settings
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, row_errors, widened
@@ -405,7 +406,7 @@ class _Phases:
         self.runtime, self.new_state = runtime, runtime.new_state
         self.ran: list[str] = []
 
-    def run(self, phase: str, *rest: Any) -> Tensor | None:
+    def run(self, phase: str, *rest: Any) -> Tensors | None:
         self.ran.append(phase)
-        out: Tensor | None = self.runtime.run(phase, *rest)
+        out: Tensors | None = self.runtime.run(phase, *rest)
         return out

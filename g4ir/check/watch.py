@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from g4ir.backends.base import Runtime
+from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.ir.distance import Budget, Errors, row_errors
@@ -56,7 +56,7 @@ class Watched:
 
     def run(
         self, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, logits: bool
-    ) -> torch.Tensor | None:
+    ) -> Tensors | None:
         if phase in self.hidden:
             return self.runtime.run(phase, feeds, state, context, logits)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))

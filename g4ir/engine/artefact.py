@@ -37,7 +37,7 @@ from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
 from g4ir.passes.quantize_activations import FORMS as ACTIVATION_FORMS
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.plan.settings import DEVICES, KV_NAMES, find_placement
+from g4ir.plan.settings import DEVICES, KV_NAMES, MOST_DRAFTED, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.reader import (
@@ -60,7 +60,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 9
+FORMAT = 10
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
@@ -141,12 +141,18 @@ class ActivationOptions:
 
 
 @dataclass(frozen=True)
+class RingOptions:
+    slack: Annotated[int, Range(0, MOST_DRAFTED)] = 0
+
+
+@dataclass(frozen=True)
 class PassOptions:
     """Arguments of the passes that have any."""
 
     latent_kv: LatentOptions
     narrow_kv: NarrowOptions = NarrowOptions()
     quantize_activations: ActivationOptions = ActivationOptions()
+    plan_cache: RingOptions = RingOptions()
 
 
 @dataclass(frozen=True)
@@ -538,6 +544,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--latent-kv", m.options.latent_kv.form]
     words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += _activation_words(m)
+    words += ["--draft-tokens", k] if (k := m.options.plan_cache.slack) else []
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)

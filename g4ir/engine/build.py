@@ -37,6 +37,7 @@ from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import (
     KV_NAMES,
     find_activations,
+    find_draft_tokens,
     find_dtype,
     find_kv_dtype,
     find_latent,
@@ -76,6 +77,7 @@ from .artefact import (
     PackedWeights,
     PassOptions,
     RandomWeights,
+    RingOptions,
     StoredFile,
     Versions,
     graph_texts,
@@ -159,7 +161,12 @@ def _resolved(
         limits,
         o.all_logits,
         tuple(o.skip),
-        pass_options(form, kv, _activations(backend, o.quant_activations)),
+        pass_options(
+            form,
+            kv,
+            _activations(backend, o.quant_activations),
+            _draft_tokens(backend, o.draft_tokens, limits),
+        ),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
@@ -355,6 +362,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
             LatentOptions(**p.options["latent_kv"]),
             NarrowOptions(**p.options["narrow_kv"]),
             ActivationOptions(**p.options["quantize_activations"]),
+            RingOptions(**p.options["plan_cache"]),
         ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
@@ -472,6 +480,17 @@ def _activations(backend: Backend, given: str | None) -> str:
             f"leave the option out"
         )
     return form
+
+
+def _draft_tokens(backend: Backend, given: int, limits: Limits) -> int:
+    """Return how many tokens are drafted at a time; InputError where the backend verifies none."""
+    count = find_draft_tokens(given, limits.max_seq)
+    if count and not backend.verifies:
+        raise InputError(
+            f"--draft-tokens {given}: backend {backend.name} has no step that verifies; take "
+            f"--backend torch, or leave the option out"
+        )
+    return count
 
 
 def _check_activations(r: Resolved) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,10 +21,14 @@ from g4ir.media.soft import Soft
 from g4ir.model.media import listed
 from g4ir.weights.checkpoint import GENERATION
 
+from .drafting import NONE, Draft, Tally, drafted_stream, find_draft
 from .encode import encode
 from .parts import EngineParts
 from .prompts import Defaults, checked_ids, checked_prompt, read_defaults
 from .session import Session
+
+if TYPE_CHECKING:
+    import torch
 
 TOKENIZER = "tokenizer.json"
 
@@ -94,6 +98,9 @@ class Engine(EngineParts):
         videos: Sequence[Any] = (),
         audio: Sequence[Any] = (),
         chat: bool = False,
+        draft: str = NONE,
+        draft_tokens: int | None = None,
+        tally: Tally | None = None,
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
         of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
@@ -109,7 +116,13 @@ class Engine(EngineParts):
         With `chat` a prompt is what a user says, or a list of messages (OpenAI's form), and several
         are a list of such: the checkpoint's template makes tokens of them, and the turn's ends are
         stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
+
+        `draft` says where drafts come from (drafting.py): none, or ngram, the text itself; at most
+        `draft_tokens` at a time (default: what the engine was built for). The tokens are those of
+        single steps: in float32 always, in 16 bits unless two logits are as good as equal, since
+        products of several rows may round otherwise. `tally` counts what was drafted.
         """
+        drafts = find_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
             turns = Turns.open(self.path, self.tokenizer(), self.spec.chat)
@@ -120,7 +133,8 @@ class Engine(EngineParts):
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
         sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
-        out = _generate(self, prompts, max_new_tokens, Sampler(sampling), stop, told, soft)
+        ask = _Ask(prompts, max_new_tokens, Sampler(sampling), stop, soft, drafts, tally or Tally())
+        out = _generate(self, ask, told)
         return out[0] if single else out
 
     @contextmanager
@@ -223,33 +237,55 @@ def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
     return lambda text: list(tokenizer().encode(text, add_special_tokens=False).ids)
 
 
+@dataclass(frozen=True)
+class _Ask:
+    """Prompts and settings of `generate`, read."""
+
+    prompts: list[list[int]]
+    count: int
+    sampler: Sampler
+    stop: set[int]
+    soft: Sequence[Soft]
+    draft: Draft
+    tally: Tally
+
+    def rounds(self, session: Session, logits: torch.Tensor) -> Iterator[dict[int, list[int]]]:
+        """Yield the new tokens of each row that has any, step by step."""
+        if self.draft:
+            yield from drafted_stream(
+                session,
+                logits,
+                self.prompts,
+                self.count,
+                self.sampler,
+                self.stop,
+                self.draft,
+                self.tally,
+            )
+            return
+        running = [True] * len(self.prompts)
+        for tokens, going in session.stream(logits, self.count, self.sampler, self.stop):
+            yield {row: [token] for row, token in enumerate(tokens) if running[row]}
+            running = going
+
+
 def _generate(
-    engine: Engine,
-    prompts: list[list[int]],
-    count: int,
-    sampler: Sampler,
-    stop: set[int],
-    on_token: Callable[[int, int], None] | None,
-    soft: Sequence[Soft] = (),
+    engine: Engine, ask: _Ask, on_token: Callable[[int, int], None] | None
 ) -> list[list[int]]:
     import torch
 
-    vocab, room = engine.spec.text.vocab_size, engine.limits.max_seq
+    vocab, room, prompts = engine.spec.text.vocab_size, engine.limits.max_seq, ask.prompts
     for i, p in enumerate(prompts):
-        checked_prompt(p, count, vocab, room, f"prompt {i}")
+        checked_prompt(p, ask.count, vocab, room, f"prompt {i}")
     lengths = torch.tensor([len(p) for p in prompts])
     padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
     for row, p in zip(padded, prompts, strict=True):
         row[: len(p)] = torch.tensor(p)
     out: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
     with engine.lent_session(len(prompts)) as session:
-        steps = session.stream(session.append(padded, lengths, soft), count, sampler, stop)
-        for tokens, going in steps:
-            for row, token in enumerate(tokens):
-                if running[row]:
-                    out[row].append(token)
-                    if on_token:
-                        on_token(row, token)
-            running = going
+        for made in ask.rounds(session, session.append(padded, lengths, ask.soft)):
+            for row, token in ((row, t) for row, tokens in made.items() for t in tokens):
+                out[row].append(token)
+                if on_token:
+                    on_token(row, token)
     return out

@@ -97,6 +97,11 @@ class EngineParts:
         return tuple(sorted(found))
 
     @property
+    def draft_tokens(self) -> int:
+        """How many drafted tokens a step verifies at most; 0: it was not built for that."""
+        return int(self.manifest["options"]["plan_cache"]["slack"])
+
+    @property
     def embeds_on_device(self) -> bool:
         """Whether the rows of the tables are gathered where the engine runs."""
         devices = {getattr(t, "device", None) for t in self.tables.values()}

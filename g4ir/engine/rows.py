@@ -8,10 +8,8 @@ downwards when a smaller one would have done for a number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
-
-import torch
 
 from g4ir.errors import InputError
 
@@ -89,13 +87,6 @@ class Rows(Generic[T]):
         self._spare = self._spare + 1 if size < len(self.held) else 0
         if self._spare > self.patience:
             self._move(size)
-
-    def advance(self, tokens: Mapping[int, int]) -> torch.Tensor:
-        """Append a token to each of some rows; return logits [bucket, vocab]."""
-        size = len(self.held)
-        given = torch.tensor([tokens.get(i, 0) for i in range(size)])
-        active = torch.tensor([i in tokens for i in range(size)])
-        return self.session.advance(given, None if len(tokens) == size else active)
 
     def forget(self) -> None:
         """Drop all rows, and the sessions too: what a broken step left in them is not known."""

@@ -11,7 +11,7 @@ import torch
 from g4ir.errors import InputError
 from g4ir.media.merge import Piece, Prompt, check_softs, merged
 from g4ir.model.media import check_list, check_taken, listed, placeholders
-from g4ir.model.text import BLOCKS
+from g4ir.model.text import BLOCKS, VERIFY
 from g4ir.ops.finite import not_finite, require_finite
 
 from .encode import encode
@@ -47,6 +47,8 @@ class Session:
         self.length = torch.zeros(batch, dtype=torch.int64)
         #: most tokens that each row ever held since it was last empty (what rings have seen)
         self._written = torch.zeros(batch, dtype=torch.int64)
+        #: what each row held before the tokens that may be taken back
+        self._before = self.length
 
     def __repr__(self) -> str:
         return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
@@ -104,6 +106,55 @@ class Session:
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
         lengths = None if active is None else self._checked_active(active)
         return self._append(Prompt(*self._checked(tokens[:, None], lengths)))
+
+    def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
+        """Append tokens that may be taken back, int64 [batch, S], of which row b's first lengths[b]
+        are valid (default: all); at most one more than the engine's --draft-tokens. Return float32
+        [batch, S, vocab], what follows each (zeros behind a row's last). `truncate` then keeps as
+        many of them as are right. InputError as `prefill`, and where the engine has no such step.
+        """
+        tokens, lengths = self._checked(tokens, lengths)
+        logits = _on_host(self.judge(tokens, lengths))
+        behind = torch.arange(tokens.shape[1]) >= lengths[:, None]
+        return logits.masked_fill(behind[..., None], 0.0)
+
+    def judge(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Verify, and leave the logits on the engine's device, as `append` does; those behind a
+        row's last mean nothing. Tokens are right-padded with 0."""
+        most, width = self.engine.draft_tokens + 1, tokens.shape[1]
+        if most == 1:
+            raise InputError(
+                f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
+                f"--draft-tokens K"
+            )
+        if width > most:
+            built = f"an engine of --draft-tokens {most - 1}"
+            raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
+        device = self.engine.device
+        positions = self.length[:, None] + torch.arange(width)
+        feeds = self.engine.embed(tokens)
+        feeds |= {"positions": positions.to(device), "lengths": lengths.to(device)}
+        logits = self._run(VERIFY, feeds, lengths)
+        assert logits is not None
+        return logits
+
+    def judged(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """Append tokens to some rows, and leave what follows each, [batch, S, vocab], on the
+        device; `keep` then says how many of them were right."""
+        rows, lengths = _in_rows(tokens, self.batch)
+        self._check_ids(rows)
+        self._check_room(lengths)
+        self._before = self.length
+        if rows.shape[1] > 1:
+            return self.judge(rows, lengths)
+        return self.advance(rows[:, 0], None if len(tokens) == self.batch else lengths > 0)[:, None]
+
+    def keep(self, counts: Mapping[int, int]) -> None:
+        """Keep the first tokens of those that `judged` appended last: so many of each row."""
+        kept = self.length.clone()
+        for row, count in counts.items():
+            kept[row] = self._before[row] + count
+        self.truncate(kept)
 
     def _prompt(
         self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
@@ -202,14 +253,15 @@ class Session:
         """Return the next token of each row, int64 [B] on the host; from a device they come with
         the word that the logits are finite, so that it is waited for once."""
         if not logits.is_cuda:
-            return sampler.next(self._finite(logits))
+            return sampler.next(self.finite(logits))
         tokens = sampler.next(logits)
         *chosen, finite = torch.cat((tokens, logits.isfinite().all()[None])).tolist()
         if not finite:
-            self._finite(logits)
+            self.finite(logits)
         return torch.tensor(chosen)
 
-    def _finite(self, logits: torch.Tensor) -> torch.Tensor:
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits; CheckError where any is NaN or infinite."""
         return require_finite(logits, self._what(), self.engine.dtype)
 
     def _what(self) -> str:
@@ -396,13 +448,17 @@ class Session:
         if ids is not None:
             phase = BLOCKS
             feeds["block_ids"] = ids.to(device)
-        after = self.length + piece.count
-        logits: torch.Tensor | None = self.engine.runtime.run(
-            phase, feeds, self.state, int(after.max()), wanted
-        )
+        return self._run(phase, feeds, piece.count, wanted)
+
+    def _run(
+        self, phase: str, feeds: dict[str, torch.Tensor], count: torch.Tensor, wanted: bool = True
+    ) -> torch.Tensor | None:
+        """Append `count` tokens to each row by a graph; return its logits, if they are wanted."""
+        after = self.length + count
+        made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
         self.length = after
         self._written = torch.maximum(self._written, after)
-        return logits
+        return made["logits"] if made else None
 
 
 def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
@@ -431,6 +487,17 @@ def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> No
             f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
             f"of {vocab}"
         )
+
+
+def _in_rows(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of some of `batch` rows, right-padded with 0, and how many each has."""
+    width = max(map(len, tokens.values()))
+    out = torch.zeros(batch, width, dtype=torch.int64)
+    lengths = torch.zeros(batch, dtype=torch.int64)
+    for row, ids in tokens.items():
+        out[row, : len(ids)] = torch.tensor(ids)
+        lengths[row] = len(ids)
+    return out, lengths
 
 
 def _tensor(value: Any, what: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,6 +27,7 @@ from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 from g4ir.ops.finite import not_finite
 
+from .drafting import NO_DRAFT, Draft, Drafter, Tally, accepted, find_draft
 from .engine import Engine
 from .prefixes import Keys, Prefixes
 from .prompts import checked_ids, checked_prompt
@@ -40,6 +41,8 @@ QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 SEEDS = 1 << 63
+#: a token, or why there is none (see `choose_rows`)
+Drawn = Choice | Exception | None
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,20 @@ class SlotSettings:
     """`buckets`: numbers of rows that sessions are made for (default 1, 2, 4, ... max_batch).
     `chunks` of prompts, of at most `chunk_tokens` (default: what the engine was built for), are
     computed between two steps while rows decode. A smaller bucket is taken after `patience` steps
-    for which it would have done. `prefix_bytes` bound what is remembered of prompts."""
+    for which it would have done. `prefix_bytes` bound what is remembered of prompts. Tokens are
+    drafted as `draft` says, while at most `draft_rows` rows decode: products of more tokens than
+    that cost more than reading the weights."""
 
     buckets: tuple[int, ...] | None = None
     chunks: int = 1
     chunk_tokens: int | None = None
     patience: int = 16
     prefix_bytes: int = PREFIX_BYTES
+    draft: Draft = NO_DRAFT
+    draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0}
+        least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "draft_rows": 1}
         for name, number in least.items():
             value = getattr(self, name)
             if value is not None and value < number:
@@ -110,6 +117,8 @@ class Answer:
     finish: str | None = None
     #: whether its reader has enough of it
     enough: bool = False
+    #: from its first draft on
+    drafter: Drafter | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -123,7 +132,7 @@ class Ticket:
         self.job, self.number, self.keys = job, number, keys
         self.answers = tuple(Answer(i, self, s) for i, s in enumerate(samplers))
         self.state = QUEUED
-        self.counts = Counts(len(job.tokens))
+        self.counts, self.tally = Counts(len(job.tokens)), Tally()
         self.cancelled = self.paused = False
         self._begun = time.perf_counter()
 
@@ -179,6 +188,7 @@ class Totals:
     step_s: dict[int, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
     restored: int = 0
+    tally: Tally = field(default_factory=Tally)
 
 
 class Slots:
@@ -187,6 +197,7 @@ class Slots:
     def __init__(self, engine: Engine, settings: SlotSettings | None = None) -> None:
         self.engine, self.settings = engine, settings or SlotSettings()
         self.most = engine.limits.max_batch
+        find_draft(engine, self.settings.draft.source, self.settings.draft.tokens or None)
         sizes = checked_buckets(self.settings.buckets, self.most)
         self.rows: Rows[Answer] = Rows(engine, sizes, self.settings.patience)
         self.staging = Staging(engine, self.settings.prefix_bytes)
@@ -303,8 +314,7 @@ class Slots:
         try:
             self.rows.settle(self._coming())
             answers = {a.row: a for a in answers.values()}  # a move changes rows
-            logits = self.rows.advance({row: a.tokens[-1] for row, a in answers.items()})
-            choices = choose_rows(logits, {row: a.sampler for row, a in answers.items()})
+            choices = self._round(answers)
         except Exception as e:  # what the rows hold now is not known
             tickets = dict.fromkeys(a.ticket for a in self.rows.holders)
             self.rows.forget()
@@ -312,7 +322,42 @@ class Slots:
         self.totals.steps[len(answers)] += 1
         took, bucket = time.perf_counter() - begun, len(self.rows.held)
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
-        return [self._taken(answers[row], choice) for row, choice in choices.items()]
+        return [self._taken(answers[row], c) for row, made in choices.items() for c in made]
+
+    def _round(self, answers: Mapping[int, Answer]) -> Mapping[int, Sequence[Drawn]]:
+        """Choose a token for each row, and more where drafts of them are right."""
+
+        def choose(logits: torch.Tensor, rows: Collection[int]) -> Mapping[int, Drawn]:
+            return choose_rows(logits, {row: answers[row].sampler for row in rows})
+
+        def goes_on(row: int, choice: Drawn, drafted: int | None) -> bool:
+            right = isinstance(choice, Choice) and choice.token == drafted
+            return right and drafted not in answers[row].sampler.stops
+
+        drafts = self._drafts(answers)
+        newest = {row: a.tokens[-1] for row, a in answers.items()}
+        logits = self.rows.session.judged({row: [newest[row], *d] for row, d in drafts.items()})
+        made = accepted(logits, drafts, choose, goes_on)
+        self.rows.session.keep({row: len(choices) for row, choices in made.items()})
+        for row, choices in made.items():
+            drafter, drafted = answers[row].drafter, len(drafts[row])
+            if drafter:
+                drafter.pace.told(drafted, len(choices) - 1)
+                self.totals.tally.add(drafted, len(choices))
+                answers[row].ticket.tally.add(drafted, len(choices))
+        return made
+
+    def _drafts(self, answers: Mapping[int, Answer]) -> dict[int, list[int]]:
+        """Return drafted tokens of each row; none where nothing is drafted, or of too many rows."""
+        draft = self.settings.draft
+        if not draft or len(answers) > self.settings.draft_rows:
+            return {row: [] for row in answers}
+        return {row: self._draft(a, draft) for row, a in answers.items()}
+
+    def _draft(self, answer: Answer, draft: Draft) -> list[int]:
+        job = answer.ticket.job
+        answer.drafter = answer.drafter or Drafter(draft, job.tokens)
+        return answer.drafter.propose(answer.tokens, job.max_new_tokens - len(answer.tokens) - 1)
 
     def _coming(self) -> int:
         """Count the rows that will be needed soon."""

@@ -19,19 +19,29 @@ from .media import PICTURES, Media, placeholders
 #: graphs that a step of the text model runs, and all of them
 TEXT_GRAPHS = ("prefill", "decode")
 PHASES = ("embed", *TEXT_GRAPHS)
+#: some tokens at once that may be taken back: those that were drafted, and the one before them
+VERIFY = "verify"
 #: prefill of chunks in which the tokens of a picture see each other
 BLOCKS = "prefill_media"
+#: graph -> tokens of a chunk, where those are not S: few enough that caches have a slot for each
+_TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
 #: the table of per-layer embeddings, gathered from and never multiplied with
 PLE_PARAM = "ple.table"
 
 
 def build_program(
-    spec: Spec, all_logits: bool = False, dtype: str | None = None, media: Media | None = None
+    spec: Spec,
+    all_logits: bool = False,
+    dtype: str | None = None,
+    media: Media | None = None,
+    verifies: bool = False,
 ) -> Program:
     """Return the graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`; for one
-    that takes media also `prefill_media`, where pictures are seen both ways, and its towers."""
+    that `verifies` drafted tokens also `verify`; for one that takes media also `prefill_media`,
+    where pictures are seen both ways, and its towers."""
     kind = dtype or spec.dtype
-    graphs = {p: build_graph(spec, p, all_logits, kind, media) for p in PHASES}
+    phases = (*PHASES, VERIFY) if verifies else PHASES
+    graphs = {p: build_graph(spec, p, all_logits, kind, media) for p in phases}
     if media is None or not media.kinds:
         return Program(graphs)
     from .towers import build_towers
@@ -55,16 +65,18 @@ def build_graph(
 ) -> Graph:
     """Return the graph of one phase.
 
-    Dims: B rows, S tokens of the chunk (1 in decode), C slots of a full-length cache.
+    Dims: B rows, S tokens of the chunk (1 in decode, M in verify), C slots of a full-length cache.
     prefill and decode take `embeds` [B,S,hidden] (scaled), `ple_rows` [B,S,layers*dim] where
     the spec has per-layer embeddings, `positions` i64[B,S] and `lengths` i64[B], the valid
     tokens of each row. They yield `logits`, [B,1,vocab] at each row's last valid token, or
-    [B,S,vocab] with all_logits. `prefill_media` also takes `block_ids` i64[B,S], -1 outside of
-    pictures (see the op `attention`). `embed` takes `tokens` i64[B,S]; with media, placeholders
-    get the rows of the padding token.
+    [B,S,vocab] with all_logits. `verify` is decode of several tokens: they are written first, each
+    sees the caches alone, and every one has its logits. `prefill_media` also takes `block_ids`
+    i64[B,S], -1 outside of pictures (see the op `attention`). `embed` takes `tokens` i64[B,S]; with
+    media, placeholders get the rows of the padding token.
     """
-    if phase not in (*PHASES, BLOCKS):
-        raise InputError(f"unknown phase {phase!r}; one of {', '.join((*PHASES, BLOCKS))}")
+    known = (*PHASES, VERIFY, BLOCKS)
+    if phase not in known:
+        raise InputError(f"unknown phase {phase!r}; one of {', '.join(known)}")
     if phase == BLOCKS and not has_blocks(spec):
         raise InputError(f"{spec.name} has no {BLOCKS}: its soft tokens see the past alone")
     if phase == "embed":
@@ -101,18 +113,21 @@ class _Text:
 
     def __init__(self, spec: Spec, phase: str, all_logits: bool, dtype: str) -> None:
         self.spec, self.text, self.dtype = spec, spec.text, dtype
-        self.phase, self.all_logits = phase, all_logits
+        self.phase = phase
+        #: whether tokens are in the caches before attention reads these
+        self.writes_first = phase in ("decode", VERIFY)
+        self.every = all_logits or self.writes_first
         self.b = Builder(phase)
         self.eps = spec.text.rms_norm_eps
 
     def build(self) -> Graph:
-        b, text, s = self.b, self.text, 1 if self.phase == "decode" else "S"
+        b, text, s = self.b, self.text, _TOKENS.get(self.phase, "S")
         h = b.input("embeds", Type(self.dtype, ("B", s, text.hidden_size)))
         ple = self.per_layer_inputs(h, s) if text.ple else None
         self.positions = b.input("positions", Type("i64", ("B", s)))
         self.lengths = b.input("lengths", Type("i64", ("B",)))
         self.start = b.emit("row_start", self.positions, name="start")
-        if self.phase == "decode":
+        if self.writes_first:
             self.end = b.emit("add", self.start, self.lengths, name="end")
         if self.phase == BLOCKS:
             self.block_ids = b.input("block_ids", Type("i64", ("B", s)))
@@ -192,8 +207,8 @@ class _Text:
         return k, b.emit("rms_norm", v, eps=self.eps, name=f"{p}.v.norm")
 
     def attend(self, layer: Layer, q: Value, k: Value, v: Value) -> Value:
-        """Attend. A chunk sees the cache as it was, then itself; a single token is written first
-        and sees the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
+        """Attend. A chunk sees the cache as it was, then itself; tokens that are written first see
+        the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
         b, p, a = self.b, f"L{layer.index}", layer.attention
         cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
         old = [b.cache(f"{p}.k", cache), b.cache(f"{p}.v", cache)]
@@ -202,7 +217,7 @@ class _Text:
             for c, x in zip(old, (k, v), strict=True)
         ]
         b.next.update({c.name: n for c, n in zip(old, new, strict=True)})
-        reads = (self.end, *new) if self.phase == "decode" else (self.start, *old, k, v)
+        reads = (self.end, *new) if self.writes_first else (self.start, *old, k, v)
         if self.phase == BLOCKS and layer.kind == SLIDING:
             reads = (*reads, self.block_ids)
         return b.emit(
@@ -282,13 +297,12 @@ class _Text:
         b, text = self.b, self.text
         x = self.norm(h, "final.norm", "final.w")
         w = "embed.table" if text.tie_word_embeddings else "head.w"
-        every = self.all_logits or self.phase == "decode"
-        last = "logits" if every else "logits.all"
+        last = "logits" if self.every else "logits.all"
         cap = text.final_logit_softcapping
         x = self.project(x, "head.out" if cap else last, w, text.vocab_size)
         if cap:
             x = b.emit("softcap", x, cap=cap, name=last)
-        return x if every else b.emit("last_row", x, self.lengths, name="logits")
+        return x if self.every else b.emit("last_row", x, self.lengths, name="logits")
 
     def act(self) -> str:
         return self.text.hidden_activation

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import PlanError
-from g4ir.ir.graph import Program, split_prologue
-from g4ir.model.text import BLOCKS, PLE_PARAM, build_graph
+from g4ir.ir.graph import Program, bind, split_prologue
+from g4ir.model.text import BLOCKS, PLE_PARAM, VERIFY, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
+from g4ir.passes.plan_cache import slack_of
 from g4ir.quant.rewrite import quantised
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
@@ -146,7 +147,7 @@ def require_fit(
         )
         held = quantised(graphs, r.spec, r.recipe, dtype)
         made = held.map(lambda g: run_passes(g, skip=r.skip, options=r.options))
-        return _needs(stored(made))
+        return _needs(stored(made), slack_of(r.options))
 
     build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch
@@ -157,7 +158,7 @@ def require_fit(
 def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
     """Return where the table of per-layer embeddings lies by default: on the device if all fits
     there, else in its file. Arguments as those of `require_fit`."""
-    needs = _needs(program)
+    needs = _needs(program, slack_of(r.options))
     build = _build(program, replace(r, ple_placement="device"), lambda _: needs)
     fits = build.need() <= memory - reserve(memory) - more
     return "device" if fits else DEFAULT_PLACEMENT
@@ -165,7 +166,7 @@ def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0)
 
 def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Build:
     least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
-    needs = _needs(program)
+    needs = _needs(program, slack_of(r.options))
     made = Footprint(r.spec, r.dtype, r.device, r.ple_placement, needs, needs)
     return _Build(made, r.limits, remake, partial(_table_bytes, program, r.dtype), least)
 
@@ -178,8 +179,10 @@ def _table_bytes(program: Program, own: str, dtype: str) -> int:
     return sum(t.numel() * ITEMSIZE[dtype if t.dtype == own else t.dtype] for t in types)
 
 
-def _needs(program: Program) -> Needs:
+def _needs(program: Program, drafted: int) -> Needs:
     mains = split_program(program).program.graphs
+    if VERIFY in mains:
+        mains = {**mains, VERIFY: bind(mains[VERIFY], M=drafted + 1)}
     return Needs(tuple(g for name, g in mains.items() if name != "embed"))
 
 

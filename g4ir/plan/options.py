@@ -73,6 +73,12 @@ class BuildOptions:
     all_logits: bool = option(
         False, "prefill can return the logits of every token", action="store_true"
     )
+    draft_tokens: int = option(
+        0,
+        "tokens drafted at a time at most, which one step then verifies (default 0:\nno drafting)",
+        type=int,
+        metavar="K",
+    )
     skip: Iterable[str] = option((), "leave a pass out", action="append", metavar="PASS")
     latent_kv: str = option(
         "auto", "what layers with K=V cache: off, value, raw or auto", metavar="FORM"

@@ -17,6 +17,8 @@ from .latent import choose_form
 DEVICES = ("cpu", "cuda")
 #: what caches may hold, as a user says it -> dtype of their rows (ops/narrow.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
+#: a round costs about what its weights cost to read; of more tokens, products cost more than that
+MOST_DRAFTED = 32
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
@@ -55,10 +57,19 @@ def find_activations(given: str | None) -> str:
     return given or OFF
 
 
-def pass_options(latent: str, kv: str, activations: str = OFF) -> Options:
-    """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, and
-    what rows are rounded to."""
+def find_draft_tokens(given: int, max_seq: int) -> int:
+    """Return how many tokens are drafted at a time at most; InputError for what no round takes."""
+    most = min(MOST_DRAFTED, max_seq - 1)
+    if not 0 <= given <= most:
+        raise InputError(f"draft-tokens {given}: expected 0 (no drafting) to {most}")
+    return given
+
+
+def pass_options(latent: str, kv: str, activations: str = OFF, drafted: int = 0) -> Options:
+    """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, what
+    rows are rounded to, and how many tokens rings can lose again."""
     return {
+        "plan_cache": {"slack": drafted},
         "latent_kv": {"form": latent},
         "narrow_kv": {"to": kv},
         "quantize_activations": {"to": activations},

@@ -18,6 +18,7 @@ from g4ir.ops.finite import cast
 from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump, Options, run_program
+from g4ir.passes.plan_cache import slack_of
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -89,7 +90,8 @@ def make_packing(
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its spec
     and options. `stored` is the backend's (Backend.stored)."""
-    plain = quantised(build_program(spec, all_logits, dtype, media), spec, recipe, dtype)
+    made = build_program(spec, all_logits, dtype, media, verifies=slack_of(options) > 0)
+    plain = quantised(made, spec, recipe, dtype)
     return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 
 

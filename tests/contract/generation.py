@@ -203,10 +203,10 @@ def test_logits_that_are_not_finite(engine: Engine, monkeypatch: pytest.MonkeyPa
     run: Callable[..., Any] = engine.runtime.run
 
     def broken(*args: Any) -> Any:
-        logits = run(*args)
-        if logits is not None and args[0] == "decode":
-            logits[..., 7] = float("nan")
-        return logits
+        made = run(*args)
+        if made is not None and args[0] == "decode":
+            made["logits"][..., 7] = float("nan")
+        return made
 
     monkeypatch.setattr(engine.runtime, "run", broken)
     with pytest.raises(CheckError, match=r"logits after \[12\] tokens: NaN or infinite"):

@@ -352,8 +352,9 @@ def test_append_and_advance_hand_out_what_the_runtime_made(
     made, run = list[Any](), engine.runtime.run
 
     def kept(*args: Any) -> Any:
-        made.append(run(*args))
-        return made[-1]
+        out = run(*args)
+        made.append(out["logits"])
+        return out
 
     monkeypatch.setattr(engine.runtime, "run", kept)
     tokens = some_tokens(2, CHUNK + 3)

@@ -1,0 +1,276 @@
+"""More than one token per step: some are drafted, and one step verifies all of them.
+
+A round feeds the row's newest token and k drafted ones. The logits after each are chosen from as
+ever, with the row's own random numbers; as long as a choice is the draft, the next logits are right
+too. So k + 1 tokens at most, and one at least, come of a round, and they are those that single
+steps would have chosen. What was wrongly drafted is taken back: a length that is set, since rings
+have room for it (passes/plan_cache.py).
+
+Drafts come from the row's own text (`Lookup`): what followed the last place that ends like it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from g4ir.errors import InputError
+
+from .parts import EngineParts
+from .session import Session
+
+if TYPE_CHECKING:
+    from g4ir.backends.sampling import Sampler
+
+NONE, NGRAM = "none", "ngram"
+#: where drafts come from
+DRAFTS = (NONE, NGRAM)
+#: tokens at the end of a text that must be found again for a draft, and that are compared at most
+LEAST_MATCH, MOST_MATCH = 2, 16
+#: what a drafted token costs as a share of a step; a right one saves a step
+COST = 0.12
+#: steps of pause after drafts that did not pay: at first, and at most
+FIRST_PAUSE, LONGEST_PAUSE = 8, 64
+
+T = TypeVar("T")
+#: chooses the next token of some rows, from logits [B, vocab] of all
+Choose = Callable[[torch.Tensor, Collection[int]], Mapping[int, T]]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Where drafts come from, and how many tokens a round drafts at most."""
+
+    source: str = NONE
+    tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.source != NONE
+
+
+NO_DRAFT = Draft()
+
+
+def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> Draft:
+    """Return what was asked for; InputError where the engine cannot do it, with the way to build
+    one that can."""
+    if source not in DRAFTS:
+        raise InputError(f"draft {source!r}: expected one of {', '.join(DRAFTS)}")
+    most = engine.draft_tokens
+    if source == NONE:
+        if tokens is not None:
+            raise InputError(f"draft-tokens {tokens}: nothing is drafted; give --draft too")
+        return NO_DRAFT
+    if not most:
+        raise InputError(
+            f"draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
+            f"with --draft-tokens K"
+        )
+    if tokens is not None and not 1 <= tokens <= most:
+        raise InputError(
+            f"draft-tokens {tokens}: expected 1 to {most}, which this engine was built for; build "
+            f"it again with --draft-tokens {max(tokens, 1)} for more"
+        )
+    return Draft(source, tokens or most)
+
+
+# --- drafts -----------------------------------------------------------------------------------
+
+
+class Lookup:
+    """A row's text, and what followed earlier where it ended as it does now."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._ids = np.empty(max(64, 2 * len(tokens)), np.int64)
+        self._count = 0
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        end = self._count + len(tokens)
+        if end > len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(max(end, len(self._ids)), np.int64)))
+        self._ids[self._count : end] = tokens
+        self._count = end
+
+    def propose(self, count: int) -> list[int]:
+        """Return up to `count` tokens: those behind the longest earlier match of the text's end,
+        the latest of equal ones. Where they run into the end itself, the text repeats itself and
+        so does the draft."""
+        ids = self._ids[: self._count]
+        ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) else ids
+        size = min(1, len(ends))
+        while 0 < size < MOST_MATCH:
+            longer = ends[ends >= size]
+            longer = longer[ids[longer - size] == ids[-1 - size]]
+            if not len(longer):
+                break
+            ends, size = longer, size + 1
+        if size < LEAST_MATCH:
+            return []
+        behind = int(ends[-1]) + 1
+        found: list[int] = np.resize(ids[behind:], count).tolist()
+        return found
+
+
+class Pace:
+    """How many tokens to draft for a row, by what became of the last ones. It follows from the
+    tokens alone, so that equal requests are computed equally."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self._count = most
+        #: steps that were saved, less those that drafts cost
+        self._credit = 1.0
+        self._pause, self._next_pause = 0, FIRST_PAUSE
+
+    def count(self) -> int:
+        """Return how many tokens the next round drafts at most; 0 while it pauses."""
+        if self._pause:
+            self._pause -= 1
+            return 0
+        return self._count
+
+    def told(self, drafted: int, accepted: int) -> None:
+        """Take in what became of a round's drafts."""
+        if not drafted:
+            return
+        self._credit = min(2.0, self._credit + accepted - COST * (drafted + 1))
+        self._count = min(self.most, 2 * self._count if accepted == drafted else accepted + 1)
+        if accepted == drafted:
+            self._next_pause = FIRST_PAUSE
+        if self._credit < 0:
+            self._credit, self._pause = 0.0, self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+
+class Drafter:
+    """Drafts for one row: its text, which begins with a prompt, and its pace."""
+
+    def __init__(self, draft: Draft, prompt: Sequence[int]) -> None:
+        self.text, self.pace = Lookup(prompt), Pace(draft.tokens)
+        self._followed = 0
+
+    def propose(self, generated: Sequence[int], room: int) -> list[int]:
+        """Return drafted tokens to follow the generated ones, at most `room`."""
+        self.text.extend(generated[self._followed :])
+        self._followed = len(generated)
+        count = min(self.pace.count(), room)
+        return self.text.propose(count) if count > 0 else []
+
+
+# --- rounds -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Counts of rounds: `rounds` of a row, those that drafted too; tokens that came of them; how
+    often a token was drafted, and accepted, at each place of a draft."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+
+    def add(self, drafted: int, tokens: int) -> None:
+        """Count a round of a row."""
+        self.rounds += 1
+        self.tokens += tokens
+        self.drafted.update(range(drafted))
+        self.accepted.update(range(min(drafted, tokens - 1)))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return tokens per round, and the share that was accepted of those drafted, by place."""
+        shares = [round(self.accepted[i] / n, 4) for i, n in sorted(self.drafted.items())]
+        per_round = round(self.tokens / self.rounds, 4) if self.rounds else None
+        return {"rounds": self.rounds, "tokens_per_round": per_round, "accepted": shares}
+
+
+def accepted(
+    logits: torch.Tensor,
+    drafts: Mapping[int, Sequence[int]],
+    choose: Choose[T],
+    goes_on: Callable[[int, T, int | None], bool],
+) -> dict[int, list[T]]:
+    """Return what is chosen for each row of `drafts`, from logits [B, S, vocab] after its newest
+    token and after each drafted one: one choice, and another for each draft that was right.
+
+    `goes_on(row, choice, draft)`: whether a choice is the token that was drafted, and not the
+    row's last; draft None: there is no further one.
+    """
+    made: dict[int, list[T]] = {row: [] for row in drafts}
+    live: Collection[int] = drafts.keys()
+    for place in range(logits.shape[1]):
+        chosen = choose(logits[:, place], live)
+        for row, choice in chosen.items():
+            made[row].append(choice)
+        live = [
+            row for row, choice in chosen.items() if goes_on(row, choice, _at(drafts[row], place))
+        ]
+        if not live:
+            break
+    return made
+
+
+def _at(drafts: Sequence[int], place: int) -> int | None:
+    return drafts[place] if place < len(drafts) else None
+
+
+class Numbered:
+    """Chooses as a Sampler does that is asked for a token of every row at a time, whichever token
+    of its row each is: the random number of a row's i-th token is the same."""
+
+    def __init__(self, sampler: Sampler, batch: int) -> None:
+        self.sampler, self.counts = sampler, [0] * batch
+        self._numbers: list[torch.Tensor] = []
+
+    def choose(self, logits: torch.Tensor, rows: Collection[int]) -> dict[int, int]:
+        """Return the next token of some rows of logits [B, vocab]."""
+        tokens = self.sampler.pick(logits, self._uniforms()).tolist()
+        for row in rows:
+            self.counts[row] += 1
+        return {row: tokens[row] for row in rows}
+
+    def _uniforms(self) -> torch.Tensor | None:
+        if self.sampler.settings.temperature == 0:
+            return None
+        while len(self._numbers) <= max(self.counts):
+            self._numbers.append(self.sampler.uniforms(len(self.counts)))
+        return torch.stack([self._numbers[i][row] for row, i in enumerate(self.counts)])
+
+
+def drafted_stream(
+    session: Session,
+    logits: torch.Tensor,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampler: Sampler,
+    stops: Collection[int],
+    draft: Draft,
+    tally: Tally,
+) -> Iterator[dict[int, list[int]]]:
+    """Yield after each round the new tokens of each row, as `Session.stream` does one by one: up to
+    `count` a row, the last of which may be one of `stops`. `prompts` are what the rows hold."""
+
+    def goes_on(_: int, token: int, drafted: int | None) -> bool:
+        return token == drafted and token not in stops
+
+    numbered = Numbered(sampler, session.batch)
+    first = numbered.choose(session.finite(logits), range(session.batch))
+    texts = {row: [token] for row, token in first.items()}
+    yield {row: [*text] for row, text in texts.items()}
+    drafters = {row: Drafter(draft, prompts[row]) for row in texts}
+    while texts := {r: t for r, t in texts.items() if t[-1] not in stops and len(t) < count}:
+        drafts = {r: drafters[r].propose(t, count - len(t) - 1) for r, t in texts.items()}
+        found = session.judged({row: [texts[row][-1], *d] for row, d in drafts.items()})
+        made = accepted(session.finite(found), drafts, numbered.choose, goes_on)
+        session.keep({row: len(tokens) for row, tokens in made.items()})
+        for row, tokens in made.items():
+            tally.add(len(drafts[row]), len(tokens))
+            drafters[row].pace.told(len(drafts[row]), len(tokens) - 1)
+            texts[row] += tokens
+        yield made
