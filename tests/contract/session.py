@@ -353,7 +353,7 @@ def test_append_and_advance_hand_out_what_the_runtime_made(
 
     def kept(*args: Any) -> Any:
         out = run(*args)
-        made.append(out["logits"])
+        made.append(out)
         return out
 
     monkeypatch.setattr(engine.runtime, "run", kept)
@@ -362,7 +362,7 @@ def test_append_and_advance_hand_out_what_the_runtime_made(
     for step in (tokens, tokens[:, :1]):
         held, copy = own.append(step), plain.prefill(step)
         assert torch.equal(held, copy)
-        assert copy.data_ptr() != made[-1].data_ptr() and copy.dtype == torch.float32
+        assert copy.data_ptr() != made[-1]["logits"].data_ptr() and copy.dtype == torch.float32
     assert held.data_ptr() == made[-2].data_ptr()  # nothing is copied
     active = torch.tensor([True, False])
     held, copy = own.advance(tokens[:, 0], active), plain.decode(tokens[:, 0], active)

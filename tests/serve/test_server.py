@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
+from g4ir.engine.session import Session
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.app import Server
 from g4ir.serve.gate import known_hosts, read_keys
@@ -333,13 +334,13 @@ def test_a_row_that_hit_its_stop_string_is_free(
     """The others go on: they are not cancelled, and say what they would have said."""
     texts: dict[bool, list[str]] = {}
     rows: list[int] = []
-    advance = served.slots.rows.advance
+    judged = Session.judged
 
-    def seen(tokens: Any) -> Any:
-        rows.append(len(tokens))
-        return advance(tokens)
+    def seen(self: Session, given: Any) -> Any:
+        rows.append(len(given))
+        return judged(self, given)
 
-    monkeypatch.setattr(served.slots.rows, "advance", seen)
+    monkeypatch.setattr(Session, "judged", seen)
     body = LONG | {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 120}
     cancelled = served.server.service and served.server.service.totals.ended["cancelled"]
     with served.client() as client:
@@ -424,7 +425,7 @@ def test_a_row_that_fails(
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret words")
 
-    monkeypatch.setattr(served.slots.rows, "advance", broken)
+    monkeypatch.setattr(Session, "judged", broken)
     with pytest.raises(openai.APIError) as e:
         [*ask(client, stream=True)] if stream else ask(client)
     assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
