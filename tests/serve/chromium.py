@@ -41,6 +41,8 @@ class Page:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
             self.call(f"{domain}.enable")
+        # Else the window loses the keyboard for good where a page refuses a drop.
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> Any:
         number = next(self._numbers)
@@ -69,6 +71,12 @@ class Page:
     def go(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def leave(self) -> None:
+        """Leave the page, and forget what was told of it."""
+        self.call("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
+        self.events.clear()
 
     def run(self, script: str) -> Any:
         """The value of an expression, awaited."""
@@ -104,6 +112,12 @@ class Page:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(p) for p in paths])
+
+    def drop_files(self, *paths: Path) -> None:
+        """Drag files in from elsewhere, and let them go in the middle of the page."""
+        data = {"items": [], "files": [str(p) for p in paths], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.call("Input.dispatchDragEvent", type=kind, x=200, y=200, data=data)
 
     def look(self, width: int, height: int, scheme: str = "light") -> None:
         """Take a size of the window and a scheme of colours."""

@@ -45,7 +45,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def page(tab: Page, served: Running) -> Iterator[Page]:
     """The page as somebody sees it first. Whatever a test does, nothing breaks and nothing is asked
     of anybody else."""
-    tab.events.clear()
+    tab.leave()
     tab.look(900, 760)
     tab.go(f"{served.url}/")
     tab.run("localStorage.clear(); sessionStorage.clear(); localStorage.max_tokens = 60")
@@ -202,7 +202,7 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
     """It is asked for, asked with, and kept as long as the tab; nobody knocks while it is wrong."""
     gate = Gate((b"open-sesame",), ("localhost",))
     with running(lambda: load_engine(engine_folder), gate) as r:
-        tab.events.clear()
+        tab.leave()
         tab.look(900, 760)
         tab.go(f"{r.url}/")
         tab.until("find('settings').open")
@@ -218,6 +218,8 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
         tab.press("Enter")
         eventually(lambda: r.server.service)
         tab.until(READY)
+        knocks = len(tab.told("Network.requestWillBeSent"))
+        eventually(lambda: len(tab.told("Network.requestWillBeSent")) > knocks)  # it looks again
         assert tab.run("sessionStorage.getItem('key')") == "open-sesame"
         assert "open-sesame" not in tab.run("JSON.stringify(localStorage)")
         r.dictate(monkeypatch, "Come in.", END)
@@ -225,6 +227,7 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
         say(tab, "hello")
         assert last(tab, ".assistant .text") == "Come in."
         nothing_broke(tab, r.url)
+        tab.leave()
 
 
 def test_thoughts_are_folded(page: Page, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,24 +320,18 @@ def test_pictures_by_choice_and_by_drop(page: Page, served: Running, tmp_path: P
     page.until("document.querySelectorAll('#attached li').length === 1")
     page.run("document.querySelector('#attached button').click()")
     assert page.run("document.querySelectorAll('#attached li').length") == 0
-    page.run(
-        """new Promise((done) => {
-          const canvas = Object.assign(document.createElement('canvas'), { width: 64, height: 48 });
-          canvas.getContext('2d').fillRect(0, 0, 64, 48);
-          canvas.toBlob((blob) => {
-            const dataTransfer = new DataTransfer();
-            dataTransfer.items.add(new File([blob], 'drawn.png', { type: 'image/png' }));
-            document.dispatchEvent(new DragEvent('dragover', { dataTransfer, cancelable: true }));
-            const shown = !document.getElementById('drop').hidden;
-            document.dispatchEvent(new DragEvent('drop', { dataTransfer, cancelable: true }));
-            done(shown);
-          });
-        })"""
-    )
-    page.until("document.querySelectorAll('#attached img').length === 1")
+    shown = "() => { globalThis.shown = !find('drop').hidden; }"
+    page.run(f"document.addEventListener('dragover', {shown})")
+    other = tmp_path / "moon.png"
+    Image.new("RGB", (48, 64), (20, 40, 80)).save(other)
+    page.drop_files(path, other)
+    page.until("document.querySelectorAll('#attached img').length === 2")
+    assert page.run("shown && find('drop').hidden")
+    page.run("text.focus()")
     say(page, "what is it?")
-    assert page.run("document.querySelectorAll('.user img').length") == 1
-    assert page.run("state.messages[0].content.map((p) => p.type).join(' ')") == "image_url text"
+    assert page.run("document.querySelectorAll('.user img').length") == 2
+    kinds = page.run("state.messages[0].content.map((p) => p.type).join(' ')")
+    assert kinds == "image_url image_url text"
     page.run("attach([new File(['x'], 'notes.txt', { type: 'text/plain' })])")
     page.until("document.querySelector('.error')?.textContent.startsWith('notes.txt')")
 
@@ -378,9 +375,16 @@ def test_by_keyboard_alone(page: Page) -> None:
 
 @pytest.mark.parametrize("width", [320, 390, 1400])
 def test_on_small_and_large_screens(page: Page, width: int) -> None:
+    """Nothing is wider than the screen, and how full the batch is can be read."""
     page.look(width, 640)
     say(page, "a" * 200)
-    assert page.run("document.documentElement.scrollWidth <= window.innerWidth")
+    # Not against innerWidth: a phone makes that as wide as what does not fit.
+    assert page.run("document.documentElement.scrollWidth") <= width
+    wide = "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right"
+    assert page.run(f"{wide} > {width}).map((e) => e.id || e.className)") == []
+    assert page.run("window.innerWidth") == width
+    told = "tell('128 of 256 rows busy, 31 waiting')"
+    assert page.run(f"{told}, status.scrollWidth <= status.clientWidth")
     assert page.run("find('text').getBoundingClientRect().bottom <= window.innerHeight")
 
 

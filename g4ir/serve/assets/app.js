@@ -381,7 +381,7 @@ function showCalls(answer, calls) {
     const field = made("textarea", { rows: "2", placeholder: "JSON or text" });
     const shown = made("pre", { tabindex: "0" }, pretty(call.function.arguments));
     const box = made("div", { class: "call" }, made("p", { class: "kind" }, "Calls a tool"),
-      made("h3", {}, name), shown, made("label", {}, `What ${name} answers`, field));
+      made("h3", {}, name), shown, made("label", {}, `Answer of ${name}`, field));
     scrolled(() => answer.speed.before(box));
     return field;
   });
@@ -547,11 +547,14 @@ text.addEventListener("paste", (event) => {
   event.preventDefault();
   attach(event.clipboardData.files);
 });
-document.addEventListener("dragover", (event) => {
+// What is shown over the page is entered too: files let go just then are taken as well.
+function over(event) {
   if (!event.dataTransfer.types.includes("Files")) return;
   event.preventDefault();
   find("drop").hidden = false;
-});
+}
+document.addEventListener("dragenter", over);
+document.addEventListener("dragover", over);
 document.addEventListener("dragleave", (event) => {
   if (!event.relatedTarget) find("drop").hidden = true;
 });
