@@ -157,6 +157,13 @@ def few(names: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
 
 
+def fewest(names: Iterable[str]) -> list[Any]:
+    """Cases of a test to which each model is dear: specs that have every feature between them, and
+    the others with `--full`."""
+    spare = {*NAMES} - {"combined", *FEW}
+    return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
+
+
 def spec_called(name: str) -> Spec:
     """`e2b-small`, `random-7`, `combined`, or a shipped spec."""
     if name == "combined":

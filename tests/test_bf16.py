@@ -15,7 +15,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES
-from tests.configs import SMALL, few, spec_called
+from tests.configs import SMALL, fewest, spec_called
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, graph_params
 from tests.runner import open_session
 
@@ -65,7 +65,7 @@ def chunked(oracle: Oracle, size: int, prompt: int) -> torch.Tensor:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("size", [7, 64])
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", fewest(NAMES))
 def test_logits(name: str, size: int) -> None:
     """Every position of a prompt in chunks and of the tokens decoded after it."""
     oracle = oracle_of(name)
@@ -77,7 +77,7 @@ def test_logits(name: str, size: int) -> None:
     assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
 
 
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", fewest(NAMES))
 def test_every_layer(name: str) -> None:
     """One chunk without past: each layer's output beside the reference's."""
     oracle = oracle_of(name)
@@ -286,7 +286,7 @@ LAYERS: dict[str, Callable[[Oracle], int]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", few(NAMES))
+@pytest.mark.parametrize("name", fewest(NAMES))
 def test_a_layer_alone(name: str, kind: str) -> None:
     """A layer that is given the reference's own input to it."""
     oracle = oracle_of(name)

@@ -159,40 +159,55 @@ def test_lines_are_answered_as_json(piped: Callable[..., Outcome], tmp_path: Pat
     assert "weather" in done.err  # of /show
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/bogus", "no command /bogus; /help lists them"),
-        ("/imgae a.png", "did you mean /image?"),
-        ("/image", "/image: give the path"),
-        ("/image none.png", "none.png: no such image file"),
-        ("/image ~nobody-there/a.png", "no such user"),
-        ("/video none.mp4", "none.mp4: no such video file"),
-        ("/tools", "/tools: give a FILE"),
-        ("/tools none.json", "none.json: No such file"),
-        ("/tools WRONG", "wrong.json: is no JSON"),
-        ("/think hard", "/think 'hard': on, off, or a number"),
-        ("/thoughts", "show or hide"),
-        ("/set", "/set: give NAME VALUE"),
-        ("/set warmth 3", "setting 'warmth': one of"),
-        ("/set top_p 3", "top_p 3"),
-        ("/save", "/save: give a FILE"),
-        ("/save none/a.json", "No such file"),
-        ("/load", "/load: give a FILE"),
-        ("/load WRONG", "wrong.json: is no JSON"),
-        ("/load ENGINE", "Is a directory"),
-        ("x" * (ROOM + 1), "the context is full"),
-        (b"\xff\xfe", "a line is not UTF-8 at byte 0"),
-    ],
-    ids=lambda x: str(x)[:20],
+WRONG: tuple[tuple[str | bytes, str], ...] = (
+    ("/bogus", "no command /bogus; /help lists them"),
+    ("/imgae a.png", "did you mean /image?"),
+    ("/image", "/image: give the path"),
+    ("/image none.png", "none.png: no such image file"),
+    ("/image ~nobody-there/a.png", "no such user"),
+    ("/video none.mp4", "none.mp4: no such video file"),
+    ("/tools", "/tools: give a FILE"),
+    ("/tools none.json", "none.json: No such file"),
+    ("/tools WRONG", "wrong.json: is no JSON"),
+    ("/think hard", "/think 'hard': on, off, or a number"),
+    ("/thoughts", "show or hide"),
+    ("/set", "/set: give NAME VALUE"),
+    ("/set warmth 3", "setting 'warmth': one of"),
+    ("/set top_p 3", "top_p 3"),
+    ("/save", "/save: give a FILE"),
+    ("/save none/a.json", "No such file"),
+    ("/load", "/load: give a FILE"),
+    ("/load WRONG", "wrong.json: is no JSON"),
+    ("/load ENGINE", "Is a directory"),
+    ("x" * (ROOM + 1), "the context is full"),
+    (b"\xff\xfe", "a line is not UTF-8 at byte 0"),
 )
-def test_what_is_wrong_is_one_line(
-    piped: Callable[..., Outcome], folder: Path, tmp_path: Path, line: str | bytes, said: str
-) -> None:
+
+
+def wrong_line(line: str | bytes, folder: Path, tmp_path: Path) -> bytes:
     (tmp_path / "wrong.json").write_text("nothing")
     raw = line if isinstance(line, bytes) else line.encode()
-    raw = raw.replace(b"WRONG", bytes(tmp_path / "wrong.json")).replace(b"ENGINE", bytes(folder))
-    done = piped(raw + b"\nhello\n")
+    return raw.replace(b"WRONG", bytes(tmp_path / "wrong.json")).replace(b"ENGINE", bytes(folder))
+
+
+def test_what_is_wrong_is_one_line(
+    piped: Callable[..., Outcome], folder: Path, tmp_path: Path
+) -> None:
+    """And what follows is answered."""
+    lines = [wrong_line(line, folder, tmp_path) + b"\n" for line, _ in WRONG]
+    done = piped(b"".join(lines) + b"hello\n")
+    errors = [x for x in done.err.splitlines() if "error:" in x]
+    for (line, said), error in zip(WRONG, errors, strict=True):
+        assert said in error, line
+    assert done.code == 1 and done.out and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("line", "said"), [WRONG[0], *WRONG[-2:]], ids=lambda x: str(x)[:20])
+def test_what_is_wrong_ends_with_1(
+    piped: Callable[..., Outcome], folder: Path, tmp_path: Path, line: str | bytes, said: str
+) -> None:
+    """A single wrong line."""
+    done = piped(wrong_line(line, folder, tmp_path) + b"\nhello\n")
     errors = [x for x in done.err.splitlines() if "error:" in x]
     assert len(errors) == 1 and said in errors[0], done.err
     assert done.code == 1 and done.out and "Traceback" not in done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ SPECS: dict[str, Callable[[], Spec]] = {
 }
 
 
+@cache
 def towers_of(spec: Spec) -> dict[str, torch.Tensor]:
     source = RandomCheckpoint(spec, 0, torch.float32)
     return {name: source.tensor(name) for name in media_tensors(spec, KINDS)}
@@ -49,15 +51,27 @@ def text_file(path: Path, spec: Spec) -> Path:
     return path
 
 
-def opened(folder: Path, spec: Spec, kind: str = "F32", **options: Any) -> Checkpoint:
-    towers = write_mmproj(folder / "towers.gguf", spec, towers_of(spec), kind, **options)
-    origin = existing_origin(text_file(folder / "text.gguf", spec), towers)
-    return origin.open(spec, KINDS, "f32")
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """`opened(folder, spec)`: towers of this folder, beside a text file that tests share."""
+    texts = tmp_path_factory.mktemp("texts")
+
+    @cache
+    def text(spec: Spec) -> Path:
+        return text_file(texts / f"{len([*texts.iterdir()])}.gguf", spec)
+
+    def run(folder: Path, spec: Spec, kind: str = "F32", **options: Any) -> Checkpoint:
+        towers = write_mmproj(folder / "towers.gguf", spec, towers_of(spec), kind, **options)
+        return existing_origin(text(spec), towers).open(spec, KINDS, "f32")
+
+    return run
 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
-def test_tensors_as_a_checkpoint_has_them(name: str, kind: str, tmp_path: Path) -> None:
+def test_tensors_as_a_checkpoint_has_them(
+    opened: Any, name: str, kind: str, tmp_path: Path
+) -> None:
     """Bit for bit in F32, but for what the converter put through a softplus."""
     spec = SPECS[name]()
     found = opened(tmp_path, spec, kind)
@@ -119,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
+def test_refused(opened: Any, case: str, tmp_path: Path) -> None:
     options, words = REFUSED[case]
     with pytest.raises(G4Error) as e:
         opened(tmp_path, load_spec("tiny-media"), **options)
@@ -127,7 +141,7 @@ def test_refused(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(e.value) or "fix: take the mmproj file" in str(e.value)
 
 
-def test_another_tensor_and_another_shape(tmp_path: Path) -> None:
+def test_another_tensor_and_another_shape(opened: Any, tmp_path: Path) -> None:
     spec = load_spec("tiny-media")
     assert spec.vision
     other = replace(spec, vision=replace(spec.vision, intermediate_size=64, num_hidden_layers=3))

@@ -75,7 +75,7 @@ def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Fai
 
 
 def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
-    asked = requests(17)
+    asked = requests(11)
     want, got = answers(single, asked), answers(engine, asked)
     assert [a.output() for a in got] == [a.output() for a in want]
     for a in got:

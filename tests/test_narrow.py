@@ -19,9 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
-from g4ir.backends.torch_compile.compile import compile_program
 from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.runtime import _load_program
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
@@ -30,8 +28,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, VerifyError
 from g4ir.ir.distance import BUDGETS, HELD, budget_of
 from g4ir.ir.graph import Builder, Value, infer
-from g4ir.ir.interpret import interpret
-from g4ir.ir.text import print_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, narrow
 from g4ir.ops.narrow import (
@@ -39,7 +35,6 @@ from g4ir.ops.narrow import (
     NARROW,
     as_held,
     as_read,
-    comparable,
     held_width,
     narrow_width,
     numbers,
@@ -390,39 +385,6 @@ def test_lowered_attention(case: int, to: str) -> None:
     graph = replace(b.graph(out), inputs=tuple(values))
     (got,) = SegmentModule(schedule(graph, Target("cpu")))(*given)
     torch.testing.assert_close(got, reference("attention", *given, **s.attrs))
-
-
-@pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
-def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
-    """Rows are made, attended to beside a ring, and written into it in place."""
-    b = Builder("segment")
-    q = b.input("q", Type("f32", (2, "S", 4, 40)))
-    k, v = (b.input(name, Type("f32", (2, "S", 2, 40))) for name in "kv")
-    positions = b.input("positions", Type("i64", (2, "S")))
-    start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
-    rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
-    ring = as_held(Type("f32", (8, 2, 2, 40)), to)
-    old = [b.cache(x, ring) for x in "KV"]
-    attrs = {"window": 8, "scale": 0.2, "softcap": 0.0}
-    out = b.emit("attention", q, positions, start, *old, *rows, **attrs)
-    for cache, new in zip(old, rows, strict=True):
-        b.next[cache.name] = b.emit("cache_write", cache, new, start, lengths)
-    graph = b.graph(out)
-    path = tmp_path / "segment.pt2"
-    compile_program(print_graph(graph), Target("cpu"), path)
-    g = torch.Generator().manual_seed(0)
-    first = torch.tensor([11, 3])
-    feeds = {x: torch.randn(2, 5, 4 if x == "q" else 2, 40, generator=g) for x in "qkv"}
-    feeds |= {"positions": first[:, None] + torch.arange(5), "start": first}
-    feeds |= {"lengths": torch.tensor([5, 2])}
-    state = {x.name: row(torch.randn(8, 2, 2, 40, generator=g), x.type.dtype) for x in graph.state}
-    outputs, after = interpret(graph, feeds, {}, state)
-    held = [t.clone() for t in state.values()]
-    made = _load_program(path, "cpu")([*feeds.values(), *held])
-    for got, want in zip(made, outputs.values(), strict=True):
-        torch.testing.assert_close(got, want)
-    for got, want in zip(held, after.values(), strict=True):
-        assert torch.equal(comparable(got), comparable(want))
 
 
 @pytest.mark.full

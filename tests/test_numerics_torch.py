@@ -18,11 +18,20 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.torch_compile.compile import compile_program
 from g4ir.backends.torch_compile.programs import phase_steps
+from g4ir.backends.torch_compile.runtime import _load_program
 from g4ir.backends.torch_compile.segment import Segment
+from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.build import build, prepare
 from g4ir.engine.engine import Engine
+from g4ir.ir.graph import Builder
+from g4ir.ir.interpret import interpret
+from g4ir.ir.text import print_graph
 from g4ir.model.tensors import dead_tensors
+from g4ir.ops import OPS
+from g4ir.ops.narrow import as_held, comparable
+from g4ir.ops.types import Type
 from g4ir.passes import PASSES
 from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
 from g4ir.plan.limits import Limits
@@ -144,13 +153,13 @@ def short(*cases: Case) -> list[Any]:
 
 def shared(name: str) -> Case:
     """The case of an engine of `tests/engines.py`: nothing more is compiled for it."""
-    options = engines.OPTIONS[name]
+    options = engines.limits_of("torch", name)
     return Case(name, options["max_batch"], options["all_logits"], chunk=engines.CHUNK)
 
 
 SHORT = {
-    "every token": (shared("tiny-ple"),),
-    "last token": (shared("tiny-moe"),),
+    "every token": (shared("tiny-moe"), Case("tiny-ple", compiled=False)),
+    "last token": (shared("tiny-ple"),),
     # in the form that is bit-equal in bf16, so that it is run too
     "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw", compiled=False),),
 }
@@ -159,7 +168,11 @@ SKIPPED = (*((p,) for p in PASSES), PLANS, FUSIONS, PASSES)
 
 @pytest.fixture(
     scope="module",
-    params=[*short(*SHORT["every token"]), *full(Case("leftover"), *map(Case, NAMES))],
+    params=[
+        *short(*SHORT["every token"]),
+        *full(replace(shared("tiny-ple"), all_logits=True)),
+        *full(Case("leftover"), *map(Case, NAMES)),
+    ],
 )
 def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
     """An engine that returns the logits of every token."""
@@ -170,7 +183,7 @@ def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Bui
     scope="module",
     params=[
         *short(*SHORT["last token"]),
-        *full(replace(shared("tiny-ple"), all_logits=False)),
+        *full(replace(shared("tiny-moe"), all_logits=False)),
         *full(*(Case(n, ROWS, False) for n in NAMES)),
         *full(*(Case(n, 1, False) for n in (*SMALL, "combined"))),
     ],
@@ -336,6 +349,43 @@ def test_bf16(half: Built, chunk: str) -> None:
     assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
 
 
+# --- caches in fewer bits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
+def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
+    """Rows are made, attended to beside a ring, and written into it in place."""
+    b = Builder("segment")
+    q = b.input("q", Type("f32", (2, "S", 4, 40)))
+    k, v = (b.input(name, Type("f32", (2, "S", 2, 40))) for name in "kv")
+    positions = b.input("positions", Type("i64", (2, "S")))
+    start, lengths = (b.input(name, Type("i64", (2,))) for name in ("start", "lengths"))
+    rows = [b.emit("narrow_row", x, to=to) for x in (k, v)]
+    ring = as_held(Type("f32", (8, 2, 2, 40)), to)
+    old = [b.cache(x, ring) for x in "KV"]
+    attrs = {"window": 8, "scale": 0.2, "softcap": 0.0}
+    out = b.emit("attention", q, positions, start, *old, *rows, **attrs)
+    for cache, new in zip(old, rows, strict=True):
+        b.next[cache.name] = b.emit("cache_write", cache, new, start, lengths)
+    graph = b.graph(out)
+    path = tmp_path / "segment.pt2"
+    compile_program(print_graph(graph), Target("cpu"), path)
+    g = torch.Generator().manual_seed(0)
+    first = torch.tensor([11, 3])
+    feeds = {x: torch.randn(2, 5, 4 if x == "q" else 2, 40, generator=g) for x in "qkv"}
+    feeds |= {"positions": first[:, None] + torch.arange(5), "start": first}
+    feeds |= {"lengths": torch.tensor([5, 2])}
+    narrow = OPS["narrow_row"].reference
+    state = {x.name: narrow(torch.randn(8, 2, 2, 40, generator=g), to=to) for x in graph.state}
+    outputs, after = interpret(graph, feeds, {}, state)
+    held = [t.clone() for t in state.values()]
+    made = _load_program(path, "cpu")([*feeds.values(), *held])
+    for got, want in zip(made, outputs.values(), strict=True):
+        torch.testing.assert_close(got, want)
+    for got, want in zip(held, after.values(), strict=True):
+        assert torch.equal(comparable(got), comparable(want))
+
+
 # --- sizes ------------------------------------------------------------------------------------
 
 
@@ -370,7 +420,10 @@ def programs(spec: Spec, rows: int, all_logits: bool) -> int:
 
 @pytest.mark.parametrize(
     "name, rows, all_logits",
-    [("combined", 1, False), pytest.param("e2b-small", ROWS, True, marks=pytest.mark.full)],
+    [
+        pytest.param("combined", 1, False, marks=pytest.mark.full),
+        pytest.param("e2b-small", ROWS, True, marks=pytest.mark.full),
+    ],
 )
 def test_compiled_programs_do_not_grow_with_layers(name: str, rows: int, all_logits: bool) -> None:
     """About 60 layers cost as many programs as about 12."""
@@ -385,7 +438,7 @@ def test_compiled_programs_do_not_grow_with_layers(name: str, rows: int, all_log
 # --- weights ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES))
 def test_packed_weights_have_no_padding(name: str) -> None:
     """What an engine stores is every tensor once: a layer with K=V packs Q and K alone."""
     spec = spec_called(name)
@@ -417,7 +470,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def test_all_forms_of_a_checkpoint_are_one_engine(tmp_path: Path) -> None:
-    oracle = find_oracle(spec_called("combined"))
+    oracle = find_oracle(spec_called("tiny-ple"))
     spec, tokens = oracle.spec, oracle.tokens[:1]
     theirs = save_checkpoint(oracle, tmp_path / "theirs")
     found = {"as transformers writes it": reference_logits(theirs, tokens)}

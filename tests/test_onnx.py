@@ -131,7 +131,6 @@ LAST = tuple(Case(name, ROWS, False) for name in ("e2b-small", "combined", "tiny
     params=cases(
         *LAST,
         Case("combined", ROWS, False, PASSES),
-        Case("combined", ROWS, False, ("plan_cache",)),
         Case("31b-small", ROWS, False, ("plan_cache", "last_token_only")),
         full=(
             *(Case(n, ROWS, False) for n in (*NAMES, *TINY)),
@@ -190,7 +189,13 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+#: what others have too, in other pairs
+PAIRED = ("value rows", "raw rows, no rings", "all experts")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, marks=[pytest.mark.full] * (o in PAIRED)) for o in OPTIONS]
+)
 def test_options(option: str, tmp_path_factory: Any) -> None:
     name, given = OPTIONS[option]
     options = dict(given)

@@ -392,6 +392,7 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     assert planned[1] - planned[0] == more > 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("placement", ["device", "host", "mmap"])
 def test_full_size_weights(dtype: str, placement: str) -> None:

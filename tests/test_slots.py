@@ -111,10 +111,10 @@ def random_jobs(count: int, seed: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_texts_are_those_of_generate(made: Any, variant: str) -> None:
-    """50 requests, eight at a time, and by the engine one by one."""
+def test_greedy_texts_are_those_of_generate(made: Any, variant: str, full: bool) -> None:
+    """Eight at a time, and by the engine one by one."""
     engine, rng = made(variant), random.Random(1)
-    count = 50 if variant == "tiny-ple" else 16
+    count = (50 if full else 24) if variant == "tiny-ple" else 16
     jobs = [Job(prompt(rng.randint(1, 60), i), rng.randint(1, 16), FREE) for i in range(count)]
     want = [engine.generate([*j.tokens], j.max_new_tokens, stop_ids=()) for j in jobs]
     slots = Slots(engine, SlotSettings(chunks=6))
@@ -144,8 +144,8 @@ def test_plain_draws_are_those_of_generate(engine: Engine) -> None:
     assert texts(Slots(engine), jobs) == want
 
 
-def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
-    jobs = random_jobs(20, 2)
+def test_seeds_and_penalties_alone_and_in_company(engine: Engine, full: bool) -> None:
+    jobs = random_jobs(20 if full else 12, 2)
     want = [alone(engine, job) for job in jobs]
     assert texts(Slots(engine), jobs) == want
     assert texts(Slots(engine, SlotSettings(patience=0)), jobs) == want
@@ -153,8 +153,8 @@ def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
     assert texts(slots, jobs) == want and slots.rows.sessions.keys() <= {3, ROWS}
 
 
-def test_cancelled_rows_change_no_other(engine: Engine) -> None:
-    jobs, rng = random_jobs(24, 3), random.Random(5)
+def test_cancelled_rows_change_no_other(engine: Engine, full: bool) -> None:
+    jobs, rng = random_jobs(24 if full else 14, 3), random.Random(5)
     want = [alone(engine, job) for job in jobs]
     slots = Slots(engine, SlotSettings(patience=1))
     tickets = [slots.submit(job) for job in jobs]

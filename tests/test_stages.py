@@ -82,7 +82,7 @@ def sound(engine: Engine) -> StagesReport:
     [
         *(pytest.param("bfloat16", n, marks=pytest.mark.full) for n in ("tiny-dense", "tiny-moe")),
         ("bfloat16", "tiny-ple"),
-        ("float16", "tiny-moe"),
+        pytest.param("float16", "tiny-moe", marks=pytest.mark.full),
         ("float32", "tiny-ple"),
     ],
 )
@@ -564,8 +564,8 @@ def test_engine_of_other_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     "param, value",
     [
         ("L3.attn.wo", "L3.attn.o"),
-        ("L6.mlp.w_down", "L6.mlp.down"),
-        ("L1.norm_in", "L1.in"),
+        pytest.param("L6.mlp.w_down", "L6.mlp.down", marks=pytest.mark.full),
+        pytest.param("L1.norm_in", "L1.in", marks=pytest.mark.full),
         ("L5.scalar", "L5.out"),
     ],
 )
@@ -580,7 +580,7 @@ def test_disturbed_runtime(ple: Engine, param: str, value: str) -> None:
     assert culprit.first.value.removesuffix(".last") == value
 
 
-@pytest.mark.parametrize("layer", [0, 2, 5])
+@pytest.mark.parametrize("layer", [0, pytest.param(2, marks=pytest.mark.full), 5])
 def test_broken_lowering(engines: Any, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     """A compiled program of one layer that gets its last result 1 % wrong."""
     engine = engines("torch", "tiny-ple")

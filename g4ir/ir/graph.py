@@ -204,6 +204,10 @@ class Program:
         return _unify(self.graphs.values(), "state")
 
     def params(self) -> dict[str, Value]:
+        return dict(self._params)
+
+    @cached_property
+    def _params(self) -> dict[str, Value]:
         return _unify(self.graphs.values(), "params")
 
     def map(self, f: Callable[[Graph], Graph]) -> Program:
@@ -214,10 +218,10 @@ def _unify(graphs: Iterable[Graph], kind: str) -> dict[str, Value]:
     merged: dict[str, Value] = {}
     for g in graphs:
         for v in getattr(g, kind):
-            if merged.setdefault(v.name, v) != v:
+            found = merged.setdefault(v.name, v)
+            if found is not v and found != v:
                 raise VerifyError(
-                    f"{kind} %{v.name} is {v.type} in graph {g.name} "
-                    f"and {merged[v.name].type} in another"
+                    f"{kind} %{v.name} is {v.type} in graph {g.name} and {found.type} in another"
                 )
     return merged
 

@@ -23,7 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Whoever can choose tokens does, and each variant and dtype that the flow has time for."""
     flow = FLOWS[metafunc.module.FLOW]
     if "any_engine" in metafunc.fixturenames:
-        metafunc.parametrize("any_engine", flow.specs, indirect=True)
+        marks = pytest.mark.covering if flow.covering else ()
+        specs = [pytest.param(name, marks=marks) for name in flow.specs]
+        metafunc.parametrize("any_engine", specs, indirect=True)
     if "half" in metafunc.fixturenames:
         marks = pytest.mark.full if flow.slow else ()
         metafunc.parametrize("half", [pytest.param(flow.half, marks=marks, id=flow.half[0])])
@@ -39,14 +41,26 @@ def flow(request: pytest.FixtureRequest) -> Flow:
 
 @pytest.fixture
 def engine(flow: Flow, engines: Any) -> Engine:
-    """Of up to three rows, with the logits of every token."""
+    """Of up to three rows."""
     return engines(flow.backend, "tiny-ple")
 
 
 @pytest.fixture
-def last(flow: Flow, engines: Any) -> Engine:
-    """Of one row, with the logits of the last token."""
+def single(flow: Flow, engines: Any) -> Engine:
+    """Of one row."""
     return engines(flow.backend, "tiny-moe")
+
+
+@pytest.fixture
+def every(engine: Engine, single: Engine) -> Engine:
+    """With the logits of every token."""
+    return next(e for e in (engine, single) if e.all_logits)
+
+
+@pytest.fixture
+def last(engine: Engine, single: Engine) -> Engine:
+    """With the logits of the last token."""
+    return next(e for e in (engine, single) if not e.all_logits)
 
 
 @pytest.fixture

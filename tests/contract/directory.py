@@ -47,10 +47,10 @@ def test_another_dtype(flow: Flow, engines: Any, half: tuple[str, float]) -> Non
     agrees(got, want.session(2).prefill(tokens), budget)
 
 
-def test_building_twice_gives_the_same_files(flow: Flow, engines: Any, last: Engine) -> None:
+def test_building_twice_gives_the_same_files(flow: Flow, engines: Any, single: Engine) -> None:
     """Same graphs, weights and programs; nothing in a manifest depends on the day."""
     again = engines.build(flow.backend, "tiny-moe", "again")
-    a, b = last.manifest, again.manifest
+    a, b = single.manifest, again.manifest
     assert list(a["files"]) == list(b["files"]) and a["compiled"] == b["compiled"]
     for name, kept in a["files"].items():
         assert kept == b["files"][name], name
@@ -70,11 +70,11 @@ def test_any_altered_file_is_found(flow: Flow, engine: Engine, tmp_path: Path) -
             (copy / name).write_bytes(data)
 
 
-def test_an_engine_that_was_closed_says_so(flow: Flow, last: Engine, tmp_path: Path) -> None:
-    with flow.using(tmp_path), load_engine(last.path) as engine:
+def test_an_engine_that_was_closed_says_so(flow: Flow, single: Engine, tmp_path: Path) -> None:
+    with flow.using(tmp_path), load_engine(single.path) as engine:
         session = engine.session()
         logits = session.prefill([[2, 5]])
-        agrees(logits, last.session().prefill([[2, 5]]), 0.0)
+        agrees(logits, single.session().prefill([[2, 5]]), 0.0)
     for use in (
         lambda: engine.generate([2, 5], 2),
         lambda: engine.session(),
@@ -105,13 +105,13 @@ def test_a_forked_child_gets_an_error(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
-def test_each_thread_gets_its_own_results(flow: Flow, last: Engine) -> None:
+def test_each_thread_gets_its_own_results(flow: Flow, single: Engine) -> None:
     """What sessions shared ended the process, or gave one thread the tensors of another."""
     if flow.emulated:
-        assert not disturbed(last, steps=3, rounds=1)
+        assert not disturbed(single, steps=3, rounds=1)
         return
     done = subprocess.run(
-        [sys.executable, "-m", "tests.threads_session", str(last.path)],
+        [sys.executable, "-m", "tests.threads_session", str(single.path)],
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,

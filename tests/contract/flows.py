@@ -74,6 +74,8 @@ class Flow:
     specs: tuple[str, ...] = ("tiny-ple", "tiny-moe")
     #: of a long text that is compared token by token
     steps: int = 300
+    #: whether the short run leaves out cases of which each value appears in others
+    covering: bool = False
 
     def held(self, cache: torch.Tensor, row: int, count: int) -> torch.Tensor:
         """What a row of `count` tokens has in a cache, or all slots where none other is written."""
@@ -99,6 +101,7 @@ FLOWS = {
                 "--device cuda: this torch sees no CUDA device; use --device cpu",
             ),
         },
+        covering=True,
     ),
     "torch": Flow(
         "torch",
@@ -129,6 +132,7 @@ FLOWS = {
             "its files refer to packed weights": ({"link_weights": True}, PACKED.format("onnx")),
         },
         writes_padding=True,
+        covering=True,
     ),
     "trt": Flow(
         "trt",

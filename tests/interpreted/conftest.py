@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -30,32 +29,14 @@ def kernels_are_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     from g4ir.backends.torch_compile.kernels.interpreter import interpreted
 
     from .orders import ORDERS, poisoned
+    from .quick import quick
 
     given = request.config.getoption
     order, seed = given("order", None), given("seed", 0)
     with (
         interpreted(),
+        quick(),
         ORDERS[order](seed) if order else nullcontext(),
         poisoned() if given("poison", False) else nullcontext(),
     ):
         yield
-
-
-@pytest.fixture(autouse=True)
-def quick_xor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """tl.topk exchanges by sums of XOR, which the interpreter adds one element at a time."""
-    import numpy as np
-    from triton.language import standard
-    from triton.runtime.interpreter import ReduceOps
-
-    slow = ReduceOps.apply_impl
-
-    def apply(self: Any, input: Any) -> Any:
-        if self.combine_fn == standard._xor_combine:
-            data = input[0].handle.data
-            whole = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
-            return self.to_tensor(whole, input[0].dtype)
-        return slow(self, input)
-
-    monkeypatch.setattr(ReduceOps, "apply_impl", apply)
-    yield

@@ -165,7 +165,7 @@ ROOTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(ROOTS, min_size=1, max_size=2), st.booleans(), st.integers(0, 1 << 30))
 def test_what_is_allowed_is_read_back(roots: list[Any], many: bool, seed: int) -> None:
     tools = [tool(f"f.{i}-x", schema) for i, schema in enumerate(roots)]

@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 @pytest.fixture(autouse=True)
 def kernels_are_interpreted() -> Iterator[None]:
     from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+    from tests.interpreted.quick import quick
 
-    with interpreted():
+    with interpreted(), quick():
         yield
