@@ -5,17 +5,19 @@ K = rope(rms_norm(raw, w)), V = rms_norm(raw); every attention(K, V) becomes att
   form "value":  states k, v [C,B,n,d]   ->   state latent [C,B,n,d + 2p]: V, K's rotated dims
   form "raw":    states k, v [C,B,n,d]   ->   states raw [C,B,n,d], rms f32[C,B,n,1]
 
-for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
+for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer, and
+those in `keep` stay as they are: a drafter reads them too.
 K and V die where nothing else reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, drop_dead, splice_all
+from g4ir.ir.names import layer_of
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
@@ -30,7 +32,9 @@ PLAIN = "off"
 FORMS = (PLAIN, *PARTS)
 
 
-def latent_kv(g: Graph, note: Note = ignore, form: str = PLAIN) -> Graph:
+def latent_kv(
+    g: Graph, note: Note = ignore, form: str = PLAIN, keep: Collection[int] = ()
+) -> Graph:
     """Make one cache for each layer where K = V. InputError where the form is not in FORMS."""
     if form not in FORMS:
         raise InputError(f"latent_kv: form {form!r}: expected one of {', '.join(FORMS)}")
@@ -38,6 +42,8 @@ def latent_kv(g: Graph, note: Note = ignore, form: str = PLAIN) -> Graph:
     written: dict[str, list[Node]] = {}
     for pair in _pairs(g):
         try:
+            if layer_of(pair.k) in keep:
+                raise Left("a drafter reads it as K and V")
             found = _match(g, pair)
             _check_form(found, form)
         except Left as reason:
@@ -219,8 +225,10 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
 # --- what it must leave to nobody --------------------------------------------------------------
 
 
-def left(g: Graph, n: Node, form: str = PLAIN) -> bool:
+def left(g: Graph, n: Node, form: str = PLAIN, keep: Collection[int] = ()) -> bool:
     """Whether a node caches V of a K = V projection that one cache of this form could hold."""
+    if n.op == "cache_write" and layer_of(n["cache"].name) in keep:
+        return False
     v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != PLAIN else None
     if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
         return False

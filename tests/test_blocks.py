@@ -18,8 +18,9 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, LowerError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import Media, placeholders
-from g4ir.model.text import BLOCKS, PHASES, build_graph
+from g4ir.model.text import PHASES, build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type

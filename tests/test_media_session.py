@@ -29,8 +29,9 @@ from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
 from g4ir.media.merge import block_ids, cut, merged
 from g4ir.media.soft import Soft
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
-from g4ir.model.text import BLOCKS, PHASES, build_graph, has_blocks
+from g4ir.model.text import PHASES, build_graph, has_blocks
 from g4ir.passes import run_program
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import FULL, SLIDING

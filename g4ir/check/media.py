@@ -24,8 +24,8 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.media.soft import Soft, counts
 from g4ir.media.sound import Sound
+from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import AUDIO, IMAGE, PICTURES, VIDEO, placeholders
-from g4ir.model.text import BLOCKS
 from g4ir.model.towers import is_tower
 from g4ir.ui.progress import Progress, no_progress
 

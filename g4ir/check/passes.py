@@ -33,7 +33,8 @@ from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
-from g4ir.model.text import BLOCKS, TEXT_GRAPHS, build_program
+from g4ir.model.decoder import BLOCKS
+from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.narrow import comparable
 from g4ir.ops.types import Type

@@ -31,7 +31,10 @@ def plain_packing(engine: Engine) -> Packing:
     """Return the text graphs of an engine of weights as they were, and what makes their params."""
     m = engine.manifest
     skip, options = m["skipped_passes"], m["options"]
-    made = make_packing(engine.spec, engine.all_logits, engine.dtype, engine.media, skip, options)
+    made = make_packing(
+        *(engine.spec, engine.all_logits, engine.dtype, engine.media, skip, options),
+        drafter=engine.drafter,
+    )
     return Packing(text_graphs(made.program), made.prologue)
 
 

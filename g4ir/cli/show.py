@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.model.text import BLOCKS, TEXT_GRAPHS
+from g4ir.model.decoder import BLOCKS
+from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 

@@ -2,7 +2,7 @@
 
     manifest.json            what it is, limits, versions, digest of every file and of itself
     manifest.sig             optional: an Ed25519 signature of manifest.json (see trust.py)
-    spec.yaml                the variant
+    spec.yaml                the variant; drafter.yaml, its drafter
     graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
     weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
     programs/                compiled files of the backend
@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 from g4ir.backends import find_backend
 from g4ir.errors import EngineError, G4Error, SpecError
+from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.passes import Options, find_pass
@@ -40,6 +41,7 @@ from g4ir.plan.limits import Limits
 from g4ir.plan.settings import DEVICES, KV_NAMES, MOST_DRAFTED, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
+from g4ir.spec.parts import Index
 from g4ir.spec.reader import (
     Line,
     OneOf,
@@ -62,6 +64,7 @@ from .digests import has_digest
 
 FORMAT = 10
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: what an unfinished directory is called beside its final name
 BUILDING = ".building-"
 #: bytes of a manifest; one of a large model with towers has some hundred thousand
@@ -128,6 +131,7 @@ WEIGHTS: dict[str, type] = {
 @dataclass(frozen=True)
 class LatentOptions:
     form: Annotated[str, OneOf(FORMS)]
+    keep: tuple[Index, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,8 @@ class Manifest:
     g4ir: str
     variant: str
     spec_digest: Digest
+    #: of its drafter's
+    drafter_digest: Digest | None
     backend: str
     device: Annotated[str, OneOf(DEVICES)]
     machine: Line
@@ -240,6 +246,7 @@ class Artefact:
     path: Path
     manifest: Manifest
     spec: Spec
+    drafter: Spec | None
     packing: packings.Packing
     #: packed params, which are those of the graphs; a file that changes from now on is refused
     stored: packings.StoredParams | None
@@ -281,18 +288,20 @@ def open_artefact(path: Path, check_weights: bool = False) -> Artefact:
 
 def _open(path: Path, check_weights: bool) -> Artefact:
     manifest = read_manifest(path)
-    wanted = {"spec.yaml", "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
+    wanted = {SPEC, "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
+    wanted |= {DRAFTER} if manifest.drafter_digest else set()
     if absent := sorted(wanted - manifest.files.keys()):
         raise EngineError(f"{path / MANIFEST}: {absent[0]} is not among its files; build it again")
     _check_files(path, manifest.files, check_weights)
     try:
-        spec = _read_spec(path / "spec.yaml")
+        spec = _read_spec(path / SPEC)
         _check_spec(path, manifest, spec)
+        drafter = _read_drafter(path, manifest, spec)
+        packing = _made_again(path, manifest, spec, drafter)
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
-    packing = _made_again(path, manifest, spec)
     stored = _stored_params(path, manifest, packing)
-    return Artefact(path, manifest, spec, packing, stored, check_weights)
+    return Artefact(path, manifest, spec, drafter, packing, stored, check_weights)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -471,11 +480,33 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
         raise EngineError(f"{where}: {e}; build the engine again") from None
 
 
-def _made_again(path: Path, m: Manifest, spec: Spec) -> packings.Packing:
+def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
+    """Return the drafter's spec, if there is one; EngineError where it is not the manifest's, or
+    none of this model."""
+    if (DRAFTER in m.files) != (m.drafter_digest is not None):
+        raise EngineError(f"{path / DRAFTER}: drafter_digest is not of it; build the engine again")
+    drafter = _read_spec(path / DRAFTER) if m.drafter_digest else None
+    if drafter and drafter.digest() != m.drafter_digest:
+        raise EngineError(
+            f"{path / DRAFTER}: not the drafter of {MANIFEST}; build the engine again"
+        )
+    if drafter:
+        check_pair(spec, drafter)
+    if m.options.latent_kv.keep != layers_read(spec, drafter):
+        raise fail(
+            Where(str(path / MANIFEST), 0), "options.latent_kv.keep", "is not as drafted from"
+        )
+    if drafter and not m.options.plan_cache.slack:
+        raise fail(Where(str(path / MANIFEST), 0), "options.plan_cache.slack", "is missing")
+    return drafter
+
+
+def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
     layout = find_backend(m.backend).stored
     packing = packings.make_packing(
-        spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout
+        *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout),
+        drafter=drafter,
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)
@@ -525,7 +556,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "g4ir",
         "build",
         "--spec",
-        str(path / "spec.yaml"),
+        str(path / SPEC),
         "--backend",
         m.backend,
         "--device",
@@ -545,6 +576,9 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += _activation_words(m)
     words += ["--draft-tokens", k] if (k := m.options.plan_cache.slack) else []
+    words += ["--drafter", path / DRAFTER if m.weights.kind == "random" else "DRAFTER"] * (
+        m.drafter_digest is not None
+    )
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)

@@ -23,6 +23,7 @@ from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
 from g4ir.errors import EngineError, InputError, PlanError, SpecError
 from g4ir.ir.graph import Program
+from g4ir.model.draft import layers_read
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
@@ -58,6 +59,7 @@ from g4ir.weights.checkpoint import (
     WeightSource,
     sha256,
 )
+from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.origin import Origin, existing_origin, find_origin
 from g4ir.weights.pack import make_packing
@@ -65,7 +67,9 @@ from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
     BUILDING,
+    DRAFTER,
     MANIFEST,
+    SPEC,
     WEIGHT_FILES,
     ActivationOptions,
     Grid,
@@ -84,6 +88,7 @@ from .artefact import (
     require_readable,
 )
 from .digests import remembered_digest
+from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
 from .load import linked_files, load_engine
 from .prompts import read_defaults
@@ -115,21 +120,26 @@ def prepare(
     origin = _origin(spec, options, dry)
     _check_link(options.link_weights, origin, backend)
     agreed = agreed_spec(spec, origin)
+    drafter = find_drafter(agreed, options, dry)
     side = _side_files(agreed, origin) if origin else {}
-    resolved = _resolved(agreed, options, backend, device, origin)
+    resolved = _resolved(agreed, options, backend, device, origin, drafter and drafter.spec)
     if not dry:
         backend.check(device)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     _check_activations(resolved)
     packing = make_packing(
-        r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored, dump
+        *(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored),
+        dump=dump,
+        drafter=r.drafter,
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source = checkpoint or _random(resolved, options)
     weights = _kept(source, options, backend.packs_weights)
     if weights is not None:
         _check_range(resolved, source)
+    if drafter:
+        source = WithDrafter(source, drafter.open(resolved.dtype, options.random_weights or 0))
     return Prepared(
         **vars(resolved),
         backend=backend,
@@ -143,7 +153,12 @@ def prepare(
 
 
 def _resolved(
-    spec: Spec, o: BuildOptions, backend: Backend, device: str, origin: Origin | None
+    spec: Spec,
+    o: BuildOptions,
+    backend: Backend,
+    device: str,
+    origin: Origin | None,
+    drafter: Spec | None,
 ) -> Resolved:
     """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
@@ -165,11 +180,13 @@ def _resolved(
             form,
             kv,
             _activations(backend, o.quant_activations),
-            _draft_tokens(backend, o.draft_tokens, limits),
+            _draft_tokens(backend, o.draft_tokens, limits, drafter),
+            layers_read(spec, drafter),
         ),
         find_placement(o.ple_placement, spec, device),
         media,
         find_recipe(o.quant),
+        drafter,
     )
 
 
@@ -319,7 +336,9 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             grid = _pack(p, folder, progress)
         for name, text in graph_texts(p.packing).items():
             _write_text(folder / name, text)
-        _write_text(folder / "spec.yaml", p.spec.to_yaml())
+        _write_text(folder / SPEC, p.spec.to_yaml())
+        if p.drafter:
+            _write_text(folder / DRAFTER, p.drafter.to_yaml())
         for name, raw in p.side_files.items():
             write_file(folder / name, [raw])
         manifest = _manifest(p, folder, compiled, grid)
@@ -351,6 +370,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
+        drafter_digest=p.drafter and p.drafter.digest(),
         backend=p.backend.name,
         device=p.device,
         machine=Line(p.backend.machine(p.device)),
@@ -482,12 +502,12 @@ def _activations(backend: Backend, given: str | None) -> str:
     return form
 
 
-def _draft_tokens(backend: Backend, given: int, limits: Limits) -> int:
+def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: Spec | None) -> int:
     """Return how many tokens are drafted at a time; InputError where the backend verifies none."""
-    count = find_draft_tokens(given, limits.max_seq)
+    count = find_draft_tokens(given, limits.max_seq, drafter is not None)
     if count and not backend.verifies:
         raise InputError(
-            f"--draft-tokens {given}: backend {backend.name} has no step that verifies; take "
+            f"--draft-tokens {count}: backend {backend.name} has no step that verifies; take "
             f"--backend torch, or leave the option out"
         )
     return count

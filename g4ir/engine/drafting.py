@@ -6,7 +6,8 @@ too. So k + 1 tokens at most, and one at least, come of a round, and they are th
 steps would have chosen. What was wrongly drafted is taken back: a length that is set, since rings
 have room for it (passes/plan_cache.py).
 
-Drafts come from the row's own text (`Lookup`): what followed the last place that ends like it.
+Drafts come from the row's own text (`Lookup`): what followed the last place that ends like it. Or
+they come from a drafter, a small model that goes on from the state of the large one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .session import Session
 if TYPE_CHECKING:
     from g4ir.backends.sampling import Sampler
 
-NONE, NGRAM = "none", "ngram"
+NONE, NGRAM, MTP = "none", "ngram", "mtp"
 #: where drafts come from
-DRAFTS = (NONE, NGRAM)
+DRAFTS = (NONE, NGRAM, MTP)
 #: tokens at the end of a text that must be found again for a draft, and that are compared at most
 LEAST_MATCH, MOST_MATCH = 2, 16
 #: what a drafted token costs as a share of a step; a right one saves a step
@@ -70,6 +71,10 @@ def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> D
         raise InputError(
             f"draft {source}: {engine.path} verifies no drafted tokens; build the engine again "
             f"with --draft-tokens K"
+        )
+    if source == MTP and engine.drafter is None:
+        raise InputError(
+            f"draft {MTP}: {engine.path} has no drafter; build the engine again with --drafter DIR"
         )
     if tokens is not None and not 1 <= tokens <= most:
         raise InputError(
@@ -149,18 +154,37 @@ class Pace:
 
 
 class Drafter:
-    """Drafts for one row: its text, which begins with a prompt, and its pace."""
+    """Drafts for one row: its pace, and its text where they come from that."""
 
     def __init__(self, draft: Draft, prompt: Sequence[int]) -> None:
-        self.text, self.pace = Lookup(prompt), Pace(draft.tokens)
+        self.pace = Pace(draft.tokens)
+        self.text = Lookup(prompt) if draft.source == NGRAM else None
         self._followed = 0
 
-    def propose(self, generated: Sequence[int], room: int) -> list[int]:
-        """Return drafted tokens to follow the generated ones, at most `room`."""
+    def count(self, room: int) -> int:
+        """Return how many tokens to draft, at most `room`."""
+        return max(0, min(self.pace.count(), room))
+
+    def propose(self, generated: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens to follow the generated ones, from the row's text."""
+        assert self.text
         self.text.extend(generated[self._followed :])
         self._followed = len(generated)
-        count = min(self.pace.count(), room)
-        return self.text.propose(count) if count > 0 else []
+        return self.text.propose(count) if count else []
+
+
+def propose(
+    session: Session,
+    drafters: Mapping[int, Drafter],
+    texts: Mapping[int, Sequence[int]],
+    rooms: Mapping[int, int],
+) -> dict[int, list[int]]:
+    """Return drafted tokens for each row of `texts`, what was generated so far; at most as many as
+    it has room for."""
+    counts = {row: drafters[row].count(rooms[row]) for row in texts}
+    if all(drafters[row].text for row in texts):
+        return {row: drafters[row].propose(text, counts[row]) for row, text in texts.items()}
+    return session.drafted({row: text[-1] for row, text in texts.items()}, counts)
 
 
 # --- rounds -----------------------------------------------------------------------------------
@@ -265,7 +289,8 @@ def drafted_stream(
     yield {row: [*text] for row, text in texts.items()}
     drafters = {row: Drafter(draft, prompts[row]) for row in texts}
     while texts := {r: t for r, t in texts.items() if t[-1] not in stops and len(t) < count}:
-        drafts = {r: drafters[r].propose(t, count - len(t) - 1) for r, t in texts.items()}
+        rooms = {row: count - len(text) - 1 for row, text in texts.items()}
+        drafts = propose(session, drafters, texts, rooms)
         found = session.judged({row: [texts[row][-1], *d] for row, d in drafts.items()})
         made = accepted(session.finite(found), drafts, numbered.choose, goes_on)
         session.keep({row: len(tokens) for row, tokens in made.items()})

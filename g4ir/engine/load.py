@@ -17,6 +17,7 @@ from g4ir.plan.settings import find_placement
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
+from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 
@@ -97,6 +98,7 @@ def load_artefact(
         m.media,
         m.quant,
         found.packing.prologue,
+        found.drafter,
     )
 
 
@@ -173,9 +175,12 @@ def _open_params(found: Artefact) -> packings.ParamSource:
     if found.stored is not None:
         return found.stored
     if isinstance(kept, RandomWeights):
-        source: WeightSource = RandomCheckpoint(
-            found.spec, kept.seed, torch_dtype(m.dtype), m.device
-        )
+        made = [
+            RandomCheckpoint(spec, kept.seed, torch_dtype(m.dtype), m.device)
+            for spec in (found.spec, found.drafter)
+            if spec
+        ]
+        source: WeightSource = WithDrafter(*made) if found.drafter else made[0]
         return packings.MadeParams(found.packing, source)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name

@@ -48,6 +48,8 @@ class EngineParts:
     #: how its weights are held, and the graph that made its params of the model's
     recipe: Recipe | None = None
     prologue: Graph = field(default=NOTHING, repr=False)
+    #: the spec of a model that drafts tokens
+    drafter: Spec | None = None
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from g4ir.errors import InputError
 from g4ir.media.merge import Piece, Prompt, check_softs, merged
+from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
+from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
 from g4ir.model.media import check_list, check_taken, listed, placeholders
-from g4ir.model.text import BLOCKS, VERIFY
 from g4ir.ops.finite import not_finite, require_finite
 
 from .encode import encode
+from .hidden import Hidden
 from .parts import EngineParts
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ class Snapshot:
     length: torch.Tensor
     written: torch.Tensor
     caches: dict[str, torch.Tensor]
+    hidden: Hidden
 
 
 class Session:
@@ -49,6 +53,8 @@ class Session:
         self._written = torch.zeros(batch, dtype=torch.int64)
         #: what each row held before the tokens that may be taken back
         self._before = self.length
+        #: where the engine has a drafter: what it goes on from
+        self._hidden = Hidden(batch)
 
     def __repr__(self) -> str:
         return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
@@ -155,6 +161,38 @@ class Session:
         for row, count in counts.items():
             kept[row] = self._before[row] + count
         self.truncate(kept)
+
+    def drafted(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return for each row what the engine's drafter guesses to follow its newest token, which
+        the caches do not hold yet: at most so many tokens, and none where the state that this token
+        was chosen from is not known, as after `truncate`."""
+        known = self._hidden.is_of(self.length)
+        counts = {row: count if known[row] else 0 for row, count in counts.items()}
+        steps: list[list[int]] = []
+        tokens = torch.zeros(self.batch, dtype=torch.int64)
+        tokens[[*newest]] = torch.tensor([*newest.values()])
+        for found in self._draft_steps(tokens, max(counts.values(), default=0)):
+            steps.append(found)
+        made = {row: [step[row] for step in steps[:count]] for row, count in counts.items()}
+        ids = self.engine.spec.text.readable_ids
+        return {row: list(takewhile(lambda t: t < ids, found)) for row, found in made.items()}
+
+    def _draft_steps(self, tokens: torch.Tensor, count: int) -> Iterator[list[int]]:
+        """Yield the next token of each row, by the drafter, `count` times."""
+        engine, hidden = self.engine, self._hidden.rows
+        assert engine.drafter and engine.drafter.drafter
+        last = (self.length - 1).clamp(min=0)
+        stands = self.length if engine.drafter.drafter.position == "next" else last
+        where = {"positions": stands[:, None], "last": last[:, None], "written": self.length}
+        feeds = {name: t.to(engine.device) for name, t in where.items()}
+        longest = int(self.length.max())
+        for _ in range(count):
+            assert hidden is not None
+            feeds |= {"embeds": engine.embed(tokens[:, None])["embeds"], HIDDEN: hidden}
+            made = engine.runtime.run(DRAFT, feeds, self.state, longest, True)
+            assert made
+            hidden, tokens = made[NEXT_HIDDEN].clone(), made[TOKEN].cpu()
+            yield tokens.tolist()
 
     def _prompt(
         self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
@@ -291,6 +329,7 @@ class Session:
                     raise not_finite(self._what(), self.engine.dtype)
                 yield chosen, running
         finally:
+            self._hidden.forget()
             self.length = loop.lengths.cpu().clone()
             self._written = torch.maximum(self._written, self.length)
 
@@ -322,12 +361,14 @@ class Session:
                 )
         self.length = keep
         self._written = torch.where(keep == 0, keep, self._written)
+        self._hidden.cut(keep)
 
     def reset(self, rows: Any = None) -> None:
         """Empty the given rows (ints), or all."""
         index = torch.arange(self.batch) if rows is None else self._rows(rows, "reset")
         self.length[index] = 0
         self._written[index] = 0
+        self._hidden.forget(index)
 
     def clear(self, rows: Any = None) -> None:
         """Empty the given rows, or all, and write zeros over what their caches hold: NaN there, in
@@ -351,6 +392,7 @@ class Session:
             for name, t in source.state.row(start, held).items():
                 mine[name].copy_(t)
         self.length[row], self._written[row] = held, source._written[start]
+        self._hidden.copy_row(source._hidden, start, row)
 
     def _rows(self, rows: Any, what: str) -> torch.Tensor:
         """Return int64 [n] of row numbers."""
@@ -365,7 +407,7 @@ class Session:
         held = int(self.length.max())
         views = self.state.views(held) if held else {}
         caches = {name: t.clone() for name, t in views.items()}
-        return Snapshot(self.length.clone(), self._written.clone(), caches)
+        return Snapshot(self.length.clone(), self._written.clone(), caches, self._hidden.copy())
 
     def restore(self, kept: Snapshot) -> None:
         """Hold again what the snapshot holds."""
@@ -378,6 +420,7 @@ class Session:
             for name, t in kept.caches.items():
                 views[name].copy_(t)
         self.length, self._written = kept.length.clone(), kept.written.clone()
+        self._hidden = kept.hidden.copy()
 
     def held_bytes(self) -> int:
         """Return the bytes of a snapshot."""
@@ -456,6 +499,7 @@ class Session:
         """Append `count` tokens to each row by a graph; return its logits, if they are wanted."""
         after = self.length + count
         made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
+        self._hidden.take(made.get(HIDDEN) if made else None, self.length, after)
         self.length = after
         self._written = torch.maximum(self._written, after)
         return made["logits"] if made else None

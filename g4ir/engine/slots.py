@@ -27,7 +27,7 @@ from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 from g4ir.ops.finite import not_finite
 
-from .drafting import NO_DRAFT, Draft, Drafter, Tally, accepted, find_draft
+from .drafting import NO_DRAFT, Draft, Drafter, Tally, accepted, find_draft, propose
 from .engine import Engine
 from .prefixes import Keys, Prefixes
 from .prompts import checked_ids, checked_prompt
@@ -352,12 +352,12 @@ class Slots:
         draft = self.settings.draft
         if not draft or len(answers) > self.settings.draft_rows:
             return {row: [] for row in answers}
-        return {row: self._draft(a, draft) for row, a in answers.items()}
-
-    def _draft(self, answer: Answer, draft: Draft) -> list[int]:
-        job = answer.ticket.job
-        answer.drafter = answer.drafter or Drafter(draft, job.tokens)
-        return answer.drafter.propose(answer.tokens, job.max_new_tokens - len(answer.tokens) - 1)
+        for a in answers.values():
+            a.drafter = a.drafter or Drafter(draft, a.ticket.job.tokens)
+        drafters = {row: a.drafter for row, a in answers.items() if a.drafter}
+        texts = {row: a.tokens for row, a in answers.items()}
+        rooms = {r: a.ticket.job.max_new_tokens - len(a.tokens) - 1 for r, a in answers.items()}
+        return propose(self.rows.session, drafters, texts, rooms)
 
     def _coming(self) -> int:
         """Count the rows that will be needed soon."""

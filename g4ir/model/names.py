@@ -14,6 +14,10 @@ from g4ir.ir.names import split_name
 #: tensors of the checkpoint that others than the graphs know
 TOKEN_TABLE, PLE_TABLE = "embed_tokens.weight", "embed_tokens_per_layer.weight"
 HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
+#: the tokens of a drafter's clusters
+ORDER = "drafter.masked_embedding.token_ordering"
+#: what the names of a drafter's params and tensors begin with, beside those of its model
+OF_DRAFTER = "draft."
 #: what the parts of a weight `w` in codes are called on both sides: `w.codes`, `w.scales`
 CODES, SCALES = ".codes", ".scales"
 _TOP = {
@@ -77,7 +81,17 @@ _TOWERS = {
     "audio.b_out": "audio.output_proj.bias",
     "audio.embed": "embed_audio.embedding_projection.weight",
 }
-_LAYERS = {"vision": "vision.encoder.layers", "audio": "audio.layers"}
+#: outside the layers of a drafter, whose names on both sides begin with `draft.`
+_DRAFTER = {
+    "draft.w_in": "draft.drafter.pre_projection.weight",
+    "draft.w_out": "draft.drafter.post_projection.weight",
+    "draft.final.w": f"draft.{FINAL_NORM}",
+    "draft.embed.table": f"draft.{TOKEN_TABLE}",
+    "draft.head.w": f"draft.{HEAD}",
+    "draft.centroids": "draft.drafter.masked_embedding.centroids.weight",
+    "draft.order": f"draft.{ORDER}",
+}
+_LAYERS = {"vision": "vision.encoder.layers", "audio": "audio.layers", "draft": "draft.layers"}
 _TOWER_LAYER = {
     "vision.norm_in": "input_layernorm.weight",
     "vision.norm_attn": "post_attention_layernorm.weight",
@@ -131,7 +145,7 @@ def checkpoint_name(param: str) -> str:
     for part in (CODES, SCALES):
         if param.endswith(part):
             return f"{checkpoint_name(param.removesuffix(part))}{part}"
-    if found := _TOP.get(param) or _TOWERS.get(param):
+    if found := _TOP.get(param) or _TOWERS.get(param) or _DRAFTER.get(param):
         return found
     tower, layer, rest = split_name(param)
     if tower and (name := _of_tower(f"{tower}.{rest}")):
@@ -145,6 +159,8 @@ def _of_tower(name: str) -> str | None:
     """Return the checkpoint's name of a param of a tower's layer, without the layer's number."""
     if name in _CLIPPABLE:
         return f"{_CLIPPABLE[name]}.linear.weight"
+    if name.startswith(OF_DRAFTER):
+        return _LAYER.get(name.removeprefix(OF_DRAFTER))
     linear, _, bound = name.rpartition(".")
     if linear in _CLIPPABLE and bound in _BOUNDS:
         return f"{_CLIPPABLE[linear]}.{_BOUNDS[bound]}"
@@ -157,7 +173,7 @@ _KINDS = (
     ("mlp", re.compile(r"(\w+\.)?L\d+\.(mlp|ff\d|conv)\.")),
     ("experts", re.compile(r"L\d+\.moe\.")),
     ("ple", re.compile(r"(L\d+\.)?ple\b")),
-    ("head", re.compile(r"(head\.|final\.|logits\b)")),
+    ("head", re.compile(r"(draft\.)?(head\.|final\.|logits\b)")),
 )
 
 

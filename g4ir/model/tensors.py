@@ -14,8 +14,9 @@ from g4ir.ir.graph import Graph
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
+from .draft import drafter_alone
 from .media import AUDIO, PICTURES
-from .names import checkpoint_name
+from .names import OF_DRAFTER, checkpoint_name
 from .text import build_graph
 from .towers import PARTS, default_tower
 
@@ -26,8 +27,10 @@ Tensors = dict[str, Shape]
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 #: of a layer, what is absent where it reads the keys and values of another
 KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
-#: parts that images and frames go through; the others are sound's
+#: parts that images and frames go through; the others are sound's, or a drafter's
 SIGHT = ("vision", "vision_embedder", "embed_vision")
+#: the part of what a drafter has beside its layers
+DRAFTER = "drafter"
 
 
 def text_tensors(spec: Spec) -> Tensors:
@@ -81,13 +84,14 @@ def tower_tensors(spec: Spec) -> Tensors:
 
 
 def media_tensors(spec: Spec, kinds: Iterable[str]) -> Tensors:
-    """`PART.NAME` -> shape of the tensors that these kinds of media need."""
+    """`PART.NAME` -> shape of the tensors that these kinds of media need; of a drafter, what it
+    has beside its layers."""
     kinds = set(kinds)
-    return {
-        name: shape
-        for name, shape in _towers(spec).items()
-        if kinds.intersection(PICTURES if name.partition(".")[0] in SIGHT else (AUDIO,))
-    }
+
+    def needed(part: str) -> bool:
+        return part == DRAFTER or bool(kinds.intersection(PICTURES if part in SIGHT else (AUDIO,)))
+
+    return {n: shape for n, shape in _towers(spec).items() if needed(n.partition(".")[0])}
 
 
 def numel(tensors: Tensors) -> int:
@@ -97,13 +101,24 @@ def numel(tensors: Tensors) -> int:
 
 @lru_cache(maxsize=32)
 def _text(spec: Spec) -> Tensors:
+    if spec.drafter:
+        return _of_drafter(spec, beside=False)
     graphs = (build_graph(spec, phase, all_logits=True) for phase in ("embed", "prefill"))
     return _named(graphs)
 
 
 @lru_cache(maxsize=32)
 def _towers(spec: Spec) -> Tensors:
+    if spec.drafter:
+        return _of_drafter(spec, beside=True)
     return _named(default_tower(spec, part) for part in PARTS if getattr(spec, part) is not None)
+
+
+def _of_drafter(spec: Spec, beside: bool) -> Tensors:
+    """Return the tensors of its layers, or those beside them."""
+    found = _named([drafter_alone(spec)])
+    bare = {name.removeprefix(OF_DRAFTER): shape for name, shape in found.items()}
+    return {n: shape for n, shape in bare.items() if (n.partition(".")[0] == DRAFTER) == beside}
 
 
 def _named(graphs: Iterable[Graph]) -> Tensors:

@@ -1,30 +1,20 @@
-"""Gemma 4, written once: Spec -> Graph.
-
-Rule numbers refer to the order of operations of the reference model (transformers 5.17,
-`models/gemma4`); each op's docstring states what it rounds. The graph written here is the
-plain one: every layer makes its own rope tables and keeps a full-length cache of its own, also
-where it reads another layer's keys and values. Passes remove what is not needed.
-"""
+"""Gemma 4, written once: Spec -> Graph."""
 
 from __future__ import annotations
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Program, Value
+from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ops.types import Type
-from g4ir.spec.parts import SLIDING, Layer, Rope
+from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
 
+from .decoder import BLOCKS, VERIFY, Decoder
+from .draft import DRAFT, build_draft
 from .media import PICTURES, Media, placeholders
 
 #: graphs that a step of the text model runs, and all of them
 TEXT_GRAPHS = ("prefill", "decode")
 PHASES = ("embed", *TEXT_GRAPHS)
-#: some tokens at once that may be taken back: those that were drafted, and the one before them
-VERIFY = "verify"
-#: prefill of chunks in which the tokens of a picture see each other
-BLOCKS = "prefill_media"
-#: graph -> tokens of a chunk, where those are not S: few enough that caches have a slot for each
-_TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}
 #: the table of per-layer embeddings, gathered from and never multiplied with
 PLE_PARAM = "ple.table"
 
@@ -35,19 +25,22 @@ def build_program(
     dtype: str | None = None,
     media: Media | None = None,
     verifies: bool = False,
+    drafter: Spec | None = None,
 ) -> Program:
     """Return the graphs of one engine: `embed` (token ids to rows), `prefill` and `decode`; for one
-    that `verifies` drafted tokens also `verify`; for one that takes media also `prefill_media`,
-    where pictures are seen both ways, and its towers."""
-    kind = dtype or spec.dtype
+    that `verifies` drafted tokens also `verify`, and `draft` for one with a drafter; for one that
+    takes media also `prefill_media`, where pictures are seen both ways, and its towers."""
+    kind, hidden = dtype or spec.dtype, drafter is not None
     phases = (*PHASES, VERIFY) if verifies else PHASES
-    graphs = {p: build_graph(spec, p, all_logits, kind, media) for p in phases}
+    graphs = {p: build_graph(spec, p, all_logits, kind, media, hidden) for p in phases}
+    if drafter:
+        graphs[DRAFT] = build_draft(spec, drafter, kind)
     if media is None or not media.kinds:
         return Program(graphs)
     from .towers import build_towers
 
     if has_blocks(spec) and set(PICTURES) & set(media.kinds):
-        graphs[BLOCKS] = build_graph(spec, BLOCKS, all_logits, kind)
+        graphs[BLOCKS] = build_graph(spec, BLOCKS, all_logits, kind, hidden=hidden)
     return Program(graphs | build_towers(spec, media, kind))
 
 
@@ -62,8 +55,9 @@ def build_graph(
     all_logits: bool = False,
     dtype: str | None = None,
     media: Media | None = None,
+    hidden: bool = False,
 ) -> Graph:
-    """Return the graph of one phase.
+    """Return the graph of one phase of a model.
 
     Dims: B rows, S tokens of the chunk (1 in decode, M in verify), C slots of a full-length cache.
     prefill and decode take `embeds` [B,S,hidden] (scaled), `ple_rows` [B,S,layers*dim] where
@@ -71,18 +65,22 @@ def build_graph(
     tokens of each row. They yield `logits`, [B,1,vocab] at each row's last valid token, or
     [B,S,vocab] with all_logits. `verify` is decode of several tokens: they are written first, each
     sees the caches alone, and every one has its logits. `prefill_media` also takes `block_ids`
-    i64[B,S], -1 outside of pictures (see the op `attention`). `embed` takes `tokens` i64[B,S]; with
+    i64[B,S], -1 outside of pictures (see the op `attention`). With `hidden` they also yield the
+    state that logits are made of, of the tokens of `decode` and `verify`, else of each row's last
+    valid one. `embed` takes `tokens` i64[B,S]; with
     media, placeholders get the rows of the padding token.
     """
     known = (*PHASES, VERIFY, BLOCKS)
     if phase not in known:
         raise InputError(f"unknown phase {phase!r}; one of {', '.join(known)}")
+    if spec.drafter:
+        raise InputError(f"{spec.name} is a drafter: it drafts for a model, and is none")
     if phase == BLOCKS and not has_blocks(spec):
         raise InputError(f"{spec.name} has no {BLOCKS}: its soft tokens see the past alone")
     if phase == "embed":
         ids = placeholders(spec.tokens, media.kinds if media else ())
         return _Embed(spec, dtype or spec.dtype, ids).build()
-    return _Text(spec, phase, all_logits, dtype or spec.dtype).build()
+    return Decoder(spec, phase, all_logits, dtype or spec.dtype, hidden).build()
 
 
 class _Embed:
@@ -106,203 +104,3 @@ class _Embed:
             rows = b.emit("embedding", table, tokens, scale=text.ple.dim**0.5, name="ple_rows")
             outs.append(rows)
         return b.graph(*outs)
-
-
-class _Text:
-    """The decoder for one phase."""
-
-    def __init__(self, spec: Spec, phase: str, all_logits: bool, dtype: str) -> None:
-        self.spec, self.text, self.dtype = spec, spec.text, dtype
-        self.phase = phase
-        #: whether tokens are in the caches before attention reads these
-        self.writes_first = phase in ("decode", VERIFY)
-        self.every = all_logits or self.writes_first
-        self.b = Builder(phase)
-        self.eps = spec.text.rms_norm_eps
-
-    def build(self) -> Graph:
-        b, text, s = self.b, self.text, _TOKENS.get(self.phase, "S")
-        h = b.input("embeds", Type(self.dtype, ("B", s, text.hidden_size)))
-        ple = self.per_layer_inputs(h, s) if text.ple else None
-        self.positions = b.input("positions", Type("i64", ("B", s)))
-        self.lengths = b.input("lengths", Type("i64", ("B",)))
-        self.start = b.emit("row_start", self.positions, name="start")
-        if self.writes_first:
-            self.end = b.emit("add", self.start, self.lengths, name="end")
-        if self.phase == BLOCKS:
-            self.block_ids = b.input("block_ids", Type("i64", ("B", s)))
-        self.fresh: dict[int, tuple[Value, Value]] = {}
-        for layer in self.spec.layers():
-            h = self.block(layer, h, ple[layer.index] if ple else None)
-        return b.graph(self.head(h))
-
-    def weight(self, name: str, *shape: int) -> Value:
-        return self.b.param(name, Type(self.dtype, shape))
-
-    def norm(self, x: Value, name: str, weight: str) -> Value:
-        size = x.type.shape[-1]
-        assert isinstance(size, int)
-        return self.b.emit("rms_norm", x, self.weight(weight, size), eps=self.eps, name=name)
-
-    def project(self, x: Value, name: str, weight: str, out: int) -> Value:
-        size = x.type.shape[-1]
-        assert isinstance(size, int)
-        return self.b.emit("linear", x, self.weight(weight, out, size), name=name)
-
-    def per_layer_inputs(self, embeds: Value, s: int | str) -> tuple[Value, ...]:
-        """Return one [B,S,dim] per layer from the token's row and its context (rules 2 to 4)."""
-        b, text, ple = self.b, self.text, self.text.ple
-        assert ple
-        layers, width = text.num_hidden_layers, text.num_hidden_layers * ple.dim
-        rows = b.input("ple_rows", Type(self.dtype, ("B", s, width)))
-        x = self.project(embeds, "ple.proj", "ple.w", width)
-        x = b.emit("scale", x, value=text.hidden_size**-0.5, name="ple.scaled")
-        x = b.emit("heads", x, n=layers, name="ple.heads")
-        x = self.norm(x, "ple.context", "ple.norm")
-        x = b.emit("add", x, b.emit("heads", rows, n=layers, name="ple.tokens"), name="ple.sum")
-        x = b.emit("scale", x, value=2**-0.5, name="ple.mean")
-        x = b.emit("stack_layers", x, name="ple.stacked")
-        names = [f"L{i}.ple" for i in range(layers)]
-        return b.emit_all("unstack_layers", x, name=names)
-
-    def block(self, layer: Layer, h: Value, ple: Value | None) -> Value:
-        """Apply attention, MLP (with experts), then the per-layer embedding (rules 6 to 9)."""
-        b, p = self.b, f"L{layer.index}"
-        # The first input norm has no residual add before it that it could fuse with; outside
-        # the layer it leaves all layers alike.
-        first = "pre.norm" if layer.index == 0 else f"{p}.in"
-        x = self.attention(layer, self.norm(h, first, f"{p}.norm_in"))
-        h = b.emit("add", h, self.norm(x, f"{p}.attn.post", f"{p}.norm_attn"), name=f"{p}.mid")
-        y = self.norm(self.feed_forward(layer, h), f"{p}.ffn.post", f"{p}.norm_ffn")
-        h = b.emit("add", h, y, name=f"{p}.ffn.out")
-        if ple:
-            y = self.norm(self.ple_gate(p, h, ple), f"{p}.ple.post", f"{p}.norm_ple")
-            h = b.emit("add", h, y, name=f"{p}.ple.out")
-        return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
-
-    def attention(self, layer: Layer, x: Value) -> Value:
-        """Apply rules 12 to 17. K and V come from this layer, or fresh from the donor."""
-        b, p, a, text = self.b, f"L{layer.index}.attn", layer.attention, self.text
-        self.tables = self.rope_tables(p, a.rope, a.head_dim)
-        q = self.project(x, f"{p}.q", f"{p}.wq", text.num_attention_heads * a.head_dim)
-        q = b.emit("heads", q, n=text.num_attention_heads, name=f"{p}.q.heads")
-        q = self.rotate(self.norm(q, f"{p}.q.norm", f"{p}.norm_q"), f"{p}.q.rope")
-        if layer.donor is None:
-            self.fresh[layer.index] = self.keys_values(layer, x)
-        k, v = self.fresh[layer.index if layer.donor is None else layer.donor]
-        out = self.attend(layer, q, k, v)
-        out = b.emit("merge_heads", out, name=f"{p}.merged")
-        return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
-
-    def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
-        """Return K normed and rotated, V normed without weight; V is raw K where they are tied."""
-        b, p, a = self.b, f"L{layer.index}.attn", layer.attention
-        n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
-        k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
-        v = k
-        if not a.k_eq_v:
-            v = self.project(x, f"{p}.v", f"{p}.wv", width)
-            v = b.emit("heads", v, n=n, name=f"{p}.v.heads")
-        k = self.rotate(self.norm(k, f"{p}.k.norm", f"{p}.norm_k"), f"{p}.k.rope")
-        return k, b.emit("rms_norm", v, eps=self.eps, name=f"{p}.v.norm")
-
-    def attend(self, layer: Layer, q: Value, k: Value, v: Value) -> Value:
-        """Attend. A chunk sees the cache as it was, then itself; tokens that are written first see
-        the cache alone. Blocks are seen both ways on sliding layers only (rule 19)."""
-        b, p, a = self.b, f"L{layer.index}", layer.attention
-        cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
-        old = [b.cache(f"{p}.k", cache), b.cache(f"{p}.v", cache)]
-        new = [
-            b.emit("cache_write", c, x, self.start, self.lengths, name=f"{c.name}.next")
-            for c, x in zip(old, (k, v), strict=True)
-        ]
-        b.next.update({c.name: n for c, n in zip(old, new, strict=True)})
-        reads = (self.end, *new) if self.writes_first else (self.start, *old, k, v)
-        if self.phase == BLOCKS and layer.kind == SLIDING:
-            reads = (*reads, self.block_ids)
-        return b.emit(
-            "attention",
-            q,
-            self.positions,
-            *reads,
-            window=a.window or 0,
-            scale=1.0,
-            softcap=self.text.attn_logit_softcapping or 0.0,
-            name=f"{p}.attn.out",
-        )
-
-    def rope_tables(self, p: str, rope: Rope, dim: int) -> tuple[Value, ...]:
-        """Return (cos, sin)."""
-        return self.b.emit_all(
-            "rope_table",
-            self.positions,
-            kind=rope.kind,
-            theta=rope.theta,
-            dim=dim,
-            fraction=rope.rotary_fraction,
-            factor=rope.factor or 1.0,
-            dtype=self.dtype,
-            name=[f"{p}.cos", f"{p}.sin"],
-        )
-
-    def rotate(self, x: Value, name: str) -> Value:
-        return self.b.emit("rope", x, *self.tables, name=name)
-
-    def feed_forward(self, layer: Layer, h: Value) -> Value:
-        """Apply the dense MLP; beside it, on the same residual, the routed experts (rule 7)."""
-        b, p = self.b, f"L{layer.index}"
-        dense = self.mlp(layer, self.norm(h, f"{p}.mlp.in", f"{p}.norm_mlp"))
-        if not layer.has_moe:
-            return dense
-        dense = self.norm(dense, f"{p}.mlp.post", f"{p}.norm_mlp_post")
-        routed = self.norm(self.experts(layer, h), f"{p}.moe.post", f"{p}.norm_moe_post")
-        return b.emit("add", dense, routed, name=f"{p}.ffn")
-
-    def mlp(self, layer: Layer, x: Value) -> Value:
-        """Return down(act(gate) * up) (rule 11)."""
-        b, p, wide, act = self.b, f"L{layer.index}.mlp", layer.intermediate_size, self.act()
-        gate = self.project(x, f"{p}.gate", f"{p}.w_gate", wide)
-        up = self.project(x, f"{p}.up", f"{p}.w_up", wide)
-        x = b.emit("glu", gate, up, act=act, name=f"{p}.act")
-        return self.project(x, f"{p}.down", f"{p}.w_down", self.text.hidden_size)
-
-    def experts(self, layer: Layer, h: Value) -> Value:
-        """Apply experts; the router sees the residual normed without weight (rules 23 to 25)."""
-        b, p, moe, size = self.b, f"L{layer.index}.moe", self.text.moe, self.text.hidden_size
-        assert moe
-        x = self.norm(h, f"{p}.in", f"L{layer.index}.norm_moe")
-        weights, index = b.emit_all(
-            "router",
-            b.emit("rms_norm", h, eps=self.eps, name=f"{p}.router_in"),
-            self.weight(f"{p}.router_scale", size),
-            self.weight(f"{p}.router", moe.num_experts, size),
-            self.weight(f"{p}.expert_scale", moe.num_experts),
-            top_k=moe.top_k_experts,
-            root=size**-0.5,
-            name=[f"{p}.weights", f"{p}.index"],
-        )
-        gate_up = self.weight(f"{p}.gate_up", moe.num_experts, 2 * moe.intermediate_size, size)
-        down = self.weight(f"{p}.down", moe.num_experts, size, moe.intermediate_size)
-        return b.emit("experts", x, weights, index, gate_up, down, act=self.act(), name=f"{p}.out")
-
-    def ple_gate(self, p: str, h: Value, ple: Value) -> Value:
-        """Gate by the per-layer row; the gate sees the residual without a norm (rule 8)."""
-        assert self.text.ple
-        gate = self.project(h, f"{p}.ple.gate", f"{p}.ple.w_gate", self.text.ple.dim)
-        x = self.b.emit("glu", gate, ple, act=self.act(), name=f"{p}.ple.act")
-        return self.project(x, f"{p}.ple.proj", f"{p}.ple.w_proj", self.text.hidden_size)
-
-    def head(self, h: Value) -> Value:
-        """Apply final norm, (tied) head, softcap (rule 22); last valid row unless all are asked."""
-        b, text = self.b, self.text
-        x = self.norm(h, "final.norm", "final.w")
-        w = "embed.table" if text.tie_word_embeddings else "head.w"
-        last = "logits" if self.every else "logits.all"
-        cap = text.final_logit_softcapping
-        x = self.project(x, "head.out" if cap else last, w, text.vocab_size)
-        if cap:
-            x = b.emit("softcap", x, cap=cap, name=last)
-        return x if self.every else b.emit("last_row", x, self.lengths, name="logits")
-
-    def act(self) -> str:
-        return self.text.hidden_activation

@@ -17,7 +17,8 @@ from typing import Any
 
 from g4ir.errors import PlanError
 from g4ir.ir.graph import Program, bind, split_prologue
-from g4ir.model.text import BLOCKS, PLE_PARAM, VERIFY, build_graph
+from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.text import PLE_PARAM, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes

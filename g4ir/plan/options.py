@@ -73,9 +73,16 @@ class BuildOptions:
     all_logits: bool = option(
         False, "prefill can return the logits of every token", action="store_true"
     )
-    draft_tokens: int = option(
-        0,
-        "tokens drafted at a time at most, which one step then verifies (default 0:\nno drafting)",
+    drafter: str | Path | None = option(
+        None,
+        "a model that drafts tokens: its checkpoint, its spec FILE.yaml (for random\nweights), "
+        "or `default`: the one that belongs to the variant (default none)",
+        metavar="DIR|default",
+    )
+    draft_tokens: int | None = option(
+        None,
+        "tokens drafted at a time at most, which one step then verifies (default 0:\nno drafting; "
+        "4 with a drafter)",
         type=int,
         metavar="K",
     )
@@ -144,3 +151,4 @@ class Resolved:
     ple_placement: str | None
     media: Media
     recipe: Recipe | None
+    drafter: Spec | None

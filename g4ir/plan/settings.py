@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from g4ir.errors import InputError
 from g4ir.ops.quant import ACTIVATIONS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
@@ -19,6 +21,8 @@ DEVICES = ("cpu", "cuda")
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 #: a round costs about what its weights cost to read; of more tokens, products cost more than that
 MOST_DRAFTED = 32
+#: what a drafter drafts unless told: further ones are seldom right
+DRAFTED = 4
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
@@ -57,20 +61,28 @@ def find_activations(given: str | None) -> str:
     return given or OFF
 
 
-def find_draft_tokens(given: int, max_seq: int) -> int:
-    """Return how many tokens are drafted at a time at most; InputError for what no round takes."""
+def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) -> int:
+    """Return how many tokens are drafted at a time at most: with a drafter 4 unless told, else 0.
+    InputError for what no round takes, or for none with a drafter."""
     most = min(MOST_DRAFTED, max_seq - 1)
+    if given is None:
+        return min(DRAFTED, most) if drafter else 0
+    if drafter and given == 0:
+        raise InputError("draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
     if not 0 <= given <= most:
         raise InputError(f"draft-tokens {given}: expected 0 (no drafting) to {most}")
     return given
 
 
-def pass_options(latent: str, kv: str, activations: str = OFF, drafted: int = 0) -> Options:
+def pass_options(
+    latent: str, kv: str, activations: str = OFF, drafted: int = 0, keep: Sequence[int] = ()
+) -> Options:
     """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, what
-    rows are rounded to, and how many tokens rings can lose again."""
+    rows are rounded to, how many tokens rings can lose again, and the layers that `keep` K and
+    V."""
     return {
         "plan_cache": {"slack": drafted},
-        "latent_kv": {"form": latent},
+        "latent_kv": {"form": latent, "keep": tuple(keep)},
         "narrow_kv": {"to": kv},
         "quantize_activations": {"to": activations},
     }

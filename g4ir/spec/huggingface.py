@@ -28,6 +28,7 @@ from g4ir.spec.reader import (
 )
 
 from .parts import (
+    ASSISTANT,
     DTYPE_ALIASES,
     DTYPES,
     FULL,
@@ -35,6 +36,8 @@ from .parts import (
     TOWERS,
     AttentionKind,
     Audio,
+    Centroids,
+    Drafter,
     Layers,
     Moe,
     Ple,
@@ -60,12 +63,16 @@ MODEL_TYPES = {
     "gemma4_text": ("gemma4", False),
     "gemma4_unified": ("gemma4_unified", True),
     "gemma4_unified_text": ("gemma4_unified", False),
+    "gemma4_assistant": ("gemma4_assistant", True),
+    "gemma4_unified_assistant": ("gemma4_unified_assistant", True),
 }
 ARCHITECTURES = {
     ("gemma4", True): "Gemma4ForConditionalGeneration",
     ("gemma4", False): "Gemma4ForCausalLM",
     ("gemma4_unified", True): "Gemma4UnifiedForConditionalGeneration",
     ("gemma4_unified", False): "Gemma4UnifiedForCausalLM",
+    ("gemma4_assistant", True): "Gemma4AssistantForCausalLM",
+    ("gemma4_unified_assistant", True): "Gemma4UnifiedAssistantForCausalLM",
 }
 KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 HF_KINDS = {kind: name for name, kind in KINDS.items()}
@@ -169,6 +176,9 @@ MEDIA: dict[str, tuple[tuple[str, ...], int]] = {
 }
 AUDIO_MEDIA = ("audio", "boa", "eoa")
 
+# field of Centroids -> its key and default
+CENTROIDS = {"count": ("num_centroids", 2048), "top_k": ("centroid_intermediate_top_k", 32)}
+
 # key path of the spec -> key of the text config, for messages about rules that join fields
 HF_NAMES = {
     "text.sliding.head_dim": "head_dim",
@@ -179,6 +189,8 @@ HF_NAMES = {
     "text.moe.top_k_experts": "top_k_experts",
     "text.sliding.rope.rotary_fraction": "rope_parameters.sliding_attention",
     "text.full.rope.rotary_fraction": "rope_parameters.full_attention",
+    "drafter.centroids.count": "num_centroids",
+    "drafter.centroids.top_k": "centroid_intermediate_top_k",
 }
 
 
@@ -258,7 +270,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
             "model_type", f"{shown(given)} is not one of {', '.join(MODEL_TYPES)}{near}"
         )
     model_type, composite = MODEL_TYPES[given]
-    parts = _composite(keys, model_type) if composite else _text_only(keys, model_type)
+    read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
+    parts = read(keys, model_type)
     keys.done()
     spec = Variant(name=slug(name or found), model_type=model_type, **parts)
     for path, message, _ in problems(spec):
@@ -322,6 +335,37 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
     dtype = next(d for d in dtypes if d is not None)
     text_keys.done()
     return {"text": text, "tokens": tokens, "vision": vision, "audio": audio, "dtype": dtype}
+
+
+def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
+    """Return fields of Variant from the config of a drafter; ids of media say nothing here."""
+    base = model_type.removesuffix(ASSISTANT)
+    text_keys = keys.section("text_config") or Keys({}, "text_config", keys.where)
+    text_keys.only("model_type", (f"{base}_text", None), f"expected {base}_text")
+    tied = keys.take("tie_word_embeddings", bool, True)
+    text_keys.raw("tie_word_embeddings")
+    text = replace(_text(text_keys, base), tie_word_embeddings=tied)
+    if not text.num_kv_shared_layers:  # as the reference fills it in
+        text = replace(text, num_kv_shared_layers=text.num_hidden_layers)
+    keys.seen.update(name for names, _ in MEDIA.values() for name in names)
+    dtypes = [_dtype(keys), _dtype(text_keys), "f32"]
+    parts = {
+        "text": text,
+        "tokens": _tokens(text_keys, keys),
+        "dtype": next(d for d in dtypes if d is not None),
+        "drafter": _drafter(keys),
+    }
+    text_keys.done()
+    return parts
+
+
+def _drafter(keys: Keys) -> Drafter:
+    """Return what the reference calls ordered embeddings as centroids."""
+    hints, size = hints_of(Centroids), hints_of(Drafter)["backbone_hidden_size"]
+    backbone = keys.take("backbone_hidden_size", size, 1536)
+    found = {f: keys.take(key, hints[f], d) for f, (key, d) in CENTROIDS.items()}
+    ordered = keys.take("use_ordered_embeddings", bool, False)
+    return Drafter(backbone, Centroids(**found) if ordered else None)
 
 
 def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
@@ -615,12 +659,22 @@ def config_of(spec: Variant) -> dict[str, Any]:
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
     media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in MEDIA.items()}
-    composite = bool(spec.vision or spec.audio or any(v is not None for v in media.values()))
+    composite = bool(
+        spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
+    )
     dtype = {short: long for long, short in DTYPE_ALIASES}[spec.dtype]
     head = {"architectures": [ARCHITECTURES[spec.model_type, composite]], "dtype": dtype}
     text = _text_to_hf(spec, dtype)
     if not composite:
         return head | text
+    if spec.drafter:
+        return {
+            **head,
+            "model_type": spec.model_type,
+            "tie_word_embeddings": spec.text.tie_word_embeddings,
+            **_drafter_to_hf(spec.drafter),
+            "text_config": text,
+        }
     return {
         **head,
         "model_type": spec.model_type,
@@ -633,25 +687,36 @@ def config_of(spec: Variant) -> dict[str, Any]:
     }
 
 
+def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
+    found = drafter.centroids
+    return {
+        "backbone_hidden_size": drafter.backbone_hidden_size,
+        "use_ordered_embeddings": found is not None,
+        **{key: getattr(found, f) if found else d for f, (key, d) in CENTROIDS.items()},
+    }
+
+
 def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     text, kinds = spec.text, spec.text.layer_types
     if text.sliding.k_eq_v and SLIDING in kinds:
         yield "text.sliding.k_eq_v", "that sliding layers have K=V; set it to false"
+    if spec.drafter and spec.drafter.position != "next":
+        yield "drafter.position", "where a drafted token stands; leave it out"
     if text.attn_logit_softcapping is not None:
         yield "text.attn_logit_softcapping", "that attention is softcapped; leave it out"
     if text.moe and text.moe.layers not in (None, tuple(range(len(kinds)))):
         yield "text.moe.layers", "that only some layers have experts; leave it out"
-    if spec.model_type == "gemma4_unified":
+    if spec.model_type.startswith("gemma4_unified"):
         for name in ("moe", "ple"):
             if getattr(text, name) is not None:
                 yield f"text.{name}", f"that gemma4_unified has {name}; use model_type gemma4"
 
 
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
-    text, tokens = spec.text, spec.tokens
+    text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
     plain = [*TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
     return {
-        "model_type": f"{spec.model_type}_text",
+        "model_type": f"{base}_text",
         "dtype": dtype,
         **{name: getattr(text, name) for name in plain},
         "num_hidden_layers": text.num_hidden_layers,
@@ -663,7 +728,7 @@ def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
         "bos_token_id": tokens.bos,
         "eos_token_id": tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos),
         "pad_token_id": tokens.pad,
-        **(_blocks_to_hf(text) if spec.model_type == "gemma4" else {}),
+        **(_blocks_to_hf(text, bool(spec.drafter)) if base == "gemma4" else {}),
     }
 
 
@@ -691,7 +756,7 @@ def _rope_to_hf(rope: Rope) -> dict[str, Any]:
     return out if rope.factor is None else out | {"factor": rope.factor}
 
 
-def _blocks_to_hf(text: Text) -> dict[str, Any]:
+def _blocks_to_hf(text: Text, drafts: bool) -> dict[str, Any]:
     moe, ple = text.moe, text.ple
     return {
         "enable_moe_block": moe is not None,
@@ -699,7 +764,7 @@ def _blocks_to_hf(text: Text) -> dict[str, Any]:
         "top_k_experts": moe.top_k_experts if moe else None,
         "moe_intermediate_size": moe.intermediate_size if moe else None,
         "hidden_size_per_layer_input": ple.dim if ple else 0,
-        "vocab_size_per_layer_input": ple.vocab_size if ple else text.vocab_size,
+        "vocab_size_per_layer_input": ple.vocab_size if ple else 0 if drafts else text.vocab_size,
     }
 
 

@@ -15,6 +15,9 @@ MAX_LAYERS = 1024
 DTYPES = ("bf16", "f16", "f32")
 DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
 CHAT_FORMS = ("small", "large")
+#: end of the model_type of a drafter: that of the models it drafts for comes before
+ASSISTANT = "_assistant"
+MODEL_TYPES = ("gemma4", "gemma4_unified", f"gemma4{ASSISTANT}", f"gemma4_unified{ASSISTANT}")
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 Kind = Annotated[str, OneOf((SLIDING, FULL))]
@@ -191,6 +194,25 @@ class UnifiedAudio:
 
 
 @dataclass(frozen=True)
+class Centroids:
+    """Heads of clusters of tokens, all of one size: only the tokens of the `top_k` clusters whose
+    heads score best have logits."""
+
+    count: Count
+    top_k: Count
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The ways in which a drafter meets the model that it drafts for."""
+
+    backbone_hidden_size: Count  # of that model
+    centroids: Centroids | None = None  # None: every token has a logit
+    # where a drafted token stands: at its own place, or at that of the newest token in the caches
+    position: Annotated[str, OneOf(("next", "last"))] = "next"
+
+
+@dataclass(frozen=True)
 class Prefixes:
     """Where a checkpoint may keep each part; the first prefix that is present counts.
 
@@ -215,6 +237,8 @@ class Prefixes:
         "embed_vision.multimodal_embedder.",
     )
     embed_audio: Places = ("model.embed_audio.", "embed_audio.")
+    # what a drafter has beside its layers
+    drafter: Places = ("",)
 
 
 @dataclass(frozen=True)
@@ -234,7 +258,7 @@ class Variant:
     """The fields of a variant, and its layers."""
 
     name: Annotated[str, Shaped(NAME, "my-variant")]
-    model_type: Annotated[str, OneOf(("gemma4", "gemma4_unified"))]
+    model_type: Annotated[str, OneOf(MODEL_TYPES)]
     dtype: Annotated[str, OneOf(DTYPES, DTYPE_ALIASES)]
     text: Text
     tokens: Tokens
@@ -245,12 +269,20 @@ class Variant:
     vision: Vision | UnifiedVision | None = None
     audio: Audio | UnifiedAudio | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)
+    # set where this is no model but one that drafts tokens for a model, whose keys and values all
+    # its layers read
+    drafter: Drafter | None = None
+
+    def owners(self) -> dict[str, int]:
+        """Return kind -> the layer of it whose keys and values later layers without their own, and
+        drafters, read."""
+        kinds = self.text.layer_types[: self.text.first_kv_shared_layer]
+        return {kind: i for i, kind in enumerate(kinds)}  # the last owner wins
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the decoder layers, resolved."""
+        """Return the decoder layers, resolved. Those of a drafter have no donor among them."""
         text, kinds = self.text, self.text.layer_types
-        first = text.first_kv_shared_layer
-        owners = {kind: i for i, kind in enumerate(kinds[:first])}  # the last owner wins
+        first, owners = text.first_kv_shared_layer, self.owners()
         out = []
         for i, kind in enumerate(kinds):
             shared = i >= first
@@ -262,7 +294,7 @@ class Variant:
                     kind=kind,
                     attention=text.sliding if kind == SLIDING else text.full,
                     intermediate_size=text.intermediate_size * (2 if wide else 1),
-                    donor=owners[kind] if shared else None,
+                    donor=owners.get(kind) if shared else None,
                     has_moe=moe is not None and (moe.layers is None or i in moe.layers),
                 )
             )
@@ -274,7 +306,7 @@ class Variant:
         return out
 
 
-# the dataclass that each model_type has under `vision` and `audio`
+# the dataclass that each model_type has under `vision` and `audio`; drafters have none
 TOWERS: dict[str, dict[str, type]] = {
     "gemma4": {"vision": Vision, "audio": Audio},
     "gemma4_unified": {"vision": UnifiedVision, "audio": UnifiedAudio},

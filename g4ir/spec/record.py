@@ -126,9 +126,22 @@ def specs_dir() -> Path:
     return Path(__file__).resolve().parents[2] / "specs"
 
 
+#: end of the name of a spec's drafter: `e2b` has `e2b-assistant`
+DRAFTER = "-assistant"
+
+
 def spec_names() -> tuple[str, ...]:
-    """Return names of the shipped specs, sorted."""
-    return tuple(sorted(p.stem for p in specs_dir().glob("*.yaml")))
+    """Return names of the shipped specs of models, sorted."""
+    return tuple(name for name in _shipped() if not name.endswith(DRAFTER))
+
+
+def drafter_names() -> tuple[str, ...]:
+    """Return names of the shipped specs of drafters, sorted."""
+    return tuple(name for name in _shipped() if name.endswith(DRAFTER))
+
+
+def _shipped() -> list[str]:
+    return sorted(p.stem for p in specs_dir().glob("*.yaml"))
 
 
 def load_spec(name_or_path: str | Path) -> Spec:
@@ -146,7 +159,7 @@ def spec_path(name_or_path: str | Path) -> Path:
     is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
     if is_path or text.endswith(SUFFIXES):
         return Path(text)
-    names = spec_names()
+    names = _shipped()
     if text in names:
         return specs_dir() / f"{text}.yaml"
     near = did_you_mean(text, names)
@@ -210,7 +223,7 @@ def _spec_hints(tree: Map) -> dict[str, Any]:
 
 
 def _towers(model_type: str) -> dict[str, Any]:
-    return {name: cls | None for name, cls in TOWERS[model_type].items()}
+    return {name: cls | None for name, cls in TOWERS.get(model_type, {}).items()}
 
 
 def _place_of(tree: Map, problem: Problem) -> Where:

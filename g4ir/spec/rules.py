@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple, TypeVar
 
 from .parts import (
+    ASSISTANT,
     FULL,
     SLIDING,
     TOWERS,
@@ -34,7 +35,14 @@ class Problem(NamedTuple):
 
 def problems(spec: Variant) -> Iterator[Problem]:
     """Yield every broken rule of a spec; fields are assumed to be in range."""
-    yield from _pattern_problems(spec.text)
+    yield from (_drafter_problems(spec) if spec.drafter else _pattern_problems(spec.text))
+    if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
+        yield Problem(
+            "drafter",
+            f"goes with a model_type that ends in {ASSISTANT}, and such a type with it; give both "
+            f"or neither",
+            ("model_type",),
+        )
     for name in (SLIDING, FULL):
         yield from _kind_problems(spec.text, name)
     yield from _feed_forward_problems(spec.text)
@@ -58,6 +66,34 @@ def _pattern_problems(text: Text) -> Iterator[Problem]:
             f"layers {first}..{layers - 1} share K and V but no {kind} layer below {first} owns "
             f"them (layer {first + kinds[first:].index(kind)} needs one); share fewer layers",
             ("text.num_hidden_layers", "text.pattern"),
+        )
+
+
+def _drafter_problems(spec: Variant) -> Iterator[Problem]:
+    text, shared = spec.text, spec.text.num_kv_shared_layers
+    if shared != text.num_hidden_layers:
+        yield Problem(
+            "text.num_kv_shared_layers",
+            f"{shared} of {text.num_hidden_layers} layers: a drafter has no K and V; share all",
+            ("text.num_hidden_layers",),
+        )
+    for name in ("moe", "ple"):
+        if getattr(text, name) is not None:
+            yield Problem(f"text.{name}", "a drafter has none; leave it out", ("drafter",))
+    if text.use_double_wide_mlp:
+        yield Problem("text.use_double_wide_mlp", "a drafter's MLPs are alike; leave it out")
+    centroids = spec.drafter.centroids if spec.drafter else None
+    if centroids and text.vocab_size % centroids.count:
+        yield Problem(
+            "drafter.centroids.count",
+            f"{centroids.count} does not divide text.vocab_size {text.vocab_size}; use a divisor",
+            ("text.vocab_size",),
+        )
+    if centroids and centroids.top_k > centroids.count:
+        yield Problem(
+            "drafter.centroids.top_k",
+            f"{centroids.top_k} of {centroids.count} clusters; at most count",
+            ("drafter.centroids.count",),
         )
 
 
@@ -147,7 +183,7 @@ def _token_problems(spec: Variant) -> Iterator[Problem]:
 def _tower_problems(spec: Variant) -> Iterator[Problem]:
     for name in ("vision", "audio"):
         part = getattr(spec, name)
-        if part is not None and not isinstance(part, TOWERS[spec.model_type][name]):
+        if part is not None and not isinstance(part, TOWERS.get(spec.model_type, {}).get(name, ())):
             found = type(part).__name__
             yield Problem(
                 name,

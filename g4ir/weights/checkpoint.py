@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import FINAL_NORM, HEAD, TOKEN_TABLE
-from g4ir.model.tensors import CLIP_BOUNDS, Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.model.names import FINAL_NORM, HEAD, ORDER, TOKEN_TABLE
+from g4ir.model.tensors import (
+    CLIP_BOUNDS,
+    DRAFTER,
+    Tensors,
+    dead_tensors,
+    media_tensors,
+    text_tensors,
+)
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
@@ -35,6 +42,7 @@ GENERATION = "generation_config.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 SHOWN = 5  # problems listed in one message
+WHOLE = ("I64", "I32")  # dtypes of token ids
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
 
@@ -88,6 +96,7 @@ FIXES = {
     "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
+    "drafter": "complete the download, or take the config.json that belongs to the drafter",
     "media": "complete the download, or leave the towers out (--media none)",
     "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
     "mmproj": "take the mmproj file that llama.cpp's converter made of this variant, or name the "
@@ -141,6 +150,7 @@ class Checkpoint:
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
         if problems:
             raise WeightsError(report(directory, spec, problems))
+        _check_order(stored, live.get(ORDER))
         coded = _coded(live, found, dtype)
         plain = {name: entry for name, entry in live.items() if name not in coded}
         ignored |= found.ignored
@@ -441,7 +451,7 @@ def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
 def _tower(spec: Spec, name: str) -> str | None:
     """Return the part of the model, other than text, that a tensor belongs to."""
     parts = asdict(spec.prefixes)
-    others = (part for part in parts if part not in ("text", "head"))
+    others = (part for part in parts if part not in ("text", "head", DRAFTER))
     return next((part for part in others if name.startswith(parts[part])), None)
 
 
@@ -537,7 +547,8 @@ def _missing(
         elif name == HEAD:
             yield Problem(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
         elif name in towers:
-            yield Problem(directory.name, name, text, "media")
+            fix = "drafter" if name.startswith(DRAFTER) else "media"
+            yield Problem(directory.name, name, text, fix)
         else:
             hint = _nearest(name, strays, "") if len(absent) <= SHOWN else ""
             yield Problem(directory.name, name, text + hint, "spec")
@@ -547,14 +558,31 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
     shapes = text_tensors(spec) | towers
     shapes.setdefault(HEAD, shapes[TOKEN_TABLE])
     for name, (header, entry) in live.items():
-        if entry.dtype not in (*tensorfile.FLOATS, CODED):
-            text = f"expected dtype {' or '.join(tensorfile.FLOATS)}, found {entry.dtype}"
+        dtypes = WHOLE if name == ORDER else tensorfile.FLOATS
+        if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == WHOLE):
+            text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
             yield Problem(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shapes[name]):
             text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
             yield Problem(header.path.name, entry.name, text, "spec")
         elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
             yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
+
+
+def _check_order(stored: Files, order: tuple[Header, Entry] | None) -> None:
+    """Raise WeightsError unless a drafter's clusters have every token once."""
+    if order is None:
+        return
+    import torch
+
+    header, entry = order
+    found = stored.tensor(order).long().sort().values
+    wrong = (found != torch.arange(len(found))).nonzero()
+    if len(wrong):
+        raise WeightsError(
+            f"{header.path}: tensor {quoted(entry.name)}: expected every token from 0 to "
+            f"{len(found) - 1} once, and {int(wrong[0])} is not; fix: {FIXES['drafter']}"
+        )
 
 
 def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:

@@ -87,10 +87,11 @@ def make_packing(
     recipe: Recipe | None = None,
     stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
+    drafter: Spec | None = None,
 ) -> Packing:
-    """Return the graphs of an engine and what makes their params: all that follows from its spec
+    """Return the graphs of an engine and what makes their params: all that follows from its specs
     and options. `stored` is the backend's (Backend.stored)."""
-    made = build_program(spec, all_logits, dtype, media, verifies=slack_of(options) > 0)
+    made = build_program(spec, all_logits, dtype, media, slack_of(options) > 0, drafter)
     plain = quantised(made, spec, recipe, dtype)
     return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 

@@ -24,7 +24,7 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.model.media import KINDS
-from g4ir.model.names import PLE_TABLE, TOKEN_TABLE
+from g4ir.model.names import ORDER, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
@@ -205,6 +205,9 @@ class RandomCheckpoint:
     forms: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name == ORDER:
+            made = random_tensor(self.seed, name, self._shape(name), torch.float32, self.device)
+            return made.argsort(stable=True)
         return random_tensor(self.seed, name, self._shape(name), self.dtype, self.device)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:

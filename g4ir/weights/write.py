@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.names import HEAD
+from g4ir.model.names import HEAD, ORDER
 from g4ir.model.tensors import Tensors, dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec
 from g4ir.ui.files import new_folder, write_file
@@ -43,8 +43,8 @@ def write_checkpoint(
     if directory.exists():
         raise WeightsError(f"{directory}: exists already; fix: choose another directory")
     values = spec.to_hf() if config else {}
-    text_alone = config and "text_config" not in values
-    prefix = prefix or ("model." if text_alone else "model.language_model.")
+    alone = spec.drafter or (config and "text_config" not in values)
+    prefix = prefix or ("model." if alone else "model.language_model.")
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = new_folder(directory.parent, f".{directory.name}.")
     try:
@@ -78,17 +78,24 @@ def _write_weights(
         key = bare[name]
         if key in extra:
             return random_tensor(0, key, shapes[key], source.dtype)
-        return source.tensor(key).to(source.dtype)
+        made = source.tensor(key)
+        return made if key == ORDER else made.to(source.dtype)
 
     names = list(bare)
     files = [SINGLE] if shards == 1 else _shard_names(shards)
     where = {name: files[i * len(files) // len(names)] for i, name in enumerate(names)}
     for file in files:
-        table = {n: (code, tuple(shapes[bare[n]])) for n in names if where[n] == file}
+        table = {
+            n: (_code(bare[n], code), tuple(shapes[bare[n]])) for n in names if where[n] == file
+        }
         tensorfile.write_tensors(work / file, table, tensor, {"format": "pt"})
     if shards > 1:
         total = sum((work / file).stat().st_size for file in files)
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _code(key: str, code: str) -> str:
+    return "I64" if key == ORDER else code
 
 
 def _first_place(spec: Spec, bare: str) -> str:

@@ -1,0 +1,137 @@
+"""A drafter: a small decoder that guesses what the model says next, from the model's own state.
+
+It has no keys and values: each of its layers reads those of the model's last layer of its kind that
+has its own. The steps of a round stand at one place, see what was accepted before, and write
+nothing; a step hands the next one its token and a state in the place of the model's.
+
+Formulas: transformers 5.17, `models/gemma4_assistant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from g4ir.errors import SpecError
+from g4ir.ir.graph import Graph, Value
+from g4ir.ops.types import Type
+from g4ir.spec.parts import ASSISTANT, FULL, SLIDING, AttentionKind, Layer
+from g4ir.spec.record import Spec
+
+from .decoder import HIDDEN, Decoder
+from .names import OF_DRAFTER as SCOPE
+
+#: the graph
+DRAFT = "draft"
+#: its results: the tokens, and the state for the next step
+TOKEN, NEXT_HIDDEN = "draft.token", "draft.hidden"
+
+
+def build_draft(model: Spec, drafter: Spec, dtype: str | None = None) -> Graph:
+    """Return the graph of one step of a drafter. SpecError where it is none of this model.
+
+    Takes `embeds` [B,1,hidden] (the scaled row of the newest token), `hidden` [B,1,hidden] (the
+    state that this token was chosen from, or that of the step before), `positions` i64[B,1] (where
+    the token stands), `last` i64[B,1] (the position of the newest key) and `written` i64[B] (tokens
+    in the caches). Yields `draft.token` i64[B] and `draft.hidden` [B,1,hidden].
+    """
+    check_pair(model, drafter)
+    return _Draft(drafter, model.owners(), dtype or model.dtype).build()
+
+
+def drafter_alone(drafter: Spec) -> Graph:
+    """Return the graph of a drafter for no model, of which only its params mean something."""
+    return _Draft(drafter, {SLIDING: 0, FULL: 1}, drafter.dtype).build()
+
+
+class _Draft(Decoder):
+    """The decoder of a drafter, over caches of the layers that own them, by kind."""
+
+    scope = SCOPE
+
+    def __init__(self, drafter: Spec, owners: Mapping[str, int], dtype: str) -> None:
+        super().__init__(drafter, DRAFT, True, dtype)
+        self.owners = owners
+
+    def build(self) -> Graph:
+        assert self.spec.drafter
+        b, size, wide = self.b, self.text.hidden_size, self.spec.drafter.backbone_hidden_size
+        row, at = Type(self.dtype, ("B", 1, wide)), Type("i64", ("B", 1))
+        embeds, hidden = (b.input(name, row) for name in ("embeds", HIDDEN))
+        self.positions, self.last = b.input("positions", at), b.input("last", at)
+        self.end = b.input("written", Type("i64", ("B",)))
+        both = b.emit("concat", embeds, hidden, axis=2, name=f"{SCOPE}both")
+        h = self.project(both, f"{SCOPE}in", f"{SCOPE}w_in", size)
+        for layer in self.spec.layers():
+            h = self.block(layer, h, None)
+        x = self.norm(h, f"{SCOPE}final.norm", f"{SCOPE}final.w")
+        return b.graph(self.token(x), self.project(x, NEXT_HIDDEN, f"{SCOPE}w_out", wide))
+
+    def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
+        """Return the caches of the layer that this one reads, as the newest key sees them."""
+        a, owner = layer.attention, self.owners[layer.kind]
+        cache = Type(self.dtype, ("C", "B", a.num_key_value_heads, a.head_dim))
+        caches = (self.b.cache(f"L{owner}.{part}", cache) for part in "kv")
+        return self.last, self.end, *caches
+
+    def token(self, x: Value) -> Value:
+        """Return the best token: of all, or of the clusters whose heads are best. Rows of the head
+        lie by cluster, which is done when weights are packed."""
+        b, text, drafter = self.b, self.text, self.spec.drafter
+        w = "embed.table" if text.tie_word_embeddings else "head.w"
+        table = self.weight(f"{SCOPE}{w}", text.vocab_size, text.hidden_size)
+        assert drafter
+        clusters = drafter.centroids
+        if clusters is None:
+            logits = b.emit("linear", x, table, name=f"{SCOPE}logits")
+            return b.emit("greedy", logits, name=TOKEN)
+        order = b.param(f"{SCOPE}order", Type("i64", (text.vocab_size,)))
+        rows = b.emit("by_cluster", table, order, count=clusters.count, name=f"{SCOPE}clusters")
+        heads = self.weight(f"{SCOPE}centroids", clusters.count, text.hidden_size)
+        names = [f"{SCOPE}logits", f"{SCOPE}ids"]
+        top_k = clusters.top_k
+        logits, ids = b.emit_all("cluster_head", x, heads, rows, order, top_k=top_k, name=names)
+        return b.emit("pick_id", ids, b.emit("greedy", logits, name=f"{SCOPE}best"), name=TOKEN)
+
+
+def layers_read(model: Spec, drafter: Spec | None) -> tuple[int, ...]:
+    """Return the layers of a model whose keys and values its drafter reads, sorted."""
+    kinds = set(drafter.text.layer_types) if drafter else set()
+    return tuple(sorted(i for kind, i in model.owners().items() if kind in kinds))
+
+
+def check_pair(model: Spec, drafter: Spec) -> None:
+    """Raise SpecError unless one drafts for the other; it names every difference."""
+    if drafter.drafter is None:
+        raise SpecError(f"spec {drafter.name} is no drafter: its model_type is no *{ASSISTANT}")
+    rows = [(key, a, b) for key, a, b in _differences(model, drafter) if a != b]
+    if rows:
+        lines = "\n".join(f"  {key}: drafter {b!r}, model {a!r}" for key, a, b in rows)
+        raise SpecError(
+            f"spec {drafter.name} is no drafter of {model.name}; give the one of its own:\n{lines}"
+        )
+
+
+def _differences(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
+    """Return (key, the model's value, the drafter's) of what both must have."""
+    assert drafter.drafter
+    rows: list[tuple[str, object, object]] = [
+        ("model_type", f"{model.model_type}{ASSISTANT}", drafter.model_type),
+        (
+            "drafter.backbone_hidden_size",
+            model.text.hidden_size,
+            drafter.drafter.backbone_hidden_size,
+        ),
+        ("text.vocab_size", model.text.vocab_size, drafter.text.vocab_size),
+    ]
+    owners = model.owners()
+    for kind in sorted(set(drafter.text.layer_types)):
+        rows.append((f"a {kind} layer with keys of its own", kind in owners, True))
+        ours, theirs = (_kind(spec, kind) for spec in (model, drafter))
+        for name in ("head_dim", "num_key_value_heads", "window", "rope"):
+            rows.append((f"text.{kind}.{name}", getattr(ours, name), getattr(theirs, name)))
+    return rows
+
+
+def _kind(spec: Spec, kind: str) -> AttentionKind:
+    found: AttentionKind = getattr(spec.text, kind)
+    return found

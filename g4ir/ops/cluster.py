@@ -1,0 +1,113 @@
+"""A head over clusters of tokens, all of one size: the tokens of the best clusters alone have
+logits (transformers 5.17, `models/gemma4_assistant`: ordered embeddings)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Sample, Traffic, op, require
+from .budgets import MOVES, PRODUCT
+from .types import Type
+
+
+@op
+class by_cluster:
+    """table[order], cluster by cluster: [V, d] -> [count, V / count, d]"""
+
+    budget = MOVES
+    kind = "head"
+
+    @staticmethod
+    def infer(table: Type, order: Type, *, count: int) -> Type:
+        size, width = table.shape
+        fits = isinstance(size, int) and order == Type("i64", (size,))
+        require(fits, f"by_cluster: order {order} does not fit {table}")
+        require(count > 0 and int(size) % count == 0, f"by_cluster: {count} parts of {table}")
+        return table.with_shape(count, int(size) // count, width)
+
+    @staticmethod
+    def reference(table: Any, order: Any, *, count: int) -> Any:
+        return table[order].unflatten(0, (count, -1))
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[12,8]", "i64[12]"), {"count": 3}, {1: (0, 12)})]
+
+
+@op
+class cluster_head:
+    """logits, ids of the tokens of the top_k clusters whose heads score best with x: x @ row for
+    each row of such a cluster, and order[row]; [B,S,top_k * size] each
+
+    `rows` [N,size,d] lie by cluster, `order` i64[N * size] names the token of each.
+    """
+
+    budget = PRODUCT
+    kind = "head"
+    rows = (0,)
+
+    @staticmethod
+    def infer(x: Type, heads: Type, rows: Type, order: Type, *, top_k: int) -> tuple[Type, Type]:
+        require(rows.rank == 3, f"cluster_head: rows {rows} are not [N, size, d]")
+        count, size, width = rows.shape
+        fits = heads == rows.with_shape(count, width) and x.shape[-1] == width
+        require(fits and x.dtype == rows.dtype, f"cluster_head: x {x}, {heads}, {rows}")
+        whole = isinstance(count, int) and isinstance(size, int)
+        fits = whole and order == Type("i64", (int(count) * int(size),))
+        require(fits, f"cluster_head: order {order} does not fit {rows}")
+        require(0 < top_k <= int(count), f"cluster_head: top_k {top_k} of {rows}")
+        out = x.with_shape(*x.shape[:-1], top_k * int(size))
+        return out, Type("i64", out.shape)
+
+    @staticmethod
+    def reference(x: Any, heads: Any, rows: Any, order: Any, *, top_k: int) -> tuple[Any, Any]:
+        import torch
+
+        best = torch.nn.functional.linear(x, heads).topk(top_k, -1).indices
+        picked = rows[best].flatten(-3, -2)
+        logits = (x.unsqueeze(-2) @ picked.transpose(-1, -2)).squeeze(-2)
+        return logits, order.view(len(rows), -1)[best].flatten(-2)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+        return 2 * ins[0].numel() * int(ins[1].shape[0]) + 2 * outs[0].numel() * int(
+            ins[0].shape[-1]
+        )
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Count the rows and the tokens of the chosen clusters."""
+        x, heads, rows, _order = ins
+        read = outs[1].numel() * int(x.shape[-1]) * rows.nbytes() // rows.numel()
+        made = tuple(t.nbytes() for t in outs)
+        return (x.nbytes(), heads.nbytes(), read, outs[1].nbytes()), made
+
+    samples = [
+        Sample(("f32[2,1,8]", "f32[5,8]", "f32[5,3,8]", "i64[15]"), {"top_k": 2}, {3: (0, 15)})
+    ]
+
+
+@op
+class pick_id:
+    """ids[b, 0, at[b]] of each row; i64[B]"""
+
+    budget = MOVES
+    kind = "head"
+
+    @staticmethod
+    def infer(ids: Type, at: Type) -> Type:
+        fits = ids.rank == 3 and ids.shape[1] == 1 and at == Type("i64", ids.shape[:1])
+        require(fits and ids.dtype == "i64", f"pick_id: {at} of {ids}")
+        return at
+
+    @staticmethod
+    def reference(ids: Any, at: Any) -> Any:
+        return ids[:, 0].gather(1, at[:, None])[:, 0]
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Count what is picked."""
+        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+
+    samples = [Sample(("i64[3,1,7]", "i64[3]"), {}, {0: (0, 99), 1: (0, 7)})]

@@ -1,0 +1,67 @@
+"""The weights of a model and, under names of their own, those of its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from g4ir.model.names import OF_DRAFTER
+from g4ir.quant.recipe import Scheme
+
+from .checkpoint import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WithDrafter:
+    """A WeightSource of two: `draft.NAME` is the drafter's tensor NAME."""
+
+    model: WeightSource
+    drafter: WeightSource
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return {**self.model.ignored, **_scoped(self.drafter.ignored)}
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        return {**self.model.defaults, **_scoped(self.drafter.defaults)}
+
+    @property
+    def forms(self) -> Mapping[str, Scheme]:
+        return self.model.forms
+
+    def tensor(self, name: str) -> torch.Tensor:
+        source, name = self._find(name)
+        return source.tensor(name)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        source, name = self._find(name)
+        return source.rows(name, ids)
+
+    def release(self, name: str) -> None:
+        source, name = self._find(name)
+        source.release(name)
+
+    def close(self) -> None:
+        self.model.close()
+        self.drafter.close()
+
+    def _find(self, name: str) -> tuple[WeightSource, str]:
+        if name.startswith(OF_DRAFTER):
+            return self.drafter, name.removeprefix(OF_DRAFTER)
+        return self.model, name
+
+
+def _scoped(values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{OF_DRAFTER}{name}": value for name, value in values.items()}
