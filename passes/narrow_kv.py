@@ -30,15 +30,18 @@ def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
     """Hold caches in a dtype of fewer bits. InputError for another dtype."""
     if to not in DTYPES:
         raise InputError(f"narrow_kv: to {to!r}: expected one of {', '.join(DTYPES)}")
-    writes = [n for n in g.find("cache_write") if _is_wider(n, to)]
+    writes = [n for n in g.find("cache_write") if _is_wide(n["cache"], to)]
     raw = _raw(g)
     for n in (n for n in writes if n["cache"] in raw or n.out in raw):
         note(n["cache"].name, "left: it holds a projection before its norm")
     writes = [n for n in writes if n["cache"] not in raw and n.out not in raw]
-    if not writes:
+    # What is read alone is written by another graph, which holds it so.
+    held = [n["cache"] for n in writes]
+    held += [v for v in g.state if v.name not in g.next and _is_wide(v, to) and v not in raw]
+    if not held:
         return g
     rows = {n["new"].name: _row(n["new"], to) for n in writes}
-    states = {n["cache"].name: _as_held(n["cache"], to) for n in writes}
+    states = {v.name: _as_held(v, to) for v in held}
     for v in states.values():
         note(v.name, f"held as {v.type.dtype}")
     nodes: list[Node] = []
@@ -58,8 +61,8 @@ def _raw(g: Graph) -> set[Value]:
     return {v for n in readers for v in n.caches}
 
 
-def _is_wider(write: Node, to: str) -> bool:
-    return to != OFF and ITEMSIZE[write["cache"].type.dtype] > ITEMSIZE[to]
+def _is_wide(cache: Value, to: str) -> bool:
+    return to != OFF and ITEMSIZE[cache.type.dtype] > ITEMSIZE[to]
 
 
 def _as_held(v: Value, to: str) -> Value:

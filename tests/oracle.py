@@ -98,6 +98,9 @@ def randomize(model: torch.nn.Module, seed: int, weights: Weights | None = None)
     named = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for name, t in named:
+            if name.endswith("token_ordering"):
+                t.copy_(torch.randperm(len(t), generator=g))
+                continue
             if "inv_freq" in name or "embed_scale" in name or name.endswith("softcap"):
                 continue
             noise = torch.randn(t.shape, generator=g)

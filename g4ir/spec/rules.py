@@ -35,7 +35,6 @@ class Problem(NamedTuple):
 
 def problems(spec: Variant) -> Iterator[Problem]:
     """Yield every broken rule of a spec; fields are assumed to be in range."""
-    yield from (_drafter_problems(spec) if spec.drafter else _pattern_problems(spec.text))
     if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
         yield Problem(
             "drafter",
@@ -43,6 +42,8 @@ def problems(spec: Variant) -> Iterator[Problem]:
             f"or neither",
             ("model_type",),
         )
+        return
+    yield from (_drafter_problems(spec) if spec.drafter else _pattern_problems(spec.text))
     for name in (SLIDING, FULL):
         yield from _kind_problems(spec.text, name)
     yield from _feed_forward_problems(spec.text)

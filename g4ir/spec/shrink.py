@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from .parts import AttentionKind, Audio, Moe, Ple, Text, Tokens, UnifiedAudio, UnifiedVision, Vision
+from .parts import AttentionKind, Audio, Centroids, Moe, Ple, Text, Tokens, UnifiedAudio, UnifiedVision, Vision
 from .record import Spec, check_spec
 
 WINDOW = 8
@@ -67,6 +67,32 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
             audio=_audio(spec.audio) if media else None,
         )
     )
+
+
+def shrink_drafter(drafter: Spec, model: Spec) -> Spec:
+    """Return a drafter of the same structure for a small model: as many query heads for each of the
+    model's KV heads, clusters of a head of clusters."""
+    text, part = drafter.text, drafter.drafter
+    assert part
+    group = text.num_attention_heads // text.sliding.num_key_value_heads
+    small = replace(
+        text,
+        vocab_size=model.text.vocab_size,
+        hidden_size=_size(text.hidden_size, 32),
+        intermediate_size=_size(text.intermediate_size, 64),
+        num_attention_heads=group * model.text.sliding.num_key_value_heads,
+        sliding=replace(model.text.sliding, k_eq_v=False),
+        full=model.text.full,
+        max_position_embeddings=model.text.max_position_embeddings,
+    )
+    part = replace(
+        part,
+        backbone_hidden_size=model.text.hidden_size,
+        centroids=part.centroids and Centroids(32, 4),
+    )
+    name = f"{drafter.name}-small"
+    small_spec = replace(drafter, name=name, hub=None, dtype="f32", text=small, drafter=part)
+    return check_spec(replace(small_spec, tokens=TOKENS))
 
 
 def with_all_experts(spec: Spec) -> Spec:

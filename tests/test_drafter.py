@@ -1,0 +1,518 @@
+"""Drafters beside transformers' assistants: every step of a draft, and the text of all rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir.backends.row_sampling import RowSampling
+from g4ir.engine.drafting import Tally, find_draft
+from g4ir.engine.engine import Engine
+from g4ir.engine.session import Session
+from g4ir.engine.slots import Job, Slots, SlotSettings
+from g4ir.errors import G4Error, InputError, SpecError, WeightsError
+from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
+from g4ir.model.tensors import media_tensors, numel, text_tensors
+from g4ir.spec.parts import SLIDING
+from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
+from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
+from tests.oracle import (
+    Oracle,
+    Weights,
+    find_oracle,
+    hf_model,
+    random_tokens,
+    randomize,
+    relative,
+    save_checkpoint,
+)
+
+#: every variant that has a drafter on the hub; two of them with a head of clusters
+VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+STEPS, MAX_SEQ, CHUNK, MOST = 4, 96, 16, 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and its drafter, both of transformers and random."""
+
+    oracle: Oracle
+    spec: Spec
+    assistant: Any
+
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        """Write both as transformers does."""
+        model = save_checkpoint(self.oracle, folder / "model")
+        self.assistant.save_pretrained(folder / "drafter")
+        return model, folder / "drafter"
+
+
+def assistant_of(spec: Spec, seed: int = 1) -> Any:
+    """A transformers assistant of a spec, every weight random."""
+    import transformers
+
+    config = spec.to_hf()
+    cls = getattr(transformers, config["architectures"][0])
+    model = cls(transformers.AutoConfig.for_model(**config)).eval()
+    randomize(model, seed)
+    return model
+
+
+@cache
+def pair_of(name: str) -> Pair:
+    oracle = find_oracle(shrink(load_spec(name)))
+    spec = shrink_drafter(load_spec(f"{name}{DRAFTER}"), oracle.spec)
+    return Pair(oracle, spec, assistant_of(spec))
+
+
+#: of a model that often says the same token again: its blocks add little
+REPEATING = Weights(query=1.0, post=0.12, scalar=0.9, experts=0.2, router=2.0)
+
+
+@cache
+def copying(name: str) -> Pair:
+    """A model that often says the same token again, and a drafter that mostly does: it has the
+    model's own table and final norm, takes its row as it is, and its layers add little. Each token
+    takes every expert, so that rounding chooses none."""
+    spec = with_all_experts(replace(shrink(load_spec(name)), name=f"{name}-copying"))
+    model = hf_model(spec)
+    randomize(model, 3, REPEATING)
+    oracle = Oracle(spec, 3, model, random_tokens(spec, 2, 4 * 8 + 5))
+    spec, model = shrink_drafter(load_spec(f"{name}{DRAFTER}"), spec), model.model
+    spec = replace(spec, text=replace(spec.text, hidden_size=oracle.spec.text.hidden_size))
+    made = assistant_of(spec)
+    with torch.no_grad():
+        made.model.embed_tokens.weight.copy_(model.embed_tokens.weight)
+        made.model.norm.weight.copy_(model.norm.weight)
+        size = spec.text.hidden_size
+        made.pre_projection.weight.copy_(torch.eye(size, 2 * size))
+        if head := made.masked_embedding:  # heads that find their own tokens
+            rows = model.embed_tokens.weight[head.token_ordering]
+            head.centroids.weight.copy_(rows.unflatten(0, (head.num_centroids, -1)).sum(1))
+        for layer in made.model.layers:
+            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+                norm.weight.mul_(0.2)
+    return Pair(oracle, spec, made)
+
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """`built(pair, backend="reference", position="next", ...)`."""
+    found: dict[str, Engine] = {}
+    saved: dict[str, tuple[Path, Path]] = {}
+    folder = tmp_path_factory.mktemp("drafters")
+
+    def engine(pair: Pair, **options: Any) -> Engine:
+        name = f"{pair.oracle.spec.name}-{pair.spec.text.hidden_size}"
+        if name not in saved:
+            saved[name] = pair.save(folder / name)
+        model, drafter = saved[name]
+        key = f"{name}-{options}"
+        if key not in found:
+            given = {"backend": "reference", "draft_tokens": MOST, "max_batch": 3, **options}
+            found[key] = g4ir.build(
+                None,
+                folder / f"engine-{len(found)}",
+                checkpoint=model,
+                drafter=drafter,
+                max_seq=MAX_SEQ,
+                prefill_chunk=CHUNK,
+                **given,
+            )
+        return found[key]
+
+    yield engine
+    for e in found.values():
+        e.close()
+
+
+# --- every step ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one step of one row: logits [vocab], those that are known, the token, the next state."""
+
+    logits: torch.Tensor
+    known: torch.Tensor
+    token: int
+    hidden: torch.Tensor
+
+
+def theirs(pair: Pair, tokens: torch.Tensor, newest: int, last: bool) -> list[Step]:
+    """The steps of transformers' assistant behind tokens [p], over the keys that the model made."""
+    model, out = pair.oracle.model, list[Step]()
+    count, window = len(tokens), pair.oracle.window
+    place = torch.tensor([[count - int(last)]])
+    with torch.no_grad():
+        made = model.model(tokens[None], use_cache=False, return_shared_kv_states=True)
+        keys = {
+            kind: tuple(t[:, :, -window:] if SLIDING in kind else t for t in both)
+            for kind, both in made.shared_kv_states.items()
+        }
+        hidden, token = made.last_hidden_state[:, -1:], torch.tensor([[newest]])
+        for _ in range(STEPS):
+            row = torch.cat((model.model.embed_tokens(token), hidden), -1)
+            step = pair.assistant(inputs_embeds=row, position_ids=place, shared_kv_states=keys)
+            logits, hidden = step.logits[0, 0], step.last_hidden_state
+            token = logits.argmax()[None, None]
+            known = logits > logits.min() if pair.spec.drafter.centroids else logits == logits
+            out.append(Step(logits, known, int(token), hidden[0, 0]))
+    return out
+
+
+def ours(engine: Engine, session: Session, newest: list[int]) -> list[list[Step]]:
+    """The steps of the engine's drafter for each row."""
+    runtime, seen = engine.runtime, list[dict[str, torch.Tensor]]()
+    run = runtime.run
+
+    def watched(*args: Any) -> Any:
+        values: dict[str, torch.Tensor] = {}
+        made = run(*args, lambda name, t: values.update({name: t.clone()}))
+        seen.append({**values, **made})
+        return made
+
+    runtime.run = watched  # type: ignore[method-assign]
+    rows = range(session.batch)
+    drafted = session.drafted(dict(enumerate(newest)), dict.fromkeys(rows, STEPS))
+    runtime.run = run  # type: ignore[method-assign]
+    out = [[_step(engine, values, row) for values in seen] for row in rows]
+    assert drafted == {row: [s.token for s in out[row]] for row in rows}
+    return out
+
+
+def _step(engine: Engine, values: dict[str, torch.Tensor], row: int) -> Step:
+    logits = values["draft.logits"][row, 0]
+    known = torch.ones(engine.spec.text.vocab_size, dtype=torch.bool)
+    if "draft.ids" in values:
+        ids = values["draft.ids"][row, 0]
+        whole = logits.new_full((len(known),), float("nan"))
+        whole[ids] = logits
+        logits, known = whole, ~whole.isnan()
+    return Step(logits, known, int(values[TOKEN][row]), values[NEXT_HIDDEN][row, 0])
+
+
+def agree(got: Step, want: Step, budget: float) -> None:
+    assert got.token == want.token
+    both = got.known & want.known  # the filler of theirs may equal the smallest that counts
+    assert both.sum() >= got.known.sum() - 1
+    assert relative(got.logits[both], want.logits[both]) <= budget
+    assert relative(got.hidden, want.hidden) <= budget
+
+
+LENGTHS = (5, 23, 36)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_step_is_the_assistants(built: Build, name: str, last: bool) -> None:
+    """Rows of different lengths, past three windows, behind chunks that wrap the rings."""
+    pair = pair_of(name)
+    engine = built(pair)
+    if last:
+        engine = replace(engine, drafter=standing_last(engine))
+    tokens, session = pair.oracle.tokens[0], engine.session(len(LENGTHS))
+    padded = torch.stack([tokens[: max(LENGTHS)]] * len(LENGTHS))
+    session.prefill(padded, torch.tensor(LENGTHS))
+    newest = [int(tokens[n]) for n in LENGTHS]
+    for steps, n in zip(ours(engine, session, newest), LENGTHS, strict=True):
+        for got, want in zip(steps, theirs(pair, tokens[:n], int(tokens[n]), last), strict=True):
+            agree(got, want, pair.oracle.budget)
+
+
+def standing_last(engine: Engine) -> Spec:
+    spec = engine.drafter
+    assert spec and spec.drafter
+    return replace(spec, drafter=replace(spec.drafter, position="last"))
+
+
+# --- the text -----------------------------------------------------------------------------------
+
+
+def prompts_of(pair: Pair) -> list[list[int]]:
+    return [pair.oracle.tokens[i % 2, : LENGTHS[i]].tolist() for i in range(3)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
+    """Greedy and drawn, rows of different lengths, of a drafter that is right now and then."""
+    engine = built(copying(name))
+    given = prompts_of(copying(name))
+    for options in ({}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5}):
+        tally = Tally()
+        want = engine.generate(given, 40, stop_ids=(), **options)
+        got = engine.generate(given, 40, stop_ids=(), draft="mtp", tally=tally, **options)
+        assert got == want
+        assert tally.tokens == 3 * 39 and sum(tally.drafted.values())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_copy_is_right_now_and_then(built: Build, name: str) -> None:
+    """It would never be, had it the keys of another layer kind or the state of another place."""
+    tally = Tally()
+    engine = built(copying(name))
+    engine.generate(prompts_of(copying(name)), 48, stop_ids=(), draft="mtp", tally=tally)
+    print(name, tally)
+    assert sum(tally.accepted.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["e2b", "31b"])
+def test_generate_of_transformers(built: Build, name: str) -> None:
+    """Its greedy text with the assistant, and ours with it."""
+    pair = copying(name)
+    engine, prompt = built(pair), pair.oracle.tokens[:1, :11]
+    model, assistant = pair.oracle.model, pair.assistant
+    assistant.generation_config.num_assistant_tokens = 3
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    theirs = model.generate(prompt, assistant_model=assistant, **options)[0, 11:].tolist()
+    assert engine.generate(prompt[0].tolist(), 30, stop_ids=(), draft="mtp") == theirs
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows of V alone": ("31b", {"latent_kv": "value"}),
+    "rows before the norm": ("12b", {"latent_kv": "raw"}),
+    "caches of bytes": ("e2b", {"kv_dtype": "int8", "latent_kv": "off"}),
+    "quantised weights": ("26b-a4b", {"quant": "int8"}),
+    "every logit": ("e4b", {"all_logits": True}),
+    "no fusions": ("12b", {"skip": ("fuse_qkv", "fuse_gate_up", "fuse_glu", "last_token_only")}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_text_under_options(built: Build, option: str) -> None:
+    name, options = OPTIONS[option]
+    engine, given = built(copying(name), **options), prompts_of(copying(name))
+    tally = Tally()
+    want = engine.generate(given, 30, stop_ids=())
+    assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
+    assert sum(tally.accepted.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["e2b", "26b-a4b"])
+def test_rows_of_slots(built: Build, name: str) -> None:
+    """Answers that begin and end at different times, whose prompts are computed elsewhere."""
+    engine, pair = built(copying(name)), copying(name)
+    jobs = [
+        Job(tuple(pair.oracle.tokens[i % 2, : 4 + 3 * i].tolist()), 6 + 5 * i, RowSampling(**s))
+        for i, s in enumerate(({}, {"temperature": 0.8, "seed": 4}, {}, {"frequency_penalty": 0.7}))
+    ]
+    jobs = [replace(j, sampling=replace(j.sampling, ignore_eos=True)) for j in jobs]
+    want = texts_of(Slots(engine), jobs)
+    settings = SlotSettings(draft=find_draft(engine, "mtp"), draft_rows=3)
+    slots = Slots(engine, settings)
+    assert texts_of(slots, jobs) == want
+    assert sum(slots.totals.tally.accepted.values()) > 0
+
+
+def texts_of(slots: Slots, jobs: list[Job]) -> list[list[int]]:
+    tickets = [slots.submit(job) for job in jobs]
+    while slots.busy:
+        slots.step()
+    return [ticket.answers[0].tokens for ticket in tickets]
+
+
+# --- what a drafter goes on from ----------------------------------------------------------------
+
+
+def drafted(session: Session, token: int) -> list[list[int]]:
+    rows = range(session.batch)
+    found = session.drafted(dict.fromkeys(rows, token), dict.fromkeys(rows, 3))
+    return [found[row] for row in rows]
+
+
+def test_the_state_follows_the_row(built: Build) -> None:
+    """Through prompts in pieces, steps, cuts, copies and snapshots; where it is not known, nothing
+    is drafted."""
+    pair = pair_of("e2b")
+    engine, tokens = built(pair), pair.oracle.tokens[:, :30]
+    session = engine.session(2)
+    assert drafted(session, 5) == [[], []]
+    session.prefill(tokens[:, :20])
+    want = drafted(session, 5)
+    assert all(len(row) == 3 for row in want) and drafted(session, 5) == want
+    kept, other = session.snapshot(), engine.session(1)
+    other.copy_row(session, 1, 0)
+    assert drafted(other, 5) == want[1:]
+    later = drafted_after(session, tokens)
+    session.restore(kept)
+    assert drafted(session, 5) == want
+    session.truncate(19)  # a state that nobody kept
+    assert drafted(session, 5) == [[], []]
+    session.decode(tokens[:, 19])
+    assert drafted(session, 5) == want
+    assert drafted_after(session, tokens) == later
+    session.reset([0])
+    assert drafted(session, 5)[0] == []
+
+
+def drafted_after(session: Session, tokens: torch.Tensor) -> list[list[int]]:
+    """Drafts behind tokens 20 to 22, of which the last was verified and taken back."""
+    session.judged({row: tokens[row, 20:24].tolist() for row in range(2)})
+    session.keep({0: 3, 1: 3})
+    want = drafted(session, 7)
+    session.truncate(20)
+    session.prefill(tokens[:, 20:23])
+    assert drafted(session, 7) == want and all(want)
+    return want
+
+
+# --- specs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_specs(name: str) -> None:
+    """Each belongs to the model of its name, and survives being written."""
+    spec = load_spec(name)
+    check_pair(load_spec(name.removesuffix(DRAFTER)), spec)
+    named = {"name": spec.name, "hub": spec.hub}
+    assert diff_specs(replace(Spec.from_hf(spec.to_hf()), **named), spec) == []
+    with pytest.raises(InputError, match="is a drafter"):
+        g4ir.build_graph(spec)
+
+
+#: elements of the published checkpoints, and their int64 ones
+PUBLISHED = {
+    "e2b": 77_731_332 + 262_144,
+    "e4b": 78_517_764 + 262_144,
+    "12b": 422_856_964,
+    "26b-a4b": 419_711_236,
+    "31b": 469_518_596,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    spec = load_spec(f"{name}{DRAFTER}")
+    assert numel(text_tensors(spec) | media_tensors(spec, ())) == PUBLISHED[name]
+
+
+SPEC_FAULTS: dict[str, tuple[str, str]] = {
+    "drafter: null": ("drafter", "goes with a model_type that ends in _assistant"),
+    "text: {num_kv_shared_layers: 2}": ("text.num_kv_shared_layers", "share all"),
+    "text: {ple: {dim: 8, vocab_size: 512}}": ("text.ple", "a drafter has none"),
+    "text: {use_double_wide_mlp: true}": ("text.use_double_wide_mlp", "alike"),
+    "drafter: {centroids: {count: 33}}": ("drafter.centroids.count", "use a divisor"),
+    "drafter: {centroids: {top_k: 64}}": ("drafter.centroids.top_k", "at most count"),
+    "drafter: {position: first}": ("drafter.position", "must be next or last"),
+}
+
+
+@pytest.mark.parametrize("text", SPEC_FAULTS)
+def test_spec_refused(tmp_path: Path, text: str) -> None:
+    path, (key, words) = tmp_path / "own.yaml", SPEC_FAULTS[text]
+    path.write_text(f"schema: 1\nextends: tiny-ple-assistant\n{text}\n")
+    with pytest.raises(SpecError) as e:
+        load_spec(path)
+    assert key in str(e.value) and words in str(e.value) and "own.yaml" in str(e.value)
+
+
+# --- what does not fit --------------------------------------------------------------------------
+
+
+def test_a_drafter_of_another_model() -> None:
+    """Every difference is named."""
+    with pytest.raises(SpecError) as e:
+        check_pair(load_spec("e2b"), load_spec("12b-assistant"))
+    for words in (
+        "model_type: drafter 'gemma4_unified_assistant', model 'gemma4_assistant'",
+        "drafter.backbone_hidden_size: drafter 3840, model 1536",
+        "text.sliding.num_key_value_heads: drafter 8, model 1",
+        "text.sliding.window: drafter 1024, model 512",
+    ):
+        assert words in str(e.value)
+
+
+GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no such directory": ({"drafter": "none/such"}, "no directory with config.json"),
+    "a GGUF file": ({"drafter": "a.gguf"}, "safetensors alone"),
+    "nothing to draft": ({"draft_tokens": 0}, "a drafter drafts at least 1"),
+    "links": ({"link_weights": True}, "--drafter is another"),
+    "a spec without weights": ({"drafter": "a.yaml"}, "a spec has no weights"),
+    "not in the cache": ({"drafter": "default"}, "variant .* has none"),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_build_refused(tmp_path: Path, case: str) -> None:
+    options, words = GIVEN[case]
+    model, drafter = pair_of("e2b").save(tmp_path)
+    given = {"checkpoint": model, "drafter": drafter, "backend": "reference", **options}
+    with pytest.raises(G4Error, match=words):
+        g4ir.build(None, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_beside_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the drafter's are random too"):
+        g4ir.build("tiny-ple", tmp_path / "out", random_weights=0, drafter=tmp_path)
+
+
+def test_an_engine_without_a_drafter(tmp_path: Path) -> None:
+    options = {"backend": "reference", "random_weights": 0, "max_seq": 64}
+    engine = g4ir.build("tiny-dense", tmp_path / "e", draft_tokens=2, **options)
+    with pytest.raises(InputError, match=r"has no drafter; .* with --drafter"):
+        engine.generate([2, 5], 4, draft="mtp")
+
+
+def saved_without(folder: Path, name: str) -> Path:
+    """A drafter's checkpoint that lacks a tensor, or has it changed."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    stored = next(n for n in tensors if n.endswith(name))
+    if name == "token_ordering":
+        tensors[stored][5] = tensors[stored][6]
+    else:
+        del tensors[stored]
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+BROKEN = {
+    "centroids.weight": "masked_embedding.centroids.weight.*missing.*fix: complete the download",
+    "token_ordering": "expected every token from 0 to 255 once",
+    "pre_projection.weight": "pre_projection.weight.*missing",
+    "layers.2.self_attn.q_proj.weight": "layers.2.self_attn.q_proj.weight.*missing",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoint(tmp_path: Path, name: str) -> None:
+    model, drafter = pair_of("e2b").save(tmp_path)
+    saved_without(drafter, name)
+    with pytest.raises(WeightsError, match=f"(?s){BROKEN[name]}"):
+        g4ir.build(None, tmp_path / "out", checkpoint=model, drafter=drafter, backend="reference")
+
+
+# --- an engine's files --------------------------------------------------------------------------
+
+
+def test_what_an_engine_keeps(built: Build, tmp_path: Path) -> None:
+    engine = built(pair_of("e2b"))
+    again = g4ir.load_engine(engine.path)
+    assert again.drafter == engine.drafter and DRAFT in again.program.graphs
+    given = pair_of("e2b").oracle.tokens[0, :9].tolist()
+    assert again.generate(given, 8, draft="mtp") == engine.generate(given, 8)
+
+
+def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
+    options = {"backend": "reference", "random_weights": 4, "max_seq": 64, "drafter": "default"}
+    one, two = (g4ir.build("tiny-ple", tmp_path / n, **options) for n in "ab")
+    for name in one.program.graphs[DRAFT].params:
+        a, b = (e.runtime.resident(name.name) for e in (one, two))
+        assert a is not None and torch.equal(a, b)
+    order = one.runtime.resident("draft.order")
+    assert order is not None and torch.equal(order.sort().values, torch.arange(512))
+    assert one.draft_tokens == 4
