@@ -5,8 +5,8 @@ K = rope(rms_norm(raw, w)), V = rms_norm(raw); every attention(K, V) becomes att
   form "value":  states k, v [C,B,n,d]   ->   state latent [C,B,n,d + 2p]: V, K's rotated dims
   form "raw":    states k, v [C,B,n,d]   ->   states raw [C,B,n,d], rms f32[C,B,n,1]
 
-for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer, and
-those in `keep` stay as they are: a drafter reads them too.
+for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
+Those in `keep` stay as they are, since a drafter reads them too.
 K and V die where nothing else reads them.
 """
 

@@ -122,7 +122,9 @@ def prepare(
     agreed = agreed_spec(spec, origin)
     drafter = find_drafter(agreed, options, dry)
     side = _side_files(agreed, origin) if origin else {}
-    resolved = _resolved(agreed, options, backend, device, origin, drafter and drafter.spec)
+    resolved = _resolved(
+        agreed, options, backend, device, origin, drafter.spec if drafter else None
+    )
     if not dry:
         backend.check(device)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
@@ -370,7 +372,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
-        drafter_digest=p.drafter and p.drafter.digest(),
+        drafter_digest=p.drafter.digest() if p.drafter else None,
         backend=p.backend.name,
         device=p.device,
         machine=Line(p.backend.machine(p.device)),

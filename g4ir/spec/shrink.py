@@ -9,7 +9,18 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from .parts import AttentionKind, Audio, Centroids, Moe, Ple, Text, Tokens, UnifiedAudio, UnifiedVision, Vision
+from .parts import (
+    AttentionKind,
+    Audio,
+    Centroids,
+    Moe,
+    Ple,
+    Text,
+    Tokens,
+    UnifiedAudio,
+    UnifiedVision,
+    Vision,
+)
 from .record import Spec, check_spec
 
 WINDOW = 8
