@@ -107,6 +107,17 @@ class Runtime(Protocol):
         """Return a loop that chooses tokens on the device (torch_compile/token_loop.py), or
         None."""
 
+    def round_loop(
+        self,
+        embed: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+        state: Any,
+        sampling: Sampling,
+        stops: Sequence[int],
+        last: bool,
+    ) -> Any:
+        """Return a loop that drafts and verifies on the device (torch_compile/round_loop.py), or
+        None."""
+
     def resident(self, param: str) -> torch.Tensor | None:
         """Return a param that the runtime holds whole, for others to read."""
 

@@ -58,6 +58,9 @@ class ReferenceRuntime:
     def token_loop(self, *_: Any) -> None:
         """Return None: the host chooses."""
 
+    def round_loop(self, *_: Any) -> None:
+        """Return None: the host drafts."""
+
     def resident(self, param: str) -> torch.Tensor | None:
         return self.params.get(param)
 

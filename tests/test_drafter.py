@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.engine.drafting import Tally, find_draft
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.engine.drafting import Draft, Tally, drafted_stream, find_draft
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
 from g4ir.engine.slots import Job, Slots, SlotSettings
@@ -33,6 +35,7 @@ from tests.oracle import (
     relative,
     save_checkpoint,
 )
+from tests.uncompiled import uncompiled
 
 #: every variant that has a drafter on the hub; two of them with a head of clusters
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -516,3 +519,74 @@ def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
     order = one.runtime.resident("draft.order")
     assert order is not None and torch.equal(order.sort().values, torch.arange(512))
     assert one.draft_tokens == 4
+
+
+# --- rounds on the device -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_by_torch(full: bool) -> Iterator[None]:
+    """Programs are compiled with `--full` alone."""
+    with nullcontext() if full else uncompiled():
+        yield
+
+
+@pytest.fixture
+def looped(run_by_torch: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[Any]]:
+    """Turns rounds on as on a GPU, launch by launch; returns the rounds that were recorded."""
+
+    def turn_on(engine: Engine) -> list[Any]:
+        recorded: list[Any] = []
+
+        def record(work: Callable[[], None]) -> Callable[[], None]:
+            work()  # as recording a graph does
+            recorded.append(work)
+            return work
+
+        monkeypatch.setattr(engine.runtime, "record", record)
+        monkeypatch.setattr(engine.runtime, "any_length", True)
+        monkeypatch.setattr(engine, "_idle", None)
+        return recorded
+
+    return turn_on
+
+
+def test_rounds_on_the_device(built: Build, looped: Any) -> None:
+    """Greedy and drawn, ragged rows, stop tokens, a budget that ends within a round: the tokens are
+    those of single steps, and nothing is recorded twice."""
+    pair = copying("12b")
+    engine, given = built(pair, backend="torch"), prompts_of(pair)
+    some = engine.generate(given, 24, stop_ids=())
+    stops = tuple({some[0][7], some[2][13]})
+    drawn = {"temperature": 0.9, "top_k": 40, "seed": 5}
+    cases = [(24, (), {}), (23, stops, {}), (24, (), drawn), (1, (), {}), (2, (), {})]
+    want = [engine.generate(given, n, stop_ids=s, **o) for n, s, o in cases]
+    plain = [Tally() for _ in cases]
+    for (n, s, o), w, tally in zip(cases, want, plain, strict=True):
+        assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
+    recorded = looped(engine)
+    tallies = [Tally() for _ in cases]
+    for (n, s, o), w, tally in zip(cases, want, tallies, strict=True):
+        assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
+        assert tally.tokens == sum(map(len, w)) - len(w)
+    assert sum(tallies[0].accepted.values()) > 0
+    assert 1 <= len(recorded) <= 3 * (MOST + 1)
+
+
+def test_a_session_goes_on_behind_rounds(built: Build, looped: Any) -> None:
+    """With drafts by the state that the device left."""
+    pair = copying("12b")
+    engine, prompt = built(pair, backend="torch"), prompts_of(pair)[1]
+    want = engine.generate(prompt, 30, stop_ids=())
+    recorded = looped(engine)
+    session, texts = engine.session(1), [[*prompt]]
+    logits, sampler = session.prefill([prompt]), Sampler(Sampling())
+    draft = Draft("mtp", 3)
+    stream = drafted_stream(session, logits, texts, 12, sampler, (), draft, Tally())
+    got = [token for made in stream for token in made[0]]
+    assert recorded and got == want[:12] and session.length.tolist() == [len(prompt) + 11]
+    assert session.drafted({0: got[-1]}, {0: 3})[0]
+    rest = drafted_stream(
+        session, session.decode([got[-1]]), texts, 18, sampler, (), draft, Tally()
+    )
+    assert [token for made in rest for token in made[0]] == want[12:]

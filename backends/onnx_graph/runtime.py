@@ -173,6 +173,9 @@ class OnnxRuntime:
     def token_loop(self, *_: Any) -> None:
         """Return None: the host chooses."""
 
+    def round_loop(self, *_: Any) -> None:
+        """Return None: the host drafts."""
+
     def resident(self, param: str) -> torch.Tensor | None:
         """Return None: onnxruntime holds weights in layouts of its own."""
         return None

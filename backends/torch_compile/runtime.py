@@ -14,6 +14,8 @@ from g4ir.backends.sampling import Sampling, draw
 from g4ir.backends.sampling import choose as choose_token
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.plan.limits import Limits
@@ -27,6 +29,7 @@ from ..caches import Caches
 from . import pyops
 from .cuda_graph import Captured, OrLaunched, recorded
 from .programs import CANDIDATES, KERNELS_FILE, phase_steps
+from .round_loop import RoundLoop
 from .schedule import schedule
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
@@ -165,10 +168,10 @@ class TorchRuntime:
             step.run(env, watch)
         return env
 
-    def _decode(self, views: Tensors) -> Callable[[Tensors], Tensors]:
-        """Return the step that makes logits, over these caches."""
-        plan = self.plans["decode", True]
-        return lambda feeds: self._results("decode", self._run_plan(plan, feeds, views))
+    def _step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
+        """Return a step that makes all results of a graph, over these caches."""
+        plan = self.plans[phase, True]
+        return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
@@ -176,7 +179,7 @@ class TorchRuntime:
         assert self.record
         key = ("logits", id(views))
         if key not in state.captured:
-            state.captured[key] = Captured(self._decode(views), feeds, self.record)
+            state.captured[key] = Captured(self._step("decode", views), feeds, self.record)
         results: Tensors = state.captured[key].replay(feeds)
         return results
 
@@ -190,7 +193,7 @@ class TorchRuntime:
         choose = self._chooser(sampling)
         key = (replace(sampling, seed=None), tuple(stops))
         if key not in state.captured:
-            run = self._decode(state.views(self.limits.max_seq))
+            run = self._step("decode", state.views(self.limits.max_seq))
 
             def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
                 return run(feeds)["logits"]
@@ -199,6 +202,29 @@ class TorchRuntime:
                 embed, step, choose, batch, stops, self.device, self.record
             )
         loop: TokenLoop = state.captured[key]
+        return loop
+
+    def round_loop(
+        self, embed: Embed, state: Caches, sampling: Sampling, stops: Sequence[int], last: bool
+    ) -> RoundLoop | None:
+        """Return rounds that draft, verify and choose by themselves; None as `token_loop`, or
+        without a drafter. It belongs to the session's caches."""
+        if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
+            return None
+        key = ("rounds", replace(sampling, seed=None), tuple(stops))
+        if key not in state.captured:
+            views = state.views(self.limits.max_seq)
+            state.captured[key] = RoundLoop(
+                embed,
+                self._step(DRAFT, views),
+                self._step(VERIFY, views),
+                self._chooser(sampling),
+                stops,
+                last,
+                self.device,
+                self.record,
+            )
+        loop: RoundLoop = state.captured[key]
         return loop
 
     def _chooser(self, s: Sampling) -> Choose:

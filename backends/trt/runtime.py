@@ -340,6 +340,9 @@ class TrtRuntime(Runner):
     ) -> None:
         """Return None: the host chooses."""
 
+    def round_loop(self, *_: Any) -> None:
+        """Return None: the host drafts."""
+
     def resident(self, param: str) -> None:
         """Return None: weights are the engine's own."""
 

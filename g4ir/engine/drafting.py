@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -288,6 +288,10 @@ def drafted_stream(
     texts = {row: [token] for row, token in first.items()}
     yield {row: [*text] for row, text in texts.items()}
     drafters = {row: Drafter(draft, prompts[row]) for row in texts}
+    loop = session.round_loop(sampler, stops) if draft.source == MTP else None
+    if loop is not None:
+        yield from _looped(session, loop, first, count - 1, sampler, stops, drafters, tally)
+        return
     while texts := {r: t for r, t in texts.items() if t[-1] not in stops and len(t) < count}:
         rooms = {row: count - len(text) - 1 for row, text in texts.items()}
         drafts = propose(session, drafters, texts, rooms)
@@ -299,3 +303,38 @@ def drafted_stream(
             drafters[row].pace.told(len(drafts[row]), len(tokens) - 1)
             texts[row] += tokens
         yield made
+
+
+def _looped(
+    session: Session,
+    loop: Any,
+    first: Mapping[int, int],
+    room: int,
+    sampler: Sampler,
+    stops: Collection[int],
+    drafters: Mapping[int, Drafter],
+    tally: Tally,
+) -> Iterator[dict[int, list[int]]]:
+    """Yield rounds that the device runs by itself, up to `room` tokens a row. Rows draft equally
+    many: as many as the one that has the most of them right."""
+    tokens = torch.tensor([first[row] for row in range(session.batch)])
+    active = ~torch.isin(tokens, torch.tensor(sorted(stops), dtype=torch.int64))
+    if room < 1 or not active.any():
+        return
+    running = {row for row in drafters if active[row]}
+    counts: list[int] = []
+
+    def count() -> int:
+        counts.append(max(drafters[row].count(room) for row in running))
+        return counts[-1]
+
+    drawing = sampler.settings.temperature > 0
+    numbers = [sampler.uniforms(session.batch) for _ in range(room)] if drawing else []
+    uniforms = torch.stack(numbers) if numbers else None
+    for made in session.rounds(loop, tokens, active, room, uniforms, count):
+        found = {row: made.tokens[row] for row in running}
+        for row, new in found.items():
+            tally.add(counts[-1], len(new))
+            drafters[row].pace.told(counts[-1], len(new) - 1)
+        running = {row for row in running if made.running[row]}
+        yield found

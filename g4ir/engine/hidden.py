@@ -41,6 +41,10 @@ class Hidden:
             known = (before < length) & (length <= after)
             self._put(made, known, (length - before - 1).clamp(min=0), length)
 
+    def stand(self, rows: torch.Tensor, length: torch.Tensor) -> None:
+        """Take in the states [batch,1,hidden] of rows that hold so many tokens."""
+        self._several, self.rows, self._at = None, rows, length.clone()
+
     def forget(self, rows: torch.Tensor | None = None) -> None:
         """Forget the states of some rows, or of all."""
         self._several = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .parts import EngineParts
 
 if TYPE_CHECKING:
     from g4ir.backends.sampling import Sampler
+    from g4ir.backends.torch_compile.round_loop import Round
     from g4ir.media.soft import Soft
 
 
@@ -332,6 +333,52 @@ class Session:
             self._hidden.forget()
             self.length = loop.lengths.cpu().clone()
             self._written = torch.maximum(self._written, self.length)
+
+    def round_loop(self, sampler: Sampler, stops: Collection[int]) -> Any:
+        """Return rounds of drafting on the device, if the runtime has them, every table lies there
+        too, and each row's state is known."""
+        text, drafter = self.engine.spec.text, self.engine.drafter
+        here = self.engine.embeds_on_device and text.readable_ids == text.vocab_size
+        if not here or not drafter or not drafter.drafter:
+            return None
+        if not bool(self._hidden.is_of(self.length).all()):
+            return None
+        last = drafter.drafter.position == "last"
+        loop = self.engine.runtime.round_loop
+        return loop(self.engine.embed, self.state, sampler.settings, sorted(stops), last)
+
+    def rounds(
+        self,
+        loop: Any,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        room: int,
+        uniforms: torch.Tensor | None,
+        count: Callable[[], int],
+    ) -> Iterator[Round]:
+        """Yield rounds on the device until no row runs: of rows that are `active` bool[B], whose
+        newest `tokens` i64[B] the caches do not hold yet, and which may take `room` tokens more.
+        `count` says how many the next round drafts."""
+        self._check_ids(tokens.where(active, 0)[:, None])
+        self._check_room(active * room)
+        given = (tokens, self.length, self.length + room, active, self._hidden.rows, uniforms)
+        loop.start(*given)
+        before, going = self.length, bool(active.any())
+        try:
+            while going:
+                drafted = count()
+                made = loop.run(drafted)
+                if not made.finite:
+                    self.length = loop.lengths.cpu()  # which the message names
+                    raise not_finite(self._what(), self.engine.dtype)
+                going = any(made.running)
+                self._written = torch.maximum(self._written, before + drafted + 1)
+                before = before + torch.tensor([len(t) for t in made.tokens])
+                yield made
+        finally:
+            self.length = loop.lengths.cpu().clone()
+            self._written = torch.maximum(self._written, self.length)
+            self._hidden.stand(loop.hidden.clone(), self.length)
 
     def truncate(self, n: Any) -> None:
         """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
