@@ -93,8 +93,8 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
     monkeypatch.setattr(
         pack,
         "make_packing",
-        lambda spec, all_logits, dtype, media, skip, options, *rest: made(
-            spec, all_logits, dtype, media, ("fuse_gate_up",), options, *rest
+        lambda spec, all_logits, dtype, media, skip, options, *rest, **more: made(
+            spec, all_logits, dtype, media, ("fuse_gate_up",), options, *rest, **more
         ),
     )
     refused(

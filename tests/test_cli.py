@@ -781,7 +781,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     given = ("--variant", "tiny-moe", "--random-weights", "0", "--latent-kv", "raw")
     ok(*BUILD, *given, "--out", out)
     manifest = json.loads((out / "manifest.json").read_text())
-    kept = {"latent_kv": {"form": "raw"}, "narrow_kv": {"to": "off"}}
+    kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
     assert manifest["options"] == kept
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(

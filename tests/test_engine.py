@@ -103,6 +103,7 @@ def test_manifest(built: Engine) -> None:
         "g4ir",
         "variant",
         "spec_digest",
+        "drafter_digest",
         "backend",
         "device",
         "machine",

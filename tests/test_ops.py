@@ -173,6 +173,8 @@ NO_FLOPS = {
     "dequantize",
     "dequantize_columns",
     "columns",
+    "by_cluster",
+    "pick_id",
 }
 VIEWS = {
     "split",

@@ -752,6 +752,7 @@ def check(name: str, memory: int, **changes: Any) -> None:
         options=options,
         media=media,
         recipe=None,
+        drafter=None,
         **given,
     )
     require_fit(program, r, memory)

@@ -1,6 +1,6 @@
 /* Products of a weight [n, k] with a few rows. Every part of the weight is read from memory once for
- * every four rows, by one thread; for one row that is about as fast as memory delivers it. Sums are
- * fp32. */
+ * TOGETHER rows, by one thread; for up to six rows that is about as fast as memory delivers it. Sums
+ * are fp32. */
 #include "kernels.h"
 
 #include <stdlib.h>
@@ -57,8 +57,15 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 #define NEAR 20480
 /* Parts of rows begin at a multiple of it. */
 #define CHUNK 128
-/* Rows of x that are multiplied together: the sums of more would not fit the registers. */
+/* Rows of x that are multiplied together at most: the sums of more would not fit the registers. Those
+ * of other products than bf16's take more of them. */
+#ifdef __AVX512F__
+#define TOGETHER 8
+#define WIDE_TOGETHER 6
+#else
 #define TOGETHER 4
+#define WIDE_TOGETHER 4
+#endif
 /* Rows of the weight whose sums wait while one part of x is near. */
 #define TILE 32
 
@@ -100,26 +107,32 @@ typedef void (*dot)(const product *p, int64_t o, int64_t at, int64_t end, int64_
 /* The same function for one row of x to TOGETHER, and for SIDE rows of the weight with one, each with
  * its numbers as constants: loops over them are unrolled, and sums stay in registers. */
 #define ALWAYS static inline __attribute__((always_inline)) void
-#define UNROLLED _Pragma("GCC unroll 4")
+#define UNROLLED _Pragma("GCC unroll 8")
 #define SIDE 4
 #define DOT_OF(NAME, OUTS, ROWS)                                                                \
     static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t at, int64_t end,    \
                                        int64_t r, sums *out) {                                  \
         NAME(OUTS, ROWS, p, o, at, end, r, out);                                                \
     }
+#define UP_TO_4(F, NAME) F(NAME, 4, 1) F(NAME, 1, 1) F(NAME, 1, 2) F(NAME, 1, 3) F(NAME, 1, 4)
+#define FROM_5(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6) F(NAME, 1, 7) F(NAME, 1, 8)
+#if TOGETHER == 8
+#define COUNTS(F, NAME) UP_TO_4(F, NAME) FROM_5(F, NAME)
+#else
+#define COUNTS UP_TO_4
+#endif
+#define NAMED(NAME, OUTS, ROWS) NAME##_##OUTS##_##ROWS,
+/* For SIDE rows of the weight, then by rows of x. */
 #define DOTS(NAME)                                                                              \
-    DOT_OF(NAME, 1, 1)                                                                          \
-    DOT_OF(NAME, 1, 2)                                                                          \
-    DOT_OF(NAME, 1, 3)                                                                          \
-    DOT_OF(NAME, 1, 4)                                                                          \
-    DOT_OF(NAME, 4, 1)                                                                          \
-    static const dot NAME##s[] = {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_4_1};
+    COUNTS(DOT_OF, NAME)                                                                        \
+    static const dot NAME##s[] = {COUNTS(NAMED, NAME)};
 
 /* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. */
-static void multiply(const product *given, const dot *dots, int threads) {
+static void multiply(const product *given, const dot *dots, int64_t most, int threads) {
     product p[1] = {*given};
-    for (int64_t r = 0; r < p->rows; r += TOGETHER) {
-        int64_t here = p->rows - r < TOGETHER ? p->rows - r : TOGETHER;
+    int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
+    for (int64_t r = 0; r < p->rows; r += together) {
+        int64_t here = p->rows - r < together ? p->rows - r : together;
         int64_t parts = (p->k * p->per * here + NEAR - 1) / NEAR;
         int64_t part = ((p->k + parts - 1) / parts + CHUNK - 1) / CHUNK * CHUNK;
         /* Codes share what is loaded of x; of plain numbers a CPU reads one row ahead best, unless
@@ -135,8 +148,8 @@ static void multiply(const product *given, const dot *dots, int threads) {
             for (int64_t at = 0; at < p->k; at += part) {
                 int64_t end = at + part < p->k ? at + part : p->k, o = tile;
                 for (; side > 1 && o + side <= last; o += side)
-                    dots[TOGETHER](p, o, at, end, r, out + (o - tile));
-                for (; o < last; o++) dots[here - 1](p, o, at, end, r, out + (o - tile));
+                    dots[0](p, o, at, end, r, out + (o - tile));
+                for (; o < last; o++) dots[here](p, o, at, end, r, out + (o - tile));
             }
             for (int64_t i = 0; i < here; i++)
                 for (int64_t o = tile; o < last; o++)
@@ -229,15 +242,16 @@ DOT(f32, float, same)
 
 static const int EMULATED = sizeof(bf16_row) == sizeof(float);
 
-/* Most rows that a product takes; the same where the CPU cannot multiply bf16 (measured at
+/* Most rows that a product takes; of bf16 where the CPU cannot multiply it (measured at
  * 12288 x 1536, beside the faster of the library in bf16 and in fp32: 2.7x at 8 rows, 1.3x at 16,
  * 1.03x at 24, 0.88x at 32). */
-#define ROWS 4
+#define BF16_ROWS TOGETHER
 #define EMULATED_ROWS 24
+#define F32_ROWS 4
 
 int g4ir_takes(int dtype, int64_t rows) {
     if (dtype != BF16 && dtype != F32) return 0;
-    return rows >= 1 && rows <= (dtype == BF16 && EMULATED ? EMULATED_ROWS : ROWS);
+    return rows >= 1 && rows <= (dtype == F32 ? F32_ROWS : EMULATED ? EMULATED_ROWS : BF16_ROWS);
 }
 
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
@@ -251,7 +265,8 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
         if (!wide) return 1;
         for (int64_t i = 0; i < rows * k; i++) wide[i] = widen(((const bf16 *)x)[i]);
     }
-    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, threads);
+    int64_t most = dtype == F32 || EMULATED ? WIDE_TOGETHER : TOGETHER;
+    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, most, threads);
     free(wide);
     return 0;
 }
@@ -380,7 +395,8 @@ static inline void as_codes_int4(float *v) {
 #define DOT_CODED(NAME, BYTES, UNIT)                                                            \
     ALWAYS rowwise_##NAME(const int outs, const int rows, const product *p, int64_t o,          \
                           int64_t at, int64_t end, int64_t r, sums *out) {                      \
-        block sum[TOGETHER] = {ZERO, ZERO, ZERO, ZERO};                                         \
+        block sum[TOGETHER];                                                                    \
+        UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = ZERO;                              \
         for (int64_t i = at; i < end; i += BLOCK)                                               \
             UNROLLED for (int s = 0; s < outs; s++) {                                           \
                 const uint8_t *w = weights(p, o + s, i);                                        \
@@ -401,7 +417,8 @@ static inline void as_codes_int4(float *v) {
                             int64_t end, int64_t r, float *out) {                               \
         const uint8_t *w = weights(p, o, at);                                                   \
         const char *scales = scales_of(p, o);                                                   \
-        block sum[TOGETHER] = {ZERO, ZERO, ZERO, ZERO};                                         \
+        block sum[TOGETHER];                                                                    \
+        UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = ZERO;                              \
         int64_t g = at / p->each, left = p->each - at % p->each;                                \
         float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
         for (int64_t i = at; i < end; i += BLOCK, w += BYTES) {                                 \
@@ -831,7 +848,7 @@ DOTS(whole_int8)
         for (int64_t r = 0; r < rows; r++)                                                      \
             TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
         p.x = form;                                                                             \
-        multiply(&p, DOTS_OF, threads);                                                         \
+        multiply(&p, DOTS_OF, WIDE_TOGETHER, threads);                                          \
         free(form);                                                                             \
         return 0;                                                                               \
     }
@@ -875,7 +892,8 @@ static const int ROUNDS = 0;
             as_codes_##NAME(wide + i);                                                          \
         }                                                                                       \
         p.x = wide;                                                                             \
-        multiply(&p, groups == 1 ? rowwise_##NAME##s : coded_##NAME##s, threads);               \
+        const dot *dots = groups == 1 ? rowwise_##NAME##s : coded_##NAME##s;                    \
+        multiply(&p, dots, WIDE_TOGETHER, threads);                                             \
         free(wide);                                                                             \
         return 0;                                                                               \
     }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from g4ir.ir.graph import Node, Value
+from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
 from g4ir.ops.quant import dequantized, fake_quantized, quantized
@@ -189,16 +190,18 @@ def _write(
     start: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """One token goes to its slot, and so do those of a chunk in a list, of which a
-    chunk fills a part. In a ring two tokens of a chunk may share a slot, and only the newer one may
-    stay: there the chunk is gathered; on the CPU always, where copying is what was measured."""
+    """One token goes to its slot, and so do those of a chunk that may be taken back, for which
+    every cache has slots, and those of any in a list, of which it fills a part. In a ring two
+    tokens of another chunk may share a slot, and only the newer one may stay: there the chunk is
+    gathered; on the CPU always, where copying is what was measured."""
     rows = torch.arange(new.shape[0], device=new.device)
     if n["new"].type.shape[1] == 1:
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
         return
-    if m.device != "cpu" and isinstance(n["cache"].type.shape[0], str):
+    few = n["new"].type.shape[1] == TOKENS[VERIFY]
+    if few or (m.device != "cpu" and isinstance(n["cache"].type.shape[0], str)):
         _list_write(cache, new, start, lengths)
         return
     source = slot_positions(start + lengths, cache.shape[0]) - start
@@ -209,8 +212,8 @@ def _write(
 def _list_write(
     cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Write slots start .. start + lengths - 1 of each row of the list [C,B,n,d]. Padding writes
-    what was there, to slots of its own: no chunk is longer than the list."""
+    """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding writes
+    what was there, to slots of its own: no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
     tokens = torch.arange(new.shape[1], device=new.device)[:, None]
     rows = torch.arange(new.shape[0], device=new.device)[None].expand(new.shape[1], -1)

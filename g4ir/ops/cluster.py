@@ -35,10 +35,10 @@ class by_cluster:
 
 @op
 class cluster_head:
-    """logits, ids of the tokens of the top_k clusters whose heads score best with x: x @ row for
-    each row of such a cluster, and order[row]; [B,S,top_k * size] each
+    """logits, ids of the tokens in the top_k clusters whose heads x likes best; [B,S,top_k * size]
 
-    `rows` [N,size,d] lie by cluster, `order` i64[N * size] names the token of each.
+    A logit is x @ row, for each of the `rows` [N,size,d] of such a cluster, and its id order[row],
+    i64[N * size].
     """
 
     budget = PRODUCT

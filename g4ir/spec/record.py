@@ -164,7 +164,7 @@ def spec_path(name_or_path: str | Path) -> Path:
         return specs_dir() / f"{text}.yaml"
     near = did_you_mean(text, names)
     raise SpecError(
-        f"no spec is called {text[:80]!r}{near or '; one of ' + ', '.join(names)}"
+        f"no spec is called {text[:80]!r}{near or '; one of ' + ', '.join(spec_names())}"
         " (or give the path of a .yaml file)"
     )
 
