@@ -26,7 +26,7 @@ MOST = {
     "g4ir/media": 1560,
     "g4ir/engine": 6120,
     "g4ir/chat": 2850,
-    "g4ir/check": 3090,
+    "g4ir/check": 3200,
     "g4ir/bench": 2390,
     "g4ir/serve": 2720,
     "g4ir/cli": 3200,
