@@ -31,7 +31,7 @@ from g4ir.engine.drafting import (
 )
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.engine.slots import Job, Slots, SlotSettings
+from g4ir.engine.slots import Event, Job, Slots, SlotSettings
 from g4ir.errors import InputError
 from g4ir.passes import run_passes
 from tests.engines import agrees, some_tokens
@@ -247,9 +247,14 @@ def test_rows_as_slots(made: Make) -> None:
     def texts(settings: SlotSettings) -> tuple[list[list[int]], Slots]:
         slots = Slots(engine, settings)
         tickets = [slots.submit(job) for job in jobs]
-        logprobs = list[Any]()
+        events = list[Event]()
         while slots.busy:
-            logprobs += [e.logprobs.chosen for e in slots.step() if e.logprobs]
+            events += slots.step()
+        for t in tickets:
+            own = [e for e in events if e.ticket is t]
+            assert [e.token for e in own] == t.answers[0].tokens
+            assert [bool(e.finish) for e in own] == [False] * (len(own) - 1) + [True]
+        logprobs = [e.logprobs.chosen for e in events if e.logprobs]
         assert len(logprobs) == len(tickets[0].answers[0].tokens)
         return [t.answers[0].tokens for t in tickets], slots
 

@@ -399,7 +399,7 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
     seen: list[set[int]] = []
     module = g4ir.engine.engine
     made = module._generate
-    monkeypatch.setattr(module, "_generate", lambda *a: seen.append(a[4]) or made(*a))
+    monkeypatch.setattr(module, "_generate", lambda *a: seen.append(a[1].stop) or made(*a))
     engine.generate("hello", 2, chat=True)
     engine.generate("hello", 2, chat=True, stop_ids=[7])
     assert seen == [{*engine.stop_ids(), *ends}, {7}]

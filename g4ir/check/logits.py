@@ -8,6 +8,9 @@ transformers each layer is also computed in float64 on what the engine gave it, 
 fault that is smaller than all rounding before it. Where something is out of budget, the values
 inside are compared in the order in which they are made, and the first that differs is named.
 
+Where an engine verifies drafted tokens, the single steps are made in such rounds too, and held to
+the same budget.
+
 The outputs of the layers at the end of each chunk are compared too: the curve shows where two
 models part. Logits near the softcap are alike whatever made them, so their number is watched. Where
 an engine takes media, its towers and a prompt with a picture are compared with the interpreter's,
@@ -31,6 +34,7 @@ from g4ir.ir.distance import (
     ROUNDED,
     Anchor,
     Budget,
+    Errors,
     LocalError,
     budget_of,
     row_errors,
@@ -54,6 +58,7 @@ from .tokens import (
     plan_turns,
     positions_of,
     random_tokens,
+    split_steps,
     wanted_tokens,
 )
 from .watch import first_difference, first_not_finite
@@ -65,6 +70,8 @@ if TYPE_CHECKING:
 AGAINST = ("reference", "hf")
 
 GREEDY = 16
+#: what is said where prompts and single steps are right
+ROUNDS_ALONE = "in rounds of drafts alone, which `g4ir verify ENGINE --each-pass` looks into"
 
 
 def verify_engine(
@@ -95,8 +102,10 @@ def verify_engine(
         if not report.ok:
             progress("looking for the first difference")
             odd = any(math.isnan(p.absolute) for p in report.positions)
-            found = (odd and first_not_finite(engine, ids, turns)) or _first(
-                engine, peer, ids, turns, report.budget.inside
+            found = (odd and first_not_finite(engine, ids, turns)) or (
+                ROUNDS_ALONE
+                if report.plain_ok and not all(p.ok for p in report.rounds)
+                else _first(engine, peer, ids, turns, report.budget.inside)
             )
             report = replace(report, first_difference=found)
         reference = peer.engine if isinstance(peer, EnginePeer) else None
@@ -126,7 +135,8 @@ def _compare(
     progress(f"{len(ids)} tokens through {against}")
     want = peer.logits(ids, turns, every, shown, theirs)
     where = positions_of(turns, every)
-    errors = row_errors(got, want)
+    rounds = _in_rounds(own, ids, turns, got)
+    errors, again = row_errors(got, want), row_errors(rounds, want)
     budget = budget_of(engine.dtype, against, *coarse(engine))
     local: tuple[LocalError, ...] = ()
     if rounded:
@@ -138,16 +148,17 @@ def _compare(
             anchor = replace(anchor, rows=want)
         if anchor:
             budget = Budget(rounding=anchor.rounding(want, engine.dtype))
-            errors = anchor.errors(got, want)
+            errors, again = anchor.errors(got, want), anchor.errors(rounds, want)
         if isinstance(peer, HfPeer) and not refusal:
             progress("each layer in float64 on the engine's own inputs")
             local = peer.local(ids, turns, every, (got, mine), (want, theirs), engine.dtype)
-    if budget.relative is not None and not bool(budget.holds(errors).all()):
+    if budget.relative is not None and not all(
+        bool(budget.holds(e).all()) for e in (errors, again)
+    ):
         progress(f"{len(ids)} tokens through the reference in float64")
         budget = widened(budget, rounding_error(engine, ids, turns, every))
-    parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
-    parts += [errors.distance] * rounded
-    rows = [Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True)]
+    rows = _positions(where, errors, budget)
+    steps = split_steps(turns)[1] if engine.draft_tokens else 0
     progress("greedy tokens")
     text, room = engine.spec.text, engine.limits.max_seq
     greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
@@ -157,17 +168,37 @@ def _compare(
         against,
         budget,
         tuple(turns),
-        tuple(rows),
+        rows,
         greedy,
         likelihoods if len(where) > 1 else None,
         None,
         _layer_errors(engine.spec.text.num_hidden_layers, _only(mine, ends), theirs),
         _saturation(engine.spec.text.final_logit_softcapping, got, want),
         local=local,
+        rounds=_positions(where, again, budget)[len(where) - steps :],
         quality=find_quality(
             engine, got, ids, turns, every, where, checkpoint, _taken(engine, peer), progress
         ),
     )
+
+
+def _in_rounds(
+    own: EnginePeer, ids: torch.Tensor, turns: Sequence[int], got: torch.Tensor
+) -> torch.Tensor:
+    """Return rows of logits `got` with those of the single steps as rounds make them, where the
+    engine has such."""
+    import torch
+
+    if not own.engine.draft_tokens:
+        return got
+    rows = own.in_rounds(ids, turns)
+    return torch.cat((got[: len(got) - len(rows)], rows))
+
+
+def _positions(where: Sequence[int], errors: Errors, budget: Budget) -> tuple[Position, ...]:
+    parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
+    parts += [errors.distance] * (budget.rounding is not None)
+    return tuple(Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True))
 
 
 def _taken(engine: Engine, peer: Peer) -> int:

@@ -97,14 +97,16 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """All stages up to the first that fails. `media` are graphs for media that were run too,
-    `left_out` those that were not, `unknown` those whose weights before packing are lost."""
+    """All stages up to the first that fails. `rounds` are tokens that were verified at once.
+    `media` are graphs for media that were run too, `left_out` those that were not, `unknown` those
+    whose weights before packing are lost."""
 
     engine: str
     tokens: int
     chunks: tuple[int, ...]
     stages: tuple[StageReport, ...]
     media: tuple[str, ...] = ()
+    rounds: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -128,6 +130,7 @@ class StagesReport:
         """Return a few lines per stage."""
         sizes = ", ".join(map(str, self.chunks))
         lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
+        lines += [f"  also in rounds of {', '.join(map(str, self.rounds))}"] if self.rounds else []
         lines += [f"  also {', '.join(self.media)}"] if self.media else []
         lines += [f"  not checked: {', '.join(self.left_out)}"] if self.left_out else []
         if self.unknown:

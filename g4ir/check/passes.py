@@ -11,6 +11,9 @@ stages have shows what they are worth.
 The same with a backend: after each compiled program its results are compared and replaced by the
 interpreter's, and so are the caches after each chunk.
 
+Where an engine verifies drafted tokens, the last ones are given in such rounds too, each with
+drafts that are wrong: the next round is computed over what they have left in the caches.
+
 Where an engine takes media, the chunks go through `prefill_media` too, with a block in each, and
 the smallest tower of each part runs once. A backend shows nothing inside a tower: its soft tokens
 are held to the joint budget of all that it does.
@@ -31,9 +34,9 @@ from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
-from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import empty_state, interpret, run_node
-from g4ir.model.decoder import BLOCKS
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.narrow import comparable
@@ -123,7 +126,8 @@ def verify_each_pass(
         len(ids),
         sizes,
         tuple(reports),
-        media=tuple(g for g in graphs if g not in TEXT_GRAPHS),
+        media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, VERIFY)),
+        rounds=tuple(c.valid for part in series for c in part if c.phase == VERIFY),
         unknown=unknown,
         left_out=tuple(g for g in engine.program.graphs if g not in ran),
     )
@@ -158,15 +162,19 @@ def _wanted(window: int) -> int:
 @dataclass(frozen=True)
 class Chunk:
     """Tokens i64[1, S], on the host, of which the first `valid` count, after `at` others. With
-    `block_ids`, i64[1, S], some of them are seen both ways."""
+    `block_ids`, i64[1, S], some of them are seen both ways; those that are `judged` may be taken
+    back."""
 
     at: int
     tokens: torch.Tensor
     valid: int
     block_ids: torch.Tensor | None = None
+    judged: bool = False
 
     @property
     def phase(self) -> str:
+        if self.judged:
+            return VERIFY
         if self.block_ids is not None:
             return BLOCKS
         return "decode" if self.tokens.shape[1] == 1 else "prefill"
@@ -189,9 +197,10 @@ class Chunk:
 
     def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
         """Return the rows of `t` without those of padding."""
-        if "S" not in of.shape:
+        of_tokens = "M" if self.judged else "S"
+        if of_tokens not in of.shape:
             return t
-        return t.narrow(of.shape.index("S"), 0, self.valid)
+        return t.narrow(of.shape.index(of_tokens), 0, self.valid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,12 +235,31 @@ Series = Sequence[Chunk | TowerRun]
 
 
 def _series(engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]) -> Iterator[Series]:
-    """Yield the text, the same with blocks where the engine has them, and each tower alone."""
+    """Yield the text, the same in rounds and with blocks where the engine has them, and each tower
+    alone."""
     yield chunks
+    if VERIFY in engine.program.graphs:
+        yield [*_rounds(chunks, engine.draft_tokens + 1, engine.limits.max_seq)]
     if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
         yield blocked
     for item in items:
         yield [TowerRun(item)]
+
+
+def _rounds(chunks: Sequence[Chunk], width: int, room: int) -> Iterator[Chunk]:
+    """Yield the chunks before the single steps at the end, then these in two rounds of up to
+    `width` tokens, which end with wrong ones; the second has padding too."""
+    import torch
+
+    begun = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
+    yield from chunks[:begun]
+    right = torch.cat([c.tokens for c in chunks[begun:]], 1)
+    half = min(width, right.shape[1] + 1) // 2
+    wrong = right.flip(1).repeat(1, width)
+    for first, padding in ((0, 0), (half, 1)):
+        at = chunks[begun].at + first
+        given = torch.cat((right[:, first : first + half], wrong), 1)[:, : min(width, room - at)]
+        yield Chunk(at, given, max(1, given.shape[1] - padding), judged=True)
 
 
 def _blocked(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
@@ -335,9 +363,12 @@ class Stage:
     def recordings(self) -> dict[str, Recording]:
         graphs = self.packing.program.graphs
         embed = (graphs["embed"], self.params["embed"])
+        # Values of both graphs have one type by name.
+        judged = (bind(embed[0], S="M"), embed[1])
         recordings = {}
         for name in self.params.keys() - {"embed"}:
-            first, given = (NOTHING, {}) if is_tower(name) else embed
+            rows = judged if name == VERIFY else embed
+            first, given = (NOTHING, {}) if is_tower(name) else rows
             own = (given, self.params[name])
             recordings[name] = Recording((first, graphs[name]), own, self.packing.prologue)
         return recordings
@@ -383,7 +414,8 @@ def _stages(
 
 def _written(engine: Engine) -> Program:
     """Return the model as it is written, its weights as the engine's recipe says."""
-    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media)
+    verifies = VERIFY in engine.program.graphs
+    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies)
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
 
@@ -450,7 +482,7 @@ def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -
     """Compare the stage `new` with `old`, whose values it is given."""
     comparison = Comparison(new.name, engine.dtype)
     for chunks in series:
-        slots = chunks[-1].end
+        slots = max(c.end for c in chunks)
         run = Run(old, slots, engine.device)
         forced = ForcedChoices(
             old, new, new.caches(slots, engine.device), comparison, engine.device
@@ -574,7 +606,7 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
     """Compare the engine's runtime: after each of its programs the interpreter's values go on."""
     comparison = Comparison(BACKEND, engine.dtype)
     for chunks in series:
-        run = Run(stage, chunks[-1].end, engine.device)
+        run = Run(stage, max(c.end for c in chunks), engine.device)
         state = None if is_tower(chunks[0].phase) else engine.runtime.new_state(1)
         for chunk in chunks:
             _show(engine, run, state, chunk, comparison)

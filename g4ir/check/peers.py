@@ -31,7 +31,7 @@ from g4ir.weights.write import write_checkpoint
 from .hf import hf_model
 from .reference import reference_engine, wide_engine
 from .rounded import round_activations, rounding_caches
-from .tokens import positions_of
+from .tokens import positions_of, split_steps
 from .watch import Place, watched
 from .wide import other_attention, wide_model
 
@@ -104,6 +104,25 @@ class EnginePeer:
         session = watched(self.engine, keep) if layers is not None else self.engine.session()
         rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
         return torch.cat(rows) if every else torch.stack(rows)
+
+    def in_rounds(self, tokens: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:
+        """Return the logits after each single step at the end of the turns, where these are
+        verified in rounds: half of each is right, the rest is wrong and taken back."""
+        import torch
+
+        session, most = self.engine.session(), self.engine.draft_tokens + 1
+        long, steps = split_steps(turns)
+        at, rows = len(tokens) - steps, []
+        for t in tokens[:at].split(long):
+            session.prefill(t[None])
+        wrong = tokens.flip(0).repeat(most)
+        while at < len(tokens):
+            right = tokens[at : at + (most + 1) // 2]
+            given = torch.cat((right, wrong))[: min(most, self.engine.limits.max_seq - at)]
+            rows.append(session.verify(given[None])[0, : len(right)])
+            at += len(right)
+            session.truncate([at])
+        return torch.cat(rows)
 
     def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
         return EnginePeer(wide_engine(self.engine)).logits(tokens, turns, every)

@@ -98,6 +98,8 @@ class Report:
     media: MediaReport | None = None
     #: each layer on what the engine itself gave it; () where nothing was measured
     local: tuple[LocalError, ...] = ()
+    #: the single steps once more, verified in rounds; () where the engine verifies nothing
+    rounds: tuple[Position, ...] = field(default=(), repr=False)
     #: of a quantised engine, beside its weights as they were; nothing passes or fails by it
     quality: Quality | None = None
 
@@ -106,19 +108,27 @@ class Report:
         """Whether every position is within the budget, their median and each layer too, and the
         greedy tokens are the same."""
         whole = self.typical and all(e.ok for e in self.local)
-        return whole and all(p.ok for p in self.positions) and self.greedy.differs is None
+        return whole and self.plain_ok and all(p.ok for p in self.rounds)
+
+    @property
+    def plain_ok(self) -> bool:
+        """Whether every position is within the budget that no round made, and the greedy tokens are
+        the same."""
+        return all(p.ok for p in self.positions) and self.greedy.differs is None
 
     @property
     def typical(self) -> bool:
         """Whether the positions as a whole are within the budget, where rounding is measured: all
-        of them, and those of single tokens alone, whose graph is another."""
+        of them, and those of single tokens and of rounds alone, whose graphs are others."""
         rounding = self.budget.rounding
         if rounding is None:
             return True
         single = {sum(self.turns[:i]) for i, n in enumerate(self.turns) if n == 1}
         away = {p.at: math.nan if p.distance is None else p.distance for p in self.positions}
         steps = [d for at, d in away.items() if at in single]
-        return rounding.fits([*away.values()]) and (len(steps) < GROUP or rounding.fits(steps))
+        rounds = [math.nan if p.distance is None else p.distance for p in self.rounds]
+        parts = [part for part in (steps, rounds) if len(part) >= GROUP]
+        return all(map(rounding.fits, ([*away.values()], *parts)))
 
     @property
     def median_distance(self) -> float:
@@ -148,6 +158,7 @@ class Report:
             *(_row(self.positions, *row) for row in _ROWS),
             f"  {'positions':10}{fine:>12} of {len(self.positions)} within the budget: "
             f"{self.budget}",
+            *self._round_lines(),
             *self._rounding_lines(),
             f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
         ]
@@ -162,6 +173,12 @@ class Report:
         if self.first_difference:
             lines.append(f"  first value out of budget: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
+
+    def _round_lines(self) -> Iterator[str]:
+        """Yield how many of the steps hold where they are verified in rounds."""
+        if self.rounds:
+            fine = sum(p.ok for p in self.rounds)
+            yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
 
     def _rounding_lines(self) -> Iterator[str]:
         """Yield the engine's distances beside the peer's, and each layer alone."""

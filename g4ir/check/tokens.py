@@ -81,6 +81,12 @@ def plan_turns(engine: Engine, count: int) -> list[int]:
     return [n for n in (count - steps - turn, turn, *[1] * steps) if n]
 
 
+def split_steps(turns: Sequence[int]) -> tuple[list[int], int]:
+    """Return the turns before the single steps at the end, and how many of these there are."""
+    long = max((i for i, n in enumerate(turns, 1) if n > 1), default=0)
+    return [*turns[:long]], len(turns) - long
+
+
 def positions_of(turns: Sequence[int], every: bool) -> list[int]:
     """Return the index of the token after which each row of logits stands."""
     ends = [sum(turns[: i + 1]) - 1 for i in range(len(turns))]

@@ -17,6 +17,7 @@ from g4ir.ui import console
 from g4ir.ui.places import cache_root, private
 
 from .common import add_load, add_verb, emit, load
+from .drafting import add_draft, check_draft
 from .talking import (
     DIM,
     PLAIN,
@@ -51,11 +52,13 @@ def add_chat(verbs: Any) -> None:
     add_files(p, "of the first message (repeat)")
     p.add_argument("--hide-thoughts", action="store_true", help="do not show thoughts")
     add_sampling(p, "of an answer; default: what fits")
+    add_draft(p)
     add_load(p)
 
 
 def _chat(args: argparse.Namespace) -> int:
     check_talk(args)
+    check_draft(args)
     if sys.stdin is None:
         raise InputError("stdin is closed, and messages are read from it")
     for kind, path in args.media:

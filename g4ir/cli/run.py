@@ -17,6 +17,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
 from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
+from .drafting import add_draft, check_draft, given_draft, tally_text
 from .talking import add_files, add_sampling, add_talk, answer_once, check_talk
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def add_run(verbs: Any) -> None:
     _add_media(p)
     add_sampling(p, "default 64, or what fits; with --chat what fits")
     p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
+    add_draft(p, "lines of --input-jsonl")
     add_load(p)
 
 
@@ -99,9 +101,12 @@ def add_verify(verbs: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from g4ir.engine.responder import Responder, check_flags
+    from g4ir.engine.slots import SlotSettings
 
     _check_media(args)
     _check_chat(args)
+    _check_draft(args)
+    slots = SlotSettings(**given_draft(args))
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
@@ -113,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
                 progress.stop()
                 answer_once(engine, args, _settled(args), flags["stop"])
                 return 0
-            responder = Responder(engine, flags)
+            responder = Responder(engine, flags, slots)
             if asked is not None:
                 where, fields = asked
                 _answer_one(responder, responder.request(fields, where, args.media), args, progress)
@@ -137,6 +142,13 @@ def _check_chat(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given is not None and given is not False:  # a budget of 0 is given
             raise InputError(f"--{name.replace('_', '-')} is for --chat, which is not given")
+
+
+def _check_draft(args: argparse.Namespace) -> None:
+    """Raise InputError for flags of drafts that would do nothing."""
+    check_draft(args)
+    if args.draft_rows is not None and not args.input_jsonl:
+        raise InputError("--draft-rows is for --input-jsonl, which is not given")
 
 
 def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
@@ -232,7 +244,7 @@ def _tell_summary(r: Result, seed: int | None) -> None:
     drawn = f"; drawn with --seed {r.seed}" if r.seed not in (None, seed) else ""
     console.say(
         f"{r.prompt_tokens} prompt tokens, {len(r.tokens)} new ones; first after "
-        f"{r.first_token_s:.3f} s{speed}; ended by {r.finish_reason}{drawn}"
+        f"{r.first_token_s:.3f} s{speed}{tally_text(r.tally)}; ended by {r.finish_reason}{drawn}"
     )
 
 

@@ -13,6 +13,7 @@ from g4ir.errors import InputError, MissingError
 from g4ir.ui import console
 
 from .common import add_load, add_verb, load
+from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
@@ -69,6 +70,7 @@ def add_serve(verbs: Any) -> None:
         help="seconds for running answers once it is told to end (default 60)",
     )
     p.add_argument("--no-page", action="store_true", help="no page for browsers at /")
+    add_draft(p, "answers")
     add_load(p)
 
 
@@ -85,6 +87,7 @@ def _serve(args: argparse.Namespace) -> int:
     from g4ir.engine.service import ServiceSettings
     from g4ir.engine.slots import SlotSettings
 
+    check_draft(args)
     if args.max_body < 1:
         raise InputError(f"--max-body {args.max_body}: expected at least 1 MiB")
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
@@ -94,7 +97,7 @@ def _serve(args: argparse.Namespace) -> int:
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
     waiting, slots = (
         ServiceSettings(waiting=args.queue),
-        SlotSettings(chunk_tokens=args.chunk_tokens),
+        SlotSettings(chunk_tokens=args.chunk_tokens, **given_draft(args)),
     )
     server = Server(name, gate, waiting, slots, sources, page=not args.no_page)
     if not (keys or is_loopback(args.host)):

@@ -18,6 +18,7 @@ from g4ir.model.media import KINDS
 from g4ir.ui import console
 
 from .common import emit
+from .drafting import given_draft, tally_text
 
 if TYPE_CHECKING:
     from g4ir.chat import Event
@@ -78,9 +79,11 @@ def check_talk(args: argparse.Namespace) -> None:
 
 def begun(engine: Engine, args: argparse.Namespace) -> Talk:
     """Return a conversation with what the flags say; who asked for it closes it."""
-    from g4ir.engine.talk import Talk
+    from g4ir.engine.slots import SlotSettings
+    from g4ir.engine.talk import PREFIX_BYTES, Talk
 
-    talk = Talk(engine)
+    slots = SlotSettings(prefix_bytes=PREFIX_BYTES, **given_draft(args))
+    talk = Talk(engine, slots)
     try:
         if talk.template.note:
             console.say(f"note: {talk.template.note}")
@@ -197,8 +200,8 @@ def summary(turn: Turn, room: int) -> str:
     speed = f", then {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
     held = min(c.prompt + c.generated, room)
     return (
-        f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}; ended by "
-        f"{turn.finish_reason}; {held} of {room} tokens are held"
+        f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}"
+        f"{tally_text(turn.tally)}; ended by {turn.finish_reason}; {held} of {room} tokens are held"
     )
 
 

@@ -43,11 +43,12 @@ from g4ir.model.media import (
 )
 
 from .codec import Codec
+from .drafting import Tally, drafted_stream
 from .jsonl import FIELDS, checked_fields, named, parse_line, read_lines
 from .prompts import checked_ids, checked_prompt
 from .read_ahead import Line, ReadAhead
 from .session import Session
-from .slots import Event, Job, Slots, Ticket
+from .slots import Event, Job, Slots, SlotSettings, Ticket, found_settings
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +160,7 @@ class Result:
     seed: int | None = None  # of the draws, where there were any
     logprobs: tuple[Logprobs, ...] | None = None  # where they were asked for
     queued_s: float | None = None  # part of first_token_s, where rows were shared
+    tally: Tally = field(default_factory=Tally)  # of its rounds, where tokens were drafted
 
     def output(self) -> dict[str, Any]:
         """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
@@ -175,7 +177,7 @@ class Result:
 
         tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
         and encode_s come with media, queued_s where rows were shared, seed where tokens were drawn,
-        notes where there are any.
+        drafts where tokens were drafted, notes where there are any.
         """
         media = {"soft_tokens": dict(self.soft_tokens), "encode_s": round(self.encode_s, 6)}
         queued = {} if self.queued_s is None else {"queued_s": round(self.queued_s, 6)}
@@ -192,6 +194,7 @@ class Result:
             **(media if self.soft_tokens else {}),
             **queued,
             **({"seed": self.seed} if self.seed is not None else {}),
+            **({"drafts": self.tally.to_dict()} if self.tally.rounds else {}),
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 
@@ -236,9 +239,15 @@ def _row_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 class Responder:
     """Checks requests against an engine, and answers them in one row of it."""
 
-    def __init__(self, engine: Engine, flags: Mapping[str, Any] | None = None) -> None:
-        """Take settings `flags`, named as in FIELDS, for requests that do not give their own."""
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        flags: Mapping[str, Any] | None = None,
+        slots: SlotSettings | None = None,
+    ) -> None:
+        """Take settings `flags`, named as in FIELDS, for requests that do not give their own;
+        tokens are drafted as `slots` says, where one row is in use too."""
+        self.engine, self.settings = engine, found_settings(engine, slots)
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
         self.defaults, self.never = engine.defaults(), engine.suppressed()
@@ -254,7 +263,7 @@ class Responder:
     @cached_property
     def slots(self) -> Slots:
         """The rows of lines that are answered beside others."""
-        return Slots(self.engine)
+        return Slots(self.engine, self.settings)
 
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
@@ -388,10 +397,8 @@ class Responder:
         encode_s = time.perf_counter() - begun
         cached, logits = self._prefill(request)
         sampling = _seeded(request.sampling)
-        sampler, out, first = Sampler(sampling), list[int](), 0.0
-        for (token,), _ in self.session.stream(
-            logits, request.max_new_tokens, sampler, request.stop
-        ):
+        tally, out, first = Tally(), list[int](), 0.0
+        for token in self._drawn(logits, request, Sampler(sampling), tally):
             first = first or time.perf_counter() - begun
             out.append(token)
             told(token)
@@ -410,7 +417,20 @@ class Responder:
             encode_s,
             request.notes,
             sampling.seed,
+            tally=tally,
         )
+
+    def _drawn(
+        self, logits: torch.Tensor, request: Request, sampler: Sampler, tally: Tally
+    ) -> Iterator[int]:
+        """Yield the tokens of an answer, from logits after its prompt."""
+        ask = request.max_new_tokens, sampler, request.stop
+        if draft := self.settings.draft:
+            for made in drafted_stream(self.session, logits, [request.tokens], *ask, draft, tally):
+                yield from made[0]
+            return
+        for (token,), _ in self.session.stream(logits, *ask):
+            yield token
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
         """Yield an answer to every JSON line, or what is wrong with it alone, in order. A request
@@ -532,6 +552,7 @@ class Responder:
             request.sampling.seed,
             tuple(b.logprobs) if b.logprobs else None,
             c.queued_s,
+            b.ticket.tally,
         )
 
     # --- in one row -----------------------------------------------------------------------------

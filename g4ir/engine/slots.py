@@ -75,7 +75,8 @@ class SlotSettings:
     computed between two steps while rows decode. A smaller bucket is taken after `patience` steps
     for which it would have done. `prefix_bytes` bound what is remembered of prompts. Tokens are
     drafted as `draft` says, while at most `draft_rows` rows decode: products of more tokens than
-    that cost more than reading the weights."""
+    that cost more than reading the weights. A draft of 0 tokens has as many as the engine
+    verifies."""
 
     buckets: tuple[int, ...] | None = None
     chunks: int = 1
@@ -91,6 +92,14 @@ class SlotSettings:
             value = getattr(self, name)
             if value is not None and value < number:
                 raise InputError(f"{name} {value}: expected at least {number}")
+
+
+def found_settings(engine: Engine, given: SlotSettings | None) -> SlotSettings:
+    """Return settings with as many drafted tokens as the engine verifies where none are said;
+    InputError where it cannot draft so."""
+    settings = given or SlotSettings()
+    draft = settings.draft
+    return replace(settings, draft=find_draft(engine, draft.source, draft.tokens or None))
 
 
 @dataclass
@@ -195,9 +204,8 @@ class Slots:
     """The rows of an engine, and who waits for one."""
 
     def __init__(self, engine: Engine, settings: SlotSettings | None = None) -> None:
-        self.engine, self.settings = engine, settings or SlotSettings()
+        self.engine, self.settings = engine, found_settings(engine, settings)
         self.most = engine.limits.max_batch
-        find_draft(engine, self.settings.draft.source, self.settings.draft.tokens or None)
         sizes = checked_buckets(self.settings.buckets, self.most)
         self.rows: Rows[Answer] = Rows(engine, sizes, self.settings.patience)
         self.staging = Staging(engine, self.settings.prefix_bytes)
@@ -322,7 +330,11 @@ class Slots:
         self.totals.steps[len(answers)] += 1
         took, bucket = time.perf_counter() - begun, len(self.rows.held)
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
-        return [self._taken(answers[row], c) for row, made in choices.items() for c in made]
+        return [
+            self._taken(answers[row], choice, len(made) - i)
+            for row, made in choices.items()
+            for i, choice in enumerate(made, 1)
+        ]
 
     def _round(self, answers: Mapping[int, Answer]) -> Mapping[int, Sequence[Drawn]]:
         """Choose a token for each row, and more where drafts of them are right."""
@@ -364,8 +376,8 @@ class Slots:
         waiting = [self._prompt[0]] if self._prompt else self._queue
         return min(sum(t.job.n for t in waiting), self.most - self.active)
 
-    def _taken(self, answer: Answer, choice: Choice | Exception | None) -> Event:
-        """Return the event of a token, which may be the last."""
+    def _taken(self, answer: Answer, choice: Choice | Exception | None, later: int = 0) -> Event:
+        """Return the event of a token, which may be the last; `later` ones came of its round."""
         ticket = answer.ticket
         if not isinstance(choice, Choice):
             error = choice or self._not_finite(ticket, answer)
@@ -377,7 +389,7 @@ class Slots:
         if counts.first_token_s is None:
             counts.first_token_s = ticket.age()
         stops = choice.token in answer.sampler.stops
-        if not stops and len(answer.tokens) < ticket.job.max_new_tokens:
+        if not stops and len(answer.tokens) - later < ticket.job.max_new_tokens:
             return Event(ticket, answer.index, choice.token, choice.logprobs)
         self.rows.drop(answer)
         return self._ended(answer, STOP if stops else LENGTH, choice)

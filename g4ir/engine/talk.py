@@ -43,6 +43,7 @@ from g4ir.ui.files import write_file
 
 from .answers import Answer
 from .attached import read_own
+from .drafting import Tally
 from .engine import Engine
 from .prompts import row_sampling
 from .service import Service, ServiceSettings, Stream
@@ -80,6 +81,8 @@ class Turn:
     thought_tokens: int
     #: whether it ended because the engine holds no more
     full: bool = False
+    #: of its rounds, where tokens were drafted
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def content(self) -> str:
@@ -115,6 +118,7 @@ class Turn:
             "reasoning_tokens": self.thought_tokens,
             **{k: v if v is None else round(v, 6) for k, v in times.items()},
             "tokens_per_second": self.tokens_per_second,
+            **({"drafts": self.tally.to_dict()} if self.tally.rounds else {}),
         }
 
 
@@ -337,7 +341,7 @@ class Talk:
             self.leave_calls()
         reason = INTERRUPTED if cancelled else answer.finish or ""
         full = reason == "length" and self.held > self.engine.limits.max_seq
-        return Turn(message, reason, counts, answer.reasoning, full)
+        return Turn(message, reason, counts, answer.reasoning, full, stream.ticket.tally)
 
     def _job(self) -> tuple[Job, Prompt]:
         """Return the request of the next answer."""

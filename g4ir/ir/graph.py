@@ -464,8 +464,8 @@ def drop_dead(g: Graph) -> Graph:
     )
 
 
-def bind(g: Graph, **dims: int) -> Graph:
-    """Replace named dims by ints and infer the types again."""
+def bind(g: Graph, **dims: int | str) -> Graph:
+    """Replace named dims by ints, or by other names, and infer the types again."""
 
     def b(v: Value) -> Value:
         return Value(v.name, v.type.bind(dims))

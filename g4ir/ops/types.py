@@ -58,7 +58,7 @@ class Type:
     def with_shape(self, *shape: Dim) -> Type:
         return Type(self.dtype, tuple(shape))
 
-    def bind(self, dims: Mapping[str, int]) -> Type:
+    def bind(self, dims: Mapping[str, int | str]) -> Type:
         """Replace named dims that `dims` knows."""
         return Type(
             self.dtype, tuple(dims.get(d, d) if isinstance(d, str) else d for d in self.shape)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from g4ir.chat import Event as Said
 from g4ir.engine.answers import Answer, as_call, is_call
+from g4ir.engine.drafting import Tally
 
 from .prompts import Asked
 
@@ -110,8 +111,10 @@ def _delta(said: Said) -> dict[str, Any]:
     return {"reasoning_content" if said.kind == "thought" else "content": said.text}
 
 
-def usage_of(prompt: int, cached: int, answers: Iterable[Answer]) -> dict[str, Any]:
-    """Return how many tokens a request took."""
+def usage_of(
+    prompt: int, cached: int, answers: Iterable[Answer], tallies: Iterable[Tally] = ()
+) -> dict[str, Any]:
+    """Return how many tokens a request took; with `tallies` also how many were drafted for it."""
     made = [*answers]
     new = sum(a.tokens for a in made)
     return {
@@ -119,5 +122,17 @@ def usage_of(prompt: int, cached: int, answers: Iterable[Answer]) -> dict[str, A
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning for a in made)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(a.reasoning for a in made),
+            **_drafts([*tallies]),
+        },
     }
+
+
+def _drafts(tallies: Sequence[Tally]) -> dict[str, int]:
+    """Return how many drafted tokens were right, and wrong; nothing where none are drafted."""
+    if not tallies:
+        return {}
+    right = sum(t.accepted.total() for t in tallies)
+    drafted = sum(t.drafted.total() for t in tallies)
+    return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right}

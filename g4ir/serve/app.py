@@ -322,7 +322,8 @@ class Running:
     def _usage(self) -> dict[str, Any]:
         counts = [s.ticket.counts for s in self.streams]
         prompt, cached = sum(c.prompt for c in counts), sum(c.cached for c in counts)
-        return usage_of(prompt, cached, self.answers)
+        tallies = [s.ticket.tally for s in self.streams if self.server.slots.draft]
+        return usage_of(prompt, cached, self.answers, tallies)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer at once."""

@@ -73,6 +73,7 @@ class _Totals:
         if service is None:
             return
         totals = service.totals
+        tally = totals.tally
         yield GaugeMetricFamily("g4ir_rows", "Rows of the engine.", service.slots.most)
         gauges = {"running": service.active, "waiting": service.waiting}
         for name, value in gauges.items():
@@ -84,6 +85,8 @@ class _Totals:
             "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
             "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
             "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),
+            "draft_rounds": ("Steps of a row that drafts tokens.", tally.rounds),
+            "draft_round_tokens": ("Tokens that came of them.", tally.tokens),
         }
         for name, (words, count) in counters.items():
             yield CounterMetricFamily(f"g4ir_{name}", words, count)
@@ -91,6 +94,12 @@ class _Totals:
             "slot_steps": ("Steps by rows that decoded.", "active", {**totals.steps}),
             "decode_step_seconds": ("Seconds of steps.", "bucket", {**totals.step_s}),
             "request_success": ("Answers by their end.", "finished_reason", {**totals.ended}),
+            "draft_tokens": ("Drafted tokens by place.", "position", {**tally.drafted}),
+            "draft_accepted_tokens": (
+                "Drafted tokens that were right, by place.",
+                "position",
+                {**tally.accepted},
+            ),
         }
         for name, (words, label, values) in labelled.items():
             family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])

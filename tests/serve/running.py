@@ -18,6 +18,7 @@ from g4ir.backends.row_sampling import RowSampling
 from g4ir.chat.control import CONTROLS
 from g4ir.engine.engine import Engine
 from g4ir.engine.service import ServiceSettings
+from g4ir.engine.slots import SlotSettings
 from g4ir.serve.app import Server
 from g4ir.serve.gate import Gate
 from g4ir.serve.server import Address, Process
@@ -48,9 +49,15 @@ def chat_tokenizer() -> Any:
     return made
 
 
-def chat_engine(folder: Path, max_seq: int = MAX_SEQ) -> Path:
+def chat_engine(folder: Path, max_seq: int = MAX_SEQ, **options: Any) -> Path:
     """An engine directory with it, that takes pictures and sounds."""
-    limits = {"max_seq": max_seq, "prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
+    limits: dict[str, Any] = {
+        "max_seq": max_seq,
+        "prefill_chunk": 128,
+        "max_batch": 4,
+        "image_budgets": [70],
+    }
+    limits |= options
     g4ir.build("tiny-media", folder, backend="reference", random_weights=0, **limits).close()
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 
@@ -128,10 +135,14 @@ class Script:
 
 @contextlib.contextmanager
 def running(
-    loader: Callable[[], Engine], gate: Gate | None = None, **settings: Any
+    loader: Callable[[], Engine],
+    gate: Gate | None = None,
+    slots: SlotSettings | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A context with a server at a free port."""
-    server = Server(NAME, gate or Gate(hosts=("localhost",)), ServiceSettings(**settings))
+    gate = gate or Gate(hosts=("localhost",))
+    server = Server(NAME, gate, ServiceSettings(**settings), slots or SlotSettings())
     said: list[str] = []
     process = Process(server, Address(port=0), said.append, loader)
     thread = threading.Thread(target=process.run)
