@@ -15,6 +15,8 @@ import torch
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
 from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.check.passes import verify_each_pass
+from g4ir.check.reference import reference_engine
 from g4ir.engine.drafting import Draft, Tally, drafted_stream, find_draft
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
@@ -497,6 +499,20 @@ def test_broken_checkpoint(tmp_path: Path, name: str) -> None:
     saved_without(drafter, name)
     with pytest.raises(WeightsError, match=f"(?s){BROKEN[name]}"):
         g4ir.build(None, tmp_path / "out", checkpoint=model, drafter=drafter, backend="reference")
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def test_each_pass_and_the_backend(tmp_path: Path) -> None:
+    """A drafter's step is run after each pass too, and by the backend."""
+    options = {"backend": "reference", "random_weights": 4, "max_seq": 64, "drafter": "default"}
+    engine = reference_engine(g4ir.build("tiny-dense", tmp_path / "e", **options))
+    weights = engine.runtime.params  # type: ignore[attr-defined]
+    assert verify_each_pass(engine, [*range(5, 21)]).ok
+    weights["draft.L1.mlp.w_down"] = weights["draft.L1.mlp.w_down"] + 0.1
+    culprit = verify_each_pass(engine, [*range(5, 21)]).culprit
+    assert culprit and culprit.first and culprit.first.value == "draft.L1.mlp.down"
 
 
 # --- an engine's files --------------------------------------------------------------------------

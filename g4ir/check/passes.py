@@ -36,11 +36,12 @@ from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import empty_state, interpret, run_node
-from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.narrow import comparable
-from g4ir.ops.types import Type
+from g4ir.ops.types import Type, torch_dtype
 from g4ir.passes import CHANGES_MEANING, run_program
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.ui.progress import Progress, no_progress
@@ -126,7 +127,7 @@ def verify_each_pass(
         len(ids),
         sizes,
         tuple(reports),
-        media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, VERIFY)),
+        media=tuple(g for g in graphs if g not in (*TEXT_GRAPHS, VERIFY, DRAFT)),
         rounds=tuple(c.valid for part in series for c in part if c.phase == VERIFY),
         unknown=unknown,
         left_out=tuple(g for g in engine.program.graphs if g not in ran),
@@ -230,20 +231,58 @@ class TowerRun:
         return t[:, : self.valid] if of.rank > 1 and of.shape[1] == size else t
 
 
+@dataclass(frozen=True, eq=False)
+class DraftStep:
+    """A step of the drafter behind so many tokens, from a token's row and a state, [1,1,hidden]."""
+
+    at: int
+    row: torch.Tensor
+    hidden: torch.Tensor
+    phase = DRAFT
+    valid = 1
+
+    @property
+    def end(self) -> int:
+        return self.at
+
+    def feeds(self, device: str) -> dict[str, torch.Tensor]:
+        """Return the inputs of its graph."""
+        import torch
+
+        at = torch.tensor([[self.at]])
+        feeds = {"positions": at, "last": at - 1, "written": at[0]}
+        feeds |= {"embeds": self.row, HIDDEN: self.hidden}
+        return {name: t.to(device) for name, t in feeds.items()}
+
+    def rows(self, t: torch.Tensor, of: Type) -> torch.Tensor:
+        """Return all rows: there is no padding."""
+        return t
+
+
+Step = Chunk | TowerRun | DraftStep
 #: what follows on each other, over the same caches
-Series = Sequence[Chunk | TowerRun]
+Series = Sequence[Step]
 
 
 def _series(engine: Engine, chunks: Sequence[Chunk], items: Sequence[Item]) -> Iterator[Series]:
-    """Yield the text, the same in rounds and with blocks where the engine has them, and each tower
-    alone."""
-    yield chunks
+    """Yield the text, with a drafter's step behind it, the same in rounds and with blocks, each
+    where the engine has it, and each tower alone."""
+    yield [*chunks, *_drafted(engine, chunks[-1].end)]
     if VERIFY in engine.program.graphs:
         yield [*_rounds(chunks, engine.draft_tokens + 1, engine.limits.max_seq)]
     if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
         yield blocked
     for item in items:
         yield [TowerRun(item)]
+
+
+def _drafted(engine: Engine, at: int) -> Iterator[DraftStep]:
+    import torch
+
+    if engine.drafter:
+        shape = (2, 1, 1, engine.spec.text.hidden_size)
+        rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
+        yield DraftStep(at, *rows.to(torch_dtype(engine.dtype)))
 
 
 def _rounds(chunks: Sequence[Chunk], width: int, room: int) -> Iterator[Chunk]:
@@ -368,7 +407,7 @@ class Stage:
         recordings = {}
         for name in self.params.keys() - {"embed"}:
             rows = judged if name == VERIFY else embed
-            first, given = (NOTHING, {}) if is_tower(name) else rows
+            first, given = (NOTHING, {}) if is_tower(name) or name == DRAFT else rows
             own = (given, self.params[name])
             recordings[name] = Recording((first, graphs[name]), own, self.packing.prologue)
         return recordings
@@ -415,7 +454,9 @@ def _stages(
 def _written(engine: Engine) -> Program:
     """Return the model as it is written, its weights as the engine's recipe says."""
     verifies = VERIFY in engine.program.graphs
-    plain = build_program(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies)
+    plain = build_program(
+        *(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies, engine.drafter)
+    )
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
 
@@ -460,7 +501,7 @@ class Run:
         self.stage, self.device = stage, device
         self.state = stage.caches(slots, device)
 
-    def trace(self, chunk: Chunk | TowerRun) -> Trace:
+    def trace(self, chunk: Step) -> Trace:
         """Run one chunk."""
         values, before = chunk.feeds(self.device), self.state
         recording = self.stage.recordings[chunk.phase]
@@ -508,7 +549,7 @@ class ForcedChoices:
         self.old, self.new, self.comparison, self.device = old, new, comparison, device
         self.state = state
 
-    def follow(self, chunk: Chunk | TowerRun, trace: Trace) -> None:
+    def follow(self, chunk: Step, trace: Trace) -> None:
         """Compare what the new stage makes of a chunk with what the old one made of it."""
         self.chunk, self.trace = chunk, trace
         self.was, self.now = self.old.recordings[chunk.phase], self.new.recordings[chunk.phase]
@@ -615,9 +656,7 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
     return comparison.report()
 
 
-def _show(
-    engine: Engine, run: Run, state: Any, chunk: Chunk | TowerRun, comparison: Comparison
-) -> None:
+def _show(engine: Engine, run: Run, state: Any, chunk: Step, comparison: Comparison) -> None:
     """Compare one chunk, and the caches after it; or a tower's soft tokens."""
     trace, recording = run.trace(chunk), run.stage.recordings[chunk.phase]
     feeds = {v.name: trace.values[v.name].clone() for v in recording.graphs[1].inputs}

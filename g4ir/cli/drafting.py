@@ -20,7 +20,7 @@ def add_draft(p: Parser, rows: str | None = None) -> None:
         metavar="SOURCE",
         default="none",
         help="draft tokens that one step verifies, for an engine built with --draft-tokens:\n"
-        "ngram (what followed earlier in the text), or none (default)",
+        "ngram (what followed earlier in the text), mtp (its drafter), or none (default)",
     )
     p.add_argument(
         "--draft-tokens",
