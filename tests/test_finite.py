@@ -142,7 +142,7 @@ def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) ->
     responder = Responder(narrow)
     failed = answered(responder)
     assert isinstance(failed, Failure) and ADVICE in failed.error
-    monkeypatch.setattr(responder.session, "_finite", lambda logits: logits.nan_to_num())
+    monkeypatch.setattr(responder.session, "finite", lambda logits: logits.nan_to_num())
     assert isinstance(answered(responder), Result)
 
 

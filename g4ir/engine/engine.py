@@ -117,8 +117,8 @@ class Engine(EngineParts):
         are a list of such: the checkpoint's template makes tokens of them, and the turn's ends are
         stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
 
-        `draft` says where drafts come from (drafting.py): none, or ngram, the text itself; at most
-        `draft_tokens` at a time (default: what the engine was built for). The tokens are those of
+        `draft` says where drafts come from (drafting.py): none, ngram, the text itself, or mtp, the
+        drafter that the engine was built with; at most `draft_tokens` at a time (default: what the engine was built for). The tokens are those of
         single steps: in float32 always, in 16 bits unless two logits are as good as equal, since
         products of several rows may round otherwise. `tally` counts what was drafted.
         """

@@ -4,7 +4,7 @@ It has no keys and values: each of its layers reads those of the model's last la
 has its own. The steps of a round stand at one place, see what was accepted before, and write
 nothing; a step hands the next one its token and a state in the place of the model's.
 
-Formulas: transformers 5.17, `models/gemma4_assistant`.
+Rules 39 to 41 (transformers 5.17, `models/gemma4_assistant`); keys are those that are accepted.
 """
 
 from __future__ import annotations
