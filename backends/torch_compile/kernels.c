@@ -108,6 +108,7 @@ typedef void (*dot)(const product *p, int64_t o, int64_t at, int64_t end, int64_
  * its numbers as constants: loops over them are unrolled, and sums stay in registers. */
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
+#define SUMS _Pragma("GCC unroll 16")
 #define SIDE 4
 #define DOT_OF(NAME, OUTS, ROWS)                                                                \
     static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t at, int64_t end,    \
@@ -121,14 +122,18 @@ typedef void (*dot)(const product *p, int64_t o, int64_t at, int64_t end, int64_
 #else
 #define COUNTS UP_TO_4
 #endif
+#define PAIRS(F, NAME)                                                                          \
+    F(NAME, 2, 2) F(NAME, 2, 3) F(NAME, 2, 4) F(NAME, 2, 5) F(NAME, 2, 6) F(NAME, 2, 7) F(NAME, 2, 8)
 #define NAMED(NAME, OUTS, ROWS) NAME##_##OUTS##_##ROWS,
 /* For SIDE rows of the weight, then by rows of x. */
 #define DOTS(NAME)                                                                              \
     COUNTS(DOT_OF, NAME)                                                                        \
     static const dot NAME##s[] = {COUNTS(NAMED, NAME)};
 
-/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. */
-static void multiply(const product *given, const dot *dots, int64_t most, int threads) {
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. `pairs`: the functions for two rows of the
+ * weight, which share what is loaded of several rows of x; or NULL. */
+static void multiply(const product *given, const dot *dots, const dot *pairs, int64_t most,
+                     int threads) {
     product p[1] = {*given};
     int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
     for (int64_t r = 0; r < p->rows; r += together) {
@@ -137,7 +142,8 @@ static void multiply(const product *given, const dot *dots, int64_t most, int th
         int64_t part = ((p->k + parts - 1) / parts + CHUNK - 1) / CHUNK * CHUNK;
         /* Codes share what is loaded of x; of plain numbers a CPU reads one row ahead best, unless
          * rows are taken in parts. */
-        int side = here == 1 && (p->bits < 16 || parts > 1) ? SIDE : 1;
+        int side = here == 1 && (p->bits < 16 || parts > 1) ? SIDE : here > 1 && pairs ? 2 : 1;
+        dot several = side == 2 ? pairs[here] : dots[0];
         int64_t whole = side * p->k * p->bits / 8;
         int64_t bytes = side * (part < p->k ? part : p->k) * p->bits / 8;
         p->ahead = whole == bytes && side == 1 ? AHEAD : (AHEAD + bytes - 1) / bytes * whole;
@@ -148,7 +154,7 @@ static void multiply(const product *given, const dot *dots, int64_t most, int th
             for (int64_t at = 0; at < p->k; at += part) {
                 int64_t end = at + part < p->k ? at + part : p->k, o = tile;
                 for (; side > 1 && o + side <= last; o += side)
-                    dots[0](p, o, at, end, r, out + (o - tile));
+                    several(p, o, at, end, r, out + (o - tile));
                 for (; o < last; o++) dots[here](p, o, at, end, r, out + (o - tile));
             }
             for (int64_t i = 0; i < here; i++)
@@ -204,9 +210,9 @@ static void *scratch(size_t size) { return aligned_alloc(LINE, (size + LINE - 1)
 /* Four independent sums at least hide the latency of the multiply-add. */
 ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t at,
                 int64_t end, int64_t r, sums *out) {
-    const int unroll = outs * rows > 2 ? 2 : 4;
-    __m512 sum[TOGETHER][4];
-    UNROLLED for (int q = 0; q < TOGETHER; q++)
+    const int unroll = outs * rows > 8 ? 1 : outs * rows > 2 ? 2 : 4;
+    __m512 sum[2 * TOGETHER][4];
+    SUMS for (int q = 0; q < outs * rows; q++)
         UNROLLED for (int u = 0; u < 4; u++) sum[q][u] = _mm512_setzero_ps();
     int64_t i = at;
     for (; i + unroll * LANES <= end; i += unroll * LANES)
@@ -233,9 +239,12 @@ ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int
         }
 }
 DOTS(dot_bf16)
+PAIRS(DOT_OF, dot_bf16)
+static const dot dot_bf16_pairs[] = {NULL, NULL, PAIRS(NAMED, dot_bf16)};
 typedef bf16 bf16_row;
 #else
 DOT(bf16, bf16, widen)
+static const dot *dot_bf16_pairs = NULL;
 typedef float bf16_row;
 #endif
 DOT(f32, float, same)
@@ -266,7 +275,8 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
         for (int64_t i = 0; i < rows * k; i++) wide[i] = widen(((const bf16 *)x)[i]);
     }
     int64_t most = dtype == F32 || EMULATED ? WIDE_TOGETHER : TOGETHER;
-    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, most, threads);
+    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, dtype == BF16 ? dot_bf16_pairs : NULL, most,
+             threads);
     free(wide);
     return 0;
 }
@@ -848,7 +858,7 @@ DOTS(whole_int8)
         for (int64_t r = 0; r < rows; r++)                                                      \
             TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
         p.x = form;                                                                             \
-        multiply(&p, DOTS_OF, WIDE_TOGETHER, threads);                                          \
+        multiply(&p, DOTS_OF, NULL, WIDE_TOGETHER, threads);                                    \
         free(form);                                                                             \
         return 0;                                                                               \
     }
@@ -893,7 +903,7 @@ static const int ROUNDS = 0;
         }                                                                                       \
         p.x = wide;                                                                             \
         const dot *dots = groups == 1 ? rowwise_##NAME##s : coded_##NAME##s;                    \
-        multiply(&p, dots, WIDE_TOGETHER, threads);                                             \
+        multiply(&p, dots, NULL, WIDE_TOGETHER, threads);                                       \
         free(wide);                                                                             \
         return 0;                                                                               \
     }
