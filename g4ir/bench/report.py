@@ -15,6 +15,7 @@ from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
 from g4ir.check.room import float64_refusal
 from g4ir.check.rounded import asked
+from g4ir.engine.drafting import NONE, find_draft
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, widened
@@ -26,6 +27,7 @@ from g4ir.ui.progress import Progress, no_progress
 from . import schema
 from .agreement import Agreement, anchored, compare_runners, pair_budget, void_roles
 from .breakdown import breakdown, calls_per_step, kernels_per_step
+from .drafts import Writer, repeated
 from .measure import (
     TAKE,
     Request,
@@ -93,6 +95,8 @@ def run_bench(
     checkpoint: str | None = None,
     load_s: Sequence[float] = (),
     progress: Progress = no_progress,
+    draft: str = NONE,
+    draft_tokens: int | None = None,
 ) -> Report:
     """Measure one engine, or two of the same variant, beside peers of transformers (keys of
     peers.MODES); return the report.
@@ -100,6 +104,8 @@ def run_bench(
     w: from `plan_workload`. rounds: at least 2, each runner takes its turn in each. warmup:
     requests of each before them, beside the one that its outputs are compared on. checkpoint:
     what peers load where the engine does not know. load_s: seconds that loading each engine took.
+    draft, draft_tokens: as `Engine.generate` has them; the first engine then also writes texts with
+    drafts and without (drafts.py).
 
     Raises InputError and MissingError for what is asked wrongly; outputs that disagree are no
     error: the report says so and marks the numbers void.
@@ -107,6 +113,7 @@ def run_bench(
     check_options(peers, rounds, warmup)
     check_engines(engines, peers)
     first = engines[0]
+    drafts = find_draft(first, draft, draft_tokens)
     job = Job(w, draw_tokens(w, first), progress)
     loads = [*load_s, *[None] * len(engines)]
     contestants = [
@@ -116,10 +123,13 @@ def run_bench(
     contestants += _peer_contestants(job, first, peers, checkpoint)
     progress("comparing outputs")
     agreements = _agreements(job, contestants)
-    measured = _measure(job, contestants, rounds, warmup)
+    prompt = repeated(w, job.tokens)
+    writer = Writer(first, drafts, w, prompt) if drafts else None
+    measured = _measure(job, contestants, rounds, warmup, writer)
     void = void_roles(agreements)
     runs = [_run(job, c, measured, c.runner.role in void) for c in contestants]
-    return _report(job, first, measured, agreements, runs, warmup)
+    report = _report(job, first, measured, agreements, runs, warmup)
+    return replace(report, drafts=writer.facts(measured.requests)) if writer else report
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -219,7 +229,13 @@ def _turns(w: Workload) -> list[int]:
 # ---- measuring --------------------------------------------------------------------------------
 
 
-def _measure(job: Job, contestants: Sequence[Contestant], rounds: int, warmup: int) -> Measured:
+def _measure(
+    job: Job,
+    contestants: Sequence[Contestant],
+    rounds: int,
+    warmup: int,
+    writer: Writer | None = None,
+) -> Measured:
     w, tokens, first = job.w, job.tokens, contestants[0]
     assert first.engine
     meter = Meter(first.engine.device, torch_dtype(first.engine.dtype))
@@ -234,7 +250,13 @@ def _measure(job: Job, contestants: Sequence[Contestant], rounds: int, warmup: i
         job.progress(f"round {next(numbers)} of {rounds}")
         return meter.measure()
 
-    turns = {c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants}
+    turns: dict[str, Callable[[], list[Request]]] = {
+        c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants
+    }
+    if writer:
+        for write in (extra := writer.turns(count)).values():
+            write()  # what is compiled or recorded at first is not timed
+        turns |= extra
     rates, requests = interleave(rounds, before, turns)
     return Measured(count, rates, requests)
 
@@ -356,6 +378,7 @@ def _report(
         speedup={r.role: _speedup(own, r, measured) for r in runs[1:]},
         runs=tuple(runs),
         notes=tuple(map(on_one_line, _notes(engine, w))),
+        drafts=None,
     )
 
 

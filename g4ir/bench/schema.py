@@ -197,6 +197,25 @@ class Speedup:
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """Texts that the first engine wrote with drafts and without, in turn. source: where drafts come
+    from; tokens: drafted at a time at most; prompt: what was written on; accepted: share of drafted
+    tokens by place; same_tokens of all_tokens are those of single steps; decode_per_s: tokens a
+    second of all rows; speedup: time without over time with, of decode and of whole requests."""
+
+    source: Line
+    tokens: Annotated[int, Range(1)]
+    prompt: Line
+    tokens_per_round: Annotated[float, Range(1)]
+    accepted: tuple[float, ...]
+    same_tokens: Amount
+    all_tokens: Amount
+    decode_per_s: Stats
+    speedup: Stat
+    speedup_e2e: Stat
+
+
+@dataclass(frozen=True)
 class Report:
     """A run of g4ir bench. peer: the fastest one in decode; speedup: of the first engine over each
     other runner, null where void."""
@@ -235,6 +254,7 @@ class Report:
     speedup: dict[str, Speedup | None]
     runs: Annotated[tuple[Run, ...], Length(1)]
     notes: tuple[Line, ...]
+    drafts: Own[DraftFacts] = None
 
 
 def json_schema() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
-from .schema import Report, Run, Speedup
+from .schema import DraftFacts, Report, Run, Speedup
 from .stats import Stat
 
 #: label, where a run has it, unit, factor; a line is left out where no run has it
@@ -40,10 +40,26 @@ def text(report: Report) -> str:
     lines = [*_head(report), "", _table(report.runs)]
     for role, s in report.speedup.items():
         lines.append(f"{'engine over ' + role:26}{_speedup(s)}")
+    lines += _drafts(report.drafts) if report.drafts else []
     lines.append("")
     for run in report.runs:
         lines += _details(run)
     return "\n".join([*lines, *(f"note: {n}" for n in report.notes)])
+
+
+def _drafts(d: DraftFacts) -> Iterator[str]:
+    """Yield what drafting gains, beside the same engine without."""
+    plain, drafted = d.decode_per_s.values()
+    right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
+    yield (
+        f"{'drafts of ' + d.source:26}decode x{_shown(d.speedup)}, e2e x{_shown(d.speedup_e2e)}; "
+        f"tokens/s {_shown(drafted)}, without {_shown(plain)}"
+    )
+    yield (
+        f"{'':26}{d.tokens_per_round:.2f} tokens a round of {d.tokens} drafted at most"
+        + (f", {right} % accepted by place" if right else "")
+    )
+    yield f"{'':26}prompt: {d.prompt}; {d.same_tokens} of {d.all_tokens} tokens are the same"
 
 
 def _head(r: Report) -> Iterator[str]:
@@ -192,6 +208,11 @@ def _measured(report: Report) -> Iterator[tuple[str, bool, str, str, Stat]]:
     for name, stat in vars(report.roof).items():
         if isinstance(stat, Stat):
             yield "roof", False, name, name.split("_", 1)[1], stat
+    if d := report.drafts:
+        for role, stat in d.decode_per_s.items():
+            yield role, False, "decode_throughput", "tokens/s", stat
+        yield "drafted", False, "decode_speedup", "times", d.speedup
+        yield "drafted", False, "e2e_speedup", "times", d.speedup_e2e
 
 
 def metrics(run: Run) -> Iterator[tuple[str, str, Stat]]:

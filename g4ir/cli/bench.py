@@ -12,6 +12,7 @@ from g4ir.errors import InputError
 from g4ir.ui import console
 
 from .common import add_load, add_verb, emit, load, strict
+from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
     from g4ir.bench.schema import Report
@@ -69,6 +70,7 @@ def add_bench(verbs: Any) -> None:
     p.add_argument("--json", metavar="FILE", help="write the report; `-`: to stdout")
     p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
     p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    add_draft(p)
     add_load(p)
     p.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
 
@@ -109,6 +111,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         check_plot(args.plot)
     from g4ir.bench.report import check_options
 
+    check_draft(args)
     check_options(args.peer, args.rounds, args.warmup)
 
 
@@ -116,6 +119,7 @@ def _measured(args: argparse.Namespace) -> Report:
     from g4ir.bench.report import run_bench
     from g4ir.bench.workload import plan_workload
 
+    draft = given_draft(args)["draft"]
     engines: list[Engine] = []
     seconds = []
     with console.Progress() as progress:
@@ -142,6 +146,8 @@ def _measured(args: argparse.Namespace) -> Report:
                 checkpoint=args.checkpoint,
                 load_s=seconds,
                 progress=progress,
+                draft=draft.source,
+                draft_tokens=draft.tokens or None,
             )
         finally:
             for engine in engines:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
+from g4ir.model.decoder import VERIFY
 from g4ir.passes.latent_kv import FORMS, PLAIN
-from g4ir.plan.settings import find_activations, find_kv_dtype, find_latent
+from g4ir.passes.plan_cache import slack_of
+from g4ir.plan.settings import find_activations, find_draft_tokens, find_kv_dtype, find_latent
 from g4ir.plan.settings import pass_options as pass_arguments
 from g4ir.spec.record import Spec, spec_names
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
+#: tokens drafted at a time, where a graph that verifies is shown and nothing is said
+DRAFTED = 4
 
 
 def plain_graph(
@@ -98,6 +102,8 @@ def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
 def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
     """Return the error for an absent graph: what to build, where the variant could have it."""
     found = f"--phase {phase}: this engine has {', '.join(known)}"
+    if phase == VERIFY:
+        return InputError(f"{found}; build it with --draft-tokens K")
     try:
         plain_graph(spec, phase)
     except InputError as e:
@@ -127,8 +133,18 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         spec = spec_of(args)
         kv = find_kv_dtype(args.kv_dtype, spec.dtype)
         form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        return dict(pass_arguments(form, kv, find_activations(args.quant_activations)))
+        activations = find_activations(args.quant_activations)
+        return dict(pass_arguments(form, kv, activations, drafted_tokens(args)))
     return dict(stored(args).manifest.pass_options)
+
+
+def drafted_tokens(args: argparse.Namespace) -> int:
+    """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
+    verifies some where nothing is said."""
+    if args.engine is not None:
+        return slack_of(stored(args).manifest.pass_options)
+    given = find_draft_tokens(args.draft_tokens, spec_of(args).text.max_position_embeddings)
+    return given or DRAFTED * (args.phase == VERIFY)
 
 
 def stored(args: argparse.Namespace) -> Artefact:

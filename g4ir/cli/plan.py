@@ -41,7 +41,18 @@ def add_plan(verbs: Any) -> None:
         default="cuda",
         help="what the engine would be built for (default cuda)",
     )
-    add_options(p, ("dtype", "quant", "kv_dtype", "prefill_chunk", "latent_kv", "ple_placement"))
+    add_options(
+        p,
+        (
+            "dtype",
+            "quant",
+            "kv_dtype",
+            "prefill_chunk",
+            "draft_tokens",
+            "latent_kv",
+            "ple_placement",
+        ),
+    )
     p.add_argument(
         "--media",
         metavar="KINDS",

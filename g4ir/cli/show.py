@@ -6,19 +6,28 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.model.decoder import BLOCKS
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
 from .common import Parser, add_options, add_source, add_verb, emit
-from .graphs import found_graph, given_graph, in_layer, no_layer, pass_options, spec_of, stored
+from .graphs import (
+    drafted_tokens,
+    found_graph,
+    given_graph,
+    in_layer,
+    no_layer,
+    pass_options,
+    spec_of,
+    stored,
+)
 
 if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
 
 #: the text model's graphs, and the towers by their part
-PHASES = (*TEXT_GRAPHS, "embed", BLOCKS, *PARTS)
+PHASES = (*TEXT_GRAPHS, VERIFY, "embed", BLOCKS, *PARTS)
 #: options that only `--cost` has
 COST_OPTIONS = (
     "batch",
@@ -33,7 +42,16 @@ COST_OPTIONS = (
 #: and those that `--kernels` has too
 KERNEL_OPTIONS = ("batch", "chunk", "context", "gpu")
 #: options that an engine has already
-OF_ENGINE = ("variant", "spec", "all_logits", "quant", "quant_activations", "kv_dtype", "latent_kv")
+OF_ENGINE = (
+    "variant",
+    "spec",
+    "all_logits",
+    "quant",
+    "quant_activations",
+    "kv_dtype",
+    "latent_kv",
+    "draft_tokens",
+)
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
@@ -41,6 +59,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
     "prefill": (),
     "prefill_media": (),
     "decode": ("chunk",),
+    "verify": ("chunk",),
     "embed": ("context",),
     "vision": ("chunk", "context", "batch"),
     "audio": ("chunk", "context", "batch"),
@@ -52,7 +71,7 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
     p.set_defaults(stored=None)
     add_source(p)
-    add_options(p, ("quant", "quant_activations", "kv_dtype"))
+    add_options(p, ("quant", "quant_activations", "kv_dtype", "draft_tokens"))
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
@@ -156,7 +175,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.cost:
         from .show_cost import show_cost
 
-        return show_cost(args, graph, spec_of(args))
+        return show_cost(args, graph, spec_of(args), _single_steps(args))
     if args.kernels:
         from .show_kernels import show_kernels
 
@@ -182,6 +201,14 @@ def _shown_graph(args: argparse.Namespace) -> Graph:
         find_pass(args.after)
         raise InputError(f"--after {args.after}: the pass is skipped")
     return run_passes(graph, skip=skip, until=args.after, options=pass_options(args))
+
+
+def _single_steps(args: argparse.Namespace) -> Graph | None:
+    """Return the graph of single steps beside one that verifies, at the same stage."""
+    if args.phase != VERIFY:
+        return None
+    same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
+    return _shown_graph(argparse.Namespace(**{**vars(args), **same}))
 
 
 def _show_why(args: argparse.Namespace) -> int:

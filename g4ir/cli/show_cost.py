@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.model.decoder import VERIFY
 from g4ir.model.towers import is_tower
 from g4ir.plan.cost import (
     Cost,
@@ -22,13 +23,14 @@ from g4ir.plan.cost import (
     prefill_chunks,
     total,
 )
+from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
 from .common import emit
-from .graphs import in_layer, no_layer
+from .graphs import drafted_tokens, in_layer, no_layer
 
 if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
@@ -43,8 +45,11 @@ NOTE = (
 )
 
 
-def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
-    """Print the cost of one step of a graph; in prefill also that of the whole prompt."""
+def show_cost(
+    args: argparse.Namespace, graph: Graph, spec: Spec, single: Graph | None = None
+) -> int:
+    """Print the cost of one step of a graph; in prefill also that of the whole prompt, and of a
+    step that verifies what it gains beside the graph of `single` steps."""
     step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
     if weights is not None:
@@ -75,21 +80,42 @@ def show_cost(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
         report["prompt"] = {"chunks": len(chunks), **asdict(sum(chunks, Cost()))}
         if roof:
             report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
-    emit(report) if args.json else print("\n".join(_lines(report)))
+    found: Sequence[Gain] = ()
+    if single and args.layer is None:
+        found = _gains(single, graph, step, weights, roof)
+        report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
+    emit(report) if args.json else print("\n".join(_lines(report, found)))
     return 0
+
+
+def _gains(
+    single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
+) -> Sequence[Gain]:
+    """Return what drafting gains, beside single steps at the same context."""
+    held = step.C + step.S
+
+    def cost(tokens: int) -> Cost:
+        g = single if tokens == 1 else graph
+        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=weights))
+
+    return gains(cost, step.S - 1, roof)
 
 
 def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     """Return the step that the options describe, within the limits of the model."""
     batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
     longest = spec.text.max_position_embeddings
-    new = 1 if args.phase == "decode" else chunk or min(TOKENS, context or longest)
-    held = context or (min(TOKENS, longest) if args.phase == "decode" else new)
+    single = args.phase in ("decode", VERIFY)
+    new = 1 if single else chunk or min(TOKENS, context or longest)
+    if args.phase == VERIFY:
+        new = drafted_tokens(args) + 1
+    held = context or (min(TOKENS, longest) if single else new)
     if held > longest:
         given = "context" if context else "chunk"
         raise InputError(f"--{given} {held}: {spec.name} has {longest} positions")
     if new > held:
-        raise InputError(f"--chunk {new} is more than --context {held}")
+        what = f"--draft-tokens {new - 1} and one" if single else f"--chunk {new}"
+        raise InputError(f"{what} is more than --context {held}")
     return Step(batch or 1, new, held - new)
 
 
@@ -147,7 +173,7 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
 # --- text -------------------------------------------------------------------------------------
 
 
-def _lines(report: dict[str, Any]) -> Iterable[str]:
+def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:
     """Yield the report as tables."""
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
@@ -170,6 +196,10 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
             f"whole prompt of {report['context']} tokens in {prompt['chunks']} chunks: "
             f"{si(prompt['flops'], 'FLOP')}{floor_s}"
         )
+    if found:
+        by = "time" if roof else "bytes of weights and caches"
+        yield from ("", f"speed-up by share of drafts that are right, each by itself, by {by}")
+        yield from gains_text(found, indent=0).splitlines()
     if roof:
         yield from ("", NOTE)
 

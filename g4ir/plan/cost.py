@@ -6,9 +6,10 @@ traffic, a cache is state traffic, the rest are activations. A fused op is opene
 it costs what its parts cost, but moves each operand once, and nothing in between. Nothing here runs
 a graph or needs torch.
 
-Dims at a step of S tokens per row on B rows whose caches hold C tokens each: a cache has
-min(its slots, C) slots in use before it is written, min(its slots, C + S) after. Weights are read
-once per step. A node that depends on params alone costs nothing: it runs once, at build.
+Dims at a step of S tokens per row (M in a graph that verifies) on B rows whose caches hold C tokens
+each: a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S) after.
+Weights are read once per step. A node that depends on params alone costs nothing: it runs once, at
+build.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def graph_costs(
     experts: float | None = None,
     weights: str | None = None,
 ) -> list[NodeCost]:
-    """Return the cost of each node at one step (see Step); S is 1 in a graph without that dim.
+    """Return the cost of each node at one step (see Step); S is 1 in a graph of single tokens.
 
     `experts` is the number of distinct experts per layer where it was counted, else it is the
     expected number for uniform choices (ops/moe.py). `weights` is one of FORMATS; without
@@ -212,7 +213,7 @@ class _Meter:
         self.counted = {} if experts is None else {"experts": {"distinct": experts}}
         _, self.graph = split_prologue(g)
         self.roles = _Roles.of(self.graph)
-        self.chunked = any("S" in v.type.shape for v in self.graph.inputs)
+        self.chunked = any({"S", "M"} & {*v.type.shape} for v in self.graph.inputs)
         self.keys = [self._key(n) for n in self.graph.nodes]
         self.groups: dict[Any, list[Node]] = {}
         for key, n in zip(self.keys, self.graph.nodes, strict=True):
@@ -349,7 +350,7 @@ class _Roles:
 
     def bound(self, v: Value, step: Step) -> Type:
         """Return the type with its dims as they are at a step; a cache with its slots in use."""
-        t = v.type.bind({"B": step.B, "S": step.S})
+        t = v.type.bind({"B": step.B, "S": step.S, "M": step.S})
         if self.role(v) != "state":
             return t
         tokens = step.C + (step.S if v.name in self.after else 0)

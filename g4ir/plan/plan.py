@@ -21,7 +21,8 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Program, split_prologue
+from g4ir.ir.graph import Graph, Program, bind, split_prologue
+from g4ir.model.decoder import VERIFY
 from g4ir.model.media import Media, find_media
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
@@ -38,8 +39,9 @@ from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
 from .blocks import Block, PleParts, blocks, layer_blocks, ple_parts
-from .cost import Cost, decode_costs, floor, total
+from .cost import Cost, floor, graph_costs, total
 from .count import Counts, counts
+from .drafting import ACCEPTANCE, Gain, gains
 from .formats import (
     FORMATS,
     INTEGERS,
@@ -54,7 +56,15 @@ from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
-from .settings import KV_NAMES, find_dtype, find_kv_dtype, find_latent, find_placement, pass_options
+from .settings import (
+    KV_NAMES,
+    find_draft_tokens,
+    find_dtype,
+    find_kv_dtype,
+    find_latent,
+    find_placement,
+    pass_options,
+)
 
 SCHEMA = 1
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -93,6 +103,9 @@ KEYS = {
     "fits": "per device and weight format: device, memory, reserve, weights (format), "
     "weight_bytes; cells: need with each cache total, fits and spare (negative: short) as built, "
     "decode_floor_s; max_context per batch and max_batch per context (0: nothing fits)",
+    "drafts": "null, or: tokens drafted at a time at most, slack_bytes of a row's rings for them, "
+    "context, weights, device (null: costs are bytes), acceptance; tables: per batch and number of "
+    "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance",
     "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
     "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
@@ -180,6 +193,23 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What drafting costs and gains: gains by number of rows."""
+
+    tokens: int
+    slack_bytes: int
+    context: int
+    weights: str
+    device: str | None
+    tables: tuple[tuple[int, tuple[Gain, ...]], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        tables = [{"batch": b, "rounds": [g.to_dict() for g in found]} for b, found in self.tables]
+        return {**vars(self), "acceptance": list(ACCEPTANCE), "tables": tables}
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that `make_plan` finds out."""
 
@@ -202,6 +232,8 @@ class Plan:
     #: kinds of media that the numbers above count in, and what each part costs
     kinds: tuple[str, ...]
     media: tuple[MediaPart, ...]
+    #: None where nothing is drafted
+    drafts: Drafts | None = None
 
     def weights_as(self, form: str) -> Weights:
         return next(w for w in self.weights if w.sizes.format == form)
@@ -229,6 +261,7 @@ class Plan:
             "cache": asdict(self.cache),
             "rows": [asdict(r) for r in self.rows],
             "fits": [asdict(f) for f in self.fits],
+            "drafts": self.drafts and self.drafts.to_dict(),
             "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
         }
 
@@ -351,8 +384,9 @@ def param_bytes(graphs: Iterable[Graph]) -> int:
 
 
 @dataclass(frozen=True)
-class DecodeCosts:
-    """The cost of a decode step; its graph is made for the first who asks."""
+class StepCosts:
+    """The cost of a step, of one token or of several that are verified; its graph is made for the
+    first who asks."""
 
     make: Callable[[], Graph]
     #: whether its weights are held in a format already
@@ -363,17 +397,20 @@ class DecodeCosts:
     def graph(self) -> Graph:
         return self.make()
 
-    def at(self, ctx: int, batch: int, form: str, dtype: str) -> Cost:
+    def at(self, ctx: int, batch: int, form: str, dtype: str, tokens: int = 1) -> Cost:
         """Return a cost: FLOPs and caches depend on the context, weights on the format."""
         if self.quantised:
-            return self._cost(ctx, batch, None)
-        step, weights = self._cost(ctx, batch, dtype), self._cost(None, batch, form)
+            return self._cost(ctx, batch, None, tokens)
+        step = self._cost(ctx, batch, dtype, tokens)
+        weights = self._cost(None, batch, form, tokens)
         return Cost(step.flops, weights.weight_bytes, step.state_bytes)
 
-    def _cost(self, ctx: int | None, batch: int, form: str | None) -> Cost:
-        key = (ctx, batch, form)
+    def _cost(self, ctx: int | None, batch: int, form: str | None, tokens: int) -> Cost:
+        key = (ctx, batch, form, tokens)
         if key not in self._known:
-            self._known[key] = total(decode_costs(self.graph, ctx or 1, B=batch, weights=form))
+            held = max((ctx or 0) - tokens, 0)
+            costs = graph_costs(self.graph, B=batch, S=tokens, C=held, weights=form)
+            self._known[key] = total(costs)
         return self._known[key]
 
 
@@ -412,7 +449,7 @@ def make_plan(
     every row on every device of `memory`.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
-    kv_dtype, prefill_chunk, all_logits, skip, latent_kv, ple_placement and media.
+    kv_dtype, prefill_chunk, all_logits, draft_tokens, skip, latent_kv, ple_placement and media.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
@@ -426,8 +463,9 @@ def make_plan(
     skip, kinds = tuple(options.skip), options.media
     media = find_media(spec, kinds if isinstance(kinds, str) else tuple(kinds))
     recipe = find_recipe(options.quant)
-    made, costs = _footprint(
-        spec, dtype, device, placement, form, kv, options.all_logits, skip, media, recipe
+    drafted = find_draft_tokens(options.draft_tokens, spec.text.max_position_embeddings)
+    made, costs, judging = _footprint(
+        spec, dtype, device, placement, form, kv, options.all_logits, skip, media, recipe, drafted
     )
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
@@ -454,7 +492,34 @@ def make_plan(
         tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
         media.kinds,
         media_plan(spec),
+        _drafts(made, drafted, rows, gpus, (costs, judging)) if drafted else None,
     )
+
+
+def _drafts(
+    made: Footprint,
+    drafted: int,
+    rows: Sequence[Row],
+    gpus: Sequence[Gpu],
+    costs: tuple[StepCosts, StepCosts],
+) -> Drafts:
+    """Say what drafting costs and gains, at the shortest context and on the first card whose speed
+    is known."""
+    card = next((gpu for gpu in gpus if gpu.bytes_per_s is not None), None)
+    roof = card.roof if card else None
+    ctx = min(r.ctx for r in rows)
+
+    def table(batch: int) -> tuple[Gain, ...]:
+        def cost(tokens: int) -> Cost:
+            return costs[tokens > 1].at(ctx, batch, made.form, made.dtype, tokens)
+
+        return gains(cost, min(drafted, ctx - 1) or 1, roof)
+
+    tables = tuple((b, table(b)) for b in sorted({r.batch for r in rows}))
+    state = made.needs.graphs[0].state
+    rings = [v.type for v in state if isinstance(v.type.shape[0], int)]
+    slack = sum(t.bind({"B": 1}).nbytes() // int(t.shape[0]) * drafted for t in rings)
+    return Drafts(drafted, slack, ctx, made.form, card.name if card else None, tables)
 
 
 def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
@@ -510,24 +575,30 @@ def _footprint(
     skip: tuple[str, ...],
     media: Media,
     recipe: Recipe | None,
-) -> tuple[Footprint, DecodeCosts]:
-    """Measure prefill: it has each param and cache of decode, and needs more of everything else."""
-    options = pass_options(form, kv)
+    drafted: int,
+) -> tuple[Footprint, StepCosts, StepCosts]:
+    """Measure prefill: it has each param and cache of decode, and needs more of everything else but
+    for the logits of a step that verifies. Return what steps of one token cost too, and of several
+    that are verified."""
+    options = pass_options(form, kv, drafted=drafted)
     plain = build_graph(spec, "prefill", all_logits, dtype)
     built = run_passes(plain, skip=skip, options=options)
     # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
     planned = run_passes(plain, skip=others) if (form, kv) != (PLAIN, OFF) else built
 
-    def decode() -> Graph:
-        plain = Program({"decode": build_graph(spec, "decode", all_logits, dtype)})
-        graph = quantised(plain, spec, recipe, dtype).graphs["decode"]
+    def step(phase: str, held: Recipe | None) -> Graph:
+        plain = Program({phase: build_graph(spec, phase, all_logits, dtype)})
+        graph = quantised(plain, spec, held, dtype).graphs[phase]
         return split_prologue(run_passes(graph, skip=skip, options=options))[1]
 
-    towers = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
-    needs = [Needs(tuple(split_prologue(x)[1] for x in (g, *towers))) for g in (built, planned)]
+    more = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
+    if drafted:
+        more.append(bind(step(VERIFY, None), M=drafted + 1))
+    needs = [Needs(tuple(split_prologue(x)[1] for x in (g, *more))) for g in (built, planned)]
     made = Footprint(spec, dtype, device, placement, needs[0], needs[1], recipe)
-    return made, DecodeCosts(decode, recipe is not None)
+    costs = [StepCosts(partial(step, phase, recipe), bool(recipe)) for phase in ("decode", VERIFY)]
+    return made, costs[0], costs[1]
 
 
 def _rates(made: Footprint) -> CacheRates:
@@ -544,7 +615,7 @@ def _rates(made: Footprint) -> CacheRates:
 
 
 def _fit(
-    made: Footprint, gpu: Gpu, form: str, rows: tuple[Row, ...], chunk: int, costs: DecodeCosts
+    made: Footprint, gpu: Gpu, form: str, rows: tuple[Row, ...], chunk: int, costs: StepCosts
 ) -> Fit:
     kept = reserve(gpu.memory_bytes)
     room = gpu.memory_bytes - kept
@@ -573,7 +644,7 @@ def _fit(
     )
 
 
-def _cell(made: Footprint, gpu: Gpu, form: str, row: Row, room: int, costs: DecodeCosts) -> Cell:
+def _cell(made: Footprint, gpu: Gpu, form: str, row: Row, room: int, costs: StepCosts) -> Cell:
     naive, planned, built = (made.need(row, form, kind) for kind in TOTALS)
     seconds = None
     if gpu.bytes_per_s is not None:

@@ -9,6 +9,8 @@ from g4ir.ops.types import ITEMSIZE
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, rounded_count, size_text
 
+from .drafting import gains_text
+
 if TYPE_CHECKING:
     from .plan import Fit, Most, Plan
 
@@ -22,6 +24,7 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
         _weights(plan, nominal),
         *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
     ]
+    parts += _drafts(plan)
     parts += _media(plan)
     devices = list(dict.fromkeys(f.device for f in plan.fits))
     if len(devices) == 1:
@@ -29,6 +32,21 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
     elif devices:
         parts.append(_devices(plan))
     return "\n".join(parts)
+
+
+def _drafts(plan: Plan) -> list[str]:
+    """List what drafting costs, and by how much it is expected to be faster."""
+    d = plan.drafts
+    if d is None:
+        return []
+    by = f"at the rates of {d.device}" if d.device else "by bytes of weights and caches"
+    head = (
+        f"drafting {d.tokens} tokens at most: {size_text(d.slack_bytes)} of slack in a row's rings "
+        f"are counted in above\nspeed-up by share of drafts that are right, each by itself; "
+        f"{count_text(d.context)} tokens,\nweights {d.weights}, {by}\n"
+    )
+    tables = (f"  {_rows(batch)}\n{gains_text(found, indent=4)}" for batch, found in d.tables)
+    return [head + "".join(tables)]
 
 
 def _media(plan: Plan) -> list[str]:

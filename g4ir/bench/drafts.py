@@ -1,0 +1,123 @@
+"""Drafting beside single steps: the same engine writes the same text both ways, in turn.
+
+Elsewhere in a benchmark the tokens are given, and here they are the engine's own, the likeliest
+ones: how many drafts are right depends on what is written. The prompt repeats a piece of itself,
+as a text that is edited repeats another, unless it is taken from a text. Where rounds choose other
+tokens than single steps do, that is told: in 16 bits products of several rows may round otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.engine.drafting import Draft, Tally, drafted_stream
+from g4ir.engine.engine import Engine
+from g4ir.spec.reader import Line
+
+from .measure import TAKE, Request, over, speeds
+from .schema import DraftFacts
+from .workload import Workload
+
+#: tokens of the piece that a prompt repeats
+PIECE = 24
+#: roles, which are no runners of the workload
+PLAIN, DRAFTED = "single steps", "drafted"
+
+
+def repeated(w: Workload, tokens: torch.Tensor) -> torch.Tensor:
+    """Return i64[B, context + input_len]: the prompt of a text, or a piece of it repeated."""
+    prompt = tokens[:, : w.context + w.input_len]
+    if w.text is not None:
+        return prompt
+    times = -(-prompt.shape[1] // PIECE)
+    return prompt[:, :PIECE].repeat(1, times)[:, : prompt.shape[1]]
+
+
+@dataclass
+class Writer:
+    """Rows of an engine that write on after a prompt, with drafts and without."""
+
+    engine: Engine
+    draft: Draft
+    w: Workload
+    prompt: torch.Tensor
+    texts: dict[str, list[list[int]]] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.session = self.engine.session(self.w.batch)
+
+    def turns(self, count: int) -> dict[str, Callable[[], list[Request]]]:
+        """Return what a round of a benchmark runs."""
+        return {
+            PLAIN: lambda: [self._timed(PLAIN, self._plain) for _ in range(count)],
+            DRAFTED: lambda: [self._timed(DRAFTED, self._drafted) for _ in range(count)],
+        }
+
+    def _timed(
+        self, role: str, write: Callable[[torch.Tensor], Iterator[Sequence[Sequence[int]]]]
+    ) -> Request:
+        """Time a text of `output_len` tokens a row: the prompt, then all of the rest."""
+        self.session.reset()
+        marks, texts = [time.perf_counter()], [list[int]() for _ in self.prompt]
+        logits = self.session.append(self.prompt)
+        for made in write(logits):
+            for text, new in zip(texts, made, strict=True):
+                text += new
+            if len(marks) == 1:
+                marks.append(time.perf_counter())
+        self.texts[role] = texts
+        first, *rest = (b - a for a, b in pairwise([*marks, time.perf_counter()]))
+        return Request(first, tuple(rest))
+
+    def _sampler(self) -> Sampler:
+        return Sampler(Sampling(suppress=self.engine.suppressed()))
+
+    def _plain(self, logits: torch.Tensor) -> Iterator[Sequence[Sequence[int]]]:
+        for tokens, _ in self.session.stream(logits, self.w.output_len, self._sampler(), ()):
+            yield [[token] for token in tokens]
+
+    def _drafted(self, logits: torch.Tensor) -> Iterator[Sequence[Sequence[int]]]:
+        rows = self.prompt.tolist()
+        self.tally = Tally()
+        for made in drafted_stream(
+            self.session,
+            logits,
+            rows,
+            self.w.output_len,
+            self._sampler(),
+            (),
+            self.draft,
+            self.tally,
+        ):
+            yield [made.get(row, []) for row in range(len(rows))]
+
+    def facts(self, requests: dict[str, list[list[Request]]]) -> DraftFacts:
+        """Return what a report keeps."""
+        plain, drafted = requests[PLAIN], requests[DRAFTED]
+        told = self.tally
+        accepted = [told.accepted[i] / n for i, n in sorted(told.drafted.items())]
+        rows = zip(self.texts[PLAIN], self.texts[DRAFTED], strict=True)
+        same = sum(a == b for one, other in rows for a, b in zip(one, other, strict=True))
+        piece = f"{PIECE} random tokens again and again (seed {self.w.seed})"
+        return DraftFacts(
+            Line(self.draft.source),
+            self.draft.tokens,
+            Line("the text's tokens" if self.w.text is not None else piece),
+            told.tokens / told.rounds,
+            tuple(accepted),
+            same,
+            self.w.batch * self.w.output_len,
+            {
+                PLAIN: speeds(self.w, plain)["decode"],
+                DRAFTED: speeds(self.w, drafted)["decode"],
+            },
+            over(plain, drafted, TAKE["itl"]),
+            over(plain, drafted, TAKE["e2el"]),
+        )
