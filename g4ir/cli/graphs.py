@@ -36,14 +36,20 @@ def plain_graph(
     all_logits: bool = False,
     dtype: str | None = None,
     media: Media | None = None,
+    drafter: Spec | None = None,
 ) -> Graph:
     """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
-    own. Raises InputError where the variant has none."""
+    own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError
+    where the variant has none."""
+    from g4ir.engine.drafters import shipped_drafter
+    from g4ir.model.draft import DRAFT, build_draft
     from g4ir.model.text import build_graph
     from g4ir.model.towers import PARTS, build_towers, default_tower
 
+    if phase == DRAFT:
+        return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
-        return build_graph(spec, phase, all_logits, dtype, media)
+        return build_graph(spec, phase, all_logits, dtype, media, hidden=drafter is not None)
     _check_part(spec, phase)
     if media is None:
         return default_tower(spec, phase, dtype)
@@ -82,7 +88,7 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
-    plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media)
+    plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media, found.drafter)
     graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
 
 #: the text model's graphs, and the towers by their part
-PHASES = (*TEXT_GRAPHS, VERIFY, "embed", BLOCKS, *PARTS)
+PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: options that only `--cost` has
 COST_OPTIONS = (
     "batch",
@@ -60,6 +61,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
     "prefill_media": (),
     "decode": ("chunk",),
     "verify": ("chunk",),
+    "draft": ("chunk",),
     "embed": ("context",),
     "vision": ("chunk", "context", "batch"),
     "audio": ("chunk", "context", "batch"),

@@ -49,7 +49,7 @@ def find_drafter(model: Spec, o: BuildOptions, dry: bool = False) -> FoundDrafte
 def _found(model: Spec, o: BuildOptions, dry: bool) -> FoundDrafter:
     given, random = o.drafter, o.random_weights is not None
     if given == DEFAULT:
-        spec = _shipped(model)
+        spec = shipped_drafter(model)
         return FoundDrafter(spec, None if random else _cached(spec, dry))
     path = Path(str(given))
     if path.suffix in SUFFIXES:
@@ -74,7 +74,8 @@ def _found(model: Spec, o: BuildOptions, dry: bool) -> FoundDrafter:
     return FoundDrafter(Spec.from_hf(path / CONFIG), path)
 
 
-def _shipped(model: Spec) -> Spec:
+def shipped_drafter(model: Spec) -> Spec:
+    """Return the drafter that belongs to a variant; SpecError where there is none."""
     name = f"{model.name}{DRAFTER}"
     if name not in drafter_names():
         names = ", ".join(n.removesuffix(DRAFTER) for n in drafter_names())

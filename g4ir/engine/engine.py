@@ -118,9 +118,10 @@ class Engine(EngineParts):
         stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
 
         `draft` says where drafts come from (drafting.py): none, ngram, the text itself, or mtp, the
-        drafter that the engine was built with; at most `draft_tokens` at a time (default: what the engine was built for). The tokens are those of
-        single steps: in float32 always, in 16 bits unless two logits are as good as equal, since
-        products of several rows may round otherwise. `tally` counts what was drafted.
+        drafter that the engine was built with; at most `draft_tokens` at a time (default: what the
+        engine was built for). The tokens are those of single steps: in float32 always, in 16 bits
+        unless two logits are as good as equal, since products of several rows may round otherwise.
+        `tally` counts what was drafted.
         """
         drafts = find_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
