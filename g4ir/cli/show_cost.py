@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.model.towers import is_tower
 from g4ir.plan.cost import (
     Cost,
@@ -105,7 +106,7 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     """Return the step that the options describe, within the limits of the model."""
     batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
     longest = spec.text.max_position_embeddings
-    single = args.phase in ("decode", VERIFY)
+    single = args.phase in ("decode", VERIFY, DRAFT)
     new = 1 if single else chunk or min(TOKENS, context or longest)
     if args.phase == VERIFY:
         new = drafted_tokens(args) + 1
@@ -116,6 +117,8 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     if new > held:
         what = f"--draft-tokens {new - 1} and one" if single else f"--chunk {new}"
         raise InputError(f"{what} is more than --context {held}")
+    if args.phase == DRAFT:  # the newest token is not in the caches
+        return Step(batch or 1, 1, held)
     return Step(batch or 1, new, held - new)
 
 
