@@ -681,7 +681,7 @@ class Shown:
     """Compares what a runtime shows of one chunk, and puts the interpreter's values there."""
 
     recording: Recording
-    chunk: Chunk | TowerRun
+    chunk: Step
     trace: Trace
     comparison: Comparison
     names: set[str]
