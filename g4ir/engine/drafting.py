@@ -153,7 +153,7 @@ class Pace:
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 
-class Drafter:
+class RowDrafts:
     """Drafts for one row: its pace, and its text where they come from that."""
 
     def __init__(self, draft: Draft, prompt: Sequence[int]) -> None:
@@ -175,7 +175,7 @@ class Drafter:
 
 def propose(
     session: Session,
-    drafters: Mapping[int, Drafter],
+    drafters: Mapping[int, RowDrafts],
     texts: Mapping[int, Sequence[int]],
     rooms: Mapping[int, int],
 ) -> dict[int, list[int]]:
@@ -287,7 +287,7 @@ def drafted_stream(
     first = numbered.choose(session.finite(logits), range(session.batch))
     texts = {row: [token] for row, token in first.items()}
     yield {row: [*text] for row, text in texts.items()}
-    drafters = {row: Drafter(draft, prompts[row]) for row in texts}
+    drafters = {row: RowDrafts(draft, prompts[row]) for row in texts}
     loop = session.round_loop(sampler, stops) if draft.source == MTP else None
     if loop is not None:
         yield from _looped(session, loop, first, count - 1, sampler, stops, drafters, tally)
@@ -312,7 +312,7 @@ def _looped(
     room: int,
     sampler: Sampler,
     stops: Collection[int],
-    drafters: Mapping[int, Drafter],
+    drafters: Mapping[int, RowDrafts],
     tally: Tally,
 ) -> Iterator[dict[int, list[int]]]:
     """Yield rounds that the device runs by itself, up to `room` tokens a row. Rows draft equally

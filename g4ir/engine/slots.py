@@ -27,7 +27,7 @@ from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 from g4ir.ops.finite import not_finite
 
-from .drafting import NO_DRAFT, Draft, Drafter, Tally, accepted, find_draft, propose
+from .drafting import NO_DRAFT, Draft, RowDrafts, Tally, accepted, find_draft, propose
 from .engine import Engine
 from .prefixes import Keys, Prefixes
 from .prompts import checked_ids, checked_prompt
@@ -127,7 +127,7 @@ class Answer:
     #: whether its reader has enough of it
     enough: bool = False
     #: from its first draft on
-    drafter: Drafter | None = None
+    drafter: RowDrafts | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -365,7 +365,7 @@ class Slots:
         if not draft or len(answers) > self.settings.draft_rows:
             return {row: [] for row in answers}
         for a in answers.values():
-            a.drafter = a.drafter or Drafter(draft, a.ticket.job.tokens)
+            a.drafter = a.drafter or RowDrafts(draft, a.ticket.job.tokens)
         drafters = {row: a.drafter for row, a in answers.items() if a.drafter}
         texts = {row: a.tokens for row, a in answers.items()}
         rooms = {r: a.ticket.job.max_new_tokens - len(a.tokens) - 1 for r, a in answers.items()}

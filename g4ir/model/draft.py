@@ -103,16 +103,19 @@ def check_pair(model: Spec, drafter: Spec) -> None:
     """Raise SpecError unless one drafts for the other; it names every difference."""
     if drafter.drafter is None:
         raise SpecError(f"spec {drafter.name} is no drafter: its model_type is no *{ASSISTANT}")
-    rows = [(key, a, b) for key, a, b in _differences(model, drafter) if a != b]
-    if rows:
+    if rows := differences(model, drafter):
         lines = "\n".join(f"  {key}: drafter {b!r}, model {a!r}" for key, a, b in rows)
         raise SpecError(
             f"spec {drafter.name} is no drafter of {model.name}; give the one of its own:\n{lines}"
         )
 
 
-def _differences(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
-    """Return (key, the model's value, the drafter's) of what both must have."""
+def differences(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
+    """Return (key, the model's value, the drafter's) of what both must have alike, and have not."""
+    return [(key, a, b) for key, a, b in _shared(model, drafter) if a != b]
+
+
+def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
     assert drafter.drafter
     rows: list[tuple[str, object, object]] = [
         ("model_type", f"{model.model_type}{ASSISTANT}", drafter.model_type),
