@@ -164,7 +164,7 @@ def slow(e: Example) -> bool:
     return e.line.startswith(("verify ", "show ", "plan ", "bench")) or e.file == "tensorrt.md"
 
 
-@pytest.mark.parametrize("file", ["README.md", "guide.md"])
+@pytest.mark.parametrize("file", ["README.md", "guide.md", "drafting.md"])
 def test_runs_on_the_reference_backend(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +374,24 @@ def test_the_example_of_the_chat_prints_what_is_shown(capsys: pytest.CaptureFixt
     (code,), (shown,) = blocks("chat.md", "python"), blocks("chat.md", "")
     exec(code, {})
     assert capsys.readouterr().out == shown
+
+
+# --- docs/drafting.md -------------------------------------------------------------------------
+
+
+def test_the_example_of_drafting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("drafting.md", "python")
+    names, printed = run_python(code, "drafting.md")
+    assert len(names["text"]) == 32 and "tokens_per_round" in printed
+
+
+def test_the_counts_of_drafting_are_those_of_the_server() -> None:
+    from g4ir.serve import metrics
+
+    code = Path(metrics.__file__).read_text()
+    named = set(re.findall(r"g4ir_(draft_\w+)_total", FILES["drafting.md"].read_text()))
+    assert named == set(re.findall(r'"(draft_\w+)": ', code))
 
 
 # --- docs/extending.md ------------------------------------------------------------------------

@@ -157,12 +157,15 @@ def test_show_prints_what_it_gains(engine: Path) -> None:
     ("words", "said"),
     [
         ("--phase verify --cost --chunk 4", "--chunk means nothing in phase verify"),
+        ("--phase verify --draft-tokens 0", "shows a step over 1 drafted token or more"),
+        ("--ops --draft-tokens 2", "leave out --draft-tokens"),
         ("--phase verify --draft-tokens 40", "draft-tokens 40: expected 0 (no drafting) to 32"),
         ("--phase verify --cost --context 3", "--draft-tokens 4 and one is more than --context 3"),
     ],
 )
 def test_show_refuses(words: str, said: str) -> None:
-    assert said in refused("show", "--variant", "tiny-moe", *words.split())
+    spec = () if "--ops" in words else ("--variant", "tiny-moe")
+    assert said in refused("show", *spec, *words.split())
 
 
 def test_show_of_an_engine_refuses(engine: Path, tmp_path: Path) -> None:

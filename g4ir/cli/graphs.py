@@ -149,8 +149,14 @@ def drafted_tokens(args: argparse.Namespace) -> int:
     verifies some where nothing is said."""
     if args.engine is not None:
         return slack_of(stored(args).manifest.pass_options)
-    given = find_draft_tokens(args.draft_tokens, spec_of(args).text.max_position_embeddings)
-    return given or DRAFTED * (args.phase == VERIFY)
+    given, verifies = args.draft_tokens, args.phase == VERIFY
+    if given is None:
+        return DRAFTED * verifies
+    if verifies and given == 0:
+        raise InputError(
+            "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
+        )
+    return find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
 
 
 def stored(args: argparse.Namespace) -> Artefact:

@@ -71,9 +71,9 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 def add_show(verbs: Any) -> None:
     p = add_verb(verbs, "show", _show, "printed IR at any point of the pipeline")
     p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
-    p.set_defaults(stored=None)
     add_source(p)
     add_options(p, ("quant", "quant_activations", "kv_dtype", "draft_tokens"))
+    p.set_defaults(stored=None, draft_tokens=None)
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
         "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"

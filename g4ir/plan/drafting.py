@@ -30,7 +30,7 @@ def tokens_per_round(acceptance: float, drafted: int) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """What drafting so many tokens a round is expected to gain. `cost` is that of a round in steps
+    """The expected gain of drafting so many tokens a round. `cost` is that of a round in steps
     of one token."""
 
     drafted: int

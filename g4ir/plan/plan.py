@@ -194,7 +194,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafting costs and gains: gains by number of rows."""
+    """The cost of drafting, and its gains by number of rows."""
 
     tokens: int
     slack_bytes: int
