@@ -42,7 +42,7 @@ class OnnxBackend(Backend):
     kv_dtypes = ()
     kv_reason = "onnxruntime's Concat, Gather, Slice and TensorScatter take no such rows on the CPU"
     rounds_activations = False
-    verifies = False
+    verifies_in_chunks = True
     packs_weights = True
     record = Exported
     settings: Mapping[str, Setting] = {

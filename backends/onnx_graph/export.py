@@ -1,6 +1,7 @@
 """A program as ONNX files in an engine directory.
 
 model.onnx      one network for prefill and decode (a decode step is a chunk of one token)
+draft.onnx      a step of the drafter, where there is one
 embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
                 tables
 vision_N.onnx   a picture, or a frame of a video, of at most N soft tokens -> its soft tokens
@@ -23,6 +24,7 @@ import onnx
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
+from g4ir.model.draft import DRAFT
 from g4ir.plan.limits import Limits
 from g4ir.weights import tensorfile
 
@@ -35,6 +37,7 @@ from .allow_list import check_model
 from .emitter import OPSET, OnnxEmitter, Place
 
 MODEL, EMBED, CONSTANTS = "model.onnx", "embed.onnx", "constants.bin"
+DRAFT_FILE = "draft.onnx"
 #: constants begin at multiples of it
 ALIGNMENT = 64
 OUTSIDE = "outside layers"
@@ -51,12 +54,16 @@ model's dtype.
          positions       i64[B,S]        of each token in its row; also padding counts on
          lengths         i64[B]          valid tokens of the chunk by row, 0 to S; padding follows
          slots           i64[C]          0, 1, 2, ...; where a layer has a full-length cache
+         rows            i64[B,R]        where drafted tokens are verified: the rows of the chunk
+                                         that logits are asked for
          block_ids       i64[B,S]        where the variant sees pictures both ways: one number for
                                          all soft tokens of a picture, which are in one chunk, and
                                          -1 for every other token
          NAME            T[B,n,M,d]      a full-length cache, M = max_seq + prefill_chunk
                          T[B,W,n,d]      a ring of W slots
-    out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all)
+    out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all,
+                                         [B,R,vocab] for `rows`)
+         hidden          T[B,R,H]        where there is a drafter: what these logits are made of
          NAME.next       as NAME         the cache after the chunk
 
 Where a picture or a sound stands, its soft tokens take the place of the rows of `embeds` that its
@@ -85,6 +92,20 @@ in   patches    f32[1,P,D]   pixels of 0 to 1
      features   f32[1,T,F]   frames
      mask       bool[1,T]    where there is sound; where the variant takes it
 out  soft       [1,N,H]      rows for model.onnx's embeds
+"""
+
+
+_DRAFT_DOC = """A step of the drafter: guesses the token behind the newest one, over two of the
+model's caches, which it does not change.
+
+in   embeds     T[B,1,H]    of the newest token, or of the last drafted one
+     hidden     T[B,1,H]    of model.onnx, of the row behind which that token came; then draft.hidden
+     positions  i64[B,1]    where the drafted tokens stand, the same in all steps of a round
+     last       i64[B,1]    the position of the newest token in the caches
+     written    i64[B]      how many tokens they hold
+     slots, NAME            as those of model.onnx
+out  draft.token   i64[B]
+     draft.hidden  T[B,1,H]
 """
 
 
@@ -157,6 +178,15 @@ def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
     return _checked(e.model(graph.name, _TOWER_DOC, {}))
 
 
+def draft_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """Return a step of the drafter; LowerError where it leaves the allow-list."""
+    e = OnnxEmitter(storage)
+    net = Network(e, graph, limits, LOWERINGS)
+    net.emit()
+    e.name_values(_made(graph, net))
+    return _checked(e.model(graph.name, _DRAFT_DOC, {}))
+
+
 def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
     """Return the model from token ids to rows of the tables."""
     graph, e = program.graphs["embed"], OnnxEmitter(storage)
@@ -215,6 +245,11 @@ def export(program: Program, limits: Limits, folder: Path, experts: str = "auto"
         models = {
             MODEL: network_model(program, limits, storage, experts),
             EMBED: embed_model(program, limits, storage),
+            **{
+                DRAFT_FILE: draft_model(g, limits, storage)
+                for name, g in program.graphs.items()
+                if name == DRAFT
+            },
             **{
                 tower_file(name): tower_model(g, limits, storage)
                 for name, g in tower_graphs(program).items()

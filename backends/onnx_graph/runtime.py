@@ -12,6 +12,8 @@ import torch
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program, Value
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.formats import context_slots
 from g4ir.plan.limits import Limits
@@ -19,16 +21,18 @@ from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
+from ..primitives.graph import network_graph
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
+    ROWS,
     SLOTS,
     full_slots,
     is_ring,
     stored_type,
 )
 from .emitter import element_type
-from .export import MODEL, tower_file
+from .export import DRAFT_FILE, MODEL, tower_file
 
 #: the model's own word for the caches that it updates in place
 IN_PLACE = "g4ir.in_place"
@@ -83,6 +87,15 @@ class OnnxCaches:
             t.zero_()
 
 
+def _rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
+    each row's last valid one."""
+    batch, size = feeds["positions"].shape
+    if phase == VERIFY:
+        return torch.arange(size).expand(batch, -1)
+    return (feeds["lengths"] - 1).clamp(min=0)[:, None]
+
+
 def _zeros(v: Value, batch: int, limits: Limits) -> torch.Tensor:
     t = stored_type(v.type, limits).bind({"B": batch})
     return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
@@ -105,14 +118,15 @@ class OnnxRuntime:
         params: ParamSource,
         progress: Progress,
     ) -> None:
-        graph = program.graphs["prefill"]
+        graph = network_graph(program)
         self.graphs, self.folder = program.graphs, folder
         self.limits, self.source, self.path = limits, params, folder / MODEL
         self.state = {v.name: v for v in graph.state}
-        (self.logits,) = graph.outputs
+        self.outputs = graph.outputs
         progress(MODEL)
         coded = any(True for _ in graph.find("dequantize_columns"))
-        self.session = open_session(self.path, self.logits.type.dtype == "f32" and not coded)
+        self.mapped = self.outputs[0].type.dtype == "f32" and not coded
+        self.session = open_session(self.path, self.mapped)
         self.names = {i.name for i in self.session.get_inputs()}
         facts = self.session.get_modelmeta().custom_metadata_map
         if IN_PLACE not in facts:
@@ -121,6 +135,7 @@ class OnnxRuntime:
         self._counted: dict[int, torch.Tensor] = {}
         #: opened when they are first used
         self._towers: dict[str, onnxruntime.InferenceSession] = {}
+        self._drafter: onnxruntime.InferenceSession | None = None
 
     def new_state(self, batch: int) -> OnnxCaches:
         return OnnxCaches(self.state, batch, self.limits, self.in_place)
@@ -134,27 +149,44 @@ class OnnxRuntime:
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        """Run one chunk; `watch` sees the logits: nothing else of the one network shows."""
+        """Run one chunk; `watch` sees the results: nothing else of the one network shows."""
+        if phase == DRAFT:
+            return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
+        rows = _rows(phase, feeds)
         given = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
+            ROWS: rows,
             **feeds,
             SLOTS: self._count(state.slots(context)),
         }
         inputs = {k: t.contiguous() for k, t in given.items() if k in self.names}
         outputs = {f"{name}.next": t for name, t in state.spare.items()}
-        out = self._empty_logits(batch, size) if logits or watch else None
-        if out is not None:
-            outputs[self.logits.name] = out
+        asked = {"B": batch, "S": size, "R": rows.shape[1]}
+        made: dict[str, torch.Tensor] = {}
+        if logits or watch:
+            made = {v.name: _empty(v.type.bind(asked)) for v in self.outputs}
         where = f"in a {phase} chunk of {batch} x {size} tokens"
-        _run(self.session, {**inputs, **state.held}, outputs, self.path, where)
+        _run(self.session, {**inputs, **state.held}, {**outputs, **made}, self.path, where)
         state.swap()
-        if watch and out is not None:
-            watch(self.logits.name, out)
-        return {"logits": out} if out is not None and logits else None
+        for name, t in made.items() if watch else ():
+            watch(name, t)
+        return made if logits else None
 
-    def _empty_logits(self, batch: int, size: int) -> torch.Tensor:
-        return _empty(self.logits.type.bind({"B": batch, "S": size}))
+    def _draft(
+        self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int
+    ) -> dict[str, torch.Tensor]:
+        """Run a step of the drafter, whose network is opened when it is first used."""
+        path, graph = self.folder / DRAFT_FILE, self.graphs[DRAFT]
+        if self._drafter is None:
+            self._drafter = open_session(path, self.mapped)
+        names = {i.name for i in self._drafter.get_inputs()}
+        given = {**feeds, **state.held, SLOTS: self._count(state.slots(context))}
+        inputs = {k: t.contiguous() for k, t in given.items() if k in names}
+        batch = len(feeds["written"])
+        made = {v.name: _empty(v.type.bind({"B": batch})) for v in graph.outputs}
+        _run(self._drafter, inputs, made, path, f"in a draft of {batch} rows")
+        return made
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         path, (soft,) = self.folder / tower_file(tower), self.graphs[tower].outputs
@@ -182,6 +214,7 @@ class OnnxRuntime:
 
     def close(self) -> None:
         del self.session
+        self._drafter = None
         self._towers.clear()
         self.source.close()
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from g4ir.errors import LowerError
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, verify
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
+from g4ir.ops.types import Type
 
-from .network import is_ring
+from .network import ROWS, is_ring
 
 #: what appends tokens, the form that the network is made of first; and what makes the rows of a
 #: chunk. All other graphs are towers.
 MEDIA = "prefill_media"
-PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", MEDIA)
+PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", VERIFY, DRAFT, MEDIA)
 
 
 def network_graph(program: Program) -> Graph:
@@ -27,8 +30,13 @@ def network_graph(program: Program) -> Graph:
     Where pictures are seen both ways it is prefill_media, which a chunk without pictures feeds
     block ids of -1: a second network of the text model would hold its weights twice. The mask
     that they make is one for all layers, and for a single token a few numbers.
+
+    Where drafted tokens are verified, it is also that step: a chunk of which every row is asked
+    for, and `rows` say of which rows there are logits.
     """
     g = next(program.graphs[name] for name in PREFILL if name in program.graphs)
+    if VERIFY in program.graphs:
+        g = _of_given_rows(g)
     b = Builder()
     nodes: list[Node] = []
     ends: dict[tuple[Value, ...], Value] = {}
@@ -47,6 +55,20 @@ def network_graph(program: Program) -> Graph:
     out = drop_dead(order(replace(g, nodes=tuple(nodes))))
     verify(out)
     return out
+
+
+def _of_given_rows(g: Graph) -> Graph:
+    """last_row(x, lengths)  ->  pick_rows(x, rows), rows i64[B,R] fed; as it is where there is
+    none, since every row has logits."""
+    if not any(g.find("last_row")):
+        return g
+    rows, b = Value(ROWS, Type("i64", ("B", "R"))), Builder()
+    for n in g.nodes:
+        if n.op == "last_row":
+            b.emit("pick_rows", n["x"], rows, name=n.out.name)
+        else:
+            b.nodes.append(n)
+    return rebuild(replace(g, inputs=(*g.inputs, rows), nodes=tuple(b.nodes)))
 
 
 def tower_graphs(program: Program) -> dict[str, Graph]:

@@ -102,6 +102,33 @@ def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
     return e.gather_rows(x, net.shared(("last", n["lengths"]), index))
 
 
+def _pick_rows(net: Network, n: Node, x: Operand, rows: Operand) -> Operand:
+    return net.e.gather_rows(x, rows)
+
+
+def _greedy(net: Network, n: Node, logits: Operand) -> Operand:
+    _, at = net.e.topk(logits, 1)
+    return net.e.reshape(at, logits.shape[0])
+
+
+def _cluster_head(
+    net: Network, n: Node, x: Operand, heads: Operand, rows: Operand, order: Operand
+) -> tuple[Operand, Operand]:
+    """Return logits and ids of the rows of the best clusters, which are gathered."""
+    e, (b, s, _), (count, size, width) = net.e, x.shape, rows.shape
+    total = n.outputs[0].type.shape[-1]
+    _, best = e.topk(e.linear(x, heads), n.whole("top_k"))
+    picked = e.reshape(e.gather(rows, best, 0), b, s, total, width)
+    logits = e.matmul(e.unsqueeze(x, 2), picked, transpose_b=True)
+    ids = e.gather(e.reshape(order, count, size), best, 0)
+    return e.reshape(logits, b, s, total), e.reshape(ids, b, s, total)
+
+
+def _pick_id(net: Network, n: Node, ids: Operand, at: Operand) -> Operand:
+    e, (b, _, count) = net.e, ids.shape
+    return e.reshape(e.gather_rows(e.reshape(ids, b, count), e.unsqueeze(at, 1)), b)
+
+
 def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
     return net.e.reshape(net.e.slice(positions, 1, 0, 1), positions.shape[0])
 
@@ -180,6 +207,10 @@ LOWERINGS: Mapping[str, Lowering] = {
     "cast": _cast,
     "activation": _activation,
     "last_row": _last_row,
+    "pick_rows": _pick_rows,
+    "greedy": _greedy,
+    "cluster_head": _cluster_head,
+    "pick_id": _pick_id,
     "row_start": _row_start,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -216,8 +247,9 @@ LOWERINGS: Mapping[str, Lowering] = {
 #: what depends on weights alone is made at build, and caches have the dtype of the engine
 OUTSIDE = frozenset(
     {
-        *("embedding", "greedy", "candidates", "relative_keys"),
+        *("embedding", "candidates", "relative_keys"),
         *("quantize", "columns", "embedding_quantized", "narrow_row"),
+        "by_cluster",
         "fake_quantize",
     }
 )

@@ -34,6 +34,8 @@ FULL = "C"
 SLOTS = "slots"
 #: i64[B,S], where the variant sees pictures both ways: equal within a picture, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
+#: i64[B,R], where drafted tokens are verified: the rows of the chunk that logits are asked for
+ROWS = "rows"
 #: how routed experts are computed: weights of the chosen ones gathered, all of them multiplied, or
 #: gathered for single tokens only
 EXPERTS = ("auto", "gather", "all")

@@ -512,6 +512,16 @@ def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: 
             f"--draft-tokens {count}: backend {backend.name} has no step that verifies; take "
             f"--backend torch, or leave the option out"
         )
+    if drafter and not backend.drafts:
+        raise InputError(
+            f"--drafter: backend {backend.name} has no drafter's step; take --backend torch, or "
+            f"leave the option out"
+        )
+    if count and backend.verifies_in_chunks and count >= limits.prefill_chunk:
+        raise InputError(
+            f"--draft-tokens {count}: backend {backend.name} verifies {count + 1} tokens as a chunk "
+            f"of a prompt; give --prefill-chunk {count + 1} or more"
+        )
     return count
 
 

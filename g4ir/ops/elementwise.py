@@ -184,6 +184,35 @@ class last_row:
 
 
 @op
+class pick_rows:
+    """y[b, j] = x[b, rows[b, j]]"""
+
+    budget = MOVES
+    glue = True
+
+    @staticmethod
+    def infer(x: Type, rows: Type) -> Type:
+        fits = x.rank >= 2 and rows.rank == 2 and rows.shape[0] == x.shape[0]
+        require(fits and rows.dtype == "i64", f"pick_rows: rows {rows} do not fit {x}")
+        return x.with_shape(*rows.shape, *x.shape[2:])
+
+    @staticmethod
+    def reference(x: Any, rows: Any) -> Any:
+        import torch
+
+        return x[torch.arange(x.shape[0], device=x.device)[:, None], rows]
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+        """Count the rows of x that are chosen."""
+        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+
+    samples = [Sample(("f32[2,5,8]", "i64[2,3]"), ints={1: (0, 5)})]
+
+
+@op
 class row_start:
     """start[b] = positions[b, 0]: tokens that the caches hold before this chunk"""
 
