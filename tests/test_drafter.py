@@ -307,6 +307,24 @@ def test_text_under_options(built: Build, option: str) -> None:
     assert sum(tally.accepted.values()) > 0
 
 
+@pytest.mark.parametrize("name", ["e2b", "12b"])
+def test_a_network_of_the_drafter(built: Build, name: str) -> None:
+    """In ONNX: the same drafts of rows of different lengths, and the same text."""
+    pair = copying(name)
+    engine, plain = built(pair, backend="onnx"), built(pair)
+    tokens = torch.stack([pair.oracle.tokens[0, : max(LENGTHS)]] * len(LENGTHS))
+    found = []
+    for e in (engine, plain):
+        session = e.session(len(LENGTHS))
+        session.prefill(tokens, torch.tensor(LENGTHS))
+        found.append(drafted(session, 7))
+    assert found[0] == found[1] and all(found[0])
+    given, tally = prompts_of(pair), Tally()
+    want = plain.generate(given, 30, stop_ids=())
+    assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
+    assert sum(tally.accepted.values()) > 0
+
+
 @pytest.mark.parametrize("name", ["e2b", "26b-a4b"])
 def test_rows_of_slots(built: Build, name: str) -> None:
     """Answers that begin and end at different times, whose prompts are computed elsewhere."""

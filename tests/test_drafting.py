@@ -34,6 +34,7 @@ from g4ir.engine.session import Session
 from g4ir.engine.slots import Event, Job, Slots, SlotSettings
 from g4ir.errors import InputError
 from g4ir.passes import run_passes
+from tests.contract.flows import FLOWS
 from tests.engines import agrees, some_tokens
 
 MAX_SEQ, CHUNK, MOST = 96, 16, 8
@@ -129,6 +130,37 @@ def test_text_is_that_of_single_steps(made: Make, variant: str) -> None:
     for k, share in ((1, 0.5), (3, 0.9), (MOST, 0.8), (MOST, 0.0)):
         session, first = begun(engine, given)
         assert rounds(session, first, mixed(want, k, share, k), 40) == want, (k, share)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("variant", ["tiny-dense", "tiny-ple"])
+@pytest.mark.parametrize("backend", ["onnx", "trt"])
+@pytest.mark.covering
+def test_networks_verify_a_chunk(
+    made: Make, tmp_path: Path, backend: str, variant: str, every: bool
+) -> None:
+    """One network, which is told of which rows there are logits, or makes those of all."""
+    given = prompts(5, 19, 31)
+    want = [made(variant).generate(p, 30, stop_ids=()) for p in given]
+    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": 3, "random_weights": 3}
+    options = {"dtype": "float32", "draft_tokens": 5, "all_logits": every, **limits}
+    with FLOWS[backend].using(tmp_path):
+        engine = g4ir.build(variant, tmp_path / "e", backend=backend, **options)
+        session, first = begun(engine, given)
+        assert rounds(session, first, mixed(want, 5, 0.8, 1), 30) == want
+        assert engine.generate(given, 30, stop_ids=(), draft="ngram") == want
+
+
+def test_a_network_verifies_no_more_than_a_chunk(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give --prefill-chunk 9 or more"):
+        g4ir.build(
+            "tiny-dense",
+            tmp_path / "e",
+            backend="onnx",
+            random_weights=0,
+            draft_tokens=8,
+            prefill_chunk=8,
+        )
 
 
 @pytest.mark.full

@@ -99,7 +99,7 @@ _DRAFT_DOC = """A step of the drafter: guesses the token behind the newest one, 
 model's caches, which it does not change.
 
 in   embeds     T[B,1,H]    of the newest token, or of the last drafted one
-     hidden     T[B,1,H]    of model.onnx, of the row behind which that token came; then draft.hidden
+     hidden     T[B,1,H]    of model.onnx, of the row that the token came of; then draft.hidden
      positions  i64[B,1]    where the drafted tokens stand, the same in all steps of a round
      last       i64[B,1]    the position of the newest token in the caches
      written    i64[B]      how many tokens they hold
@@ -246,15 +246,12 @@ def export(program: Program, limits: Limits, folder: Path, experts: str = "auto"
             MODEL: network_model(program, limits, storage, experts),
             EMBED: embed_model(program, limits, storage),
             **{
-                DRAFT_FILE: draft_model(g, limits, storage)
-                for name, g in program.graphs.items()
-                if name == DRAFT
-            },
-            **{
                 tower_file(name): tower_model(g, limits, storage)
                 for name, g in tower_graphs(program).items()
             },
         }
+        if DRAFT in program.graphs:
+            models[DRAFT_FILE] = draft_model(program.graphs[DRAFT], limits, storage)
     for name, made in models.items():
         (folder / name).write_bytes(made.SerializeToString(deterministic=True))
         _check_file(folder / name)

@@ -12,7 +12,6 @@ import torch
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program, Value
-from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.formats import context_slots
@@ -27,6 +26,7 @@ from ..primitives.network import (
     NO_BLOCK,
     ROWS,
     SLOTS,
+    asked_rows,
     full_slots,
     is_ring,
     stored_type,
@@ -87,15 +87,6 @@ class OnnxCaches:
             t.zero_()
 
 
-def _rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
-    each row's last valid one."""
-    batch, size = feeds["positions"].shape
-    if phase == VERIFY:
-        return torch.arange(size).expand(batch, -1)
-    return (feeds["lengths"] - 1).clamp(min=0)[:, None]
-
-
 def _zeros(v: Value, batch: int, limits: Limits) -> torch.Tensor:
     t = stored_type(v.type, limits).bind({"B": batch})
     return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
@@ -153,7 +144,7 @@ class OnnxRuntime:
         if phase == DRAFT:
             return self._draft(feeds, state, context)
         batch, size = feeds["positions"].shape
-        rows = _rows(phase, feeds)
+        rows = asked_rows(phase, feeds)
         given = {
             BLOCK_IDS: torch.full((batch, size), NO_BLOCK),
             ROWS: rows,

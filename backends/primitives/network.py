@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value
+from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
@@ -28,6 +29,8 @@ from .emitter import Emitter, Operand
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 #: the dim of full-length caches in the IR
 FULL = "C"
@@ -101,6 +104,18 @@ class Network:
                 self._shared[key] = make()
         made: Made = self._shared[key]
         return made
+
+
+def asked_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
+    each row's last valid one."""
+    if phase == VERIFY:
+        import torch
+
+        positions = feeds["positions"]
+        places = torch.arange(positions.shape[1], device=positions.device)
+        return places.expand(len(positions), -1).contiguous()
+    return (feeds["lengths"] - 1).clamp(min=0)[:, None]
 
 
 def is_ring(cache: Type) -> bool:

@@ -72,7 +72,8 @@ class TrtBackend(Backend):
     kv_dtypes: tuple[str, ...] = ()
     kv_reason: str = "TensorRT's layer for caches takes its plans' dtypes alone"
     rounds_activations: bool = False
-    verifies: bool = False
+    drafts: bool = False
+    verifies_in_chunks: bool = True
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True

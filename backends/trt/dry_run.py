@@ -39,7 +39,6 @@ from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .forms import chosen_experts, meaning
-from .interface import PROFILES
 from .probe import Api, probe
 from .recorder import MAX_VOLUME, RuleError, check, recorder
 from .recorder import sizes as network_sizes
@@ -116,7 +115,7 @@ def check_sizes(
         raise LowerError(f"TensorRT would refuse the network: {e}") from e
     io = written.interface
     # Those of prefill are the largest: in all else, decode has the same ranges.
-    largest = {name: io.shapes(name, PROFILES[-1])[2] for name in io.dynamic()}
+    largest = {name: io.shapes(name, "prefill")[2] for name in io.dynamic()}
     sizes, scratch = network_sizes(written.network, largest)
     name = max(sizes, key=lambda n: sizes[n])
     if sizes[name] > MAX_VOLUME:

@@ -9,6 +9,8 @@ Inputs, all in device memory and contiguous:
     lengths   i64[B]   how many of the S tokens of each row are valid; 0 leaves a row as it is
     slots     i64[C]   0, 1, 2, ...: C is how much of the full-length caches the step looks at, at
                        least as much as any row holds afterwards
+    rows      i64[B,R] in an engine that verifies drafted tokens: of which rows of the chunk there
+                       are logits, which are [B,R,vocab] then
     block_ids i64[B,S] where the variant sees pictures both ways: one number for all soft tokens of
                        a picture, which are in one chunk, and -1 for every other token
     NAME               one tensor per cache, zero at first
@@ -20,7 +22,8 @@ A full-length cache is [B, heads, max_seq + prefill_chunk, head_dim] and is upda
 `aliased` names the input whose address the output must have. A ring is [B, window, heads,
 head_dim] and is not: its output needs a buffer of its own (`swapped`), which becomes the input of
 the next step while the old input becomes the output. Optimisation profile 0 is decode, whose S is
-1; profile 1 is prefill, whose S is 1 to prefill_chunk.
+1; profile 1 is prefill, whose S is 1 to prefill_chunk; profile 2, where there are `rows`, is
+verification, which asks for all rows of a few tokens; the others ask for one.
 
 A tower is an engine of its own (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
 shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],
@@ -36,13 +39,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from g4ir.ir.graph import Graph
+from g4ir.model.decoder import VERIFY
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
 
-from ..primitives.network import FULL, SLOTS, is_ring, network_inputs
+from ..primitives.network import FULL, ROWS, SLOTS, is_ring, network_inputs
 
 #: profiles of an engine in the order of their indices, by the phase that each serves
-PROFILES = ("decode", "prefill")
+PROFILES = ("decode", "prefill", VERIFY)
+#: tokens verified at a time at most, where no ring says for how many it has room
+MOST_VERIFIED = 33
 #: slots of the full-length caches that kernels are timed for, where rows may hold as many
 TYPICAL_SLOTS = 2048
 
@@ -52,7 +58,8 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Interface:
-    """Tensors by name. Named dims: B rows, S tokens of a chunk, C slots of a full-length cache."""
+    """Tensors by name. Named dims: B rows, S tokens of a chunk, R of which there are logits, and C
+    slots of a full-length cache."""
 
     inputs: Mapping[str, Type]
     outputs: Mapping[str, Type]
@@ -115,14 +122,35 @@ def interface(g: Graph, limits: Limits) -> Interface:
         {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
         {o: i for o, i in after.items() if i not in rings},
         {o: i for o, i in after.items() if i in rings},
-        {p: _ranges(p, limits, SLOTS in inputs) for p in PROFILES if g.state},
+        {profile: _ranges(profile, g, limits) for profile in profiles_of(g)},
     )
 
 
-def _ranges(profile: str, limits: Limits, full: bool) -> dict[str, Range]:
-    rows, chunk, seq = limits.max_batch, limits.prefill_chunk, limits.max_seq
-    ranges: dict[str, Range] = {"B": (1, rows, rows)}
-    ranges["S"] = (1, 1, 1) if profile == "decode" else (1, chunk, chunk)
-    if full:
+def profiles_of(g: Graph) -> tuple[str, ...]:
+    """Return the profiles of a network; none of a tower."""
+    given = {v.name for v in g.inputs}
+    return tuple(p for p in PROFILES if g.state and (p != VERIFY or ROWS in given))
+
+
+def _ranges(profile: str, g: Graph, limits: Limits) -> dict[str, Range]:
+    rows, seq, inputs = limits.max_batch, limits.max_seq, network_inputs(g, limits)
+    most = {"decode": 1, "prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
+    ranges: dict[str, Range] = {"B": (1, rows, rows), "S": (1, most[profile], most[profile])}
+    if ROWS in inputs:
+        asked = most[VERIFY] if profile == VERIFY else 1
+        ranges["R"] = (1, asked, asked)
+    if SLOTS in inputs:
         ranges[FULL] = (1, min(seq, TYPICAL_SLOTS), seq)
     return ranges
+
+
+def _verified(g: Graph, limits: Limits) -> int:
+    """Return how many tokens are verified at a time at most: one more than rings have slack."""
+    rings = (
+        int(v.type.shape[0]) - n.whole("window")
+        for n in g.nodes
+        if n.definition.held
+        for v in n.caches
+        if is_ring(v.type)
+    )
+    return min(max(rings, default=MOST_VERIFIED - 1) + 1, limits.prefill_chunk)

@@ -18,7 +18,7 @@ from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..primitives.network import BLOCK_IDS, NO_BLOCK, SLOTS
+from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, asked_rows
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import PROFILES, Interface
 from .probe import DTYPES, Api, data_type
@@ -230,7 +230,7 @@ class TrtRuntime(Runner):
         #: of single tokens; it lives as long as what is recorded
         self.no_blocks = self._no_blocks(limits.max_batch, 1)
         (self.logits,) = io.outputs.keys() - io.caches.keys()
-        self.contexts = {phase: self._context(phase) for phase in PROFILES}
+        self.contexts = {phase: self._context(phase) for phase in io.profiles}
         self.towers: dict[str, TrtTower] = {}
 
     def _context(self, phase: str) -> Any:
@@ -258,6 +258,8 @@ class TrtRuntime(Runner):
         watch: Watch | None = None,
     ) -> Tensors | None:
         slots = step_slots(context, self.limits.max_seq)
+        if ROWS in self.io.inputs:
+            feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
         with self.turn:
             if self.record and phase == "decode":
                 out = self._replay(feeds, state, slots)
@@ -275,7 +277,7 @@ class TrtRuntime(Runner):
         assert self.record
         key = slots, state.side
         if key not in state.captured:
-            context, out, side = self._context("decode"), self._logits(state.batch, 1), state.side
+            context, out, side = self._context("decode"), self._logits(feeds), state.side
             state.captured[key] = Captured(
                 lambda given: self._step(context, given, state, slots, side, out),
                 feeds,
@@ -286,16 +288,19 @@ class TrtRuntime(Runner):
 
     def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
         """Run a step that is not recorded."""
-        room = self._logits(state.batch, feeds["positions"].shape[1])
+        room = self._logits(feeds)
         context, scratch = self.contexts["decode"], self.scratch
         if phase != "decode":
-            context, scratch = self.contexts["prefill"], self._scratch("prefill")
+            profile = phase if phase in self.contexts else "prefill"
+            context, scratch = self.contexts[profile], self._scratch(profile)
             lend(context, scratch)
         return self._step(context, feeds, state, slots, state.side, room)
 
-    def _logits(self, batch: int, count: int) -> torch.Tensor:
+    def _logits(self, feeds: Feeds) -> torch.Tensor:
         """Return where a step writes its logits."""
-        return self._output(self.logits, {"B": batch, "S": count})
+        batch, size = feeds["positions"].shape
+        asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
+        return self._output(self.logits, {"B": batch, "S": size, "R": asked})
 
     def _step(
         self,

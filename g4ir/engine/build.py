@@ -519,8 +519,8 @@ def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: 
         )
     if count and backend.verifies_in_chunks and count >= limits.prefill_chunk:
         raise InputError(
-            f"--draft-tokens {count}: backend {backend.name} verifies {count + 1} tokens as a chunk "
-            f"of a prompt; give --prefill-chunk {count + 1} or more"
+            f"--draft-tokens {count}: backend {backend.name} verifies {count + 1} tokens as it "
+            f"reads a chunk of a prompt; give --prefill-chunk {count + 1} or more"
         )
     return count
 
