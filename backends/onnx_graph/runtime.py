@@ -160,8 +160,9 @@ class OnnxRuntime:
         where = f"in a {phase} chunk of {batch} x {size} tokens"
         _run(self.session, {**inputs, **state.held}, {**outputs, **made}, self.path, where)
         state.swap()
-        for name, t in made.items() if watch else ():
-            watch(name, t)
+        if watch:
+            for name, t in made.items():
+                watch(name, t)
         return made if logits else None
 
     def _draft(
