@@ -326,6 +326,7 @@ def test_every_op_has_a_kind() -> None:
         "scale",
         "softcap",
         "last_row",
+        "pick_rows",
         "stack_layers",
         "unstack_layers",
         "linear_bias",

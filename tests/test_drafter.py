@@ -351,7 +351,7 @@ def texts_of(slots: Slots, jobs: list[Job]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
 def test_pictures_and_sounds(tmp_path: Path, name: str) -> None:
     """Behind chunks whose tokens see each other, too."""
-    options = {"backend": "reference", "random_weights": 4, "max_seq": 160, "drafter": "default"}
+    options = {"backend": "reference", "random_weights": 4, "max_seq": 256, "drafter": "default"}
     engine = g4ir.build(name, tmp_path / "e", audio_seconds=(1,), **options)
     ids = engine.spec.tokens
     assert ids.image is not None and ids.audio is not None

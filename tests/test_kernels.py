@@ -233,7 +233,8 @@ def test_without_bf16_instructions(tmp_path: Path) -> None:
 def test_with_bf16_instructions(tmp_path: Path) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
     library = _library(tmp_path / "native.so", "-mavx512f", "-mavx512bf16")
-    assert not library.g4ir_takes(BF16, ctypes.c_int64(5))
+    assert library.g4ir_takes(BF16, ctypes.c_int64(8))
+    assert not library.g4ir_takes(BF16, ctypes.c_int64(9))
 
 
 @pytest.fixture(scope="module", params=[(), ("avx512f", "avx512bw")], ids=["plain C", "AVX-512"])

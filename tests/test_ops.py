@@ -175,6 +175,7 @@ NO_FLOPS = {
     "columns",
     "by_cluster",
     "pick_id",
+    "pick_rows",
 }
 VIEWS = {
     "split",

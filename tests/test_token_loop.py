@@ -79,19 +79,19 @@ def test_logits_that_are_not_finite(
     looped()
     session = engine.session(1)
     logits = session.prefill(torch.tensor([PROMPTS[0]]))
-    decode, steps = engine.runtime._decode, []
+    whole, steps = engine.runtime._step, []
 
-    def broken(views: Any) -> Callable[[Any], torch.Tensor]:
-        def step(feeds: Any) -> torch.Tensor:
-            made = decode(views)(feeds)
+    def broken(phase: str, views: Any) -> Callable[[Any], Any]:
+        def step(feeds: Any) -> Any:
+            made = whole(phase, views)(feeds)
             steps.append(1)
             if len(steps) == 4:  # the third that counts: recording runs one
-                made[..., 7] = odd
+                made["logits"][..., 7] = odd
             return made
 
         return step
 
-    monkeypatch.setattr(engine.runtime, "_decode", broken)
+    monkeypatch.setattr(engine.runtime, "_step", broken)
     seen = session.stream(logits, 20, Sampler(Sampling()), ())
     assert [next(seen) for _ in range(3)]
     with pytest.raises(CheckError, match=r"logits after \[1\d\] tokens: NaN or infinite"):

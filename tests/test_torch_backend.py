@@ -22,6 +22,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
@@ -36,6 +37,7 @@ from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
+from g4ir.ops.types import torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.places import claimed
@@ -777,6 +779,65 @@ def test_a_chunk_goes_to_its_slots_of_a_list(
     want = OPS["cache_write"].reference(cache, new, *where)
     _list_write(cache, new, *where)
     assert torch.equal(cache, want)
+
+
+DRAFTED = """\
+graph verify {{
+  input %new: {dtype}[B,M,2,{width}]
+  input %start: i64[B]
+  input %lengths: i64[B]
+  state %k: {dtype}[{slots},B,2,{width}]
+  %k.next = cache_write(%k, %new, %start, %lengths): {dtype}[{slots},B,2,{width}]
+  next %k = %k.next
+}}
+"""
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest tensor that an op makes; one that it returns as it was given counts not."""
+
+    most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not op.is_view and out is not args[0]:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("slots", ["19", "C"], ids=["ring", "list"])
+@pytest.mark.parametrize(("dtype", "width"), [("f32", 8), ("bf16", 8), ("f8e4m3", 8), ("i8", 10)])
+@pytest.mark.parametrize(
+    ("start", "lengths"),
+    [
+        ([0], [4]),
+        ([17], [4]),
+        ([18, 0, 16], [3, 0, 4]),
+        ([55, 18, 37], [4, 1, 2]),
+        ([3, 19, 38], [0, 0, 0]),
+    ],
+)
+def test_tokens_that_may_be_taken_back_touch_their_own_slots(
+    slots: str, dtype: str, width: int, start: list[int], lengths: list[int]
+) -> None:
+    """As the op says, ragged, around a ring's end and in any dtype; nothing as large as the cache
+    is made on the way. Padding holds NaN, and so would a slot that it reached."""
+    g = torch.Generator().manual_seed(0)
+    text = DRAFTED.format(dtype=dtype, width=width, slots=slots)
+    cache, new = (
+        torch.randint(-99, 99, shape, generator=g).to(torch_dtype(dtype))
+        for shape in ((19, len(start), 2, width), (len(start), 4, 2, width))
+    )
+    for row, count in enumerate(lengths):
+        new[row, count:] = 77 if dtype == "i8" else torch.nan
+    # A list never wraps: the same slots of its first turn, as far as it has them.
+    first = start if slots == "19" else [min(s, 15) for s in start]
+    where = torch.tensor(first), torch.tensor(lengths)
+    want = OPS["cache_write"].reference(cache.float(), new.float(), *where)
+    with Sizes() as sizes:
+        SegmentModule(schedule(parse_graph(text), Target("cpu")))(new, *where, cache)
+    assert torch.equal(cache.float(), want)
+    assert sizes.most < cache.numel()
 
 
 def test_what_a_killed_compile_left_is_made_again(

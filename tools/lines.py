@@ -14,7 +14,7 @@ MOST = {
     "g4ir/ir": 1260,
     "passes": 1720,
     "g4ir/spec": 2500,
-    "g4ir/model": 1850,
+    "g4ir/model": 1870,
     "g4ir/quant": 290,
     "g4ir/weights": 3200,
     "g4ir/weights/gguf": 1600,

@@ -41,8 +41,7 @@ def plain_graph(
     """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
     own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError
     where the variant has none."""
-    from g4ir.engine.drafters import shipped_drafter
-    from g4ir.model.draft import DRAFT, build_draft
+    from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
     from g4ir.model.text import build_graph
     from g4ir.model.towers import PARTS, build_towers, default_tower
 

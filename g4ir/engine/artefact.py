@@ -246,12 +246,12 @@ class Artefact:
     path: Path
     manifest: Manifest
     spec: Spec
-    drafter: Spec | None
     packing: packings.Packing
     #: packed params, which are those of the graphs; a file that changes from now on is refused
     stored: packings.StoredParams | None
     #: whether digests of weight files count too
     whole: bool = True
+    drafter: Spec | None = None
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
@@ -301,7 +301,7 @@ def _open(path: Path, check_weights: bool) -> Artefact:
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
     stored = _stored_params(path, manifest, packing)
-    return Artefact(path, manifest, spec, drafter, packing, stored, check_weights)
+    return Artefact(path, manifest, spec, packing, stored, check_weights, drafter)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from g4ir.errors import InputError, SpecError
-from g4ir.model.draft import check_pair, differences
+from g4ir.errors import InputError
+from g4ir.model.draft import check_pair, shipped_drafter
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import DRAFTER, SUFFIXES, Spec, drafter_names, load_spec
+from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF, Checkpoint, WeightSource
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.random import RandomCheckpoint
@@ -72,23 +72,6 @@ def _found(model: Spec, o: BuildOptions, dry: bool) -> FoundDrafter:
             f"`default`"
         )
     return FoundDrafter(Spec.from_hf(path / CONFIG), path)
-
-
-def shipped_drafter(model: Spec) -> Spec:
-    """Return the drafter that belongs to a variant: that of its name, else the one that fits a
-    checkpoint of another name. SpecError where there is none."""
-    names = drafter_names()
-    own = f"{model.name}{DRAFTER}"
-    if own in names:
-        return load_spec(own)
-    fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
-    if len(fitting) != 1:
-        known = ", ".join(n.removesuffix(DRAFTER) for n in names)
-        raise SpecError(
-            f"--drafter default: variant {model.name} has none; {known} have. Give a drafter's "
-            f"directory or its spec"
-        )
-    return fitting[0]
 
 
 def _cached(spec: Spec, dry: bool) -> Path | None:

@@ -15,7 +15,7 @@ from g4ir.errors import SpecError
 from g4ir.ir.graph import Graph, Value
 from g4ir.ops.types import Type
 from g4ir.spec.parts import ASSISTANT, FULL, SLIDING, AttentionKind, Layer
-from g4ir.spec.record import Spec
+from g4ir.spec.record import DRAFTER, Spec, drafter_names, load_spec
 
 from .decoder import HIDDEN, Decoder
 from .names import OF_DRAFTER as SCOPE
@@ -138,3 +138,20 @@ def _shared(model: Spec, drafter: Spec) -> list[tuple[str, object, object]]:
 def _kind(spec: Spec, kind: str) -> AttentionKind:
     found: AttentionKind = getattr(spec.text, kind)
     return found
+
+
+def shipped_drafter(model: Spec) -> Spec:
+    """Return the drafter that belongs to a variant: that of its name, else the one that fits a
+    checkpoint of another name. SpecError where there is none."""
+    names = drafter_names()
+    own = f"{model.name}{DRAFTER}"
+    if own in names:
+        return load_spec(own)
+    fitting = [d for d in map(load_spec, names) if d.hub and not differences(model, d)]
+    if len(fitting) != 1:
+        known = ", ".join(n.removesuffix(DRAFTER) for n in names)
+        raise SpecError(
+            f"--drafter default: variant {model.name} has none; {known} have. Give a drafter's "
+            f"directory or its spec"
+        )
+    return fitting[0]
