@@ -43,7 +43,7 @@ from tests.uncompiled import uncompiled
 #: every variant that has a drafter on the hub; two of them with a head of clusters
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 #: those that have all features between them, and the others with `--full`
-FEW = [pytest.param(n, marks=[pytest.mark.full] * (n in ("e4b", "31b"))) for n in VARIANTS]
+FEW = [pytest.param(n, marks=[pytest.mark.full] * (n not in ("e2b", "12b"))) for n in VARIANTS]
 STEPS, MAX_SEQ, CHUNK, MOST = 4, 96, 16, 4
 
 
@@ -307,7 +307,7 @@ def test_text_under_options(built: Build, option: str) -> None:
     assert sum(tally.accepted.values()) > 0
 
 
-@pytest.mark.parametrize("name", ["e2b", "12b"])
+@pytest.mark.parametrize("name", ["e2b", pytest.param("12b", marks=pytest.mark.full)])
 def test_a_network_of_the_drafter(built: Build, name: str) -> None:
     """In ONNX: the same drafts of rows of different lengths, and the same text."""
     pair = copying(name)
@@ -325,7 +325,7 @@ def test_a_network_of_the_drafter(built: Build, name: str) -> None:
     assert sum(tally.accepted.values()) > 0
 
 
-@pytest.mark.parametrize("name", ["e2b", "26b-a4b"])
+@pytest.mark.parametrize("name", ["e2b", pytest.param("26b-a4b", marks=pytest.mark.full)])
 def test_rows_of_slots(built: Build, name: str) -> None:
     """Answers that begin and end at different times, whose prompts are computed elsewhere."""
     engine, pair = built(copying(name)), copying(name)

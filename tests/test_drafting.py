@@ -122,7 +122,13 @@ def begun(engine: Engine, texts: Sequence[Sequence[int]]) -> tuple[Session, list
 # --- the text is that of single steps -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=[pytest.mark.full] * (v in ("tiny-dense", "tiny-unified")))
+        for v in VARIANTS
+    ],
+)
 def test_text_is_that_of_single_steps(made: Make, variant: str) -> None:
     """Rows of different lengths, past three windows; drafts that are right, wrong and both."""
     engine, given = made(variant), prompts(5, 19, 31)

@@ -505,13 +505,8 @@ def _activations(backend: Backend, given: str | None) -> str:
 
 
 def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: Spec | None) -> int:
-    """Return how many tokens are drafted at a time; InputError where the backend verifies none."""
+    """Return how many tokens are drafted at a time; InputError for what the backend cannot do."""
     count = find_draft_tokens(given, limits.max_seq, drafter is not None)
-    if count and not backend.verifies:
-        raise InputError(
-            f"--draft-tokens {count}: backend {backend.name} has no step that verifies; take "
-            f"--backend torch, or leave the option out"
-        )
     if drafter and not backend.drafts:
         raise InputError(
             f"--drafter: backend {backend.name} has no drafter's step; take --backend torch, or "

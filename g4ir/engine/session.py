@@ -361,8 +361,8 @@ class Session:
         `count` says how many the next round drafts."""
         self._check_ids(tokens.where(active, 0)[:, None])
         self._check_room(active * room)
-        given = (tokens, self.length, self.length + room, active, self._hidden.rows, uniforms)
-        loop.start(*given)
+        limits = self.length + room
+        loop.start(tokens, self.length, limits, active, self._hidden.rows, uniforms)
         before, going = self.length, bool(active.any())
         try:
             while going:
@@ -372,8 +372,10 @@ class Session:
                     self.length = loop.lengths.cpu()  # which the message names
                     raise not_finite(self._what(), self.engine.dtype)
                 going = any(made.running)
-                self._written = torch.maximum(self._written, before + drafted + 1)
-                before = before + torch.tensor([len(t) for t in made.tokens])
+                kept = torch.tensor([len(t) for t in made.tokens])
+                fed = (limits - before).clamp(max=drafted + 1) * (kept > 0)
+                self._written = torch.maximum(self._written, before + fed)
+                before = before + kept
                 yield made
         finally:
             self.length = loop.lengths.cpu().clone()
