@@ -156,8 +156,6 @@ class Backend(ABC):
     kv_reason: str = ""
     #: whether it can round the rows of products (ops/quant.py: fake_quantize)
     rounds_activations: bool = True
-    #: whether it runs the graph of a drafter
-    drafts: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has
     verifies_in_chunks: bool = False
     #: the type of what `compile` returns, as spec/reader.py reads it

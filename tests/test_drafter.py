@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
 from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.trt.recorder import recording
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.engine.drafting import Draft, Tally, drafted_stream, find_draft
@@ -27,6 +28,7 @@ from g4ir.model.tensors import media_tensors, numel, text_tensors
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
+from tests.contract.flows import FLOWS
 from tests.media_tools import png, wav
 from tests.oracle import (
     Oracle,
@@ -38,6 +40,7 @@ from tests.oracle import (
     relative,
     save_checkpoint,
 )
+from tests.trt.emulated import emulated_api
 from tests.uncompiled import uncompiled
 
 #: every variant that has a drafter on the hub; two of them with a head of clusters
@@ -308,10 +311,15 @@ def test_text_under_options(built: Build, option: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["e2b", pytest.param("12b", marks=pytest.mark.full)])
-def test_a_network_of_the_drafter(built: Build, name: str) -> None:
-    """In ONNX: the same drafts of rows of different lengths, and the same text."""
+@pytest.mark.parametrize("backend", ["onnx", "trt"])
+def test_a_network_of_the_drafter(
+    built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
+) -> None:
+    """In ONNX and TensorRT: the same drafts of rows of different lengths, and the same text, also
+    of steps that are replayed."""
     pair = copying(name)
-    engine, plain = built(pair, backend="onnx"), built(pair)
+    with FLOWS[backend].using(tmp_path):
+        engine, plain = built(pair, backend=backend), built(pair)
     tokens = torch.stack([pair.oracle.tokens[0, : max(LENGTHS)]] * len(LENGTHS))
     found = []
     for e in (engine, plain):
@@ -323,6 +331,17 @@ def test_a_network_of_the_drafter(built: Build, name: str) -> None:
     want = plain.generate(given, 30, stop_ids=())
     assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
     assert sum(tally.accepted.values()) > 0
+    if backend == "trt":
+        assert replaying(engine, monkeypatch).generate(given, 30, stop_ids=(), draft="mtp") == want
+
+
+def replaying(engine: Engine, patch: pytest.MonkeyPatch) -> Engine:
+    """The engine with steps that are recorded and then replayed."""
+    made, record = cast(Any, engine.runtime), recording(emulated_api().trt)
+    for steps in (made, made.drafter):
+        patch.setattr(steps, "record", record)
+    patch.setattr(engine, "_idle", None)
+    return engine
 
 
 @pytest.mark.parametrize("name", ["e2b", pytest.param("26b-a4b", marks=pytest.mark.full)])

@@ -341,7 +341,7 @@ def test_trt_plans(made: Make, name: str) -> None:
     engine = trt(made, name)
     kept = engine.manifest["compiled"]
     towers = tower_graphs(engine.program)
-    assert kept["towers"] == {t: f"{t}.plan" for t in towers} and towers
+    assert kept["others"] == {t: f"{t}.plan" for t in towers} and towers
     for tower, graph in towers.items():
         described = json.loads((engine.path / f"{tower}.io.json").read_text())
         assert [x["name"] for x in described["inputs"]] == [v.name for v in graph.inputs]

@@ -597,11 +597,14 @@ def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
         "2TiB",
         "--out",
         "engines/x",
+        "--drafter",
+        "default",
     ]
     assert main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["dtype"] == "f32" and " nodes: " in told["onnx"]
     assert {"vision_70", "vision_280"} <= told["towers"].keys()
+    assert told["draft"].endswith(" nodes")
 
 
 def test_verify_and_run(small: Engine, capsys: Any) -> None:

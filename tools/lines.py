@@ -11,7 +11,7 @@ MOST = {
     "g4ir/errors.py": 75,
     "g4ir/ui": 785,
     "g4ir/ops": 3850,
-    "g4ir/ir": 1260,
+    "g4ir/ir": 1265,
     "passes": 1720,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
@@ -19,7 +19,7 @@ MOST = {
     "g4ir/weights": 3200,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3000,
-    "backends": 15800,
+    "backends": 15850,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2860,
     "backends/trt/experimental": 1280,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
+from g4ir.model.draft import DRAFT
 from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
 
@@ -73,15 +74,22 @@ class OnnxBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")
-        from .export import Nowhere, network_model, node_counts, summary, tower_model
+        from .export import Nowhere, draft_model, network_model, node_counts, summary, tower_model
 
         program, limits = prepared.packing.program, prepared.limits
         model = network_model(program, limits, Nowhere(), prepared.settings["experts"])
+
+        def nodes(made: Any) -> str:
+            return f"{sum(node_counts(made).values())} nodes"
+
         towers = {
-            name: f"{sum(node_counts(tower_model(g, limits, Nowhere())).values())} nodes"
+            name: nodes(tower_model(g, limits, Nowhere()))
             for name, g in tower_graphs(program).items()
         }
-        return {"onnx": summary(model), **({"towers": towers} if towers else {})}
+        found = {"onnx": summary(model), **({"towers": towers} if towers else {})}
+        if DRAFT in program.graphs:
+            found[DRAFT] = nodes(draft_model(program.graphs[DRAFT], limits, Nowhere()))
+        return found
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Any:
         require("onnxruntime")

@@ -57,7 +57,8 @@ class Plans:
     shared_bytes: Bytes
     notes: tuple[Line, ...]
     scratch_bytes: Scratch
-    towers: dict[str, PlainName]
+    #: of towers and of a drafter's step, by their networks
+    others: dict[str, PlainName]
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class TrtBackend(Backend):
     """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
 
     One plan holds the text model: prefill and decode are its profiles, and chunks with pictures
-    are prefill with block ids. Each tower is a plan with static shapes.
+    are prefill with block ids. Each tower is a plan with static shapes, a drafter's step is one
+    over the same caches.
     """
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
     kv_reason: str = "TensorRT's layer for caches takes its plans' dtypes alone"
     rounds_activations: bool = False
-    drafts: bool = False
     verifies_in_chunks: bool = True
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
@@ -132,7 +133,7 @@ class TrtBackend(Backend):
         api, graphs, folder = self.host.tensorrt(), networks(task.program), task.folder
         self._check_plans(kept, api, graphs, folder)
         log = logger(api.trt)
-        plans = {ENGINE: kept["plan"], **kept["towers"]}
+        plans = {ENGINE: kept["plan"], **kept["others"]}
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
@@ -146,17 +147,13 @@ class TrtBackend(Backend):
                 constants.close()
             return engine, interface(graphs[name], task.limits)
 
-        def tower(name: str) -> runtime.TrtTower:
-            engine, io = opened(name)
-            return runtime.TrtTower(api, engine, log, io, task.device)
-
         engine, io = opened(ENGINE)
         record = self.host.record(task.device) if cuda_graph else None
         if record and runtime.is_streaming(engine):
             task.progress("weights are streamed: decode steps run launch by launch")
             record = None
         return runtime.TrtRuntime(
-            api, engine, log, io, task.limits, task.device, task.params, tower, record
+            api, engine, log, io, task.limits, task.device, task.params, opened, record
         )
 
     def _spare(self, task: Task) -> int:
@@ -175,7 +172,7 @@ class TrtBackend(Backend):
         agreed = {
             "settings": all(kept["settings"].get(n) in s.choices for n, s in SETTINGS.items()),
             "plan": kept["plan"] == names.pop(ENGINE),
-            "towers": kept["towers"] == names,
+            "others": kept["others"] == names,
         }
         for key, holds in agreed.items():
             if not holds:

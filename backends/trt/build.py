@@ -29,7 +29,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 from ..primitives.network import Network
 from .emitter import TrtEmitter
 from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
-from .interface import PROFILES, Interface, interface, profiles_of
+from .interface import Interface, interface, profiles_of
 from .log import logger, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
 from .recorder import SHARED_BYTES
@@ -141,7 +141,7 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
     profile = w.builder.create_optimization_profile()
     for tensor in w.interface.dynamic():
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
-    if config.add_optimization_profile(profile) != PROFILES.index(name):
+    if config.add_optimization_profile(profile) != list(w.interface.profiles).index(name):
         raise LowerError(
             f"TensorRT refuses the profile of {name}: {' | '.join(w.log.errors)}; check "
             f"--max-batch, --max-seq and --prefill-chunk"

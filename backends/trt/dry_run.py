@@ -2,8 +2,8 @@
 
 The recorder stands for TensorRT. First the variant in small (spec/shrink.py): it is written, every
 rule that the recorder knows is checked, and it is run, prefill in chunks and decode, beside the
-interpreter; so are its towers. Then the network, and the largest tower of each kind, at full size,
-without weights.
+interpreter; so are its towers, and a step of its drafter. Then the networks, the largest tower of
+each kind, at full size, without weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
 from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
+from g4ir.model.decoder import HIDDEN
+from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
 from g4ir.model.media import AUDIO, find_media
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.fit import device_memory
@@ -28,9 +30,11 @@ from g4ir.plan.limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.spec.shrink import shrink, with_all_experts
+from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint
 
@@ -38,11 +42,13 @@ from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
+from .files import draft_graph, networks
 from .forms import chosen_experts, meaning
+from .interface import Interface
 from .probe import Api, probe
 from .recorder import MAX_VOLUME, RuleError, check, recorder
 from .recorder import sizes as network_sizes
-from .runtime import TrtRuntime, TrtTower, deserialize, refit, stream_weights
+from .runtime import TrtRuntime, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -86,8 +92,8 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 def _too_small(p: Prepared) -> list[str]:
     """List what this machine lacks for the builder."""
-    graphs = [network_graph(p.packing.program), *tower_graphs(p.packing.program).values()]
-    need, has = build.estimate(graphs).host_bytes, device_memory("cpu")
+    graphs = networks(p.packing.program).values()
+    need, has = build.estimate([*graphs]).host_bytes, device_memory("cpu")
     if need <= has:
         return []
     return [
@@ -115,7 +121,8 @@ def check_sizes(
         raise LowerError(f"TensorRT would refuse the network: {e}") from e
     io = written.interface
     # Those of prefill are the largest: in all else, decode has the same ranges.
-    largest = {name: io.shapes(name, "prefill")[2] for name in io.dynamic()}
+    widest = "prefill" if "prefill" in io.profiles else DRAFT
+    largest = {name: io.shapes(name, widest)[2] for name in io.dynamic()}
     sizes, scratch = network_sizes(written.network, largest)
     name = max(sizes, key=lambda n: sizes[n])
     if sizes[name] > MAX_VOLUME:
@@ -138,11 +145,9 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
     written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
-    checked = {
-        name: check_sizes(api, g, p.limits, p.settings) for name, g in _largest(program).items()
-    }
-    towers = {name: w for name, (w, _) in checked.items()}
-    graphs = [written.graph, *tower_graphs(program).values()]
+    others = draft_graph(program) | _largest(program)
+    checked = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
+    beside = {name: w for name, (w, _) in checked.items()}
     io, kinds = written.interface, _kinds(written.network)
     found = {
         "layers": written.network.num_layers,
@@ -151,13 +156,14 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
         "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
-        "shared_bytes": max(w.emitter.shared_used for w in (written, *towers.values())),
+        "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],
-        "builder": str(build.estimate(graphs)),
+        "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }
-    sizes = {name: f"{w.network.num_layers} layers" for name, w in towers.items()}
-    return {**found, **({"towers": sizes} if sizes else {})}
+    sizes = {name: f"{w.network.num_layers} layers" for name, w in beside.items()}
+    drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
+    return {**found, **drafter, **({"towers": sizes} if sizes else {})}
 
 
 def _made_dense(packing: Packing) -> list[str]:
@@ -203,17 +209,17 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     if dtype in ROUNDED:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
+    drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
+    keep = {"latent_kv": {**p.options["latent_kv"], "keep": layers_read(spec, drafter)}}
     packing = make_packing(
-        spec,
-        p.all_logits,
-        dtype,
-        media,
-        p.skip,
-        p.options,
+        *(spec, p.all_logits, dtype, media, p.skip, {**p.options, **keep}),
         _fitting(p.recipe, spec),
         p.backend.stored,
+        drafter=drafter,
     )
-    source = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+    source: WeightSource = RandomCheckpoint(spec, 0, torch_dtype(dtype))
+    if drafter:
+        source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch_dtype(dtype)))
     return packing, MadeParams(packing, source)
 
 
@@ -226,16 +232,16 @@ def _fitting(recipe: Recipe | None, spec: Spec) -> Recipe | None:
 
 
 def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
-    """Return the largest errors of the small networks in this dtype: `logits`, and `soft` tokens
-    where there are towers. CheckError beyond the budget."""
+    """Return the largest errors of the small networks in this dtype: `logits`, `soft` tokens where
+    there are towers, and `drafts`, the states of a drafter. CheckError beyond the budget."""
     packing, params = in_small(p, dtype)
     program = packing.program
     one = emulated(api, program, SMALL, params, p.settings)
     two = ReferenceRuntime(program, SMALL, "cpu", params)
-    got, want = (logits_of(program, params, r) for r in (one, two))
+    (got, drafted), (want, wanted) = (run_small(program, params, r) for r in (one, two))
     errors = {"logits": _largest_error(got, want)}
     if dtype in ROUNDED:
-        wide = logits_of(program, params, WideRuntime(program, SMALL, "cpu", params))
+        wide, _ = run_small(program, params, WideRuntime(program, SMALL, "cpu", params))
         right = {"logits": rounds_alike(got, want, wide, dtype)}
     else:
         right = {"logits": errors["logits"] <= BUDGETS[dtype]}
@@ -243,6 +249,9 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
         pairs = [[r.encode(n, feeds)[0] for r in (one, two)] for n, feeds in tower_feeds(program)]
         errors["soft"] = worst_of([_largest_error(*pair) for pair in pairs])
         right["soft"] = errors["soft"] <= BUDGETS[dtype]
+    if drafted is not None and wanted is not None:
+        errors["drafts"] = _largest_error(drafted, wanted)
+        right["drafts"] = errors["drafts"] <= BUDGETS[dtype]
     for name in (n for n, ok in right.items() if not ok):
         raise CheckError(
             f"dry run: {name} of {p.spec.name} in small differ from the reference by "
@@ -284,17 +293,19 @@ def emulated(
             refit(api, engine, written.log, constants.__getitem__, params.tensor)
         return engine, written
 
-    def tower(name: str) -> TrtTower:
+    def opened(name: str) -> tuple[Any, Interface]:
         engine, w = built(program.graphs[name])
-        return TrtTower(api, engine, w.log, w.interface, "cpu")
+        return engine, w.interface
 
     engine, w = built(network_graph(program))
-    return TrtRuntime(api, engine, w.log, w.interface, limits, "cpu", params, tower, None)
+    return TrtRuntime(api, engine, w.log, w.interface, limits, "cpu", params, opened, None)
 
 
-def logits_of(program: Program, params: Any, runtime: Any) -> torch.Tensor:
+def run_small(
+    program: Program, params: Any, runtime: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
-    then decode steps."""
+    then decode steps; and what a drafter makes of the state behind the last, [B,1,hidden]."""
     embed = program.graphs["embed"]
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     lengths = torch.tensor(LENGTHS)
@@ -312,9 +323,15 @@ def logits_of(program: Program, params: Any, runtime: Any) -> torch.Tensor:
         if MEDIA in program.graphs and start == 0:
             phase = MEDIA
             feeds[BLOCK_IDS] = _blocks(valid, stop)
-        logits = runtime.run(phase, feeds, state, int(held.max()), True)["logits"]
-        found.append(logits[valid > 0].flatten(0, -2).double())
-    return torch.cat(found)
+        made = runtime.run(phase, feeds, state, int(held.max()), True)
+        found.append(made["logits"][valid > 0].flatten(0, -2).double())
+    if DRAFT not in program.graphs:
+        return torch.cat(found), None
+    last = (held - 1)[:, None]
+    feeds = {"embeds": feeds["embeds"], HIDDEN: made[HIDDEN], "positions": held[:, None]}
+    feeds |= {"last": last, "written": held}
+    drafted = runtime.run(DRAFT, feeds, state, int(held.max()), True)
+    return torch.cat(found), drafted[NEXT_HIDDEN].double()
 
 
 def _blocks(valid: torch.Tensor, width: int) -> torch.Tensor:

@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 from g4ir.ir.graph import Graph, Program
+from g4ir.model.draft import DRAFT
 
 from ..primitives.graph import network_graph, tower_graphs
 
-#: the network of the text model; those of towers are called as their graphs
+#: the network of the text model; those of towers and of a drafter's step are called as their graphs
 ENGINE = "engine"
 #: what the builder said, all of it
 LOG = "trt.log"
@@ -36,4 +37,9 @@ def keep_log(folder: Path) -> str:
 
 def networks(program: Program) -> dict[str, Graph]:
     """Return the graph of every network of an engine directory, by name."""
-    return {ENGINE: network_graph(program), **tower_graphs(program)}
+    return {ENGINE: network_graph(program), **draft_graph(program), **tower_graphs(program)}
+
+
+def draft_graph(program: Program) -> dict[str, Graph]:
+    """Return the graph of the drafter's step by its name, where there is one."""
+    return {DRAFT: program.graphs[DRAFT]} if DRAFT in program.graphs else {}

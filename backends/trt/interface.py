@@ -25,7 +25,12 @@ the next step while the old input becomes the output. Optimisation profile 0 is 
 1; profile 1 is prefill, whose S is 1 to prefill_chunk; profile 2, where there are `rows`, is
 verification, which asks for all rows of a few tokens; the others ask for one.
 
-A tower is an engine of its own (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
+A drafter's step is an engine of its own (`draft.plan` and `draft.io.json`), which reads caches of
+the text model where they lie and has one profile: `embeds` of the newest or last drafted token,
+`hidden` of the step that it came of, `positions` where drafts stand, `last` position and `written`
+tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
+
+A tower is an engine of its own too (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
 shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],
 (-1, -1) for padding, or a sound's `features` f32[1,T,F] and `mask` bool[1,T], to `soft` [1,N,H].
 Soft tokens take the place of the rows of `embeds` where the picture or sound stands; those of
@@ -40,12 +45,13 @@ from typing import Any
 
 from g4ir.ir.graph import Graph
 from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
 
 from ..primitives.network import FULL, ROWS, SLOTS, is_ring, network_inputs
 
-#: profiles of an engine in the order of their indices, by the phase that each serves
+#: profiles of the text model's engine in the order of their indices, by the phase that each serves
 PROFILES = ("decode", "prefill", VERIFY)
 #: tokens verified at a time at most, where no ring says for how many it has room
 MOST_VERIFIED = 33
@@ -127,16 +133,20 @@ def interface(g: Graph, limits: Limits) -> Interface:
 
 
 def profiles_of(g: Graph) -> tuple[str, ...]:
-    """Return the profiles of a network; none of a tower."""
+    """Return the profiles of a network, in order: a drafter's step reads caches and writes none, a
+    tower has none."""
+    if g.name == DRAFT:
+        return (DRAFT,)
     given = {v.name for v in g.inputs}
     return tuple(p for p in PROFILES if g.state and (p != VERIFY or ROWS in given))
 
 
 def _ranges(profile: str, g: Graph, limits: Limits) -> dict[str, Range]:
     rows, seq, inputs = limits.max_batch, limits.max_seq, network_inputs(g, limits)
-    most = {"decode": 1, "prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
-    ranges: dict[str, Range] = {"B": (1, rows, rows), "S": (1, most[profile], most[profile])}
-    if ROWS in inputs:
+    most = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
+    tokens = most.get(profile, 1)
+    ranges: dict[str, Range] = {"B": (1, rows, rows), "S": (1, tokens, tokens)}
+    if any("R" in t.shape for t in inputs.values()):
         asked = most[VERIFY] if profile == VERIFY else 1
         ranges["R"] = (1, asked, asked)
     if SLOTS in inputs:

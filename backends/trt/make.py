@@ -13,6 +13,7 @@ from typing import Any
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import PlanError
 from g4ir.ir.graph import Graph
+from g4ir.model.draft import DRAFT
 from g4ir.plan.plan import reserve
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
@@ -82,7 +83,7 @@ class Make:
             "shared_bytes": self.shared,
             "notes": self.notes,
             "scratch_bytes": {"estimated": scratch, "engine": found},
-            "towers": {name: files(name)[0] for name in self.graphs if name != ENGINE},
+            "others": {name: files(name)[0] for name in self.graphs if name != ENGINE},
         }
 
     def _check_sizes(self) -> int:
@@ -172,8 +173,9 @@ class Make:
         engine = read_plan(self.task.folder / files(ENGINE)[0], self.api, self.log)
         scratch, memory = int(engine.device_memory_size_v2), self._memory()
         streamed = self.settings["weights"] == "streamed"
+        steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
-            "weights": 0 if streamed else build.weight_bytes(self.graphs[ENGINE]),
+            "weights": 0 if streamed else sum(map(build.weight_bytes, steps)),
             "caches": self.cache_bytes,
             "scratch": scratch,
             "reserve": reserve(memory),

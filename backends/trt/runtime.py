@@ -13,6 +13,8 @@ import torch
 
 from g4ir.backends.sampling import Sampling
 from g4ir.errors import EngineError
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
@@ -20,7 +22,7 @@ from g4ir.weights.pack import ParamSource
 from ..base import Tensors, Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, asked_rows
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
-from .interface import PROFILES, Interface
+from .interface import MOST_VERIFIED, Interface
 from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
@@ -28,6 +30,8 @@ Feeds = dict[str, torch.Tensor]
 ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
 LEAST_SLOTS = 256
+#: profiles whose steps have few tokens, in few sizes
+RECORDED = ("decode", VERIFY, DRAFT)
 
 
 def step_slots(tokens: int, max_seq: int) -> int:
@@ -75,8 +79,10 @@ class TrtState:
         return {name: t[index] for name, t in self.views(context).items()}
 
     def bindings(self, io: Interface, side: int) -> tuple[Feeds, Feeds]:
-        """Return the caches by the name of the input, and by that of the output."""
-        inputs = self.linear | {name: pair[side] for name, pair in self.rings.items()}
+        """Return the caches by the name of the input, those that the engine reads, and by that of
+        the output."""
+        held = self.linear | {name: pair[side] for name, pair in self.rings.items()}
+        inputs = {name: t for name, t in held.items() if name in io.inputs}
         outputs = {o: self.linear[i] for o, i in io.aliased.items()}
         outputs |= {o: self.rings[i][1 - side] for o, i in io.swapped.items()}
         return inputs, outputs
@@ -112,12 +118,15 @@ class Runner:
             raise self._error(f"no execution context for {what}", "free device memory")
         return context
 
-    def _scratch(self, phase: str | None = None) -> torch.Tensor:
-        """Return scratch memory for steps of a phase's profile, or of any."""
-        if phase is None:
-            size = self.engine.device_memory_size_v2
-        else:
-            size = self.engine.get_device_memory_size_for_profile_v2(PROFILES.index(phase))
+    def _index(self, profile: str) -> int:
+        return list(self.io.profiles).index(profile)
+
+    def _scratch(self, *profiles: str) -> torch.Tensor:
+        """Return scratch memory for steps of these profiles, or of a tower."""
+        sizes = [
+            self.engine.get_device_memory_size_for_profile_v2(self._index(p)) for p in profiles
+        ]
+        size = max(sizes) if sizes else self.engine.device_memory_size_v2
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
@@ -204,9 +213,106 @@ class TrtTower(Runner):
         return made
 
 
-class TrtRuntime(Runner):
-    """A loaded engine of the TensorRT backend. `open_tower` loads the engine of a tower, which is
-    done when it is first asked for."""
+class TrtSteps(Runner):
+    """An engine whose steps go over the caches of sessions. Those of few tokens are recorded where
+    they can be."""
+
+    def __init__(
+        self,
+        api: Api,
+        engine: Any,
+        log: Any,
+        io: Interface,
+        device: str,
+        limits: Limits,
+        record: Record | None,
+    ) -> None:
+        super().__init__(api, engine, log, io, device)
+        self.limits = limits
+        #: makes of a step what replays it; None: steps run launch by launch
+        self.record = OrLaunched(record) if record and not is_streaming(engine) else None
+        #: of recorded steps, which points into it
+        self.scratch = self._scratch(*(p for p in io.profiles if p in RECORDED))
+        self.slots = torch.arange(limits.max_seq, device=device)
+        #: by rows and tokens of recorded steps, as long as those
+        self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self.contexts = {profile: self._context(profile) for profile in io.profiles}
+
+    def _context(self, profile: str) -> Any:
+        """Return an execution context of a profile. Those that are recorded share their scratch
+        memory, because no two run at the same time; that of prefill gets its own, which may be
+        gigabytes, when a chunk runs."""
+        context = self._new_context(profile)
+        with self._stream() as stream:
+            if not context.set_optimization_profile_async(self._index(profile), stream):
+                raise self._error(f"no profile for {profile}", "build it again")
+        if profile in RECORDED:
+            lend(context, self.scratch)
+        return context
+
+    def step(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
+        """Run a step over this many slots of full-length caches; return its outputs by name."""
+        profile = phase if phase in self.contexts else "prefill"
+        if self.record and profile in RECORDED:
+            return self._replay(profile, feeds, state, slots)
+        scratch = self.scratch
+        if profile not in RECORDED:
+            scratch = self._scratch(profile)
+            lend(self.contexts[profile], scratch)
+        made = self._outputs(feeds)
+        self._step(self.contexts[profile], feeds, state, slots, state.side, made)
+        return made
+
+    def _replay(self, profile: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
+        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
+        them, to the buffers that rings are in, and to a number of tokens. A context of its own,
+        which nothing else changes, is what TensorRT asks of a context that was recorded."""
+        assert self.record
+        key = profile, slots, state.side, feeds["positions"].shape[1]
+        if key not in state.captured:
+            context, made, side = self._context(profile), self._outputs(feeds), state.side
+
+            def step(given: Feeds) -> Feeds:
+                self._step(context, given, state, slots, side, made)
+                return made
+
+            state.captured[key] = Captured(step, feeds, self.record)
+        replayed: Feeds = state.captured[key].replay(feeds)
+        return replayed
+
+    def _outputs(self, feeds: Feeds) -> Feeds:
+        """Return where a step writes what it makes."""
+        batch, size = feeds["positions"].shape
+        asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
+        dims = {"B": batch, "S": size, "R": asked}
+        return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.caches}
+
+    def _step(
+        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int, made: Feeds
+    ) -> None:
+        """Bind everything and run."""
+        inputs, outputs = state.bindings(self.io, side)
+        given = {SLOTS: self.slots[:slots], **feeds, **inputs}
+        if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
+            given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
+        fix = "load it with cuda_graph=False to see where"
+        self._execute(context, given, outputs | made, fix)
+
+    def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
+        key = batch, size
+        if key in self.no_blocks:
+            return self.no_blocks[key]
+        made = torch.full(key, NO_BLOCK, device=self.device)
+        return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
+
+
+#: an engine and what it is fed, by the name of its network
+OpenEngine = Callable[[str], tuple[Any, Interface]]
+
+
+class TrtRuntime(TrtSteps):
+    """A loaded engine of the TensorRT backend. `open_engine` loads the engines of towers and of a
+    drafter's step, which is done when they are first asked for."""
 
     def __init__(
         self,
@@ -217,33 +323,13 @@ class TrtRuntime(Runner):
         limits: Limits,
         device: str,
         params: ParamSource,
-        open_tower: Callable[[str], TrtTower],
+        open_engine: OpenEngine,
         record: Record | None = recorded,
     ) -> None:
-        super().__init__(api, engine, log, io, device)
-        self.limits, self.source, self.open_tower = limits, params, open_tower
-        #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(record) if record else None
-        #: of decode steps; what is recorded points into it
-        self.scratch = self._scratch("decode")
-        self.slots = torch.arange(limits.max_seq, device=device)
-        #: of single tokens; it lives as long as what is recorded
-        self.no_blocks = self._no_blocks(limits.max_batch, 1)
-        (self.logits,) = io.outputs.keys() - io.caches.keys()
-        self.contexts = {phase: self._context(phase) for phase in io.profiles}
+        super().__init__(api, engine, log, io, device, limits, record)
+        self.source, self.open_engine, self.recorder = params, open_engine, record
         self.towers: dict[str, TrtTower] = {}
-
-    def _context(self, phase: str) -> Any:
-        """Return an execution context of the phase's profile. Those of decode share their scratch
-        memory, because no two run at the same time; that of prefill gets its own, which may be
-        gigabytes, when a chunk runs."""
-        context = self._new_context(phase)
-        with self._stream() as stream:
-            if not context.set_optimization_profile_async(PROFILES.index(phase), stream):
-                raise self._error(f"no profile for {phase}", "build it again")
-        if phase == "decode":
-            lend(context, self.scratch)
-        return context
+        self.drafter: TrtSteps | None = None
 
     def new_state(self, batch: int) -> TrtState:
         return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
@@ -258,81 +344,32 @@ class TrtRuntime(Runner):
         watch: Watch | None = None,
     ) -> Tensors | None:
         slots = step_slots(context, self.limits.max_seq)
-        if ROWS in self.io.inputs:
-            feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
         with self.turn:
-            if self.record and phase == "decode":
-                out = self._replay(feeds, state, slots)
-            else:
-                out = self._launched(phase, feeds, state, slots)
+            if phase == DRAFT:
+                return self._opened_drafter().step(phase, feeds, state, slots)
+            if ROWS in self.io.inputs:
+                feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
+            made = self.step(phase, feeds, state, slots)
             state.side = 1 - state.side
             if watch:
-                watch(self.logits, out)
-        return {"logits": out} if logits else None
+                for name, t in made.items():
+                    watch(name, t)
+        return made if logits else None
 
-    def _replay(self, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
-        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
-        them, and to the buffers that rings are in. A context of its own, which nothing else
-        changes, is what TensorRT asks of a context that was recorded."""
-        assert self.record
-        key = slots, state.side
-        if key not in state.captured:
-            context, out, side = self._context("decode"), self._logits(feeds), state.side
-            state.captured[key] = Captured(
-                lambda given: self._step(context, given, state, slots, side, out),
-                feeds,
-                self.record,
+    def _opened_drafter(self) -> TrtSteps:
+        """Return the engine of the drafter's step, which reads these caches and changes none."""
+        if self.drafter is None:
+            engine, io = self.open_engine(DRAFT)
+            self.drafter = TrtSteps(
+                self.api, engine, self.log, io, self.device, self.limits, self.recorder
             )
-        logits: torch.Tensor = state.captured[key].replay(feeds)
-        return logits
-
-    def _launched(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> torch.Tensor:
-        """Run a step that is not recorded."""
-        room = self._logits(feeds)
-        context, scratch = self.contexts["decode"], self.scratch
-        if phase != "decode":
-            profile = phase if phase in self.contexts else "prefill"
-            context, scratch = self.contexts[profile], self._scratch(profile)
-            lend(context, scratch)
-        return self._step(context, feeds, state, slots, state.side, room)
-
-    def _logits(self, feeds: Feeds) -> torch.Tensor:
-        """Return where a step writes its logits."""
-        batch, size = feeds["positions"].shape
-        asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
-        return self._output(self.logits, {"B": batch, "S": size, "R": asked})
-
-    def _step(
-        self,
-        context: Any,
-        feeds: Feeds,
-        state: TrtState,
-        slots: int,
-        side: int,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
-        """Bind everything and run; return the logits."""
-        inputs, outputs = state.bindings(self.io, side)
-        batch, size = feeds["positions"].shape
-        given = {**feeds, SLOTS: self.slots[:slots], **inputs}
-        if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
-            single = self.no_blocks[:batch]
-            given[BLOCK_IDS] = single if size == 1 else self._no_blocks(batch, size)
-        self._execute(
-            context,
-            given,
-            outputs | {self.logits: logits},
-            "load it with cuda_graph=False to see where",
-        )
-        return logits
-
-    def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
-        return torch.full((batch, size), NO_BLOCK, device=self.device)
+        return self.drafter
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:
             if tower not in self.towers:
-                self.towers[tower] = self.open_tower(tower)
+                engine, io = self.open_engine(tower)
+                self.towers[tower] = TrtTower(self.api, engine, self.log, io, self.device)
             return self.towers[tower].run(feeds)
 
     def token_loop(
@@ -354,6 +391,7 @@ class TrtRuntime(Runner):
     def close(self) -> None:
         self.contexts.clear()
         self.towers.clear()
+        self.drafter = None
         self.engine = None
         self.source.close()
 

@@ -507,11 +507,6 @@ def _activations(backend: Backend, given: str | None) -> str:
 def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: Spec | None) -> int:
     """Return how many tokens are drafted at a time; InputError for what the backend cannot do."""
     count = find_draft_tokens(given, limits.max_seq, drafter is not None)
-    if drafter and not backend.drafts:
-        raise InputError(
-            f"--drafter: backend {backend.name} has no drafter's step; take --backend torch, or "
-            f"leave the option out"
-        )
     if count and backend.verifies_in_chunks and count >= limits.prefill_chunk:
         raise InputError(
             f"--draft-tokens {count}: backend {backend.name} verifies {count + 1} tokens as it "

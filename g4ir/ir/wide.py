@@ -23,6 +23,8 @@ class WideProducts(TorchFunctionMode):
     ) -> Any:
         if func is _linear:
             return _product(*args, **(kwargs or {}))
+        if func is torch.matmul:  # with rows of a weight
+            args = [t.double() for t in args]
         return func(*args, **(kwargs or {}))
 
 

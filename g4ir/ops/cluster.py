@@ -64,7 +64,7 @@ class cluster_head:
 
         best = torch.nn.functional.linear(x, heads).topk(top_k, -1).indices
         picked = rows[best].flatten(-3, -2)
-        logits = (x.unsqueeze(-2) @ picked.transpose(-1, -2)).squeeze(-2)
+        logits = torch.matmul(x.unsqueeze(-2), picked.transpose(-1, -2)).squeeze(-2)
         return logits, order.view(len(rows), -1)[best].flatten(-2)
 
     @staticmethod

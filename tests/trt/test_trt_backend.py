@@ -164,7 +164,8 @@ def test_recorded_steps(trt: Build) -> None:
     s = engine.session(2)
     got = [s.prefill(t[:, :250])] + [s.decode(t[:, i]) for i in range(250, 260)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert set(s.state.captured) == {(256, 0), (256, 1), (384, 0), (384, 1)}
+    sizes = {key[1:] for key in s.state.captured}
+    assert sizes == {(256, 0, 1), (256, 1, 1), (384, 0, 1), (384, 1, 1)}
     assert len(made) == 4
 
 
@@ -660,6 +661,8 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
             variant,
             "--backend",
             "trt",
+            "--drafter",
+            "default",
             "--dry-run",
             "--json",
             "--out",
@@ -674,10 +677,12 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 1000
     assert plan["logits_error"]["f32"] < dry.BUDGETS["f32"]
     assert plan["conditionals"] == 0 and plan["shared_bytes"] <= SHARED_BYTES
-    assert plan["soft_error"]["f32"] < dry.BUDGETS["f32"]
+    for part in ("soft", "drafts"):
+        assert plan[f"{part}_error"]["f32"] < dry.BUDGETS["f32"]
+    assert plan["draft"].endswith(" layers") and "hidden" in plan["outputs"]
     assert "vision_280" in plan["towers"] and len(plan["towers"]) <= 2
     assert plan["inputs"]["positions"] == "i64[B,S]"
-    assert plan["outputs"]["logits"].startswith("bf16[B,1,")
+    assert plan["outputs"]["logits"].startswith("bf16[B,R,")
     assert "GiB of host memory" in plan["builder"]
     assert plan["peak_bytes"] < 4 << 30
 
