@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from g4ir.engine.build import Prepared, prepare
 from g4ir.ir.text import parse_graph as parse
 from g4ir.model.decoder import VERIFY
 from g4ir.model.text import build_graph
@@ -109,6 +110,34 @@ def test_plan_counts_the_slack_and_what_it_gains() -> None:
     assert [r["drafted"] for r in rounds] == [1, 2, 3, 4]
     assert all(r["speedup"] == sorted(r["speedup"]) for r in rounds)
     assert planned("tiny-moe", 4, ctx=2).tables[0][1][0].drafted == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
+def test_plan_counts_a_drafter(name: str, tmp_path: Path) -> None:
+    """As many bytes as an engine gets for it; a round costs its steps too."""
+    spec, sizes = load_spec(name), {"ctx": 64, "memory": 1 << 30}
+    options = replace(PLANNED, drafter="default", device="cpu")
+    plain = make_plan(spec, replace(options, drafter=None, draft_tokens=4), **sizes)
+    made = make_plan(spec, options, **sizes)
+    assert plain.drafts and made.drafts and made.drafts.drafter == f"{name}-assistant"
+    held = [
+        param_bytes(prepare(spec, replace(options, drafter=d, random_weights=0)))
+        for d in ("default", None)
+    ]
+    assert made.drafts.drafter_bytes == held[0] - held[1] > 0
+    more = made.fits[0].weight_bytes - plain.fits[0].weight_bytes
+    assert more == made.drafts.drafter_bytes
+    pairs = zip(made.drafts.tables[0][1], plain.drafts.tables[0][1], strict=True)
+    extra = [a.cost - b.cost for a, b in pairs]
+    assert extra == pytest.approx([extra[0] * k for k in (1, 2, 3, 4)]) and extra[0] > 0
+    words = ("plan", "--variant", name, "--drafter")
+    assert f"drafts by {name}-assistant: " in g4ir(*words, "default").out
+    assert "no directory with config.json" in refused(*words, str(tmp_path / "none"))
+
+
+def param_bytes(p: Prepared) -> int:
+    """The bytes of all packed params."""
+    return sum(v.type.nbytes() for v in p.packing.program.params().values())
 
 
 def test_plan_prints_what_drafting_gains() -> None:

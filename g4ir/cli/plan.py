@@ -48,6 +48,7 @@ def add_plan(verbs: Any) -> None:
             "quant",
             "kv_dtype",
             "prefill_chunk",
+            "drafter",
             "draft_tokens",
             "latent_kv",
             "ple_placement",

@@ -3,8 +3,8 @@
 A round drafts k tokens and verifies them with the one before in one step of k + 1 tokens. Where
 each is accepted with probability a, whatever came before it, 1 + a + .. + a^k tokens come of a
 round. So drafting is faster by that number over what the step costs, in steps of one token. Both
-costs are floors under a roof; without one they are bytes of weights and caches. The source of the
-drafts is taken to cost nothing, as prompt lookup nearly does.
+costs are floors under a roof; without one they are bytes of weights and caches. A drafter costs its
+step k times; prompt lookup is taken to cost nothing, as it nearly does.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ class Gain:
         }
 
 
-def gains(cost: Callable[[int], Cost], most: int, roof: Roof | None) -> tuple[Gain, ...]:
+def gains(
+    cost: Callable[[int], Cost], most: int, roof: Roof | None, draft: Cost | None = None
+) -> tuple[Gain, ...]:
     """Return the gains of up to `most` drafted tokens; `cost` is that of a step of so many tokens a
-    row."""
+    row, `draft` that of a drafter's step."""
 
-    def size(tokens: int) -> float:
-        found = cost(tokens)
+    def size(found: Cost) -> float:
         return floor(found, roof).seconds if roof else float(found.needed_bytes)
 
-    one = size(1)
+    one, each = size(cost(1)), size(draft) if draft else 0.0
     counts = sorted({*(k for k in DRAFTED if k < most), most})
-    return tuple(Gain(k, size(k + 1) / one) for k in counts)
+    return tuple(Gain(k, (size(cost(k + 1)) + k * each) / one) for k in counts)
 
 
 def gains_text(found: Sequence[Gain], indent: int = 2) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program, bind, split_prologue
 from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT, build_draft, layers_read
 from g4ir.model.media import Media, find_media
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
@@ -58,6 +59,8 @@ from .memory import Needs
 from .options import BuildOptions
 from .settings import (
     KV_NAMES,
+    NO_DRAFTER,
+    drafter_spec,
     find_draft_tokens,
     find_dtype,
     find_kv_dtype,
@@ -105,7 +108,8 @@ KEYS = {
     "decode_floor_s; max_context per batch and max_batch per context (0: nothing fits)",
     "drafts": "null, or: tokens drafted at a time at most, slack_bytes of a row's rings for them, "
     "context, weights, device (null: costs are bytes), acceptance; tables: per batch and number of "
-    "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance",
+    "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance; "
+    "drafter (null: drafts cost nothing) and drafter_bytes of its weights, on the device",
     "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
     "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
@@ -202,6 +206,8 @@ class Drafts:
     weights: str
     device: str | None
     tables: tuple[tuple[int, tuple[Gain, ...]], ...]
+    drafter: str | None = None
+    drafter_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -304,6 +310,7 @@ class Footprint:
     needs: Needs
     plain: Needs
     recipe: Recipe | None = None
+    drafter: Spec | None = None
     _rows: dict[tuple[int, int, int], Row] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -341,7 +348,13 @@ class Footprint:
     def resident(self, form: str) -> int:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
-        return w.device + self.towers + (w.host if self.device == "cpu" else 0)
+        beside = self.towers + self.drafter_bytes
+        return w.device + beside + (w.host if self.device == "cpu" else 0)
+
+    @cached_property
+    def drafter_bytes(self) -> int:
+        """Bytes of the packed weights of the drafter."""
+        return param_bytes(g for g in self.needs.graphs if g.name == DRAFT)
 
     @cached_property
     def towers(self) -> int:
@@ -463,9 +476,13 @@ def make_plan(
     skip, kinds = tuple(options.skip), options.media
     media = find_media(spec, kinds if isinstance(kinds, str) else tuple(kinds))
     recipe = find_recipe(options.quant)
-    drafted = find_draft_tokens(options.draft_tokens, spec.text.max_position_embeddings)
-    made, costs, judging = _footprint(
-        spec, dtype, device, placement, form, kv, options.all_logits, skip, media, recipe, drafted
+    given = options.drafter
+    drafter = None if given in NO_DRAFTER else drafter_spec(spec, given)
+    most = spec.text.max_position_embeddings
+    drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
+    every = options.all_logits
+    made, costs, drafting = _footprint(
+        *(spec, dtype, device, placement, form, kv, every, skip, media, recipe, drafted, drafter)
     )
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
@@ -492,7 +509,7 @@ def make_plan(
         tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
         media.kinds,
         media_plan(spec),
-        _drafts(made, drafted, rows, gpus, (costs, judging)) if drafted else None,
+        _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
     )
 
 
@@ -501,10 +518,10 @@ def _drafts(
     drafted: int,
     rows: Sequence[Row],
     gpus: Sequence[Gpu],
-    costs: tuple[StepCosts, StepCosts],
+    costs: Sequence[StepCosts],
 ) -> Drafts:
     """Say what drafting costs and gains, at the shortest context and on the first card whose speed
-    is known."""
+    is known. costs: of a step, of one that verifies and, where there is one, of the drafter's."""
     card = next((gpu for gpu in gpus if gpu.bytes_per_s is not None), None)
     roof = card.roof if card else None
     ctx = min(r.ctx for r in rows)
@@ -513,13 +530,18 @@ def _drafts(
         def cost(tokens: int) -> Cost:
             return costs[tokens > 1].at(ctx, batch, made.form, made.dtype, tokens)
 
-        return gains(cost, min(drafted, ctx - 1) or 1, roof)
+        draft = [c.at(ctx, batch, made.form, made.dtype) for c in costs[2:]]
+        return gains(cost, min(drafted, ctx - 1) or 1, roof, *draft)
 
     tables = tuple((b, table(b)) for b in sorted({r.batch for r in rows}))
     state = made.needs.graphs[0].state
     rings = [v.type for v in state if isinstance(v.type.shape[0], int)]
     slack = sum(t.bind({"B": 1}).nbytes() // int(t.shape[0]) * drafted for t in rings)
-    return Drafts(drafted, slack, ctx, made.form, card.name if card else None, tables)
+    drafter = made.drafter.name if made.drafter else None
+    return Drafts(
+        *(drafted, slack, ctx, made.form, card.name if card else None, tables),
+        *(drafter, made.drafter_bytes),
+    )
 
 
 def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
@@ -576,29 +598,37 @@ def _footprint(
     media: Media,
     recipe: Recipe | None,
     drafted: int,
-) -> tuple[Footprint, StepCosts, StepCosts]:
+    drafter: Spec | None,
+) -> tuple[Footprint, StepCosts, tuple[StepCosts, ...]]:
     """Measure prefill: it has each param and cache of decode, and needs more of everything else but
     for the logits of a step that verifies. Return what steps of one token cost too, and of several
-    that are verified."""
-    options = pass_options(form, kv, drafted=drafted)
-    plain = build_graph(spec, "prefill", all_logits, dtype)
-    built = run_passes(plain, skip=skip, options=options)
+    that are verified, and of a drafter."""
+    options = pass_options(form, kv, drafted=drafted, keep=layers_read(spec, drafter))
+    plain = {"prefill": build_graph(spec, "prefill", all_logits, dtype)}
+    if drafted:
+        plain[VERIFY] = bind(build_graph(spec, VERIFY, all_logits, dtype), M=drafted + 1)
+    if drafter:
+        plain[DRAFT] = build_draft(spec, drafter, dtype)
+    plain |= build_towers(spec, media, dtype)
     # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
-    planned = run_passes(plain, skip=others) if (form, kv) != (PLAIN, OFF) else built
 
-    def step(phase: str, held: Recipe | None) -> Graph:
+    def needs(skip: Iterable[str]) -> Needs:
+        made = (run_passes(g, skip=skip, options=options) for g in plain.values())
+        return Needs(tuple(split_prologue(g)[1] for g in made))
+
+    def step(phase: str) -> Graph:
         plain = Program({phase: build_graph(spec, phase, all_logits, dtype)})
-        graph = quantised(plain, spec, held, dtype).graphs[phase]
+        graph = quantised(plain, spec, recipe, dtype).graphs[phase]
         return split_prologue(run_passes(graph, skip=skip, options=options))[1]
 
-    more = [run_passes(g, skip=skip) for g in build_towers(spec, media, dtype).values()]
-    if drafted:
-        more.append(bind(step(VERIFY, None), M=drafted + 1))
-    needs = [Needs(tuple(split_prologue(x)[1] for x in (g, *more))) for g in (built, planned)]
-    made = Footprint(spec, dtype, device, placement, needs[0], needs[1], recipe)
-    costs = [StepCosts(partial(step, phase, recipe), bool(recipe)) for phase in ("decode", VERIFY)]
-    return made, costs[0], costs[1]
+    built = needs(skip)
+    planned = needs(others) if (form, kv) != (PLAIN, OFF) else built
+    made = Footprint(spec, dtype, device, placement, built, planned, recipe, drafter)
+    costs = [StepCosts(partial(step, phase), bool(recipe)) for phase in ("decode", VERIFY)]
+    # A recipe is about the model's weights: those of the drafter are in the dtype.
+    costs += [StepCosts(partial(bind, g), True) for g in built.graphs if g.name == DRAFT]
+    return made, costs[0], tuple(costs[1:])
 
 
 def _rates(made: Footprint) -> CacheRates:

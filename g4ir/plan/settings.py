@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from g4ir.errors import InputError
+from g4ir.model.draft import check_pair, shipped_drafter
 from g4ir.ops.quant import ACTIVATIONS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
 from g4ir.passes.match import OFF
-from g4ir.spec.record import Spec
+from g4ir.spec.record import SUFFIXES, Spec, load_spec
+from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
 
 from .formats import DTYPES
@@ -23,6 +26,8 @@ KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 MOST_DRAFTED = 32
 #: what a drafter drafts unless told: further ones are seldom right
 DRAFTED = 4
+#: words for the drafter that belongs to the variant, and for none
+DEFAULT, NO_DRAFTER = "default", (None, "none")
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
@@ -72,6 +77,27 @@ def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) ->
     if not 0 <= given <= most:
         raise InputError(f"draft-tokens {given}: expected 0 (no drafting) to {most}")
     return given
+
+
+def drafter_spec(model: Spec, given: str | Path | None) -> Spec:
+    """Return the spec of a drafter: of `default`, of FILE.yaml or of a checkpoint's directory.
+    InputError or SpecError where there is none such, or it drafts for another model."""
+    found = shipped_drafter(model) if given == DEFAULT else _given_drafter(Path(str(given)))
+    check_pair(model, found)
+    return found
+
+
+def _given_drafter(path: Path) -> Spec:
+    if path.suffix in SUFFIXES:
+        return load_spec(path)
+    if path.suffix == GGUF:
+        raise InputError(f"--drafter {path}: drafters are read from safetensors alone")
+    if not (path / CONFIG).is_file():
+        raise InputError(
+            f"--drafter {path}: no directory with {CONFIG}; give a drafter's checkpoint, its spec "
+            f"FILE.yaml, or `default`"
+        )
+    return Spec.from_hf(path / CONFIG)
 
 
 def pass_options(

@@ -39,11 +39,13 @@ def _drafts(plan: Plan) -> list[str]:
     d = plan.drafts
     if d is None:
         return []
+    weights = size_text(d.drafter_bytes)
+    of = f"drafts by {d.drafter}: {weights} of weights, a step for each token\n"
     by = f"at the rates of {d.device}" if d.device else "by bytes of weights and caches"
     head = (
         f"drafting {d.tokens} tokens at most: {size_text(d.slack_bytes)} of slack in a row's rings "
-        f"are counted in above\nspeed-up by share of drafts that are right, each by itself; "
-        f"{count_text(d.context)} tokens,\nweights {d.weights}, {by}\n"
+        f"are counted in above\n{of if d.drafter else ''}speed-up by share of drafts that are "
+        f"right, each by itself; {count_text(d.context)} tokens,\nweights {d.weights}, {by}\n"
     )
     tables = (f"  {_rows(batch)}\n{gains_text(found, indent=4)}" for batch, found in d.tables)
     return [head + "".join(tables)]
