@@ -123,6 +123,7 @@ def test_specs_list() -> None:
     rows = json.loads(ok("specs", "list", "--json"))
     assert rows == json.loads(ok("specs", "--json", "list"))
     assert {r["name"]: r["layers"] for r in rows}["e2b"] == 35
+    assert {r["name"]: r["drafter"] for r in rows}["e2b"] == "e2b-assistant"
 
 
 def test_specs_show_reads_back(tmp_path: Path) -> None:

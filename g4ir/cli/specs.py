@@ -10,9 +10,11 @@ from typing import Any
 
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
+    DRAFTER,
     SUFFIXES,
     Spec,
     diff_specs,
+    drafter_names,
     json_schema,
     load_spec,
     spec_names,
@@ -47,7 +49,7 @@ def _specs_list(args: argparse.Namespace) -> int:
     if args.json:
         emit(rows)
         return 0
-    keys = [k for k in rows[0] if k != "file"]
+    keys = [k for k in rows[0] if k not in ("drafter", "file")]
     table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
     print(aligned(table, indent=0, left=len(keys)), end="")
     return 0
@@ -66,6 +68,7 @@ def _spec_row(name: str) -> dict[str, Any]:
         "active": n.active,
         "total": n.loaded,
         "dtype": spec.dtype,
+        "drafter": own if (own := f"{name}{DRAFTER}") in drafter_names() else None,
         "hub": spec.hub,
         "file": str(specs_dir() / f"{name}.yaml"),
     }
