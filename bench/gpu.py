@@ -56,6 +56,7 @@ from g4ir.backends.torch_compile.kernel_cases import (
 )
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
 from g4ir.backends.torch_compile.segment import canonical
+from g4ir.backends.torch_compile.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.backends.torch_compile.tunings import TABLE
 from g4ir.bench.breakdown import kernels_per_step
@@ -76,6 +77,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
+from g4ir.ui.files import write_file
 from g4ir.weights.pack import split_program
 
 VARIANTS = "e2b,e4b,26b-a4b,31b"
@@ -192,6 +194,17 @@ def preflight(args: argparse.Namespace) -> None:
     report.body["cells"] = {}  # of this machine, now
     for name, measure in (("gap", gap_cell), ("rates", rates_cell)):
         report.cell(name, measure)
+    write_constants(report.body["cells"], find_target("cuda", 1).gpu, report.path.parent)
+
+
+def write_constants(cells: dict[str, Any], gpu: str, folder: Path) -> None:
+    """Write what `g4ir show --timeline --constants FILE` predicts from, with the gap and the rate
+    of this GPU; nothing where either was not measured, or the GPU has no constants."""
+    gap, rates = cells.get("gap", {}), cells.get("rates", {})
+    if "us_best" in gap and "read" in rates and gpu in read_constants().gpus:
+        rate = max(rates["read"], rates["copy"]) / 1e6
+        text = measured_text(gpu, rate, (gap["us_best"], gap["us_p50"]))
+        write_file(folder / f"step_model-{gpu}.yaml", [text.encode()])
 
 
 def gap_cell() -> dict[str, Any]:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: room -> the most lines that it may have. Whoever needs more says so here, in the same commit
 MOST = {
     "g4ir/errors.py": 75,
-    "g4ir/ui": 785,
+    "g4ir/ui": 812,
     "g4ir/ops": 3850,
     "g4ir/ir": 1265,
     "passes": 1720,
@@ -19,7 +19,7 @@ MOST = {
     "g4ir/weights": 3200,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3020,
-    "backends": 15850,
+    "backends": 16110,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2860,
     "backends/trt/experimental": 1280,
@@ -29,11 +29,11 @@ MOST = {
     "g4ir/check": 3230,
     "g4ir/bench": 2560,
     "g4ir/serve": 2720,
-    "g4ir/cli": 3230,
+    "g4ir/cli": 3340,
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,
-    "tests": 44700,
+    "tests": 44800,
     "tools": 320,
 }
 

@@ -40,8 +40,13 @@ COST_OPTIONS = (
     "weights",
     "nodes",
 )
-#: and those that `--kernels` has too
-KERNEL_OPTIONS = ("batch", "chunk", "context", "gpu")
+#: and those that other views have too
+OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "kernels": ("batch", "chunk", "context", "gpu"),
+    "timeline": ("batch", "context", "gpu"),
+}
+#: options that only `--timeline` has
+TIMELINE_OPTIONS = ("plot", "constants")
 #: options that an engine has already
 OF_ENGINE = (
     "variant",
@@ -104,6 +109,18 @@ def add_show(verbs: Any) -> None:
         "most rows), and its settings; bytes to move at --context, --chunk",
     )
     p.add_argument(
+        "--timeline",
+        action="store_true",
+        help="how long a decode step is expected to take on a GPU (--gpu, --batch, --context),\n"
+        "kernel by kernel, and its share of the roof; nothing is measured",
+    )
+    p.add_argument("--plot", metavar="FILE", help="with --timeline: a picture of it, PNG or SVG")
+    p.add_argument(
+        "--constants",
+        metavar="FILE",
+        help="with --timeline: what it is predicted from (default: the shipped step_model.yaml)",
+    )
+    p.add_argument(
         "--provenance",
         action="store_true",
         help="who built an engine, of what; whether its code is run",
@@ -146,10 +163,14 @@ def _add_cost(p: Parser) -> None:
 def _check_cost(args: argparse.Namespace) -> None:
     """Raise InputError where an option means nothing here."""
     given = [name for name in COST_OPTIONS if getattr(args, name) is not None]
-    useless = [n for n in given if not (args.cost or (args.kernels and n in KERNEL_OPTIONS))]
+    views = [v for v in ("cost", "kernels", "timeline", "why") if getattr(args, v)]
+    known = {name for v in views for name in OTHER_OPTIONS.get(v, ())}
+    useless = [n for n in given if not (args.cost or n in known)]
     if useless:
         raise InputError(f"--{useless[0].replace('_', '-')} needs --cost")
-    views = [v for v in ("cost", "kernels", "why") if getattr(args, v)]
+    for name in TIMELINE_OPTIONS:
+        if getattr(args, name) is not None and not args.timeline:
+            raise InputError(f"--{name} needs --timeline")
     if len(views) > 1:
         raise InputError(f"give --{views[0]} or --{views[1]}, not both")
     for name in MEANINGLESS[args.phase]:
@@ -178,6 +199,10 @@ def _show(args: argparse.Namespace) -> int:
         from .show_cost import show_cost
 
         return show_cost(args, graph, spec_of(args), _single_steps(args))
+    if args.timeline:
+        from .show_timeline import show_timeline
+
+        return show_timeline(args, graph, spec_of(args))
     if args.kernels:
         from .show_kernels import show_kernels
 

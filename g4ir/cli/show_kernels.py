@@ -17,7 +17,9 @@ from .show_cost import step_of
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.kernel_table import Row
+    from g4ir.backends.torch_compile.kernels.base import Schedule
     from g4ir.ir.graph import Graph
+    from g4ir.plan.cost import Step
     from g4ir.spec.record import Spec
 
 #: the GPU whose settings are shown where none is named
@@ -28,16 +30,9 @@ def show_kernels(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     """Print the kernels of a graph for a GPU and a largest batch, and the bytes of weights and
     caches that a step moves: of codes and scales where a weight is held so."""
     from g4ir.backends.torch_compile.kernel_table import kernel_rows
-    from g4ir.backends.torch_compile.schedule import schedule
-    from g4ir.backends.torch_compile.target import Target
-    from g4ir.ir.graph import split_prologue
 
-    rows = parse_count(args.batch, "--batch") if args.batch else 1
-    target = Target("cuda", _gpu(args.gpu or GPU), rows)
-    step = step_of(args, spec)
-    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
-    moved = {c.node: c.cost.needed_bytes for c in costs}
-    found = kernel_rows(schedule(split_prologue(graph)[1], target), moved)
+    s, step, moved = scheduled(args, graph, spec)
+    target, rows, found = s.target, s.target.rows, kernel_rows(s, moved)
     starts, nbytes = sum(r.starts for r in found), sum(moved.values())
     if args.json:
         emit(
@@ -57,6 +52,22 @@ def show_kernels(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     head = ("op", "nodes", "kernel", "shape", "bytes", "settings", "")
     print(aligned([head, *map(_line, found)]), end="")
     return 0
+
+
+def scheduled(
+    args: argparse.Namespace, graph: Graph, spec: Spec
+) -> tuple[Schedule, Step, dict[str, int]]:
+    """Return the kernels of a graph, the step that the options describe, and the bytes of weights
+    and caches that it moves by a node's first result."""
+    from g4ir.backends.torch_compile.schedule import schedule
+    from g4ir.backends.torch_compile.target import Target
+    from g4ir.ir.graph import split_prologue
+
+    rows = parse_count(args.batch, "--batch") if args.batch else 1
+    target, step = Target("cuda", _gpu(args.gpu or GPU), rows), step_of(args, spec)
+    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
+    moved = {c.node: c.cost.needed_bytes for c in costs}
+    return schedule(split_prologue(graph)[1], target), step, moved
 
 
 def _gpu(name: str) -> str:

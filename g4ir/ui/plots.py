@@ -161,3 +161,28 @@ def _parts(axes: Any, runs: Sequence[tuple[str, Any]]) -> None:
     axes.set_xlim(-0.6, len(runs) + 0.2)  # room for the legend
     axes.set_title("decode step taken apart, ms")
     axes.legend(fontsize="x-small", loc="upper right")
+
+
+def plot_launches(
+    path: str | Path, launches: Sequence[tuple[str, float]], roof: float, title: str
+) -> None:
+    """Plot a step as bars of microseconds on one line, a colour a kind of kernel, those that take
+    longest first in the legend; a line where the roof is."""
+    times: dict[str, float] = {}
+    for kind, us in launches:
+        times[kind] = times.get(kind, 0.0) + us
+    kinds = sorted(times, key=lambda kind: -times[kind])
+    with figure(path, 11, 3.2) as axes:
+        begun: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        now = 0.0
+        for kind, us in launches:
+            begun[kind].append((now, us))
+            now += us
+        for i, kind in enumerate(kinds):
+            label = f"{kind}: {times[kind]:.0f} us"
+            axes.broken_barh(
+                begun[kind], (0, 1), color=f"C{i % 10}", alpha=1 - i // 10 / 2, label=label
+            )
+        axes.axvline(roof, color="black", linestyle="--", label=f"roof: {roof:.0f} us")
+        axes.set(title=title, xlabel="microseconds, predicted", yticks=[], xlim=(0, now))
+        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))

@@ -1,0 +1,263 @@
+"""How long a recorded decode step is expected to take on a GPU that is not at hand.
+
+A step is a chain of kernels of which each needs the one before. So each costs its bytes, and what
+no bytes hide: the gap until it begins, the way of its first load, its last sum. Everything that is
+not counted from the schedule is in step_model.yaml, as an optimistic and a pessimistic number, and
+so is the prediction. It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from math import isqrt
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Node
+from g4ir.ops.base import nothing
+from g4ir.spec.reader import Count, Length, build, read_tree
+
+from .kernel_table import OTHER
+from .kernels.base import SHARE_KEYS, SHARES, Choice, Schedule
+
+TABLE = Path(__file__).with_suffix(".yaml")
+#: what is counted as one row of the table beside kernels of ours
+AROUND, LIBRARY = "around the graph", "library"
+#: partial results above this many are added in groups
+FAN = 32
+
+#: an optimistic and a pessimistic number
+Pair = tuple[float, float]
+InFile = Annotated[tuple[float, float], Length(2, 2)]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: bytes a microsecond of a copy, multiprocessors, and their cycles a microsecond."""
+
+    copy: float
+    processors: Count
+    cycles: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel's part of its node's bytes, microseconds beside them, and its share of the rate."""
+
+    part: float = 1.0
+    extra: float = 0.0
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Cycles of a block of keys, bytes a microsecond of a multiprocessor, and microseconds of a
+    partial result and of adding them up."""
+
+    chain: float
+    softmax: float
+    rate: float
+    partial: float
+    merge: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of the copy rate that the library reaches where it reads so many bytes."""
+
+    nbytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The file."""
+
+    gpus: dict[str, Card]
+    gap: InFile
+    first_load: InFile
+    last_sum: InFile
+    stream: InFile
+    block_rate: InFile
+    around: Count
+    pointwise: InFile
+    library: dict[str, Count]
+    library_time: InFile
+    library_rate: tuple[Reached, ...]
+    attention: Attending
+    kernels: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of a step: microseconds from the end of the one before to its own."""
+
+    kernel: str
+    node: str
+    nbytes: int
+    us: Pair
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's kernels in order, and bytes a microsecond of the roof that it is held to."""
+
+    launches: tuple[Launch, ...]
+    nbytes: int
+    rate: float
+    gpu: str
+
+    @property
+    def us(self) -> Pair:
+        """Microseconds of the step."""
+        return (sum(x.us[0] for x in self.launches), sum(x.us[1] for x in self.launches))
+
+    @property
+    def roof_us(self) -> float:
+        """Microseconds of reading weights and caches once at the rate of a copy."""
+        return self.nbytes / self.rate
+
+    @property
+    def share(self) -> Pair:
+        """Share of the roof that is reached, the pessimistic number first."""
+        fast, slow = self.us
+        return self.roof_us / slow, self.roof_us / fast
+
+
+def measured_text(gpu: str, copy: float, kernel: Pair, path: Path = TABLE) -> str:
+    """Return the constants of a file with what was measured on a GPU in their place: bytes a
+    microsecond of a copy, and the best and typical microseconds of a kernel of nearly no work in a
+    chain of dependent ones."""
+    read_constants(path)
+    values = yaml.safe_load(path.read_text())
+    values["gpus"][gpu]["copy"] = round(copy)
+    values["gap"] = [
+        round(max(0.0, t - own), 3) for t, own in zip(kernel, values["pointwise"], strict=True)
+    ]
+    head = f"# Copy rate and gap as measured on {gpu}; the rest as in {path.name} of g4ir.\n"
+    return head + yaml.safe_dump(values, sort_keys=False)
+
+
+@cache
+def read_constants(path: Path = TABLE) -> Constants:
+    """Return the constants of a file; SpecError with the line of what is wrong."""
+    made: Constants = build(Constants, read_tree(path))
+    return made
+
+
+def predict(s: Schedule, moved: Mapping[str, int], context: int, path: Path = TABLE) -> Prediction:
+    """Return the predicted step by the constants of a file; `moved`: bytes of weights and caches by
+    a node's first result. InputError for a GPU without constants."""
+    c = read_constants(path)
+    if s.target.gpu not in c.gpus:
+        known = ", ".join(c.gpus)
+        raise InputError(f"{path}: nothing on {s.target.gpu or 'this device'}, only on {known}")
+    card = c.gpus[s.target.gpu]
+    model = _Model(c, card, s, moved, context)
+    return Prediction(tuple(model.launches()), sum(moved.values()), card.copy, s.target.gpu)
+
+
+@dataclass(frozen=True)
+class _Model:
+    c: Constants
+    card: Card
+    s: Schedule
+    moved: Mapping[str, int]
+    context: int
+
+    def launches(self) -> Iterator[Launch]:
+        around = self._times(self.c.pointwise)
+        for _ in range(self.c.around):
+            yield Launch(AROUND, "", 0, around)
+        nodes = (n for n in self.s.graph.nodes if self._runs(n))
+        for other, found in groupby(nodes, self._is_pointwise):
+            if other:  # the compiler makes one kernel of neighbours
+                names = [n.outputs[0].name for n in found]
+                nbytes = sum(self.moved.get(name, 0) for name in names)
+                yield Launch(OTHER, names[0], nbytes, self._times(self.c.pointwise, nbytes))
+            else:
+                for n in found:
+                    yield from self._node(n)
+
+    def _runs(self, n: Node) -> bool:
+        """Whether a node is work of its own: no view, and no codes that a kernel takes."""
+        return bool(self.s.find(n)) or n.definition.traffic is not nothing
+
+    def _is_pointwise(self, n: Node) -> bool:
+        return not self.s.find(n) and n.op not in self.c.library
+
+    def _node(self, n: Node) -> Iterator[Launch]:
+        name, choice = n.outputs[0].name, self.s.find(n)
+        nbytes = self.moved.get(name, 0)
+        if choice is None:
+            yield from self._library(n.op, name, nbytes)
+            return
+        for kernel, starts in choice.kernel.starts.items():
+            part = self.c.kernels.get(kernel, Part())
+            size = int(nbytes * part.part)
+            for i in range(starts):
+                own = size if i == 0 else 0
+                yield Launch(kernel, name, own, self._kernel(choice, kernel, part, own))
+
+    def _library(self, op: str, name: str, nbytes: int) -> Iterator[Launch]:
+        share = max(r.share for r in self.c.library_rate if nbytes >= r.nbytes)
+        for i in range(self.c.library[op]):
+            own = 0 if i else nbytes
+            yield Launch(LIBRARY, name, own, self._times(self.c.library_time, own, share))
+
+    def _kernel(self, choice: Choice, kernel: str, part: Part, nbytes: int) -> Pair:
+        """Return the times of a kernel of ours."""
+        use, shape = choice.uses[kernel], choice.shape
+        if "splits" in use:
+            return self._attention(shape, use, nbytes)
+        rate = self.card.copy * part.share
+        if "n" in shape and "block_n" in use:
+            blocks = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
+        own = (part.extra, part.extra)
+        return self._sum(self.c.first_load, self.c.last_sum, self._times(own, nbytes, rate=rate))
+
+    def _attention(self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int) -> Pair:
+        """Return the times of attention over a cache: blocks of keys one after the other, by cycles
+        or by bytes, and the sum of what the shares have made."""
+        a, block = self.c.attention, use["block_n"]
+        keys = min(self.context, shape["window"] or self.context)
+        splits = use["splits"]
+        if splits > SHARES and keys < splits * SHARE_KEYS:
+            splits = SHARES
+        each = max(-(-keys // splits), block)
+        shares = -(-keys // each)
+        programs = shares * shape["programs"]
+        live, rounds = min(programs, self.card.processors), -(-programs // self.card.processors)
+        size = nbytes / max(1, keys * shape["programs"]) * block
+        cycles = (shape["d"] / 16 * a.chain + a.softmax) / self.card.cycles
+
+        def body(i: int) -> float:
+            read = max(size * live / (self.card.copy * self.c.stream[i]), size / a.rate)
+            return rounds * -(-each // block) * max(cycles, read)
+
+        merged = 0.0
+        if shares > 1:
+            fan = shares if shares <= FAN else isqrt(shares - 1) + 1
+            merged = a.merge + fan * a.partial
+            merged += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
+        own = (body(0) + merged, body(1) + merged)
+        return self._sum(self.c.first_load, self.c.last_sum, self.c.gap, own)
+
+    def _times(
+        self, own: Pair, nbytes: int = 0, share: float = 1.0, rate: float | None = None
+    ) -> Pair:
+        """Return gap, own time and the way of the bytes."""
+        speed = self.card.copy * share if rate is None else rate
+        fast, slow = (nbytes / (speed * x) for x in self.c.stream)
+        return self._sum(self.c.gap, own, (fast, slow))
+
+    @staticmethod
+    def _sum(*pairs: Pair) -> Pair:
+        return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
