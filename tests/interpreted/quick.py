@@ -1,10 +1,10 @@
-"""Triton's interpreter in a third of its time: without what it works out again and again, or for
+"""Triton's interpreter in a quarter of its time: without what it works out again and again, or for
 nothing.
 
 Of shapes and types it makes new objects at each step of a program; here equal ones share their
-parts, which nobody changes. Operands of one shape are compared in one step. It computes sums of integers a second time to see whether they
-overflow, and drops what it sees. And tl.topk exchanges by sums of XOR, which it adds one element at
-a time.
+parts, which nobody changes, and operands of one shape are seen to be so in one step. It computes
+sums of integers a second time to see whether they overflow, and drops what it sees. And tl.topk
+exchanges by sums of XOR, which it adds one element at a time.
 """
 
 from __future__ import annotations
