@@ -19,6 +19,7 @@ from g4ir.engine.drafting import Draft, find_draft
 from g4ir.engine.engine import Engine
 from tests import cli_tools
 from tests.cli_tools import refused
+from tests.small_bench import small_bench
 
 SMALL = Workload(60, 24, batch=2, context=4)
 FLAGS = ("--input-len", "60", "--output-len", "24", "--rounds", "2", "--warmup", "0")
@@ -35,6 +36,14 @@ def made(folder: Path, draft_tokens: int) -> Engine:
         draft_tokens=draft_tokens,
         **limits,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Nothing here looks at speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_bench(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

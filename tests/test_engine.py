@@ -37,7 +37,7 @@ from g4ir.weights.pack import MadeParams, RowTable, StoredParams
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header
 from g4ir.weights.write import write_checkpoint
-from tests.engines import agrees, random_checkpoint, some_tokens
+from tests.engines import CHUNK, MAX_SEQ, agrees, limits_of, random_checkpoint, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
 SIDE = {
@@ -214,8 +214,9 @@ def test_linked_weights(engines: Any, tmp_path: Path, backend: str) -> None:
         checkpoint=source,
         backend=backend,
         link_weights=True,
-        max_seq=128,
-        prefill_chunk=24,
+        max_seq=MAX_SEQ,
+        prefill_chunk=CHUNK,
+        **limits_of(backend, "tiny-moe"),  # so its programs are those of `engines`
     )
     assert not any(n.endswith(".safetensors") for n in names(engine.path))
     assert engine.manifest["weights"]["directory"] == str(source.resolve())

@@ -6,7 +6,8 @@ import ctypes
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -185,7 +186,14 @@ def test_special_values() -> None:
     assert float(pyops.linear(exact, ones)) == 1.0
 
 
-def _library(path: Path, *flags: str) -> ctypes.CDLL:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`library(*flags)`: the kernels, compiled once with each set of flags."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", *flags))
+
+
+def _library(path: Path, *flags: str) -> Path:
     source = Path(compiler.__file__).parent / "kernels.c"
     subprocess.run(
         [
@@ -207,19 +215,19 @@ def _library(path: Path, *flags: str) -> ctypes.CDLL:
         ],
         check=True,
     )
-    return ctypes.CDLL(str(path))
+    return path
 
 
 BF16, F32, F16 = (pyops.DTYPES[d] for d in (torch.bfloat16, torch.float32, torch.float16))
 
 
-def test_without_bf16_instructions(tmp_path: Path) -> None:
+def test_without_bf16_instructions(library: Callable[..., Path]) -> None:
     """The plain C path is the one that other CPUs run; it makes rows of bf16 wide."""
-    library = _library(tmp_path / "plain.so")
+    plain = ctypes.CDLL(str(library()))
     takes = [(dtype, rows) for dtype in (BF16, F32, F16) for rows in range(30)]
     wanted = {*((BF16, rows) for rows in range(1, 25)), *((F32, rows) for rows in range(1, 5))}
-    assert {t for t in takes if library.g4ir_takes(*map(ctypes.c_int64, t))} == wanted
-    kernel = library.g4ir_linear
+    assert {t for t in takes if plain.g4ir_takes(*map(ctypes.c_int64, t))} == wanted
+    kernel = plain.g4ir_linear
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernel.argtypes = [pointer] * 3 + [number] + [size] * 3 + [number]
     for rows in (1, 2, 3, 4, 7, 24):
@@ -230,20 +238,19 @@ def test_without_bf16_instructions(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these instructions are x86's")
-def test_with_bf16_instructions(tmp_path: Path) -> None:
+def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
     """Built for them everywhere, run where the CPU has them (test_linear)."""
-    library = _library(tmp_path / "native.so", "-mavx512f", "-mavx512bf16")
-    assert library.g4ir_takes(BF16, ctypes.c_int64(8))
-    assert not library.g4ir_takes(BF16, ctypes.c_int64(9))
+    native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16")))
+    assert native.g4ir_takes(BF16, ctypes.c_int64(8))
+    assert not native.g4ir_takes(BF16, ctypes.c_int64(9))
 
 
 @pytest.fixture(scope="module", params=[(), ("avx512f", "avx512bw")], ids=["plain C", "AVX-512"])
-def other_cpu(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[None]:
+def other_cpu(request: pytest.FixtureRequest, library: Callable[..., Path]) -> Iterator[None]:
     """Kernels as CPUs without integer products run them."""
     if not {*request.param} <= {*cpu_flags()}:
         pytest.skip(f"this CPU has no {request.param[0]}")
-    path = tmp_path_factory.mktemp("kernels") / "other.so"
-    _library(path, *(f"-m{flag}" for flag in request.param))
+    path = library(*(f"-m{flag}" for flag in request.param))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyops, "_kernels", {})
         pyops.load_kernels(path)
@@ -378,9 +385,8 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exported = torch.export.export(
             Products(), (x, w, codes), dynamic_shapes=sizes, strict=False
         )
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs=compiler._inductor(Target("cpu"))
-        )
+    monkeypatch.setattr(compiler, "exported", lambda *_: exported)
+    compiler.compile_program("products", Target("cpu"), path)
     with ZipFile(path) as archive:
         (library_file,) = (n for n in archive.namelist() if n.endswith(".so"))
         assert b".debug_line" not in archive.read(library_file), "tables for a profiler"

@@ -159,6 +159,15 @@ def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return torch.cat(errors).view(want.shape[:-1])
 
 
+def _are_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Return whether they are equal, as most values of right stages are: seen in a tenth of the
+    time that their errors take."""
+    import torch
+
+    alike = got.dtype == want.dtype and got.device == want.device
+    return alike and torch.equal(got, want)
+
+
 def _block_errors(got: torch.Tensor, want: torch.Tensor, floor: float) -> torch.Tensor:
     got, want = got.cpu().double(), want.cpu().double()
     rms = want.pow(2).mean(-1, keepdim=True).sqrt()
@@ -210,6 +219,9 @@ class Comparison:
         what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
         require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)
+        if _are_equal(got, want):
+            self.decide(made, 0.0, budget)
+            return
         errors = local_errors(got, want)
         if budget and not bool((errors <= budget).all()):
             excused = _rows_like(close(), errors)
