@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from g4ir.errors import G4Error, InputError, PassError
 from g4ir.ir.graph import Graph, Program, verify
-from g4ir.ops import OPS
 
 from .match import Note
 
@@ -31,10 +30,6 @@ Dump = Callable[[str, Graph], None]
 
 #: pass -> its own keyword arguments
 Options = Mapping[str, Mapping[str, Any]]
-#: graphs of which it is remembered what was made
-REMEMBERED = 32
-#: a graph's text, passes, their functions and options, the ops -> each pass and the graph after it
-_MADE: dict[tuple[Any, ...], list[tuple[str, Graph]]] = {}
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
@@ -92,45 +87,23 @@ def run_passes(
 
     `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each
     did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}.
-    Raises PassError with the passes that ran before. What was made of a graph is remembered: a
-    build makes the same of it as the loading that follows.
+    Raises PassError with the passes that ran before.
     """
     skip = set(skip)
     options = options or {}
     for name in (*skip, *options, *([until] if until else [])):
         find_pass(name)
-    wanted = PASSES[: PASSES.index(until) + 1] if until else PASSES
-    names = [name for name in wanted if name not in skip]
-    ways = [(find_pass(n), _BY_NAME[n].left, repr(options.get(n))) for n in names]
-    key = (str(g), *names, *ways, *map(id, OPS.values()))
-    made: list[tuple[str, Graph]] = []
-    out = g
-    for name, out in (not note and _MADE.get(key)) or _steps(g, names, note, options):
-        made.append((name, out))
-        if dump:
-            dump(name, out)
-    _remember(key, made)
-    return out
-
-
-def _remember(key: tuple[Any, ...], made: list[tuple[str, Graph]]) -> None:
-    """Keep what was made last, and let go of what was made first."""
-    _MADE[key] = made
-    while len(_MADE) > REMEMBERED:
-        _MADE.pop(next(iter(_MADE)), None)
-
-
-def _steps(
-    g: Graph,
-    names: Sequence[str],
-    note: Callable[[str, str, str], None] | None,
-    options: Options,
-) -> Iterator[tuple[str, Graph]]:
-    """Yield each pass and the graph after it."""
     verify(g)
-    for i, name in enumerate(names):
-        g = _run_one(g, name, names[:i], note, options.get(name, {}))
-        yield name, g
+    done: list[str] = []
+    for name in PASSES:
+        if name not in skip:
+            g = _run_one(g, name, done, note, options.get(name, {}))
+            done.append(name)
+            if dump:
+                dump(name, g)
+        if name == until:
+            break
+    return g
 
 
 def run_program(

@@ -14,13 +14,11 @@ from zlib import crc32
 import pytest
 import torch
 
-from g4ir import passes
 from g4ir.errors import InputError, PassError
 from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
-from g4ir.ops import OPS
 from g4ir.ops.narrow import NARROW
 from g4ir.ops.quant import ACTIVATIONS
 from g4ir.passes import CHANGES_STATE, PASSES, _leaves, _ordered, find_pass, run_passes, run_program
@@ -565,35 +563,6 @@ def test_skip_until_and_dump() -> None:
     assert seen == ["share_rope_tables", "fuse_gate_up"]
     assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
     assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
-
-
-def test_what_was_made_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a graph of the same text and the same pipeline, seen as a new run is."""
-    ran: list[str] = []
-    run_one = passes._run_one
-    monkeypatch.setattr(passes, "_MADE", {})
-    monkeypatch.setattr(
-        passes, "_run_one", lambda g, name, *rest: (ran.append(name), run_one(g, name, *rest))[1]
-    )
-
-    def runs(text: str, **how: Any) -> tuple[int, list[tuple[str, Graph]]]:
-        ran.clear()
-        seen: list[tuple[str, Graph]] = []
-        out = run_passes(parse_graph(text), dump=lambda *step: seen.append(step), **how)
-        assert seen[-1][1] == out
-        return len(ran), seen
-
-    text = str(program("tiny-dense").graphs["decode"])
-    first, again = runs(text), runs(text)
-    assert first[0] == len(PASSES) and again == (0, first[1])
-    raw = {"options": {"latent_kv": {"form": "raw"}}}
-    for other in (raw, {"skip": ["fuse_qkv"]}, {"until": "fuse_gate_up"}):
-        assert runs(text, **other)[0] > 0 and runs(text, **other)[0] == 0
-    assert runs(text.replace("eps=1e-06", "eps=1e-05"))[0] == len(PASSES)
-    monkeypatch.setitem(OPS, "linear", replace(OPS["linear"]))
-    assert runs(text)[0] == len(PASSES)
-    monkeypatch.setattr(passes, "REMEMBERED", 1)
-    assert runs(text)[0] == 0 and len(passes._MADE) == 1
 
 
 @pytest.mark.parametrize("how", [{"skip": ["fuse_all"]}, {"until": "fuse_all"}])
