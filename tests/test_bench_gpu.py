@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernel_cases import all_cases
+from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
 from g4ir.bench import roof
 from g4ir.errors import InputError
@@ -35,6 +36,18 @@ def report(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Opens the report of a run; the next call is the next run."""
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     return lambda: gpu.Report(tmp_path / "out" / "r.json", minutes=1)
+
+
+def test_a_preflight_writes_constants(gpu: ModuleType, tmp_path: Path) -> None:
+    """The faster of read and copy, and the gap; nothing where one of them is not known."""
+    rates = {"read": 4.2e12, "copy": 4.0e12, "matmul": 7e14}
+    cells = {"gap": {"us_best": 1.85, "us_p50": 2.05}, "rates": rates}
+    gpu.write_constants(cells, "h200", tmp_path)
+    made = read_constants(tmp_path / "step_model-h200.yaml")
+    assert made.gpus["h200"].copy == 4.2e6 and made.gap == pytest.approx((1.0, 1.2))
+    gpu.write_constants({"rates": rates, "gap": {"failed": "x"}}, "h100", tmp_path)
+    gpu.write_constants(cells, "sm_100", tmp_path)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def kept(report: Any) -> dict[str, Any]:

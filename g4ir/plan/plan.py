@@ -462,7 +462,8 @@ def make_plan(
     every row on every device of `memory`.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
-    kv_dtype, prefill_chunk, all_logits, draft_tokens, skip, latent_kv, ple_placement and media.
+    kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv, ple_placement and
+    media.
 
     Raises InputError naming the argument for sizes out of range and unknown choices.
     """
