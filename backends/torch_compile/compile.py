@@ -421,7 +421,7 @@ def _end_with(parent: int) -> None:
 
 def compile_kernels(path: Path) -> None:
     """Write the CPU kernels, and what programs call them by, as a shared library for this machine:
-    one that is kept, or compiled now (some three seconds)."""
+    one that is kept, or compiled now (some ten seconds)."""
     import torch
 
     digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())

@@ -5,7 +5,8 @@
 
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BW__
+#include <unistd.h>
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -50,23 +51,21 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 /* ---- the order of work ---- */
 
 #define LINE 64
-/* Bytes that the read of a weight is ahead of its use: left alone, a CPU stops reading ahead at the
- * end of every page. */
+/* Bytes that the read of a weight is ahead of its use, at least: left alone, a CPU stops reading ahead
+ * at the end of every page. */
 #define AHEAD 4096
-/* Bytes of x that stay in a core's nearest cache beside the weight that passes through it. */
-#define NEAR 20480
-/* Parts of rows begin at a multiple of it. */
+/* A core's nearest cache, where the system does not say. */
+#define NEAREST 32768
+/* Codes of which a form of x has the parts of each. */
 #define CHUNK 128
-/* Rows of x that are multiplied together at most: the sums of more would not fit the registers. Those
- * of other products than bf16's take more of them. */
-#ifdef __AVX512F__
+/* Rows of x that are multiplied together at most: with numbers, and with codes. */
 #define TOGETHER 8
-#define WIDE_TOGETHER 6
+#ifdef __AVX512F__
+#define CODED_TOGETHER 6
 #else
-#define TOGETHER 4
-#define WIDE_TOGETHER 4
+#define CODED_TOGETHER 4
 #endif
-/* Rows of the weight whose sums wait while one part of x is near. */
+/* Rows of the weight that a thread takes at a time. */
 #define TILE 32
 
 typedef struct {
@@ -80,7 +79,8 @@ typedef struct {
     int64_t per;   /* bytes of x for each number of the weight, at most */
     void *y;
     int dtype;
-    int64_t rows, n, k, ahead;
+    int64_t rows, n, k;
+    const char *next; /* where reading ahead goes on */
 } product;
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
@@ -95,70 +95,85 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-#define READ_AHEAD(FROM) __builtin_prefetch((const char *)(FROM) + p->ahead, 0, 2)
+/* Reads as many bytes ahead as are taken now; `next` is a function's own. */
+#define READ_AHEAD(BYTES) (__builtin_prefetch(next, 0, 3), next += (BYTES))
 
 /* Sums of one row of the weight with up to TOGETHER rows of x. */
 typedef float sums[TOGETHER];
 
-/* Adds to out the products of numbers at .. end of rows of the weight, from o on, with rows of x, from
- * r on. */
-typedef void (*dot)(const product *p, int64_t o, int64_t at, int64_t end, int64_t r, sums *out);
+/* Sets out to the products of rows of the weight, from o on, with rows of x, from r on. */
+typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 
-/* The same function for one row of x to TOGETHER, and for SIDE rows of the weight with one, each with
- * its numbers as constants: loops over them are unrolled, and sums stay in registers. */
+/* The same function for one row of x to TOGETHER, and for one row of the weight or `outs` of them, each
+ * with its numbers as constants: loops over them are unrolled, and sums stay in registers, as many as
+ * a CPU has. */
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
-#define SUMS _Pragma("GCC unroll 16")
-#define SIDE 4
+#define SUMS _Pragma("GCC unroll 24")
+/* How many rows of the weight: as many as make so many sums at most, and four. The second list is of
+ * those that are one. */
+#define SEVERAL_24(F, NAME)                                                                     \
+    F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 4, 4) F(NAME, 4, 5) F(NAME, 4, 6)         \
+    F(NAME, 3, 7) F(NAME, 3, 8)
+#define ALONE_24(F, NAME)
+#define SEVERAL_12(F, NAME)                                                                     \
+    F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 3, 4) F(NAME, 2, 5) F(NAME, 2, 6)
+#define ALONE_12(F, NAME) F(NAME, 1, 7) F(NAME, 1, 8)
+#define SEVERAL_8(F, NAME) F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 2, 3) F(NAME, 2, 4)
+#define ALONE_8(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6) ALONE_12(F, NAME)
+#define SEVERAL_4(F, NAME) F(NAME, 4, 1) F(NAME, 2, 2)
+#define ALONE_4(F, NAME) F(NAME, 1, 3) F(NAME, 1, 4) ALONE_8(F, NAME)
+#define MOST_SUMS 24
+#define ONE(F, NAME)                                                                            \
+    F(NAME, 1, 1) F(NAME, 1, 2) F(NAME, 1, 3) F(NAME, 1, 4) F(NAME, 1, 5) F(NAME, 1, 6)         \
+    F(NAME, 1, 7) F(NAME, 1, 8)
 #define DOT_OF(NAME, OUTS, ROWS)                                                                \
-    static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t at, int64_t end,    \
-                                       int64_t r, sums *out) {                                  \
-        NAME(OUTS, ROWS, p, o, at, end, r, out);                                                \
+    static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t r, sums *out) {     \
+        NAME(OUTS, ROWS, p, o, r, out);                                                         \
     }
-#define UP_TO_4(F, NAME) F(NAME, 4, 1) F(NAME, 1, 1) F(NAME, 1, 2) F(NAME, 1, 3) F(NAME, 1, 4)
-#define FROM_5(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6) F(NAME, 1, 7) F(NAME, 1, 8)
-#if TOGETHER == 8
-#define COUNTS(F, NAME) UP_TO_4(F, NAME) FROM_5(F, NAME)
-#else
-#define COUNTS UP_TO_4
-#endif
-#define PAIRS(F, NAME)                                                                          \
-    F(NAME, 2, 2) F(NAME, 2, 3) F(NAME, 2, 4) F(NAME, 2, 5) F(NAME, 2, 6) F(NAME, 2, 7) F(NAME, 2, 8)
-#define NAMED(NAME, OUTS, ROWS) NAME##_##OUTS##_##ROWS,
-/* For SIDE rows of the weight, then by rows of x. */
-#define DOTS(NAME)                                                                              \
-    COUNTS(DOT_OF, NAME)                                                                        \
-    static const dot NAME##s[] = {COUNTS(NAMED, NAME)};
+#define DOTS_OF(NAME, OUTS, ROWS) {NAME##_1_##ROWS, NAME##_##OUTS##_##ROWS, OUTS},
+typedef struct {
+    dot one, several;
+    int outs;
+} dots;
+/* By rows of x. */
+#define DOTS(NAME, MOST)                                                                        \
+    ONE(DOT_OF, NAME)                                                                           \
+    SEVERAL_##MOST(DOT_OF, NAME)                                                                \
+    static const dots NAME##s[] = {{0}, SEVERAL_##MOST(DOTS_OF, NAME) ALONE_##MOST(DOTS_OF, NAME)};
 
-/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. `pairs`: the functions for two rows of the
- * weight, which share what is loaded of several rows of x; or NULL. */
-static void multiply(const product *given, const dot *dots, const dot *pairs, int64_t most,
-                     int threads) {
-    product p[1] = {*given};
+/* Bytes of x that stay in a core's nearest cache beside the weight that passes through it. */
+static int64_t near(void) {
+    long size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    return (size > 0 ? size : NEAREST) / 4 * 3;
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous.
+ *
+ * Memory is fastest where it is read in the order of addresses: one row of the weight after the other,
+ * while x is near. Where it is not, or where a weight is in codes, several rows share what is loaded
+ * of x, and what comes behind them is read ahead in order. */
+static void multiply(const product *p, const dots *of, int64_t most, int threads) {
     int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
+    int64_t row = p->k * p->bits / 8;
     for (int64_t r = 0; r < p->rows; r += together) {
-        int64_t here = p->rows - r < together ? p->rows - r : together;
-        int64_t parts = (p->k * p->per * here + NEAR - 1) / NEAR;
-        int64_t part = ((p->k + parts - 1) / parts + CHUNK - 1) / CHUNK * CHUNK;
-        /* Codes share what is loaded of x; of plain numbers a CPU reads one row ahead best, unless
-         * rows are taken in parts. */
-        int side = here == 1 && (p->bits < 16 || parts > 1) ? SIDE : here > 1 && pairs ? 2 : 1;
-        dot several = side == 2 ? pairs[here] : dots[0];
-        int64_t whole = side * p->k * p->bits / 8;
-        int64_t bytes = side * (part < p->k ? part : p->k) * p->bits / 8;
-        p->ahead = whole == bytes && side == 1 ? AHEAD : (AHEAD + bytes - 1) / bytes * whole;
+        int64_t here = least(together, p->rows - r);
+        int alone = p->bits >= 16 && p->k * p->per * here <= near();
+        int64_t outs = alone ? 1 : of[here].outs;
+        int64_t ahead = outs > 1 && outs * row > AHEAD ? outs * row : AHEAD;
         _Pragma("omp parallel for schedule(static) num_threads(threads)")
         for (int64_t tile = 0; tile < p->n; tile += TILE) {
-            int64_t last = tile + TILE < p->n ? tile + TILE : p->n;
-            sums out[TILE] = {{0}};
-            for (int64_t at = 0; at < p->k; at += part) {
-                int64_t end = at + part < p->k ? at + part : p->k, o = tile;
-                for (; side > 1 && o + side <= last; o += side)
-                    several(p, o, at, end, r, out + (o - tile));
-                for (; o < last; o++) dots[here](p, o, at, end, r, out + (o - tile));
-            }
+            int64_t last = least(tile + TILE, p->n), o = tile;
+            sums out[TILE];
+            product now[1] = {*p};
+            now->next = (const char *)weights(p, tile, 0) + ahead;
+            for (; outs > 1 && o + outs <= last; o += outs, now->next += outs * row)
+                of[here].several(now, o, r, out + (o - tile));
+            for (; o < last; o++, now->next += row) of[here].one(now, o, r, out + (o - tile));
             for (int64_t i = 0; i < here; i++)
-                for (int64_t o = tile; o < last; o++)
+                for (o = tile; o < last; o++)
                     store(p->y, (r + i) * p->n + o, out[o - tile][i], p->dtype);
         }
     }
@@ -169,58 +184,105 @@ static void *scratch(size_t size) { return aligned_alloc(LINE, (size + LINE - 1)
 
 /* ---- weights in floating point ---- */
 
-/* Rows are fp32; of the weight, a block is made wide once for all rows. */
+#ifdef __AVX512F__
+#define VECTOR 64
+#else
+#define VECTOR 32
+#endif
+typedef float vector __attribute__((vector_size(VECTOR)));
+typedef float any_vector __attribute__((vector_size(VECTOR), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(VECTOR)));
+typedef uint32_t any_words __attribute__((vector_size(VECTOR), aligned(2), may_alias));
+typedef struct {
+    vector first, second;
+} pair;
+#define PAIR (int64_t)(sizeof(pair) / sizeof(float))
+
+/* Of bf16, the even numbers and then the odd ones: one instruction makes each wide. Rows of x are
+ * brought into that order. */
+static inline pair pair_bf16(const bf16 *p) {
+    words u = *(const any_words *)p;
+    return (pair){(vector)(u << 16), (vector)(u & 0xffff0000u)};
+}
+
+static inline pair pair_f32(const float *p) {
+    const any_vector *v = (const any_vector *)p;
+    return (pair){v[0], v[1]};
+}
+
+#ifdef __AVX512F__
+#define REGISTERS 24
+#define DOTS_WIDE(NAME) DOTS(NAME, 24)
+#define DOTS_BLOCKS(NAME) DOTS(NAME, 12)
+#else
+#define REGISTERS 12
+#define DOTS_WIDE(NAME) DOTS(NAME, 12)
+#define DOTS_BLOCKS(NAME) DOTS(NAME, 4)
+#endif
+
+/* Rows are fp32; of the weight, a pair is made wide once for all rows. Sums of a row of the weight and
+ * one of x: enough of them to hide the latency of the multiply-add, and as registers can hold. */
 #define DOT(NAME, TYPE, WIDEN)                                                                  \
-    ALWAYS dot_##NAME(const int outs, const int rows, const product *p, int64_t o, int64_t at,  \
-                      int64_t end, int64_t r, sums *out) {                                      \
-        enum { WIDTH = 32 };                                                                    \
-        float sum[TOGETHER][WIDTH];                                                             \
-        memset(sum, 0, sizeof sum);                                                             \
-        int64_t i = at;                                                                         \
-        for (; i + WIDTH <= end; i += WIDTH)                                                    \
-            UNROLLED for (int s = 0; s < outs; s++) {                                           \
-                const TYPE *w = (const TYPE *)weights(p, o + s, 0);                             \
-                float v[WIDTH];                                                                 \
-                for (unsigned b = 0; b < sizeof(TYPE) * WIDTH; b += LINE)                       \
-                    READ_AHEAD((const char *)(w + i) + b);                                      \
-                _Pragma("omp simd")                                                             \
-                for (int j = 0; j < WIDTH; j++) v[j] = WIDEN(w[i + j]);                         \
-                UNROLLED for (int q = 0; q < rows; q++) {                                       \
-                    const float *x = (const float *)row_of(p, r + q);                           \
-                    _Pragma("omp simd")                                                         \
-                    for (int j = 0; j < WIDTH; j++) sum[s * rows + q][j] += v[j] * x[i + j];    \
+    ALWAYS dot_##NAME(const int outs, const int rows, const product *p, int64_t o, int64_t r,   \
+                      sums *out) {                                                              \
+        const int all = outs * rows;                                                            \
+        const int chains = all > REGISTERS / 2 ? 1 : all > REGISTERS / 4 ? 2 : all > 1 ? 4 : 8; \
+        const int unroll = chains > 2 ? chains / 2 : 1;                                         \
+        const char *next = p->next;                                                             \
+        vector sum[MOST_SUMS][8];                                                               \
+        SUMS for (int b = 0; b < all; b++)                                                      \
+            UNROLLED for (int u = 0; u < 8; u++) sum[b][u] = (vector){0};                       \
+        int64_t i = 0;                                                                          \
+        for (; i + unroll * PAIR <= p->k; i += unroll * PAIR)                                   \
+            UNROLLED for (int s = 0; s < outs; s++)                                             \
+                UNROLLED for (int u = 0; u < unroll; u++) {                                     \
+                    const TYPE *w = (const TYPE *)weights(p, o + s, 0) + i + u * PAIR;          \
+                    READ_AHEAD(PAIR * sizeof *w);                                               \
+                    pair v = pair_##NAME(w);                                                    \
+                    UNROLLED for (int q = 0; q < rows; q++) {                                   \
+                        const float *row = (const float *)row_of(p, r + q) + i + u * PAIR;      \
+                        pair x = pair_f32(row);                                                 \
+                        const int b = s * rows + q, odd = chains > 1 ? 2 * u + 1 : 0;           \
+                        sum[b][2 * u] += v.first * x.first;                                     \
+                        sum[b][odd] += v.second * x.second;                                     \
+                    }                                                                           \
                 }                                                                               \
-            }                                                                                   \
-        for (int s = 0; s < outs; s++)                                                          \
-            for (int q = 0; q < rows; q++) {                                                    \
+        UNROLLED for (int s = 0; s < outs; s++)                                                 \
+            UNROLLED for (int q = 0; q < rows; q++) {                                           \
                 const TYPE *w = (const TYPE *)weights(p, o + s, 0);                             \
                 const float *x = (const float *)row_of(p, r + q);                               \
-                float all = 0;                                                                  \
-                for (int j = 0; j < WIDTH; j++) all += sum[s * rows + q][j];                    \
-                for (int64_t j = i; j < end; j++) all += WIDEN(w[j]) * x[j];                    \
-                out[s][q] += all;                                                               \
+                vector whole = sum[s * rows + q][0];                                            \
+                UNROLLED for (int u = 1; u < chains; u++) whole += sum[s * rows + q][u];        \
+                int64_t j = i;                                                                  \
+                for (; j + PAIR <= p->k; j += PAIR) {                                           \
+                    pair v = pair_##NAME(w + j), y = pair_f32(x + j);                           \
+                    whole += v.first * y.first + v.second * y.second;                           \
+                }                                                                               \
+                float rest = 0;                                                                 \
+                for (; j < p->k; j++) rest += WIDEN(w[j]) * x[j];                               \
+                for (unsigned l = 0; l < VECTOR / sizeof(float); l++) rest += whole[l];         \
+                out[s][q] = rest;                                                               \
             }                                                                                   \
     }                                                                                           \
-    DOTS(dot_##NAME)
+    DOTS_WIDE(dot_##NAME)
 
 #ifdef __AVX512BF16__
 #define LANES 32
 #define LOAD(p) ((__m512bh)_mm512_loadu_si512(p))
 
 /* Four independent sums at least hide the latency of the multiply-add. */
-ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t at,
-                int64_t end, int64_t r, sums *out) {
-    const int unroll = outs * rows > 8 ? 1 : outs * rows > 2 ? 2 : 4;
-    __m512 sum[2 * TOGETHER][4];
-    SUMS for (int q = 0; q < outs * rows; q++)
-        UNROLLED for (int u = 0; u < 4; u++) sum[q][u] = _mm512_setzero_ps();
-    int64_t i = at;
-    for (; i + unroll * LANES <= end; i += unroll * LANES)
+ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
+    const int all = outs * rows, unroll = all > 8 ? 1 : all > 2 ? 2 : 4;
+    const char *next = p->next;
+    __m512 sum[MOST_SUMS][4];
+    SUMS for (int b = 0; b < all; b++)
+        UNROLLED for (int u = 0; u < 4; u++) sum[b][u] = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + unroll * LANES <= p->k; i += unroll * LANES)
         UNROLLED for (int s = 0; s < outs; s++)
             UNROLLED for (int u = 0; u < unroll; u++) {
-                const bf16 *from = (const bf16 *)weights(p, o + s, 0) + i + u * LANES;
-                READ_AHEAD(from);
-                __m512bh v = LOAD(from);
+                READ_AHEAD(LINE);
+                __m512bh v = LOAD((const bf16 *)weights(p, o + s, 0) + i + u * LANES);
                 UNROLLED for (int q = 0; q < rows; q++) {
                     const bf16 *x = (const bf16 *)row_of(p, r + q) + i + u * LANES;
                     sum[s * rows + q][u] = _mm512_dpbf16_ps(sum[s * rows + q][u], v, LOAD(x));
@@ -230,24 +292,31 @@ ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int
         UNROLLED for (int q = 0; q < rows; q++) {
             const bf16 *w = (const bf16 *)weights(p, o + s, 0);
             const bf16 *x = (const bf16 *)row_of(p, r + q);
-            __m512 all = sum[s * rows + q][0];
+            __m512 whole = sum[s * rows + q][0];
             UNROLLED for (int u = 1; u < unroll; u++)
-                all = _mm512_add_ps(all, sum[s * rows + q][u]);
+                whole = _mm512_add_ps(whole, sum[s * rows + q][u]);
             float rest = 0;
-            for (int64_t j = i; j < end; j++) rest += widen(w[j]) * widen(x[j]);
-            out[s][q] += _mm512_reduce_add_ps(all) + rest;
+            for (int64_t j = i; j < p->k; j++) rest += widen(w[j]) * widen(x[j]);
+            out[s][q] = _mm512_reduce_add_ps(whole) + rest;
         }
 }
-DOTS(dot_bf16)
-PAIRS(DOT_OF, dot_bf16)
-static const dot dot_bf16_pairs[] = {NULL, NULL, PAIRS(NAMED, dot_bf16)};
+DOTS(dot_bf16, 24)
 typedef bf16 bf16_row;
 #else
 DOT(bf16, bf16, widen)
-static const dot *dot_bf16_pairs = NULL;
 typedef float bf16_row;
 #endif
 DOT(f32, float, same)
+
+/* One row of x as pair_bf16 takes the weight. */
+static void in_pairs(const bf16 *x, float *to, int64_t k) {
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR) {
+        pair v = pair_bf16(x + i);
+        memcpy(to + i, &v, sizeof v);
+    }
+    for (; i < k; i++) to[i] = widen(x[i]);
+}
 
 static const int EMULATED = sizeof(bf16_row) == sizeof(float);
 
@@ -272,11 +341,9 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
     if (dtype == BF16 && EMULATED) {
         p.x = wide = scratch(rows * k * sizeof(float));
         if (!wide) return 1;
-        for (int64_t i = 0; i < rows * k; i++) wide[i] = widen(((const bf16 *)x)[i]);
+        for (int64_t r = 0; r < rows; r++) in_pairs((const bf16 *)x + r * k, wide + r * k, k);
     }
-    int64_t most = dtype == F32 || EMULATED ? WIDE_TOGETHER : TOGETHER;
-    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, dtype == BF16 ? dot_bf16_pairs : NULL, most,
-             threads);
+    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, TOGETHER, threads);
     free(wide);
     return 0;
 }
@@ -340,44 +407,83 @@ static inline float total(block sum) {
     return _mm512_reduce_add_ps(_mm512_add_ps(sum.first, sum.second));
 }
 #else
+/* Of a block, so many vectors. */
+#define VECTORS (BLOCK * 4 / VECTOR)
+#define EACH UNROLLED for (int i = 0; i < VECTORS; i++)
 typedef struct {
-    float at[BLOCK];
+    vector at[VECTORS];
 } block;
+typedef int32_t ints __attribute__((vector_size(VECTOR)));
+typedef int8_t quarter __attribute__((vector_size(VECTOR / 4)));
+typedef uint8_t half_block __attribute__((vector_size(HALF)));
 
-#define ZERO ((block){{0}})
-#define EACH(RESULT, VALUE)                                                                     \
-    block RESULT;                                                                               \
-    _Pragma("omp simd")                                                                         \
-    for (int j = 0; j < BLOCK; j++) RESULT.at[j] = VALUE;                                       \
-    return RESULT;
+#define ZERO ((block){{{0}}})
 
-static inline block read_int8(const uint8_t *p) { EACH(v, (float)(int8_t)p[j]) }
+static inline ints wide(const void *p) {
+#ifdef __AVX2__ /* compilers do not find it */
+    return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#endif
+    quarter v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, ints);
+}
+
+static inline block read_int8(const uint8_t *p) {
+    block v;
+    EACH v.at[i] = __builtin_convertvector(wide(p + i * VECTOR / 4), vector);
+    return v;
+}
 
 static inline block read_int4(const uint8_t *p) {
-    uint8_t c[BLOCK];
-    for (int j = 0; j < BLOCK / 2; j++) c[j] = p[j] & 15;
-    for (int j = 0; j < BLOCK / 2; j++) c[BLOCK / 2 + j] = p[j] >> 4;
-    EACH(v, (float)((int)c[j] - 8))
+    half_block codes[2];
+    memcpy(codes, p, HALF);
+    codes[1] = (codes[0] >> 4) - 8;
+    codes[0] = (codes[0] & 15) - 8;
+    return read_int8((const uint8_t *)codes);
 }
 
+/* 2^8 times smaller, as DECODE and others expect it. Below 2^-6 a number of e4m3 has no leading bit: it
+ * is read with one, which is then subtracted. */
 static inline block read_fp8(const uint8_t *p) {
-    EACH(v, widen_half((uint16_t)((p[j] & 0x80) << 8 | (p[j] & 0x7f) << 7)))
+    block v;
+    EACH {
+        ints c = wide(p + i * VECTOR / 4), size = (c & 0x7f) << 20, small = size < 1 << 23;
+        ints one = (ints){0} + (113 << 23);
+        vector low = (vector)(size + one) - (vector)one, high = (vector)(size + (112 << 23));
+        v.at[i] = (vector)((((ints)low & small) | ((ints)high & ~small)) | (c & INT32_MIN));
+    }
+    return v;
 }
 
+/* The sums change places: the next addition does not wait for this one. */
 static inline block add_scaled(block sum, block w, const float *x, float s) {
-    EACH(v, sum.at[j] + w.at[j] * x[j] * s)
+    const any_vector *y = (const any_vector *)x;
+    vector part = w.at[0] * y[0];
+    UNROLLED for (int i = 1; i < VECTORS; i++) part += w.at[i] * y[i];
+    vector last = sum.at[0] + part * s;
+    UNROLLED for (int i = 1; i < VECTORS; i++) sum.at[i - 1] = sum.at[i];
+    sum.at[VECTORS - 1] = last;
+    return sum;
 }
 
 static inline block add_halves(block sum, block w, const float *x, float s, float t) {
-    EACH(v, sum.at[j] + w.at[j] * x[j] * (j < HALF ? s : t))
+    const any_vector *y = (const any_vector *)x;
+    EACH sum.at[i] += w.at[i] * y[i] * (i < VECTORS / 2 ? s : t);
+    return sum;
 }
 
-static inline block add(block sum, block w, const float *x) { EACH(v, sum.at[j] + w.at[j] * x[j]) }
+static inline block add(block sum, block w, const float *x) {
+    const any_vector *y = (const any_vector *)x;
+    EACH sum.at[i] += w.at[i] * y[i];
+    return sum;
+}
 
 static inline float total(block sum) {
-    float all = 0;
-    for (int j = 0; j < BLOCK; j++) all += sum.at[j];
-    return all;
+    vector all = sum.at[0];
+    UNROLLED for (int i = 1; i < VECTORS; i++) all += sum.at[i];
+    float one = 0;
+    for (unsigned l = 0; l < VECTOR / sizeof(float); l++) one += all[l];
+    return one;
 }
 #endif
 
@@ -404,14 +510,14 @@ static inline void as_codes_int4(float *v) {
 /* `each` codes in a row share a scale. */
 #define DOT_CODED(NAME, BYTES, UNIT)                                                            \
     ALWAYS rowwise_##NAME(const int outs, const int rows, const product *p, int64_t o,          \
-                          int64_t at, int64_t end, int64_t r, sums *out) {                      \
-        block sum[TOGETHER];                                                                    \
-        UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = ZERO;                              \
-        for (int64_t i = at; i < end; i += BLOCK)                                               \
+                          int64_t r, sums *out) {                                               \
+        block sum[MOST_SUMS];                                                                   \
+        SUMS for (int b = 0; b < outs * rows; b++) sum[b] = ZERO;                               \
+        const char *next = p->next;                                                             \
+        for (int64_t i = 0; i < p->k; i += BLOCK)                                               \
             UNROLLED for (int s = 0; s < outs; s++) {                                           \
-                const uint8_t *w = weights(p, o + s, i);                                        \
-                READ_AHEAD(w);                                                                  \
-                block v = read_##NAME(w);                                                       \
+                READ_AHEAD(BYTES);                                                              \
+                block v = read_##NAME(weights(p, o + s, i));                                    \
                 UNROLLED for (int q = 0; q < rows; q++) {                                       \
                     const float *x = (const float *)row_of(p, r + q) + i;                       \
                     sum[s * rows + q] = add(sum[s * rows + q], v, x);                           \
@@ -420,19 +526,19 @@ static inline void as_codes_int4(float *v) {
         UNROLLED for (int s = 0; s < outs; s++) {                                               \
             float scale = load(scales_of(p, o + s), 0, p->scales_dtype) * UNIT;                 \
             UNROLLED for (int q = 0; q < rows; q++)                                             \
-                out[s][q] += total(sum[s * rows + q]) * scale;                                  \
+                out[s][q] = total(sum[s * rows + q]) * scale;                                   \
         }                                                                                       \
     }                                                                                           \
-    ALWAYS groupwise_##NAME(const int rows, const product *p, int64_t o, int64_t at,            \
-                            int64_t end, int64_t r, float *out) {                               \
-        const uint8_t *w = weights(p, o, at);                                                   \
+    ALWAYS groupwise_##NAME(const int rows, const product *p, int64_t o, int64_t r,             \
+                            const char *next, float *out) {                                     \
+        const uint8_t *w = weights(p, o, 0);                                                    \
         const char *scales = scales_of(p, o);                                                   \
         block sum[TOGETHER];                                                                    \
         UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = ZERO;                              \
-        int64_t g = at / p->each, left = p->each - at % p->each;                                \
+        int64_t g = 0, left = p->each;                                                          \
         float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
-        for (int64_t i = at; i < end; i += BLOCK, w += BYTES) {                                 \
-            READ_AHEAD(w);                                                                      \
+        for (int64_t i = 0; i < p->k; i += BLOCK, w += BYTES) {                                 \
+            READ_AHEAD(BYTES);                                                                  \
             block v = read_##NAME(w);                                                           \
             if (!left) s = load(scales, ++g, p->scales_dtype) * UNIT, left = p->each;           \
             float t = s;                                                                        \
@@ -443,14 +549,15 @@ static inline void as_codes_int4(float *v) {
             }                                                                                   \
             left -= BLOCK, s = t;                                                               \
         }                                                                                       \
-        UNROLLED for (int q = 0; q < rows; q++) out[q] += total(sum[q]);                        \
+        UNROLLED for (int q = 0; q < rows; q++) out[q] = total(sum[q]);                         \
     }                                                                                           \
     ALWAYS coded_##NAME(const int outs, const int rows, const product *p, int64_t o,            \
-                        int64_t at, int64_t end, int64_t r, sums *out) {                        \
-        for (int s = 0; s < outs; s++) groupwise_##NAME(rows, p, o + s, at, end, r, out[s]);    \
+                        int64_t r, sums *out) {                                                 \
+        for (int s = 0; s < outs; s++)                                                          \
+            groupwise_##NAME(rows, p, o + s, r, p->next + s * p->k * BYTES / BLOCK, out[s]);    \
     }                                                                                           \
-    DOTS(rowwise_##NAME)                                                                        \
-    DOTS(coded_##NAME)
+    DOTS_BLOCKS(rowwise_##NAME)                                                                 \
+    DOTS(coded_##NAME, 4)
 
 DOT_CODED(int8, 32, 1)
 DOT_CODED(int4, 16, 1)
@@ -584,7 +691,8 @@ static inline __m512 in_lanes(__m128 four) {
     return _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(four));
 }
 
-/* `four` is the dtype where all chunks have four scales of 16 bits, or F32: a constant too. */
+/* Adds the products of numbers at .. end. `four` is the dtype where all chunks have four scales of 16
+ * bits, or F32: a constant too. */
 ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int four,
                     const product *p, int64_t o, int64_t at, int64_t end, int64_t r, __m512 *sum) {
     const uint8_t *w[TOGETHER];
@@ -593,12 +701,13 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int f
     UNROLLED for (int s = 0; s < outs; s++)
         w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
+    const char *next = p->next;
     __m512i low4 = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
     for (int64_t i = at; i < end; i += CHUNK) {
         int64_t blocks = end - i < CHUNK ? (end - i) / BLOCK : CHUNK / BLOCK;
         __mmask64 there = blocks < CHUNK / BLOCK ? (1ull << blocks * HALF) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(w[s] + i / 2);
+            READ_AHEAD(LINE);
             __m512i codes = four == F32 ? _mm512_maskz_loadu_epi8(there, w[s] + i / 2)
                                         : _mm512_loadu_si512(w[s] + i / 2);
             __m512i even = _mm512_and_si512(codes, low4);
@@ -622,31 +731,31 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int f
 }
 
 ALWAYS add_lanes(const int outs, const int rows, const __m512 *sum, sums *out) {
-    UNROLLED for (int b = 0; b < outs * rows; b++)
-        out[b / rows][b % rows] += _mm512_reduce_add_ps(sum[b]);
+    SUMS for (int b = 0; b < outs * rows; b++)
+        out[b / rows][b % rows] = _mm512_reduce_add_ps(sum[b]);
 }
 
 ALWAYS parts_int4(const int outs, const int rows, const int parts, const product *p, int64_t o,
-                  int64_t at, int64_t end, int64_t r, sums *out) {
-    __m512 sum[TOGETHER];
-    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
-    int64_t full = p->each == BLOCK ? end - (end - at) % CHUNK : at;
+                  int64_t r, sums *out) {
+    __m512 sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    int64_t full = p->each == BLOCK ? p->k - p->k % CHUNK : 0;
     if (p->scales_dtype == BF16)
-        fixed_chunks(outs, rows, parts, BF16, p, o, at, full, r, sum);
+        fixed_chunks(outs, rows, parts, BF16, p, o, 0, full, r, sum);
     else if (p->scales_dtype == F16)
-        fixed_chunks(outs, rows, parts, F16, p, o, at, full, r, sum);
+        fixed_chunks(outs, rows, parts, F16, p, o, 0, full, r, sum);
     else
-        full = at;
-    fixed_chunks(outs, rows, parts, F32, p, o, full, end, r, sum);
+        full = 0;
+    fixed_chunks(outs, rows, parts, F32, p, o, full, p->k, r, sum);
     add_lanes(outs, rows, sum, out);
 }
 
 #define IN_PARTS(NAME, PARTS, FORM)                                                             \
     ALWAYS NAME##_##FORM(const int outs, const int rows, const product *p, int64_t o,           \
-                         int64_t at, int64_t end, int64_t r, sums *out) {                       \
-        parts_##FORM(outs, rows, PARTS, p, o, at, end, r, out);                                 \
+                         int64_t r, sums *out) {                                                \
+        parts_##FORM(outs, rows, PARTS, p, o, r, out);                                          \
     }                                                                                           \
-    DOTS(NAME##_##FORM)
+    DOTS(NAME##_##FORM, 12)
 
 IN_PARTS(fixed, 2, int4)
 IN_PARTS(rounded, 1, int4)
@@ -685,12 +794,12 @@ static void to_rounded_lines(const bf16 *x, fixed_line *to, int64_t k) { in_line
 /* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
  * lie: two of 16 bits, four of 32, or as they may; or that there is one for the row, which counts
  * later. */
-enum { TWO_BF16, TWO_F16, FOUR_F32, ANY, ONE };
+enum { TWO_BF16, TWO_F16, FOUR_F32, ANY, PER_ROW };
 
 static inline __m128 line_scales(const int form, const product *p, const char *scales, int64_t at,
                                  int64_t halves) {
     if (form == ANY) return some_scales(scales, at, p->each, p->scales_dtype, HALF, halves);
-    if (form == ONE) return _mm_set1_ps(1);
+    if (form == PER_ROW) return _mm_set1_ps(1);
     if (form == FOUR_F32) return _mm_loadu_ps((const float *)scales + at / HALF);
     uint32_t two;
     memcpy(&two, scales + at / HALF, sizeof two);
@@ -708,12 +817,13 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
     UNROLLED for (int s = 0; s < outs; s++)
         w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
+    const char *next = p->next;
     __m512i bias = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
     for (int64_t i = at; i < end; i += LINE) {
         int64_t halves = end - i < LINE ? (end - i) / HALF : LINE / HALF;
         __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(w[s] + i);
+            READ_AHEAD(LINE);
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             codes = _mm512_xor_si512(codes, bias);
@@ -732,57 +842,54 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
 }
 
 ALWAYS parts_int8(const int outs, const int rows, const int parts, const product *p, int64_t o,
-                  int64_t at, int64_t end, int64_t r, sums *out) {
-    __m512 sum[TOGETHER];
-    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
-    int64_t full = end - (end - at) % LINE;
+                  int64_t r, sums *out) {
+    __m512 sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    int64_t full = p->k - p->k % LINE;
     if (p->each == BLOCK && p->scales_dtype == F16)
-        fixed_lines(outs, rows, parts, TWO_F16, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, TWO_F16, p, o, 0, full, r, sum);
     else if (p->each == BLOCK && p->scales_dtype == BF16)
-        fixed_lines(outs, rows, parts, TWO_BF16, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, TWO_BF16, p, o, 0, full, r, sum);
     else if (p->each == HALF && p->scales_dtype == F32)
-        fixed_lines(outs, rows, parts, FOUR_F32, p, o, at, full, r, sum);
+        fixed_lines(outs, rows, parts, FOUR_F32, p, o, 0, full, r, sum);
     else
-        full = at;
-    fixed_lines(outs, rows, parts, ANY, p, o, full, end, r, sum);
+        full = 0;
+    fixed_lines(outs, rows, parts, ANY, p, o, full, p->k, r, sum);
     add_lanes(outs, rows, sum, out);
 }
 IN_PARTS(fixed, 2, int8)
 IN_PARTS(rounded, 1, int8)
 
 /* Of codes with one scale for a row. */
-ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, int64_t at,
-                   int64_t end, int64_t r, sums *out) {
-    __m512 sum[TOGETHER];
-    UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = _mm512_setzero_ps();
-    fixed_lines(outs, rows, 1, ONE, p, o, at, end, r, sum);
-    UNROLLED for (int b = 0; b < outs * rows; b++) {
+ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, int64_t r,
+                   sums *out) {
+    __m512 sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    fixed_lines(outs, rows, 1, PER_ROW, p, o, 0, p->k, r, sum);
+    SUMS for (int b = 0; b < outs * rows; b++) {
         __m512 scale = _mm512_set1_ps(load(scales_of(p, o + b / rows), 0, p->scales_dtype));
         sum[b] = _mm512_mul_ps(sum[b], scale);
     }
     add_lanes(outs, rows, sum, out);
 }
-DOTS(rounded_row)
+DOTS(rounded_row, 12)
 
 /* 8-bit codes with one scale for a row: x as integers of 22 bits times a power of two for the whole
- * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. Sums over the part
- * of a row that is near, NEAR / 3 + CHUNK numbers at most, stay below 2^31. */
+ * row, exact where a number is at least 2^-14 of the row's largest, in three bytes. Sums over so many
+ * numbers stay below 2^31. */
+#define WHOLE_MOST 65536
 
 typedef struct {
     __m512i high, middle, low;
 } bytes;
 
 typedef struct {
-    double unit;
     bytes *at;
-    double before[]; /* each LINE numbers, the sum of the integers */
+    double unit, sum; /* of the integers */
 } whole;
+#define WHOLE_HEAD LINE
 
 static inline int64_t lines(int64_t k) { return (k + LINE - 1) / LINE; }
-
-static inline size_t whole_head(int64_t k) {
-    return (sizeof(whole) + (lines(k) + 1) * sizeof(double) + LINE - 1) / LINE * LINE;
-}
 
 /* Splits off the lowest byte, as a number from -128 to 127. */
 static inline __m128i low_bytes(__m512i *v) {
@@ -798,35 +905,32 @@ static void to_whole(const bf16 *x, whole *to, int64_t k) {
     int bad = most >> 7 == 0xff;
     float unit, times = scaled_to(22, most >> 7, bad, &unit);
     to->unit = unit;
-    to->at = (bytes *)((char *)to + whole_head(k));
+    to->at = (bytes *)((char *)to + WHOLE_HEAD);
     memset(to->at, 0, lines(k) * sizeof(bytes));
-    double sum = 0;
-    for (int64_t i = 0; i < k; i += HALF) {
-        if (i % LINE == 0) to->before[i / LINE] = sum;
-        if (bad) continue;
+    to->sum = 0;
+    for (int64_t i = 0; i < k && !bad; i += HALF) {
         __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(widen_16(x + i), _mm512_set1_ps(times)));
-        sum += _mm512_reduce_add_epi32(v);
+        to->sum += _mm512_reduce_add_epi32(v);
         bytes *b = to->at + i / LINE;
         int64_t in = i % LINE;
         _mm_storeu_si128((__m128i *)((char *)&b->low + in), low_bytes(&v));
         _mm_storeu_si128((__m128i *)((char *)&b->middle + in), low_bytes(&v));
         _mm_storeu_si128((__m128i *)((char *)&b->high + in), low_bytes(&v));
     }
-    to->before[lines(k)] = sum;
 }
 
-ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, int64_t at,
-                  int64_t end, int64_t r, sums *out) {
-    __m512i high[TOGETHER], middle[TOGETHER], low[TOGETHER];
-    UNROLLED for (int b = 0; b < TOGETHER; b++)
+ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
+    __m512i high[MOST_SUMS], middle[MOST_SUMS], low[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++)
         high[b] = middle[b] = low[b] = _mm512_setzero_si512();
     const uint8_t *w[TOGETHER];
     UNROLLED for (int s = 0; s < outs; s++) w[s] = weights(p, o + s, 0);
+    const char *next = p->next;
     __m512i bias = _mm512_set1_epi8((char)0x80);
-    for (int64_t i = at; i < end; i += LINE) {
-        __mmask64 there = end - i < LINE ? (1ull << (end - i)) - 1 : ~0ull;
+    for (int64_t i = 0; i < p->k; i += LINE) {
+        __mmask64 there = p->k - i < LINE ? (1ull << (p->k - i)) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(w[s] + i);
+            READ_AHEAD(LINE);
             __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, w[s] + i), bias);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const bytes *x = ((const whole *)row_of(p, r + q))->at + i / LINE;
@@ -837,17 +941,17 @@ ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, i
             }
         }
     }
-    UNROLLED for (int b = 0; b < outs * rows; b++) {
+    SUMS for (int b = 0; b < outs * rows; b++) {
         const whole *x = (const whole *)row_of(p, r + b % rows);
         double all = 65536.0 * _mm512_reduce_add_epi32(high[b]);
         all += 256.0 * _mm512_reduce_add_epi32(middle[b]);
         all += _mm512_reduce_add_epi32(low[b]);
-        all -= 128 * (x->before[lines(end)] - x->before[at / LINE]);
-        out[b / rows][b % rows] +=
+        all -= 128 * x->sum;
+        out[b / rows][b % rows] =
             (float)(all * x->unit) * load(scales_of(p, o + b / rows), 0, p->scales_dtype);
     }
 }
-DOTS(whole_int8)
+DOTS(whole_int8, 8)
 
 /* The product with rows of x in another form, of so many bytes each. */
 #define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
@@ -858,7 +962,7 @@ DOTS(whole_int8)
         for (int64_t r = 0; r < rows; r++)                                                      \
             TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
         p.x = form;                                                                             \
-        multiply(&p, DOTS_OF, NULL, WIDE_TOGETHER, threads);                                    \
+        multiply(&p, DOTS_OF, CODED_TOGETHER, threads);                                         \
         free(form);                                                                             \
         return 0;                                                                               \
     }
@@ -866,8 +970,8 @@ DOTS(whole_int8)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #define FIXED_int8                                                                              \
-    if (dtype == BF16 && groups == 1)                                                           \
-        IN_FORM(to_whole, whole, 3, whole_head(k) + lines(k) * sizeof(bytes), whole_int8s)      \
+    if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                                           \
+        IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)      \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
 #define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
@@ -902,8 +1006,7 @@ static const int ROUNDS = 0;
             as_codes_##NAME(wide + i);                                                          \
         }                                                                                       \
         p.x = wide;                                                                             \
-        const dot *dots = groups == 1 ? rowwise_##NAME##s : coded_##NAME##s;                    \
-        multiply(&p, dots, NULL, WIDE_TOGETHER, threads);                                       \
+        multiply(&p, groups == 1 ? rowwise_##NAME##s : coded_##NAME##s, CODED_TOGETHER, threads); \
         free(wide);                                                                             \
         return 0;                                                                               \
     }
