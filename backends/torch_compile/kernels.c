@@ -110,8 +110,8 @@ typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 #define ALWAYS static inline __attribute__((always_inline)) void
 #define UNROLLED _Pragma("GCC unroll 8")
 #define SUMS _Pragma("GCC unroll 24")
-/* How many rows of the weight: as many as make so many sums at most, and four. The second list is of
- * those that are one. */
+/* How many rows of the weight, by rows of x: as many as make so many sums at most, and four. The second
+ * list is of those that are one. */
 #define SEVERAL_24(F, NAME)                                                                     \
     F(NAME, 4, 1) F(NAME, 4, 2) F(NAME, 4, 3) F(NAME, 4, 4) F(NAME, 4, 5) F(NAME, 4, 6)         \
     F(NAME, 3, 7) F(NAME, 3, 8)
@@ -123,10 +123,9 @@ typedef void (*dot)(const product *p, int64_t o, int64_t r, sums *out);
 #define ALONE_8(F, NAME) F(NAME, 1, 5) F(NAME, 1, 6) ALONE_12(F, NAME)
 #define SEVERAL_4(F, NAME) F(NAME, 4, 1) F(NAME, 2, 2)
 #define ALONE_4(F, NAME) F(NAME, 1, 3) F(NAME, 1, 4) ALONE_8(F, NAME)
+#define SEVERAL_1(F, NAME)
+#define ALONE_1(F, NAME) F(NAME, 1, 1) F(NAME, 1, 2) ALONE_4(F, NAME)
 #define MOST_SUMS 24
-#define ONE(F, NAME)                                                                            \
-    F(NAME, 1, 1) F(NAME, 1, 2) F(NAME, 1, 3) F(NAME, 1, 4) F(NAME, 1, 5) F(NAME, 1, 6)         \
-    F(NAME, 1, 7) F(NAME, 1, 8)
 #define DOT_OF(NAME, OUTS, ROWS)                                                                \
     static void NAME##_##OUTS##_##ROWS(const product *p, int64_t o, int64_t r, sums *out) {     \
         NAME(OUTS, ROWS, p, o, r, out);                                                         \
@@ -138,7 +137,7 @@ typedef struct {
 } dots;
 /* By rows of x. */
 #define DOTS(NAME, MOST)                                                                        \
-    ONE(DOT_OF, NAME)                                                                           \
+    ALONE_1(DOT_OF, NAME)                                                                       \
     SEVERAL_##MOST(DOT_OF, NAME)                                                                \
     static const dots NAME##s[] = {{0}, SEVERAL_##MOST(DOTS_OF, NAME) ALONE_##MOST(DOTS_OF, NAME)};
 
@@ -529,12 +528,12 @@ static inline void as_codes_int4(float *v) {
                 out[s][q] = total(sum[s * rows + q]) * scale;                                   \
         }                                                                                       \
     }                                                                                           \
-    ALWAYS groupwise_##NAME(const int rows, const product *p, int64_t o, int64_t r,             \
-                            const char *next, float *out) {                                     \
+    ALWAYS groupwise_##NAME(const int outs, const int rows, const product *p, int64_t o,        \
+                            int64_t r, sums *out) {                                             \
         const uint8_t *w = weights(p, o, 0);                                                    \
-        const char *scales = scales_of(p, o);                                                   \
+        const char *scales = scales_of(p, o), *next = p->next;                                  \
         block sum[TOGETHER];                                                                    \
-        UNROLLED for (int b = 0; b < TOGETHER; b++) sum[b] = ZERO;                              \
+        UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;                                  \
         int64_t g = 0, left = p->each;                                                          \
         float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
         for (int64_t i = 0; i < p->k; i += BLOCK, w += BYTES) {                                 \
@@ -549,15 +548,10 @@ static inline void as_codes_int4(float *v) {
             }                                                                                   \
             left -= BLOCK, s = t;                                                               \
         }                                                                                       \
-        UNROLLED for (int q = 0; q < rows; q++) out[q] = total(sum[q]);                         \
-    }                                                                                           \
-    ALWAYS coded_##NAME(const int outs, const int rows, const product *p, int64_t o,            \
-                        int64_t r, sums *out) {                                                 \
-        for (int s = 0; s < outs; s++)                                                          \
-            groupwise_##NAME(rows, p, o + s, r, p->next + s * p->k * BYTES / BLOCK, out[s]);    \
+        UNROLLED for (int q = 0; q < rows; q++) out[0][q] = total(sum[q]);                      \
     }                                                                                           \
     DOTS_BLOCKS(rowwise_##NAME)                                                                 \
-    DOTS(coded_##NAME, 4)
+    DOTS(groupwise_##NAME, 1)
 
 DOT_CODED(int8, 32, 1)
 DOT_CODED(int4, 16, 1)
@@ -958,7 +952,7 @@ DOTS(whole_int8, 8)
     {                                                                                           \
         p.per = PER, p.apart = BYTES;                                                           \
         char *form = scratch(rows * p.apart);                                                   \
-        if (!form) return 1;                                                                         \
+        if (!form) return 1;                                                                    \
         for (int64_t r = 0; r < rows; r++)                                                      \
             TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
         p.x = form;                                                                             \
@@ -970,8 +964,8 @@ DOTS(whole_int8, 8)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #define FIXED_int8                                                                              \
-    if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                                           \
-        IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)      \
+    if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                        \
+        IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)         \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
 #define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
@@ -1006,7 +1000,8 @@ static const int ROUNDS = 0;
             as_codes_##NAME(wide + i);                                                          \
         }                                                                                       \
         p.x = wide;                                                                             \
-        multiply(&p, groups == 1 ? rowwise_##NAME##s : coded_##NAME##s, CODED_TOGETHER, threads); \
+        const dots *of = groups == 1 ? rowwise_##NAME##s : groupwise_##NAME##s;                 \
+        multiply(&p, of, CODED_TOGETHER, threads);                                              \
         free(wide);                                                                             \
         return 0;                                                                               \
     }
