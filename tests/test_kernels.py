@@ -246,14 +246,14 @@ def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
     assert not native.g4ir_takes(BF16, ctypes.c_int64(9))
 
 
-#: instructions with which the kernels are other ones
-SETS = {"plain C": (), "AVX2": ("avx2", "fma"), "AVX-512": ("avx512f", "avx512bw")}
+#: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too
+SETS = {"plain C": (), "AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512f", "avx512bw")}
 
 
 @pytest.fixture(scope="module", params=SETS.values(), ids=SETS.keys())
 def other_cpu(request: pytest.FixtureRequest, library: Callable[..., Path]) -> Iterator[None]:
     """Kernels as CPUs without integer products run them."""
-    if not {*request.param} <= {*cpu_flags()}:
+    if not {*request.param} <= {*cpu_flags(), "f16c"}:
         pytest.skip(f"this CPU has no {request.param[0]}")
     path = library(*(f"-m{flag}" for flag in request.param))
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
  * are fp32. */
 #include "kernels.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -56,8 +57,8 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 #define AHEAD 4096
 /* A core's nearest cache, where the system does not say. */
 #define NEAREST 32768
-/* Codes of which a form of x has the parts of each. */
-#define CHUNK 128
+/* Rows of the weight that share what is loaded of x, at most. */
+#define SIDE 4
 /* Rows of x that are multiplied together at most: with numbers, and with codes. */
 #define TOGETHER 8
 #ifdef __AVX512F__
@@ -558,28 +559,53 @@ DOT_CODED(int4, 16, 1)
 DOT_CODED(fp8, 32, 0x1p8f)
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define WIDE 64
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDE 32
+#endif
+
+#ifdef WIDE
 /* ---- weights in codes, x in integers ---- */
 
 /* 4-bit codes times bf16 rows without floating point: x as 16-bit integers times a power of two for
  * each block, exact where a number is at least 1/128 of the block's largest; below, as near as for
- * 1/128. An x of bytes `high` and `low` is 256 high + low. */
+ * 1/128. An x of bytes `high` and `low` is 256 high + low. A vector of codes is a chunk. */
+#define CHUNK (2 * WIDE)
+#define BLOCKS (CHUNK / BLOCK)
+typedef uint8_t unsigned_bytes __attribute__((vector_size(WIDE)));
+typedef uint8_t any_bytes __attribute__((vector_size(WIDE), aligned(1), may_alias));
+typedef int8_t signed_bytes __attribute__((vector_size(WIDE)));
+typedef int32_t sums_of_four __attribute__((vector_size(WIDE)));
+typedef float lanes __attribute__((vector_size(WIDE)));
+
 typedef struct {
-    __m512i even_high, odd_high, even_low, odd_low;
-    __m512i less; /* -8 times the sum over each lane: codes are stored as code + 8 */
-    __m128 unit;  /* of each block */
+    signed_bytes even_high, odd_high, even_low, odd_low;
+    sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
+    float unit[4];     /* of each block */
 } fixed;
 
-/* Of 16 integers each: bytes of the even ones, then of the odd ones. */
-static inline __m256i even_odd(__m512i first, __m512i second) {
-    __m256i both = _mm256_set_m128i(_mm512_cvtepi32_epi8(second), _mm512_cvtepi32_epi8(first));
-    __m256i order = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, order), 0xd8);
+/* Adds the products of bytes, four to a lane. */
+static inline sums_of_four add_bytes(sums_of_four sum, unsigned_bytes a, signed_bytes x,
+                                     unsigned_bytes b, signed_bytes y) {
+#if WIDE == 64
+    __m512i first = _mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)x);
+    return (sums_of_four)_mm512_dpbusd_epi32(first, (__m512i)b, (__m512i)y);
+#else /* of codes below 16, whose sums have room in 16 bits */
+    __m256i first = _mm256_maddubs_epi16((__m256i)a, (__m256i)x);
+    __m256i both = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)b, (__m256i)y));
+    return sum + (sums_of_four)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
+#endif
 }
 
-static inline __m512 widen_16(const bf16 *p) {
-    __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
+/* Numbers of blocks, each for the lanes of its block. */
+static inline lanes in_lanes(__m128 each) {
+#if WIDE == 64
+    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(each));
+#else
+    __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(each), lane);
+#endif
 }
 
 /* What takes numbers of an exponent to integers of `bits` bits, and the unit of these: NaN where one
@@ -597,72 +623,60 @@ static inline float scaled_to(int bits, uint32_t exponent, int bad, float *unit)
 /* One block of x as integers times `unit`; that is NaN where one of it is no finite number. `parts`, a
  * constant here and below, is 2, or 1 for x as fake_quantize has it: then a number is `high`. */
 typedef struct {
-    __m512i high[2], low[2]; /* of its halves; a number is 256 high + low */
+    int8_t high[BLOCK], low[BLOCK]; /* a number is 256 high + low */
     float unit;
 } integers;
 
 static inline integers block_to_integers(const int parts, const bf16 *x) {
-    __m512 v[2] = {widen_16(x), widen_16(x + HALF)};
-    __m512 most = _mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1]));
-    uint32_t top = _mm512_reduce_max_epu32(_mm512_castps_si512(most));
-    __mmask16 nan = _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
+    integers out = {{0}};
+    uint16_t top = 0;
+    for (int j = 0; j < BLOCK; j++) {
+        uint16_t size = x[j] & 0x7fff;
+        top = size > top ? size : top;
+    }
     /* the largest number is below 2^15 units, and rounds to 255 * 2^7 + 127 at most */
-    uint32_t exponent = (top >> 23) + ((top >> 16 & 0x7f) == 0x7f);
-    int bad = nan || top >= 0x7f800000u;
-    integers out;
-    float largest, times = scaled_to(15, exponent, bad, &out.unit);
-    memcpy(&largest, &top, 4);
-    if (parts == 1 && !bad) out.unit = largest > 0 ? largest / 127 : 1;
-    for (int i = 0; i < 2; i++) {
-        if (bad) v[i] = _mm512_setzero_ps();
-        if (parts == 1) {
-            __m512 unit = _mm512_set1_ps(bad ? 1 : out.unit);
-            out.high[i] = _mm512_cvtps_epi32(_mm512_div_ps(v[i], unit));
-            out.low[i] = _mm512_setzero_si512();
-            continue;
-        }
-        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(times)));
-        out.high[i] = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(128)), 8);
-        out.low[i] = _mm512_sub_epi32(all, _mm512_slli_epi32(out.high[i], 8));
+    uint32_t exponent = (top >> 7) + ((top & 0x7f) == 0x7f);
+    int bad = top >= 0x7f80;
+    float times = scaled_to(15, exponent, bad, &out.unit);
+    if (bad) return out;
+    if (parts == 1) out.unit = top ? widen(top) / 127 : 1;
+    for (int j = 0; j < BLOCK; j++) {
+        float v = widen(x[j]);
+        int32_t all = (int32_t)rintf(parts == 1 ? v / out.unit : v * times);
+        int32_t high = parts == 1 ? all : (all + 128) >> 8;
+        out.high[j] = (int8_t)high;
+        out.low[j] = (int8_t)(all - high * 256);
     }
     return out;
 }
 
-/* The even ones of a plane of bytes, then the odd ones. */
-static inline void put_even_odd(__m512i *even, __m512i *odd, int at, const __m512i *plane) {
-    __m256i both = even_odd(plane[0], plane[1]);
-    _mm_storeu_si128((__m128i *)((char *)even + at), _mm256_castsi256_si128(both));
-    _mm_storeu_si128((__m128i *)((char *)odd + at), _mm256_extracti128_si256(both, 1));
-}
-
 /* A sum of products with `high` and one with `low`. */
-static inline __m512i joined(const int parts, __m512i high, __m512i low) {
-    return parts == 1 ? high : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+static inline sums_of_four joined(const int parts, sums_of_four high, sums_of_four low) {
+    return parts == 1 ? high : (high << 8) + low;
 }
 
 ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
     for (int64_t i = 0; i < k; i += CHUNK, to++) {
         memset(to, 0, sizeof *to);
-        float unit[CHUNK / BLOCK] = {0};
-        for (int b = 0; b < CHUNK / BLOCK && i + b * BLOCK < k; b++) {
+        for (int b = 0; b < BLOCKS && i + b * BLOCK < k; b++) {
             integers v = block_to_integers(parts, x + i + b * BLOCK);
-            put_even_odd(&to->even_high, &to->odd_high, b * HALF, v.high);
-            put_even_odd(&to->even_low, &to->odd_low, b * HALF, v.low);
-            unit[b] = v.unit;
+            for (int j = 0; j < HALF; j++) {
+                to->even_high[b * HALF + j] = v.high[2 * j];
+                to->odd_high[b * HALF + j] = v.high[2 * j + 1];
+                to->even_low[b * HALF + j] = v.low[2 * j];
+                to->odd_low[b * HALF + j] = v.low[2 * j + 1];
+            }
+            to->unit[b] = v.unit;
         }
-        __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
-        __m512i high = _mm512_dpbusd_epi32(zero, one, to->even_high);
-        high = _mm512_dpbusd_epi32(high, one, to->odd_high);
-        __m512i low = _mm512_dpbusd_epi32(zero, one, to->even_low);
-        low = _mm512_dpbusd_epi32(low, one, to->odd_low);
-        __m512i sum = _mm512_slli_epi32(joined(parts, high, low), 3);
-        to->less = _mm512_sub_epi32(zero, sum);
-        to->unit = _mm_loadu_ps(unit);
+        unsigned_bytes one = (unsigned_bytes){0} + 1;
+        sums_of_four zero = {0};
+        sums_of_four high = add_bytes(zero, one, to->even_high, one, to->odd_high);
+        sums_of_four low = add_bytes(zero, one, to->even_low, one, to->odd_low);
+        to->less = joined(parts, high, low) * -8;
     }
 }
 
 static void to_fixed(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, x, to, k); }
-static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, x, to, k); }
 
 /* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
@@ -673,66 +687,63 @@ static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t 
 }
 
 /* The same of a whole chunk, for scales of 16 bits and groups of one block. */
-static inline __m128 four_scales(const char *scales, int64_t at, int dtype) {
-    __m128i u = _mm_loadl_epi64((const __m128i *)(scales + at / (BLOCK / 2)));
+static inline __m128 chunk_scales(const char *scales, int64_t at, int dtype) {
+    uint64_t bits = 0;
+    memcpy(&bits, scales + at / (BLOCK / 2), 2 * BLOCKS);
+    __m128i u = _mm_cvtsi64_si128((int64_t)bits);
     if (dtype == F16) return _mm_cvtph_ps(u);
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
 }
 
-/* Each for the four lanes of its block. */
-static inline __m512 in_lanes(__m128 four) {
-    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(four));
-}
-
-/* Adds the products of numbers at .. end. `four` is the dtype where all chunks have four scales of 16
- * bits, or F32: a constant too. */
-ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int four,
-                    const product *p, int64_t o, int64_t at, int64_t end, int64_t r, __m512 *sum) {
-    const uint8_t *w[TOGETHER];
-    const char *scales[TOGETHER];
+/* Adds the products of numbers at .. end. `all` is the dtype where all chunks are whole and have
+ * scales of 16 bits, or F32: a constant too. */
+ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int all,
+                    const product *p, int64_t o, int64_t at, int64_t end, int64_t r, lanes *sum) {
+    const uint8_t *w[SIDE];
+    const char *scales[SIDE];
     const fixed *x[TOGETHER];
     UNROLLED for (int s = 0; s < outs; s++)
         w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
     const char *next = p->next;
-    __m512i low4 = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
     for (int64_t i = at; i < end; i += CHUNK) {
-        int64_t blocks = end - i < CHUNK ? (end - i) / BLOCK : CHUNK / BLOCK;
-        __mmask64 there = blocks < CHUNK / BLOCK ? (1ull << blocks * HALF) - 1 : ~0ull;
+        int64_t blocks = least(end - i, CHUNK) / BLOCK;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(LINE);
-            __m512i codes = four == F32 ? _mm512_maskz_loadu_epi8(there, w[s] + i / 2)
-                                        : _mm512_loadu_si512(w[s] + i / 2);
-            __m512i even = _mm512_and_si512(codes, low4);
-            __m512i odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low4);
-            __m128 scale = four == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, BLOCK, blocks)
-                                       : four_scales(scales[s], i, four);
+            READ_AHEAD(WIDE);
+            unsigned_bytes codes = {0};
+            if (all == F32)
+                memcpy(&codes, w[s] + i / 2, blocks * HALF);
+            else
+                codes = *(const any_bytes *)(w[s] + i / 2);
+            unsigned_bytes even = codes & 15, odd = codes >> 4;
+            __m128 scale =
+                all == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, BLOCK, blocks)
+                           : chunk_scales(scales[s], i, all);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const fixed *f = x[q] + i / CHUNK;
-                __m512i high = parts == 1 ? f->less : zero;
-                high = _mm512_dpbusd_epi32(high, even, f->even_high);
-                high = _mm512_dpbusd_epi32(high, odd, f->odd_high);
-                __m512i low = _mm512_dpbusd_epi32(f->less, even, f->even_low);
-                low = _mm512_dpbusd_epi32(low, odd, f->odd_low);
-                __m512i all = joined(parts, high, low);
-                __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
-                sum[s * rows + q] =
-                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
+                sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
+                sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
+                sums_of_four low = add_bytes(f->less, even, f->even_low, odd, f->odd_low);
+                lanes unit = in_lanes(_mm_mul_ps(scale, _mm_loadu_ps(f->unit)));
+                lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
+                sum[s * rows + q] += part * unit;
             }
         }
     }
 }
 
-ALWAYS add_lanes(const int outs, const int rows, const __m512 *sum, sums *out) {
-    SUMS for (int b = 0; b < outs * rows; b++)
-        out[b / rows][b % rows] = _mm512_reduce_add_ps(sum[b]);
+ALWAYS add_lanes(const int outs, const int rows, const lanes *sum, sums *out) {
+    SUMS for (int b = 0; b < outs * rows; b++) {
+        float all = 0;
+        for (int l = 0; l < WIDE / 4; l++) all += sum[b][l];
+        out[b / rows][b % rows] = all;
+    }
 }
 
 ALWAYS parts_int4(const int outs, const int rows, const int parts, const product *p, int64_t o,
                   int64_t r, sums *out) {
-    __m512 sum[MOST_SUMS];
-    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
     int64_t full = p->each == BLOCK ? p->k - p->k % CHUNK : 0;
     if (p->scales_dtype == BF16)
         fixed_chunks(outs, rows, parts, BF16, p, o, 0, full, r, sum);
@@ -744,15 +755,48 @@ ALWAYS parts_int4(const int outs, const int rows, const int parts, const product
     add_lanes(outs, rows, sum, out);
 }
 
+#if WIDE == 64
+#define DOTS_PARTS(NAME) DOTS(NAME, 12)
+#else
+#define DOTS_PARTS(NAME) DOTS(NAME, 4)
+#endif
 #define IN_PARTS(NAME, PARTS, FORM)                                                             \
     ALWAYS NAME##_##FORM(const int outs, const int rows, const product *p, int64_t o,           \
                          int64_t r, sums *out) {                                                \
         parts_##FORM(outs, rows, PARTS, p, o, r, out);                                          \
     }                                                                                           \
-    DOTS(NAME##_##FORM, 12)
+    DOTS_PARTS(NAME##_##FORM)
 
 IN_PARTS(fixed, 2, int4)
+
+/* The product with rows of x in another form, of so many bytes each. */
+#define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
+    {                                                                                           \
+        p.per = PER, p.apart = BYTES;                                                           \
+        char *form = scratch(rows * p.apart);                                                   \
+        if (!form) return 1;                                                                    \
+        for (int64_t r = 0; r < rows; r++)                                                      \
+            TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
+        p.x = form;                                                                             \
+        multiply(&p, DOTS_OF, CODED_TOGETHER, threads);                                         \
+        free(form);                                                                             \
+        return 0;                                                                               \
+    }
+#define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
+#define FIXED_int4                                                                              \
+    if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
+#else
+#define FIXED_int4
+#endif
+
+#if WIDE == 64
+static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, x, to, k); }
 IN_PARTS(rounded, 1, int4)
+
+static inline __m512 widen_16(const bf16 *p) {
+    __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
+}
 
 /* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
 typedef struct {
@@ -767,17 +811,15 @@ ALWAYS in_lines(const int parts, const bf16 *x, fixed_line *to, int64_t k) {
         float unit[LINE / HALF] = {0};
         for (int b = 0; b < LINE / BLOCK && i + b * BLOCK < k; b++) {
             integers v = block_to_integers(parts, x + i + b * BLOCK);
-            for (int h = 0; h < 2; h++) {
-                int at = b * BLOCK + h * HALF;
-                _mm_storeu_si128((__m128i *)((char *)&to->high + at), _mm512_cvtepi32_epi8(v.high[h]));
-                _mm_storeu_si128((__m128i *)((char *)&to->low + at), _mm512_cvtepi32_epi8(v.low[h]));
-                unit[b * 2 + h] = v.unit;
-            }
+            memcpy((char *)&to->high + b * BLOCK, v.high, BLOCK);
+            memcpy((char *)&to->low + b * BLOCK, v.low, BLOCK);
+            unit[b * 2] = unit[b * 2 + 1] = v.unit;
         }
         __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
         __m512i high = _mm512_dpbusd_epi32(zero, one, to->high);
-        __m512i sum = joined(parts, high, _mm512_dpbusd_epi32(zero, one, to->low));
-        to->less = _mm512_sub_epi32(zero, _mm512_slli_epi32(sum, 7));
+        __m512i low = _mm512_dpbusd_epi32(zero, one, to->low);
+        sums_of_four sum = joined(parts, (sums_of_four)high, (sums_of_four)low);
+        to->less = (__m512i)(sum * -128);
         to->unit = _mm_loadu_ps(unit);
     }
 }
@@ -804,7 +846,7 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
 }
 
 ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int form,
-                   const product *p, int64_t o, int64_t at, int64_t end, int64_t r, __m512 *sum) {
+                   const product *p, int64_t o, int64_t at, int64_t end, int64_t r, lanes *sum) {
     const uint8_t *w[TOGETHER];
     const char *scales[TOGETHER];
     const fixed_line *x[TOGETHER];
@@ -826,7 +868,7 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
                 const fixed_line *f = x[q] + i / LINE;
                 __m512i high = _mm512_dpbusd_epi32(parts == 1 ? f->less : zero, codes, f->high);
                 __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
-                __m512i all = joined(parts, high, low);
+                __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
                 __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
                 sum[s * rows + q] =
                     _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
@@ -837,8 +879,8 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
 
 ALWAYS parts_int8(const int outs, const int rows, const int parts, const product *p, int64_t o,
                   int64_t r, sums *out) {
-    __m512 sum[MOST_SUMS];
-    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
     int64_t full = p->k - p->k % LINE;
     if (p->each == BLOCK && p->scales_dtype == F16)
         fixed_lines(outs, rows, parts, TWO_F16, p, o, 0, full, r, sum);
@@ -857,8 +899,8 @@ IN_PARTS(rounded, 1, int8)
 /* Of codes with one scale for a row. */
 ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, int64_t r,
                    sums *out) {
-    __m512 sum[MOST_SUMS];
-    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = _mm512_setzero_ps();
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
     fixed_lines(outs, rows, 1, PER_ROW, p, o, 0, p->k, r, sum);
     SUMS for (int b = 0; b < outs * rows; b++) {
         __m512 scale = _mm512_set1_ps(load(scales_of(p, o + b / rows), 0, p->scales_dtype));
@@ -947,22 +989,6 @@ ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, i
 }
 DOTS(whole_int8, 8)
 
-/* The product with rows of x in another form, of so many bytes each. */
-#define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
-    {                                                                                           \
-        p.per = PER, p.apart = BYTES;                                                           \
-        char *form = scratch(rows * p.apart);                                                   \
-        if (!form) return 1;                                                                    \
-        for (int64_t r = 0; r < rows; r++)                                                      \
-            TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
-        p.x = form;                                                                             \
-        multiply(&p, DOTS_OF, CODED_TOGETHER, threads);                                         \
-        free(form);                                                                             \
-        return 0;                                                                               \
-    }
-#define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
-#define FIXED_int4                                                                              \
-    if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #define FIXED_int8                                                                              \
     if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                        \
         IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)         \
@@ -974,7 +1000,6 @@ DOTS(whole_int8, 8)
             groups == 1 ? rounded_rows : rounded_int8s)
 static const int ROUNDS = 1;
 #else
-#define FIXED_int4
 #define FIXED_int8
 #define ROUNDED_int4
 #define ROUNDED_int8
