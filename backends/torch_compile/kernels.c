@@ -487,16 +487,25 @@ static inline float total(block sum) {
 }
 #endif
 
-/* Rows of x as the blocks of codes lie. */
-static inline void in_order_int8(float *v) {}
-static inline void in_order_fp8(float *v) {}
+/* Codes in the order in which they are meant. */
+#define ordered_int8 read_int8
+#define ordered_fp8 read_fp8
 
-static inline void in_order_int4(float *v) {
-    float w[BLOCK];
-    memcpy(w, v, sizeof w);
-    for (int j = 0; j < HALF; j++) v[2 * j] = w[j], v[2 * j + 1] = w[HALF + j];
+static inline block ordered_int4(const uint8_t *p) {
+    uint8_t codes[BLOCK];
+#ifdef __AVX2__
+    __m128i two = _mm_loadu_si128((const __m128i *)p), low = _mm_set1_epi8(15);
+    __m128i even = _mm_and_si128(two, low), odd = _mm_and_si128(_mm_srli_epi16(two, 4), low);
+    __m256i all = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_sub_epi8(all, _mm256_set1_epi8(8)));
+#else
+    for (int j = 0; j < HALF; j++)
+        codes[2 * j] = (p[j] & 15) - 8, codes[2 * j + 1] = (p[j] >> 4) - 8;
+#endif
+    return read_int8(codes);
 }
 
+/* Rows of x as the blocks of codes lie. */
 static inline void as_codes_int8(float *v) {}
 static inline void as_codes_fp8(float *v) {}
 
@@ -1046,9 +1055,8 @@ PRODUCT_CODED(fp8, 32)
                 float v[BLOCK];                                                                 \
                 float s = load(scales, o * groups + i / each, scales_dtype) * UNIT;             \
                 float t = load(scales, o * groups + (i + HALF) / each, scales_dtype) * UNIT;    \
-                block b = read_##NAME(w + (o * k + i) / BLOCK * BYTES);                         \
+                block b = ordered_##NAME(w + (o * k + i) / BLOCK * BYTES);                      \
                 memcpy(v, &b, sizeof v);                                                        \
-                in_order_##NAME(v);                                                             \
                 for (int j = 0; j < BLOCK; j++) v[j] *= j < HALF ? s : t;                       \
                 if (dtype == F32)                                                               \
                     memcpy((float *)y + o * k + i, v, sizeof v);                                \
