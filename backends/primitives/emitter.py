@@ -90,6 +90,11 @@ class Emitter(ABC):
 
     # --- pointwise ----------------------------------------------------------------------------
 
+    def activation(self, name: str, x: Operand) -> Operand | None:
+        """Return an activation, by its Hugging Face name, in a form of the framework's own; None
+        where it has none."""
+        return None
+
     def unary(self, kind: str, x: Operand) -> Operand:
         _need(kind in UNARY, f"{kind}: one of {', '.join(UNARY)}")
         _need((x.dtype == "bool") == (kind == "not"), f"{kind} of {x.type}")

@@ -50,7 +50,7 @@ def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float
 
 def activate(e: Emitter, x: Operand, act: str) -> Operand:
     """Apply the activation by its Hugging Face name, in fp32, rounded once."""
-    return wide(e, x, lambda h: _ACTIVATIONS[act](e, h))
+    return wide(e, x, lambda h: e.activation(act, h) or _ACTIVATIONS[act](e, h))
 
 
 def _gelu_tanh(e: Emitter, h: Operand) -> Operand:
@@ -65,12 +65,13 @@ def _gelu(e: Emitter, h: Operand) -> Operand:
 
 
 def _silu(e: Emitter, h: Operand) -> Operand:
-    return e.div(h, _one_more(e, h))
+    own = e.activation("sigmoid", h)
+    return e.mul(h, own) if own else e.div(h, _one_more(e, h))
 
 
 def sigmoid(e: Emitter, h: Operand) -> Operand:
     """Return 1 / (1 + exp(-h)) of fp32."""
-    return e.binary("pow", _one_more(e, h), -1)
+    return e.activation("sigmoid", h) or e.binary("pow", _one_more(e, h), -1)
 
 
 def _one_more(e: Emitter, h: Operand) -> Operand:

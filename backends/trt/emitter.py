@@ -8,7 +8,7 @@ numpy dtype.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": "GELU_TANH",
+    "gelu": "GELU_ERF",
+    "sigmoid": "SIGMOID",
+    "tanh": "TANH",
+}
 ELEMENTWISE = {
     "add": "SUM",
     "sub": "SUB",
@@ -246,13 +252,17 @@ class TrtEmitter(Emitter):
 
     # --- pointwise ----------------------------------------------------------------------------
 
+    def activation(self, name: str, x: Operand) -> Operand | None:
+        if name not in ACTIVATIONS:
+            return None
+        kind = getattr(self.trt.ActivationType, ACTIVATIONS[name])
+        return self.made(self.network.add_activation(self.tensor(x), kind), name, x.type)
+
     def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
-        if kind == "tanh":
-            layer = self.network.add_activation(self.tensor(x), self.trt.ActivationType.TANH)
-        else:
-            op = getattr(self.trt.UnaryOperation, kind.upper())
-            layer = self.network.add_unary(self.tensor(x), op)
-        return self.made(layer, kind, t)
+        if found := self.activation(kind, x):
+            return found
+        op = getattr(self.trt.UnaryOperation, kind.upper())
+        return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
         op = getattr(self.trt.ElementWiseOperation, ELEMENTWISE[kind])
@@ -355,16 +365,10 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
-        starts = tuple(start if i == axis else 0 for i in range(x.rank))
-        others = [i for i, d in enumerate(t.shape) if isinstance(d, str)]
-        if not others:
-            layer = self.network.add_slice(self.tensor(x), starts, _dims(t), (1,) * x.rank)
-            return self.made(layer, "slice", t)
-        return self._sliced(x, starts, self._size_of(x, t), "slice", t)
+        return self._sliced(x, axis, start, stop - start, "slice", t)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
-        size = self._size_of(x, t, {axis: like})
-        return self._sliced(x, (0,) * x.rank, size, "prefix", t)
+        return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
 
     def block(self, x: Operand, axis: int, first: int, count: int) -> Operand:
         """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
@@ -373,19 +377,7 @@ class TrtEmitter(Emitter):
         t = x.type.with_shape(
             *(f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
         )
-        start, size = self._within(x, axis, first, count)
-        starts = self._joined_sizes([start if i == axis else 0 for i in range(x.rank)])
-        sizes = self._joined_sizes(
-            [
-                size if i == axis else d if isinstance(d, int) else self._dim(x, i)
-                for i, d in enumerate(x.shape)
-            ]
-        )
-        ones = (1,) * x.rank
-        layer = self.named(self.network.add_slice(self.tensor(x), ones, ones, ones), "block")
-        layer.set_input(1, starts)
-        layer.set_input(2, sizes)
-        return self.checked(layer, t)
+        return self._sliced(x, axis, *self._within(x, axis, first, count), "block", t)
 
     def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
         """Return, i64[1] each, where a block of an axis begins, and its size."""
@@ -403,38 +395,16 @@ class TrtEmitter(Emitter):
         return found
 
     def _sliced(
-        self, x: Operand, start: tuple[int, ...], size: Any, primitive: str, t: Type
+        self, x: Operand, axis: int, start: Any, size: Any, primitive: str, t: Type
     ) -> Operand:
-        """Make a slice whose size is a tensor."""
-        ones = (1,) * x.rank
-        layer = self.named(self.network.add_slice(self.tensor(x), start, ones, ones), primitive)
-        layer.set_input(2, size)
+        """Slice one axis, the others whole. Its start and size are numbers, or i64[1]."""
+        first, count = (n if isinstance(n, int) else 0 for n in (start, size))
+        layer = self.network.add_slice(self.tensor(x), (first,), (count,), (1,))
+        self.named(layer, primitive).axes = (axis,)
+        for i, given in ((1, start), (2, size)):
+            if not isinstance(given, int):
+                layer.set_input(i, given)
         return self.checked(layer, t)
-
-    def _size_of(self, x: Operand, t: Type, source: Mapping[int, Operand] | None = None) -> Any:
-        """Return i64[rank]: the sizes of `t`; dims with a name are those of x, or that of the
-        operand of rank 1 which `source` has for the axis."""
-        parts: list[Any] = []
-        for i, d in enumerate(t.shape):
-            operand, axis = (source[i], 0) if source and i in source else (x, i)
-            parts.append(d if isinstance(d, int) else self._dim(operand, axis))
-        key = tuple(p if isinstance(p, int) else id(p) for p in parts)
-        if key not in self._sizes:
-            self._sizes[key] = self._joined_sizes(parts)
-        return self._sizes[key]
-
-    def _joined_sizes(self, parts: list[Any]) -> Any:
-        import torch
-
-        pieces = [
-            self.tensor(self.constant(torch.tensor([p]))) if isinstance(p, int) else p
-            for p in parts
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        layer = self.named(self.network.add_concatenation(pieces), "sizes")
-        layer.axis = 0
-        return self.checked(layer, Type("i64", (len(pieces),))).handle
 
     def _dim(self, x: Operand, axis: int) -> Any:
         """Return i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for

@@ -36,8 +36,11 @@ def _concat(n: Net, *tensors: Any, axis: int = 0) -> Any:
     return layer.get_output(0).shape
 
 
-def _slice(n: Net, *parts: tuple[int, ...]) -> Any:
-    return n.network.add_slice(n.x(4, 5), *parts).get_output(0).shape
+def _slice(n: Net, *parts: tuple[int, ...], axes: tuple[int, ...] | None = None) -> Any:
+    layer = n.network.add_slice(n.x(4, 5), *parts)
+    if axes is not None:
+        layer.axes = axes
+    return layer.get_output(0).shape
 
 
 def _masked(n: Net, mask: Any, kind: str = "NONE", q: tuple[int, ...] = (2, 4, 3, 8)) -> Any:
@@ -186,7 +189,16 @@ RULES: dict[str, tuple[Build, str]] = {
     "concat ranks": (lambda n: _concat(n, n.x(2, 3), n.x(2)), "ranks must be equal"),
     "concat axis": (lambda n: _concat(n, n.x(2), n.x(2), axis=1), "no axis 1"),
     "slice bounds": (lambda n: _slice(n, (0, 1), (4, 5), (1, 1)), "out of bounds"),
-    "slice ranks": (lambda n: _slice(n, (0,), (4,), (1,)), "are of its rank"),
+    "slice ranks": (lambda n: _slice(n, (0,), (4,), (1,)), r"are of axes \(0, 1\)"),
+    "slice bounds of an axis": (
+        lambda n: _slice(n, (1,), (5,), (1,), axes=(1,)),
+        "5 from 1 by 1 are out of bounds",
+    ),
+    "slice axes": (lambda n: _slice(n, (0,), (1,), (1,), axes=(2,)), "different axes of it"),
+    "slice axes twice": (
+        lambda n: _slice(n, (0, 0), (1, 1), (1, 1), axes=(1, 1)),
+        "different axes of it",
+    ),
     "slice size from data": (
         lambda n: (
             (s := n.network.add_slice(n.x(4), (0,), (1,), (1,))).set_input(
@@ -481,6 +493,15 @@ def test_slice_that_repeats() -> None:
         x0=torch.tensor([[5.0, 6.0]]),
     )
     assert got.tolist() == [[5, 6]] * 3
+
+
+def test_slice_of_some_axes() -> None:
+    n = Net()
+    layer = n.network.add_slice(n.x(-1, 4, 5), (3, 1), (2, 2), (1, 2))
+    layer.axes = (2, 1)
+    assert layer.get_output(0).shape == (-1, 2, 2)
+    x = torch.arange(40).view(2, 4, 5).float()
+    assert torch.equal(run(n, layer.get_output(0), x0=x), x[:, 1::2, 3:])
 
 
 def test_shape_tensors_are_followed() -> None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +117,14 @@ PRIMITIVES: dict[str, Any] = {
             "gt": torch.gt,
             "lt": torch.lt,
             "eq": torch.eq,
+        }.items()
+    },
+    **{
+        name: primitive(lambda e, x, name=name: e.activation(name, x), want, BSD[:1], X)
+        for name, want in {
+            "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+            "gelu": torch.nn.functional.gelu,
+            "sigmoid": torch.sigmoid,
         }.items()
     },
     "floor_div": primitive(

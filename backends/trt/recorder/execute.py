@@ -7,6 +7,7 @@ dtype. An update of a cache happens in the memory that was fed, as in TensorRT.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ _SAME_NAME = "EXP LOG SQRT ABS NEG SIN COS ERF FLOOR CEIL SIGN TANH SIGMOID RELU
 #: operations and activations
 _UNARY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{name: getattr(torch, name.lower()) for name in _SAME_NAME.split()},
+    "GELU_ERF": torch.nn.functional.gelu,
+    "GELU_TANH": partial(torch.nn.functional.gelu, approximate="tanh"),
     "RECIP": torch.reciprocal,
     "NOT": torch.logical_not,
 }
@@ -220,7 +223,7 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
         for i, member in layer._MEMBERS
     )
     x = ins[0]
-    for axis, (first, count, step) in enumerate(zip(start, shape, stride)):
+    for axis, first, count, step in zip(layer._sliced_axes(), start, shape, stride):
         at = first + step * torch.arange(count)
         if count and not 0 <= int(at.min()) <= int(at.max()) < x.shape[axis]:
             raise RuleError(

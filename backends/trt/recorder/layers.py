@@ -535,16 +535,23 @@ class ISliceLayer(ILayer):
         self._need(known is not None, f"{tensor._text}: {member} is no shape tensor")
         return known or []
 
+    def _sliced_axes(self) -> tuple[int, ...]:
+        """Return the axes that start, shape and stride are of; all, where none are given."""
+        rank, given = len(self._in()._dims), held(self, "axes")
+        axes = tuple(range(rank)) if given is None else tuple(given)
+        right = len({*axes}) == len(axes) and all(0 <= a < rank for a in axes)
+        self._need(right, f"{self._in()._text}: axes {axes} are different axes of it")
+        return axes
+
     def _infer(self) -> list[Output]:
-        x = self._in()
-        self._need(held(self, "axes") is None, "axes are not recorded here")
+        x, axes = self._in(), self._sliced_axes()
         self._need(held(self, "mode") is SampleMode.STRICT_BOUNDS, "modes are not recorded here")
         parts = self._parts()
-        ranks = {len(p) for p in parts} == {len(x._dims)}
-        self._need(ranks, f"{x._text}: start, shape and stride {parts} are of its rank")
-        out = []
-        for size, first, count, step in zip(x._dims, *parts):
-            out.append(-1 if count is None else count)
+        fit = {len(p) for p in parts} == {len(axes)}
+        self._need(fit, f"{x._text}: start, shape and stride {parts} are of axes {axes}")
+        out = [*x._dims]
+        for axis, first, count, step in zip(axes, *parts):
+            size, out[axis] = x._dims[axis], -1 if count is None else count
             if None in (first, count, step) or size == -1:
                 continue
             assert first is not None and count is not None and step is not None
