@@ -1,6 +1,6 @@
-/* Products of a weight [n, k] with a few rows. Every part of the weight is read from memory once for
- * TOGETHER rows, by one thread; for up to six rows that is about as fast as memory delivers it. Sums
- * are fp32. */
+/* Products of a weight [n, k] with a few rows. The weight is read from memory once for TOGETHER rows,
+ * each part by one thread; of bf16, with instructions for it, that is for up to five rows about as fast
+ * as memory delivers it. Sums are fp32. */
 #include "kernels.h"
 
 #include <math.h>
