@@ -4,6 +4,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -590,7 +591,7 @@ typedef float lanes __attribute__((vector_size(WIDE)));
 typedef struct {
     signed_bytes even_high, odd_high, even_low, odd_low;
     sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
-    float unit[4];     /* of each block */
+    lanes unit;        /* of each block */
 } fixed;
 
 /* Adds the products of bytes, four to a lane. */
@@ -667,6 +668,7 @@ static inline sums_of_four joined(const int parts, sums_of_four high, sums_of_fo
 ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
     for (int64_t i = 0; i < k; i += CHUNK, to++) {
         memset(to, 0, sizeof *to);
+        float unit[4] = {0};
         for (int b = 0; b < BLOCKS && i + b * BLOCK < k; b++) {
             integers v = block_to_integers(parts, x + i + b * BLOCK);
             for (int j = 0; j < HALF; j++) {
@@ -675,8 +677,9 @@ ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
                 to->even_low[b * HALF + j] = v.low[2 * j];
                 to->odd_low[b * HALF + j] = v.low[2 * j + 1];
             }
-            to->unit[b] = v.unit;
+            unit[b] = v.unit;
         }
+        to->unit = in_lanes(_mm_loadu_ps(unit));
         unsigned_bytes one = (unsigned_bytes){0} + 1;
         sums_of_four zero = {0};
         sums_of_four high = add_bytes(zero, one, to->even_high, one, to->odd_high);
@@ -695,13 +698,20 @@ static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t 
     return _mm_loadu_ps(s);
 }
 
-/* The same of a whole chunk, for scales of 16 bits and groups of one block. */
-static inline __m128 chunk_scales(const char *scales, int64_t at, int dtype) {
+/* The same of a whole chunk, for scales of 16 bits and groups of one block, in lanes. */
+static inline lanes chunk_scales(const char *scales, int64_t at, int dtype) {
     uint64_t bits = 0;
     memcpy(&bits, scales + at / (BLOCK / 2), 2 * BLOCKS);
-    __m128i u = _mm_cvtsi64_si128((int64_t)bits);
-    if (dtype == F16) return _mm_cvtph_ps(u);
-    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
+    if (dtype == F16) return in_lanes(_mm_cvtph_ps(_mm_cvtsi64_si128((int64_t)bits)));
+#if WIDE == 64 /* the upper half of a float is the bf16, each in four lanes */
+    __m128i order = _mm_setr_epi32(0x0100ffff, 0x0302ffff, 0x0504ffff, 0x0706ffff);
+    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m512i bytes = _mm512_permutexvar_epi32(lane, _mm512_castsi128_si512(order));
+    return (lanes)_mm512_shuffle_epi8(_mm512_set1_epi64((int64_t)bits), bytes);
+#else
+    __m128i u = _mm_cvtepu16_epi32(_mm_cvtsi64_si128((int64_t)bits));
+    return in_lanes(_mm_castsi128_ps(_mm_slli_epi32(u, 16)));
+#endif
 }
 
 /* Adds the products of numbers at .. end. `all` is the dtype where all chunks are whole and have
@@ -725,17 +735,16 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int a
             else
                 codes = *(const any_bytes *)(w[s] + i / 2);
             unsigned_bytes even = codes & 15, odd = codes >> 4;
-            __m128 scale =
-                all == F32 ? some_scales(scales[s], i, p->each, p->scales_dtype, BLOCK, blocks)
-                           : chunk_scales(scales[s], i, all);
+            lanes scale = all == F32 ? in_lanes(some_scales(scales[s], i, p->each, p->scales_dtype,
+                                                            BLOCK, blocks))
+                                     : chunk_scales(scales[s], i, all);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const fixed *f = x[q] + i / CHUNK;
                 sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
                 sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
                 sums_of_four low = add_bytes(f->less, even, f->even_low, odd, f->odd_low);
-                lanes unit = in_lanes(_mm_mul_ps(scale, _mm_loadu_ps(f->unit)));
                 lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
-                sum[s * rows + q] += part * unit;
+                sum[s * rows + q] += part * (scale * f->unit);
             }
         }
     }
@@ -946,22 +955,26 @@ static inline __m128i low_bytes(__m512i *v) {
 
 static void to_whole(const bf16 *x, whole *to, int64_t k) {
     uint16_t most = 0;
-    for (int64_t i = 0; i < k; i++) most = (x[i] & 0x7fff) > most ? x[i] & 0x7fff : most;
+    for (int64_t i = 0; i < k; i++) {
+        uint16_t size = x[i] & 0x7fff;
+        most = size > most ? size : most;
+    }
     int bad = most >> 7 == 0xff;
     float unit, times = scaled_to(22, most >> 7, bad, &unit);
-    to->unit = unit;
-    to->at = (bytes *)((char *)to + WHOLE_HEAD);
-    memset(to->at, 0, lines(k) * sizeof(bytes));
-    to->sum = 0;
+    bytes *b = to->at = (bytes *)((char *)to + WHOLE_HEAD);
+    memset(b, 0, lines(k) * sizeof(bytes));
+    __m512i sum = _mm512_setzero_si512();
     for (int64_t i = 0; i < k && !bad; i += HALF) {
         __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(widen_16(x + i), _mm512_set1_ps(times)));
-        to->sum += _mm512_reduce_add_epi32(v);
-        bytes *b = to->at + i / LINE;
-        int64_t in = i % LINE;
-        _mm_storeu_si128((__m128i *)((char *)&b->low + in), low_bytes(&v));
-        _mm_storeu_si128((__m128i *)((char *)&b->middle + in), low_bytes(&v));
-        _mm_storeu_si128((__m128i *)((char *)&b->high + in), low_bytes(&v));
+        sum = _mm512_add_epi64(sum, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(v)));
+        sum = _mm512_add_epi64(sum, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(v, 1)));
+        char *line = (char *)(b + i / LINE) + i % LINE;
+        _mm_storeu_si128((__m128i *)(line + offsetof(bytes, low)), low_bytes(&v));
+        _mm_storeu_si128((__m128i *)(line + offsetof(bytes, middle)), low_bytes(&v));
+        _mm_storeu_si128((__m128i *)(line + offsetof(bytes, high)), low_bytes(&v));
     }
+    to->unit = unit;
+    to->sum = (double)_mm512_reduce_add_epi64(sum);
 }
 
 ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
