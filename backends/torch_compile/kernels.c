@@ -145,8 +145,15 @@ typedef struct {
 
 /* Bytes of x that stay in a core's nearest cache beside the weight that passes through it. */
 static int64_t near(void) {
-    long size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    return (size > 0 ? size : NEAREST) / 4 * 3;
+    static int64_t found; /* asked for once: some systems take long */
+    if (!found) {
+        int64_t size = 0;
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+        size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#endif
+        found = (size > 0 ? size : NEAREST) / 4 * 3;
+    }
+    return found;
 }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

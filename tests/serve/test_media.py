@@ -202,7 +202,7 @@ def test_answers_that_are_not_taken(site: tuple[str, int], name: str) -> None:
 
 def test_the_media_of_a_request_share_its_limits(site: tuple[str, int]) -> None:
     size = len(picture())
-    fetching = Fetching(sources(site, most=2 * size + 1))
+    fetching = Fetching(sources(site, most=2 * size))
     url = f"http://{site[0]}:{site[1]}/picture"
     assert fetching.read(url, "a") == fetching.read(url, "b") == picture()
     with pytest.raises(InputError, match="more than"):
