@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm/tests": 900,
     "bench": 2130,
     "tests": 44850,
-    "tools": 320,
+    "tools": 360,
 }
 
 

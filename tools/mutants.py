@@ -4,8 +4,9 @@
     python tools/mutants.py --count 20 --seed 3
 
 Mutants are drawn at random, with a seed, from all places of the product where a comparison, a sum,
-a condition or a number can be another one. Each is written into a copy of the tree, where the tests
-run that execute its line, those of small files first, to the first failure.
+a condition or a number can be another one; samples of ops and kernels, which tests alone read, are
+none. Each is written into a copy of the tree, where the tests run that execute its line, those of
+small files first, to the first failure.
 """
 
 from __future__ import annotations
@@ -65,6 +66,40 @@ class Mutant:
     what: str
 
 
+def of_samples(tree: ast.Module) -> set[int]:
+    """Return ids of the nodes that make samples: what a name or keyword `samples` is given, and the
+    file's constants and functions that nothing else reads."""
+    given = (n for n in ast.walk(tree) if isinstance(n, ast.keyword | ast.Assign))
+    found = {i for n in given if _name(n) == "samples" for i in _inside(n.value)}
+    named = {_name(node): node for node in tree.body if _name(node)}
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    while True:
+        inside = {n.id for n in reads if id(n) in found}
+        more = [
+            node
+            for name, node in named.items()
+            if name in inside and all(n.id != name or id(n) in found for n in reads)
+        ]
+        grown = found.union(*map(_inside, more))
+        if grown == found:
+            return found
+        found = grown
+
+
+def _inside(node: ast.AST) -> set[int]:
+    return {id(n) for n in ast.walk(node)}
+
+
+def _name(node: ast.AST) -> str:
+    """Return the one name that a statement or a keyword gives a value, or nothing."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name
+    if isinstance(node, ast.keyword):
+        return node.arg or ""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else ""
+
+
 def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, int, str]]:
     """Yield (index, line, change) of every place; the one of `index` is changed in the tree."""
     count = 0
@@ -72,8 +107,11 @@ def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, i
     def here(wanted: int) -> bool:
         return index == wanted
 
+    samples = of_samples(tree)
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
+        if id(node) in samples:
+            continue
         if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
             old, new = type(node.ops[0]), SWAPS[type(node.ops[0])]
             if here(count):
