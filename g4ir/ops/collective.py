@@ -1,0 +1,72 @@
+"""Exchange among ranks that compute parts of one model.
+
+Each rank runs the same graph on weights of its own. What these ops mean for several ranks needs
+the tensors of all: `g4ir.parallel.lockstep` runs the ranks side by side and defines it. A rank that
+is alone has its own tensors back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Sample, op, require
+from .budgets import MOVES, Budget
+from .types import Type
+
+
+def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
+    require(ranks == 1, f"{op}: a rank of {ranks} alone has not what the others computed")
+    return tuple(b.emit("scale", x, value=1.0) for x in xs)
+
+
+@op
+class all_reduce:
+    """y = sum over ranks of x, in order of rank in fp32, rounded once; several x in one message"""
+
+    budget = Budget(1, 64, "sums of as many products as on one rank, rounded once for each rank")
+    kind = "other"
+    rows = (0, 1)
+    fold = False
+
+    @staticmethod
+    def infer(*xs: Type, ranks: int) -> tuple[Type, ...]:
+        given = ", ".join(map(str, xs))
+        require(ranks > 0, f"all_reduce: {ranks} ranks; {given}")
+        require(all(x.dtype == xs[0].dtype for x in xs), f"all_reduce: {given} differ in dtype")
+        return xs
+
+    @staticmethod
+    def expand(b: Any, *xs: Any, ranks: int) -> tuple[Any, ...]:
+        return _alone("all_reduce", b, xs, ranks)
+
+    @staticmethod
+    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, ranks: int) -> int:
+        return ranks * sum(t.numel() for t in outs)
+
+    samples = [
+        Sample(("f32[2,3,8]",), {"ranks": 1}),
+        Sample(("f32[2,3,8]", "f32[2,3,5]"), {"ranks": 1}),
+    ]
+
+
+@op
+class all_gather:
+    """[..., n] of each rank -> [..., ranks * n], in order of rank"""
+
+    budget = MOVES
+    kind = "other"
+    rows = (0,)
+    fold = False
+
+    @staticmethod
+    def infer(x: Type, *, ranks: int) -> Type:
+        fits = x.rank > 0 and isinstance(x.shape[-1], int) and ranks > 0
+        require(fits, f"all_gather: {x} of {ranks} ranks has no last dim to join")
+        return x.with_shape(*x.shape[:-1], ranks * int(x.shape[-1]))
+
+    @staticmethod
+    def expand(b: Any, x: Any, *, ranks: int) -> Any:
+        return _alone("all_gather", b, (x,), ranks)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("f32[2,3,8]",), {"ranks": 1})]

@@ -1,0 +1,135 @@
+"""linear(x, w_down)  ->  all_reduce(linear(x, w_down of a rank)), and what else a rank computes
+
+The plain graph of a model, before any pass, becomes that of one rank of several: weights are of the
+rank's part (table.py), the head's logits are gathered, caches hold the rank's key heads. Nothing in
+the graph says which rank: all run the same programs. The values behind a collective keep the names
+and types that they had, so that what follows is unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
+from g4ir.ops.types import Type
+from g4ir.spec.record import Spec
+
+from .table import HEAD, TABLE, check_ranks, key_heads, part_of
+
+COLLECTIVES = ("all_reduce", "all_gather")
+#: values that are sums of what every rank has
+_SUMS = re.compile(r"L(\d+)\.(attn\.o|mlp\.down|moe\.out)")
+_CACHE = re.compile(r"L(\d+)\.[kv]")
+
+
+def shard_program(p: Program, spec: Spec, ranks: int) -> Program:
+    """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
+    towers stay whole. InputError where `ranks` cannot share the model."""
+    check_ranks(spec, ranks)
+    whole = (name for name, g in p.graphs.items() if not g.state)
+    kept = set(whole)
+    return Program({n: g if n in kept else shard(g, spec, ranks) for n, g in p.graphs.items()})
+
+
+def shard(g: Graph, spec: Spec, ranks: int) -> Graph:
+    """Return the graph of one rank of `ranks`, the same for each; see the module."""
+    check_ranks(spec, ranks)
+    if ranks == 1:
+        return g
+    params = {v.name: _param(v, spec, ranks) for v in g.params}
+    state = {v.name: _cache(v, spec, ranks) for v in g.state}
+    sums = _sums(g)
+    nodes: list[Node] = []
+    for n in g.nodes:
+        n = replace(n, inputs=tuple(state.get(v.name, params.get(v.name, v)) for v in n.inputs))
+        nodes += [_heads(n, spec, ranks)] if n.op == "heads" else [_partial(n, sums)]
+    cut = replace(
+        g,
+        params=tuple(params.values()),
+        state=tuple(state.values()),
+        nodes=(*nodes, *_collectives(g, sums, ranks)),
+    )
+    out = drop_dead(rebuild(order(cut)))
+    verify(out)
+    return out
+
+
+def collectives(g: Graph) -> Iterator[Node]:
+    """Yield the messages of a graph, in order."""
+    return g.find(*COLLECTIVES)
+
+
+def _param(v: Value, spec: Spec, ranks: int) -> Value:
+    """Return a rank's part of a param. That of a tied head has a name of its own: the table that
+    tokens are looked up in stays whole."""
+    name = HEAD if v.name == TABLE else v.name
+    part = part_of(spec, name)
+    if part is None:
+        return v
+    shape = list(v.type.shape)
+    whole = shape[part.axis]
+    assert isinstance(whole, int)
+    shape[part.axis] = part.size(whole, ranks)
+    return Value(name, v.type.with_shape(*shape))
+
+
+def _cache(v: Value, spec: Spec, ranks: int) -> Value:
+    match = _CACHE.fullmatch(v.name)
+    assert match
+    slots, rows, _, dim = v.type.shape
+    heads = key_heads(spec.layers()[int(match[1])], ranks)
+    return Value(v.name, v.type.with_shape(slots, rows, heads, dim))
+
+
+def _heads(n: Node, spec: Spec, ranks: int) -> Node:
+    """Return the split of a projection into the heads that a rank has of it."""
+    match = re.fullmatch(r"L(\d+)\.attn\.([qkv])\.heads", n.out.name)
+    if not match:
+        return n  # of per-layer embeddings, which are whole
+    layer = spec.layers()[int(match[1])]
+    own = spec.text.num_attention_heads // ranks if match[2] == "q" else key_heads(layer, ranks)
+    return replace(n, attrs={**n.attrs, "n": own})
+
+
+def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
+    """Return value -> those that travel with it, itself included: the sums of the MLP and of the
+    experts beside it are one message."""
+    names = [v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)]
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        layer, place = name.split(".", 1)
+        groups.setdefault((layer, place == "attn.o"), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
+    """Return a node whose result is a rank's part of what it was: under another name."""
+    name = n.outputs[0].name
+    if name in sums or _is_head(n):
+        return replace(n, outputs=(_part(n.outputs[0]),))
+    return n
+
+
+def _is_head(n: Node) -> bool:
+    return n.op == "linear" and n.inputs[1].name == HEAD
+
+
+def _part(v: Value, kind: Type | None = None) -> Value:
+    return Value(f"{v.name}.part", kind or v.type)
+
+
+def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> tuple[Node, ...]:
+    """Return what makes whole values of the parts that ranks have."""
+    b, made = Builder(), {v.name: v for n in g.nodes for v in n.outputs}
+    for names in dict.fromkeys(sums.values()):
+        parts = [_part(made[name]) for name in names]
+        b.emit_all("all_reduce", *parts, ranks=ranks, name=names)
+    for n in g.find("linear"):
+        if n.inputs[1].name in (HEAD, TABLE):
+            vocab = n.out.type.shape[-1]
+            assert isinstance(vocab, int)
+            own = n.out.type.with_shape(*n.out.type.shape[:-1], vocab // ranks)
+            b.emit("all_gather", _part(n.out, own), ranks=ranks, name=n.out.name)
+    return tuple(b.nodes)

@@ -1,0 +1,126 @@
+"""Which part of each weight a rank has: a table by the tensor's place in the model.
+
+Columns first, rows second (tensor parallel as in Megatron-LM): what comes out of a product is cut
+where the next one takes it, so that a layer needs one sum over ranks behind attention and one
+behind its MLP. Heads are never cut; where there are fewer key heads than ranks, several ranks hold
+the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.errors import InputError
+from g4ir.spec.parts import Layer
+from g4ir.spec.record import Spec
+
+HEAD, TABLE = "head.w", "embed.table"
+#: a layer's weight -> the axis that is cut, and what it is cut by
+CUTS = {
+    "attn.wq": (0, "heads"),
+    "attn.wk": (0, "key heads"),
+    "attn.wv": (0, "key heads"),
+    "attn.wo": (1, "heads"),
+    "mlp.w_gate": (0, "width"),
+    "mlp.w_up": (0, "width"),
+    "mlp.w_down": (1, "width"),
+    "moe.gate_up": (1, "expert widths"),
+    "moe.down": (2, "expert width"),
+}
+_WEIGHT = re.compile(r"L(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
+    every block as many units as there are for each rank, but at least one."""
+
+    source: str
+    axis: int
+    units: int
+    blocks: int = 1
+
+    def share(self, ranks: int) -> int:
+        """Count the units of a block that a rank has."""
+        return max(1, self.units // ranks)
+
+    def size(self, whole: int, ranks: int) -> int:
+        """Return what an axis of `whole` numbers has on a rank."""
+        return whole // self.units * self.share(ranks)
+
+    def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, count) of the numbers along the axis that a rank has."""
+        unit = whole // (self.blocks * self.units)
+        for block in range(self.blocks):
+            first = block * self.units + rank * self.units // ranks
+            yield first * unit, self.share(ranks) * unit
+
+    def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
+        """Return a rank's part of a tensor: a view where it is one piece."""
+        whole = tensor.shape[self.axis]
+        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
+        if len(pieces) == 1:
+            return pieces[0]
+        import torch
+
+        return torch.cat(pieces, self.axis)
+
+
+def part_of(spec: Spec, param: str) -> Part | None:
+    """Return what a rank has of a param of a sharded graph; None: all of it."""
+    if param == HEAD:
+        source = TABLE if spec.text.tie_word_embeddings else HEAD
+        return Part(source, 0, spec.text.vocab_size)
+    match = _WEIGHT.fullmatch(param)
+    if not match or match[2] not in CUTS:
+        return None
+    axis, by = CUTS[match[2]]
+    return Part(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
+
+
+def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
+    """Return the units of a block that may not be cut, and the blocks."""
+    moe = spec.text.moe
+    expert = moe.intermediate_size if moe else 0
+    return {
+        "heads": (spec.text.num_attention_heads, 1),
+        "key heads": (layer.attention.num_key_value_heads, 1),
+        "width": (layer.intermediate_size, 1),
+        # gate and up lie one behind the other
+        "expert widths": (expert, 2),
+        "expert width": (expert, 1),
+    }[by]
+
+
+def key_heads(layer: Layer, ranks: int) -> int:
+    """Count the heads of keys and values whose caches a rank has."""
+    return max(1, layer.attention.num_key_value_heads // ranks)
+
+
+def check_ranks(spec: Spec, ranks: int) -> None:
+    """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
+    if ranks < 1:
+        raise InputError(f"--tp {ranks}: expected at least 1")
+    text = spec.text
+    sizes = {
+        "num_attention_heads": text.num_attention_heads,
+        "intermediate_size": text.intermediate_size,
+        "vocab_size": text.vocab_size,
+        **({"moe.intermediate_size": text.moe.intermediate_size} if text.moe else {}),
+    }
+    keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
+
+    def wrong(n: int) -> str | None:
+        uneven = (key for key, size in sizes.items() if size % n)
+        apart = (key for key, heads in keys.items() if heads % n and n % heads)
+        return next(uneven, None) or next(apart, None)
+
+    if key := wrong(ranks):
+        fine = ", ".join(str(n) for n in range(1, text.num_attention_heads + 1) if not wrong(n))
+        raise InputError(
+            f"--tp {ranks}: {spec.name} has {key} {(sizes | keys)[key]}, which {ranks} ranks "
+            f"cannot share; one of {fine}"
+        )

@@ -1,0 +1,268 @@
+"""A model on several ranks, run side by side by the interpreter, against the same on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import count, islice
+from zlib import crc32
+
+import pytest
+import torch
+
+from g4ir.errors import InputError
+from g4ir.ir.graph import Builder, Graph, Program, Value, split_prologue
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.text import parse_graph
+from g4ir.model.text import build_graph, build_program
+from g4ir.ops.types import Type
+from g4ir.parallel.lockstep import lockstep, rank_params
+from g4ir.parallel.shard import collectives, shard, shard_program
+from g4ir.parallel.table import check_ranks, part_of
+from g4ir.passes import run_program
+from g4ir.spec.record import Spec, load_spec
+from tests.configs import VARIANTS, random_spec
+
+TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
+RANKS = (2, 4)
+#: chunks of two ragged rows past three windows of 8, then single tokens: (size, valid tokens)
+CHUNKS = ((13, (13, 7)), (9, (6, 9)), (8, (8, 8)), (1, (1, 1)), (1, (0, 1)), (1, (1, 1)))
+SLOTS = 40
+
+
+def shareable(spec: Spec, ranks: int) -> bool:
+    try:
+        check_ranks(spec, ranks)
+    except InputError:
+        return False
+    return True
+
+
+def drawn() -> Iterator[int]:
+    """Seeds of random specs that two or more ranks can share."""
+    return (seed for seed in count() if shareable(random_spec(seed), 2))
+
+
+RANDOM = tuple(f"random-{seed}" for seed in islice(drawn(), 20))
+
+
+@cache
+def spec_of(name: str) -> Spec:
+    return random_spec(int(name[7:])) if name.startswith("random-") else load_spec(name)
+
+
+@cache
+def plain(name: str) -> Program:
+    return build_program(spec_of(name), all_logits=True)
+
+
+@cache
+def weights(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def made(v: Value) -> torch.Tensor:
+        g = torch.Generator().manual_seed(crc32(v.name.encode()))
+        x = torch.randn([int(d) for d in v.type.shape], generator=g, dtype=torch.float64)
+        return (1 + 0.3 * x if x.dim() == 1 else x * x.shape[-1] ** -0.5).to(dtype)
+
+    return {n: made(v) for n, v in plain(name).params().items()}
+
+
+@cache
+def chunks(name: str, dtype: torch.dtype) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """The phase of each chunk, and what it feeds."""
+    g, held, out = torch.Generator().manual_seed(5), torch.zeros(2, dtype=torch.int64), []
+    for size, valid in CHUNKS:
+        tokens = torch.randint(spec_of(name).text.vocab_size, (2, size), generator=g)
+        rows, _ = interpret(
+            plain(name).graphs["embed"], {"tokens": tokens}, weights(name, dtype), {}
+        )
+        places = {"positions": held[:, None] + torch.arange(size), "lengths": torch.tensor(valid)}
+        out.append(("decode" if size == 1 else "prefill", {**rows, **places}))
+        held = held + places["lengths"]
+    return out
+
+
+def valid_logits(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+    return torch.cat([row[:n] for row, n in zip(logits, inputs["lengths"].tolist(), strict=True)])
+
+
+@cache
+def alone(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of every valid token on one rank."""
+    state, out = empty_state(plain(name).graphs["prefill"], {"B": 2, "C": SLOTS}, dtype), []
+    for phase, inputs in chunks(name, dtype):
+        made, state = interpret(plain(name).graphs[phase], inputs, weights(name, dtype), state)
+        out.append(valid_logits(inputs, made["logits"]))
+    return torch.cat(out)
+
+
+def together(p: Program, name: str, ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same of each rank of a sharded program."""
+    spec, given = spec_of(name), weights(name, dtype)
+    own = {
+        phase: [rank_params(g, spec, given, r, ranks) for r in range(ranks)]
+        for phase, g in p.graphs.items()
+        if g.state
+    }
+    state = [empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
+    out: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for phase, inputs in chunks(name, dtype):
+        results = lockstep(p.graphs[phase], inputs, own[phase], state)
+        state = [after for _, after in results]
+        for mine, (made, _) in zip(out, results, strict=True):
+            mine.append(valid_logits(inputs, made["logits"]))
+    return [torch.cat(mine) for mine in out]
+
+
+def sharded(name: str, ranks: int) -> Program:
+    return shard_program(plain(name), spec_of(name), ranks)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).abs() / want.pow(2).mean(-1, keepdim=True).sqrt()).max())
+
+
+CASES = [(n, r) for n in (*TINY, *RANDOM) for r in RANKS if shareable(spec_of(n), r)]
+
+
+def test_the_cases_cover_both_numbers_of_ranks() -> None:
+    assert {r for _, r in CASES} == set(RANKS) and len(RANDOM) == 20
+    assert {(n, r) for n in TINY for r in RANKS} <= set(CASES)
+
+
+@pytest.mark.parametrize("name, ranks", CASES)
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_ranks_agree_with_one(name: str, ranks: int, dtype: torch.dtype, most: float) -> None:
+    """With all passes and without any; every rank has the same logits, bit for bit."""
+    want = alone(name, dtype)
+    for p in (sharded(name, ranks), run_program(sharded(name, ranks))):
+        got = together(p, name, ranks, dtype)
+        assert all(torch.equal(x, got[0]) for x in got)
+        assert distance(got[0], want) < most
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
+def test_a_collective_that_is_left_out_shows(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4ir.parallel import lockstep as module
+
+    def own(n: object, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return [[torch.cat([x] * 2, -1) if op == "all_gather" else x for x in t] for t in tensors]
+
+    monkeypatch.setitem(module._COLLECTIVES, op, own)
+    got = together(sharded("tiny-moe", 2), "tiny-moe", 2, torch.float64)
+    assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
+
+
+#: messages of a decode step: two for each layer, and the head's
+MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_messages_of_a_step(name: str, ranks: int) -> None:
+    spec = load_spec(name)
+    p = run_program(shard_program(build_program(spec), spec, ranks))
+    assert len(list(collectives(p.graphs["decode"]))) == MESSAGES[name]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_rank_has_its_share(name: str, ranks: int) -> None:
+    """Every weight of products of the layers but routers and those of per-layer embeddings is cut;
+    all ranks together have every number, those of replicated key heads more than once."""
+    spec = load_spec(name)
+    whole, own = build_graph(spec), shard(build_graph(spec), spec, ranks)
+    sizes = {v.name: v.type.numel() for v in whole.params}
+    for v in own.params:
+        part = part_of(spec, v.name)
+        if part is None:
+            assert v.type.numel() == sizes[v.name]
+            continue
+        seen = {
+            i
+            for rank in range(ranks)
+            for first, size in part.ranges(_axis(whole, part.source, part.axis), rank, ranks)
+            for i in range(first, first + size)
+        }
+        assert len(seen) == _axis(whole, part.source, part.axis)
+        copies = max(1, ranks // part.units)
+        assert v.type.numel() * ranks == sizes[part.source] * copies
+    matrices = {v.name for v in own.params if v.type.rank > 1 and not part_of(spec, v.name)}
+    assert all(n.startswith("ple.") or ".ple." in n or n.endswith(".router") for n in matrices)
+
+
+def _axis(g: Graph, name: str, axis: int) -> int:
+    (found,) = (v for v in g.params if v.name == name)
+    return int(found.type.shape[axis])
+
+
+@pytest.mark.parametrize("heads, keys, ranks", [(8, 1, 4), (8, 2, 4), (16, 8, 4), (32, 4, 8)])
+def test_query_heads_meet_their_own_key_heads(heads: int, keys: int, ranks: int) -> None:
+    from g4ir.parallel.table import Part
+
+    for rank in range(ranks):
+        ((first, size),) = Part("wq", 0, heads).ranges(heads, rank, ranks)
+        ((k, n),) = Part("wk", 0, keys).ranges(keys, rank, ranks)
+        group = size // n
+        assert all(k + i // group == (first + i) // (heads // keys) for i in range(size))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_graph_is_text_and_the_same_for_all_ranks(name: str) -> None:
+    g = shard(plain(name).graphs["decode"], spec_of(name), 2)
+    assert parse_graph(str(g)) == g
+    assert shard(plain(name).graphs["decode"], spec_of(name), 1) == plain(name).graphs["decode"]
+
+
+def test_weights_are_packed_from_parts() -> None:
+    """Passes pack what a rank has, as they do on one: the prologue has no collective."""
+    p = run_program(sharded("tiny-dense", 2))
+    prologue, _ = split_prologue(p.graphs["decode"])
+    assert not list(collectives(prologue))
+    packed = {v.name: v.type.shape for v in prologue.outputs}
+    one, _ = split_prologue(run_program(plain("tiny-dense")).graphs["decode"])
+    assert packed.keys() == {v.name for v in one.outputs}
+    assert all(2 * packed[v.name][0] >= v.type.shape[0] > packed[v.name][0] for v in one.outputs)
+
+
+REFUSED = {
+    "heads": (3, "num_attention_heads 4"),
+    "none": (0, "--tp 0: expected at least 1"),
+    "more than there are": (16, "num_attention_heads 4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_number_that_cannot_share_is_refused(case: str) -> None:
+    ranks, said = REFUSED[case]
+    with pytest.raises(InputError, match=said):
+        shard(plain("tiny-dense").graphs["decode"], spec_of("tiny-dense"), ranks)
+
+
+def test_a_refusal_names_what_would_do() -> None:
+    with pytest.raises(
+        InputError, match=r"--tp 16: .* num_attention_heads 8, .* one of 1, 2, 4, 8$"
+    ):
+        check_ranks(load_spec("e2b"), 16)
+
+
+def test_key_heads_that_no_rank_can_have_whole_are_refused() -> None:
+    spec = load_spec("tiny-dense")
+    text = replace(
+        spec.text,
+        num_attention_heads=12,
+        full=replace(spec.text.full, num_key_value_heads=3),
+        sliding=replace(spec.text.sliding, num_key_value_heads=4),
+    )
+    with pytest.raises(InputError, match=r"full\.num_key_value_heads 3"):
+        check_ranks(replace(spec, text=text), 4)
+
+
+def test_ranks_of_another_number_are_refused() -> None:
+    b = Builder()
+    g = b.graph(b.emit("all_reduce", b.input("x", Type("f32", (1, 8))), ranks=2, name="y"))
+    x = {"x": torch.zeros(1, 8)}
+    with pytest.raises(ValueError, match="a rank of 2 alone"):
+        interpret(g, x, {}, {})
+    with pytest.raises(InputError, match="%y = all_reduce is of 2 ranks, 3 run"):
+        lockstep(g, x, [{}] * 3, [{}] * 3)
