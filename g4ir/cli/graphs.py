@@ -81,6 +81,8 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     spec = spec_of(args)
     if args.engine is None:
         plain = plain_graph(spec, args.phase, args.all_logits)
+        if args.tp is not None:
+            plain = _rank_graph(args, plain, spec)
         program = Program({args.phase: plain})
         held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
         return held.graphs[args.phase], set(args.skip)
@@ -90,6 +92,19 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media, found.drafter)
     graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
+
+
+def _rank_graph(args: argparse.Namespace, plain: Graph, spec: Spec) -> Graph:
+    """Return the graph of one rank of `--tp`; InputError for what ranks cannot share yet."""
+    from g4ir.model.text import TEXT_GRAPHS
+    from g4ir.parallel.shard import shard
+
+    phases = (*TEXT_GRAPHS, VERIFY)
+    if args.phase not in phases:
+        raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
+    if args.quant not in (None, "none"):
+        raise InputError(f"--tp: weights of --quant {args.quant} are not cut yet; leave it out")
+    return shard(plain, spec, args.tp)
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

@@ -57,7 +57,10 @@ OF_ENGINE = (
     "kv_dtype",
     "latent_kv",
     "draft_tokens",
+    "tp",
 )
+#: views that do not take `--tp`
+WITHOUT_RANKS = ("kernels", "timeline", "against")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
@@ -87,6 +90,17 @@ def add_show(verbs: Any) -> None:
         "--latent-kv",
         metavar="FORM",
         help="what layers with K=V cache: off (default), value or raw",
+    )
+    p.add_argument(
+        "--tp",
+        metavar="N",
+        type=int,
+        help="the graph of one rank of N, the same for all; no engine has several yet",
+    )
+    p.add_argument(
+        "--collectives",
+        action="store_true",
+        help="with --tp: the messages between ranks in a step, and their bytes",
     )
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
@@ -163,7 +177,7 @@ def _add_cost(p: Parser) -> None:
 def _check_cost(args: argparse.Namespace) -> None:
     """Raise InputError where an option means nothing here."""
     given = [name for name in COST_OPTIONS if getattr(args, name) is not None]
-    views = [v for v in ("cost", "kernels", "timeline", "why") if getattr(args, v)]
+    views = [v for v in ("cost", "kernels", "timeline", "why", "collectives") if getattr(args, v)]
     known = {name for v in views for name in OTHER_OPTIONS.get(v, ())}
     useless = [n for n in given if not (args.cost or n in known)]
     if useless:
@@ -171,6 +185,11 @@ def _check_cost(args: argparse.Namespace) -> None:
     for name in TIMELINE_OPTIONS:
         if getattr(args, name) is not None and not args.timeline:
             raise InputError(f"--{name} needs --timeline")
+    if args.collectives and args.tp is None:
+        raise InputError("--collectives needs --tp N: one rank has nobody to talk to")
+    for name in WITHOUT_RANKS:
+        if args.tp is not None and getattr(args, name):
+            raise InputError(f"--{name} knows one rank alone: leave out --tp")
     if len(views) > 1:
         raise InputError(f"give --{views[0]} or --{views[1]}, not both")
     for name in MEANINGLESS[args.phase]:
@@ -207,6 +226,10 @@ def _show(args: argparse.Namespace) -> int:
         from .show_kernels import show_kernels
 
         return show_kernels(args, graph, spec_of(args))
+    if args.collectives:
+        from .show_collectives import show_collectives
+
+        return show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
     emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
     return 0
