@@ -863,7 +863,7 @@ static inline __m512 widen_16(const bf16 *p) {
 typedef struct {
     __m512i high, low;
     __m512i less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
-    __m128 unit;  /* of each half block */
+    lanes unit;   /* of each block */
 } fixed_line;
 
 enum { BIAS_int8 = 128, BIAS_int6 = 32 };
@@ -883,7 +883,7 @@ ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, 
         __m512i low = _mm512_dpbusd_epi32(zero, one, to->low);
         sums_of_four sum = joined(parts, (sums_of_four)high, (sums_of_four)low);
         to->less = (__m512i)(sum * -bias);
-        to->unit = _mm_loadu_ps(unit);
+        to->unit = in_lanes(_mm_loadu_ps(unit));
     }
 }
 
@@ -915,8 +915,8 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
 }
 
-/* Adds the products of a line of codes + BIAS, with the scales of its half blocks. */
-ALWAYS add_line(const int rows, const int parts, __m512i codes, __m128 scale,
+/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
+ALWAYS add_line(const int rows, const int parts, __m512i codes, lanes scale,
                 const fixed_line *const *x, int64_t line, lanes *sum) {
     UNROLLED for (int q = 0; q < rows; q++) {
         const fixed_line *f = x[q] + line;
@@ -924,8 +924,7 @@ ALWAYS add_line(const int rows, const int parts, __m512i codes, __m128 scale,
         __m512i high = _mm512_dpbusd_epi32(first, codes, f->high);
         __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
         __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
-        __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
-        sum[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[q]);
+        sum[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale * f->unit, sum[q]);
     }
 }
 
@@ -947,7 +946,7 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             codes = _mm512_xor_si512(codes, bias);
-            __m128 scale = line_scales(form, p, scales[s], i, halves);
+            lanes scale = in_lanes(line_scales(form, p, scales[s], i, halves));
             add_line(rows, parts, codes, scale, x, i / LINE, sum + s * rows);
         }
     }
@@ -985,10 +984,10 @@ static inline __m512i sixes(const uint8_t *p, const int half) {
     return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
 }
 
-static inline __m128 four_integers(const uint8_t *p) {
-    int32_t four;
-    memcpy(&four, p, sizeof four);
-    return _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
+/* The scales of half blocks that lie together: their integers times the scale of the group. */
+static inline __m256 shared_scales(const uint8_t *p, float scale) {
+    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
 }
 
 ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
@@ -998,23 +997,28 @@ ALWAYS parts_int6(const int outs, const int rows, const int parts, const product
     const fixed_line *x[TOGETHER];
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
     const char *next = p->next;
-    int64_t row = p->k * p->bits / 16, i = 0;
     const uint8_t *w = weights(p, o, 0);
+    int64_t row = p->k * p->bits / 16, i = 0;
+    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     for (int64_t g = 0; g < p->groups; g++) {
-        __m128 scale[SIDE];
+        float scale[SIDE];
         UNROLLED for (int s = 0; s < outs; s++)
-            scale[s] = _mm_set1_ps(load(scales_of(p, o + s), g, p->scales_dtype));
-        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES)
+            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
+        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
+            __m512 shared[SIDE];
             UNROLLED for (int s = 0; s < outs; s++) {
-                const uint8_t *from = w + s * row;
                 READ_AHEAD(SIXES_BYTES / 2);
                 READ_AHEAD(SIXES_BYTES / 2);
-                UNROLLED for (int half = 0; half < 2; half++) {
-                    __m128 each = four_integers(from + SIXES_SHARED + 4 * half);
-                    add_line(rows, parts, sixes(from, half), _mm_mul_ps(each, scale[s]), x,
-                             i / LINE + half, sum + s * rows);
-                }
+                shared[s] = _mm512_castps256_ps512(shared_scales(w + s * row, scale[s]));
             }
+            UNROLLED for (int half = 0; half < 2; half++) {
+                __m512i at = half ? _mm512_add_epi32(lane, _mm512_set1_epi32(4)) : lane;
+                UNROLLED for (int s = 0; s < outs; s++)
+                    add_line(rows, parts, sixes(w + s * row, half),
+                             _mm512_permutexvar_ps(at, shared[s]), x, i / LINE + half,
+                             sum + s * rows);
+            }
+        }
     }
     add_lanes(outs, rows, sum, out);
 }
