@@ -208,7 +208,7 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
     rules = engine.manifest["quant"]["rules"]
     forms = {(r["form"], r["group"], r["scale"]) for r in rules}
-    assert {("int4", 32, "f16"), ("int8", 16, "f32"), ("int8", 32, "f16")} == forms
+    assert {("int4", 32, "f16"), ("int6", 256, "f16"), ("int8", 32, "f16")} == forms
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
