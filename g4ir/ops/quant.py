@@ -166,6 +166,31 @@ class dense:
 
 
 @op
+class as_bytes:
+    """codes, scales of int6 as codes of 8 bits with a scale for each 16, once at build: for targets
+    that take no int6"""
+
+    budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
+
+    @staticmethod
+    def infer(codes: Type, scales: Type) -> tuple[Type, Type]:
+        _require_fit("as_bytes", codes, scales)
+        form, size = FORM_OF[codes.dtype], _values(codes)
+        require(form == "int6", f"as_bytes: codes {codes} are {form}")
+        *lead, _ = codes.shape
+        return Type("i8", (*lead, size)), Type("f32", (*lead, size // SHARE))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
+        numbers, integers = unfolded(codes)
+        factor = wide(scales)[..., None]
+        return numbers, (integers.unflatten(-1, (scales.shape[-1], -1)) * factor).flatten(-2)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("i64[2,3,26]", "f32[2,3,2]"), {}, {0: (-(2**62), 2**62)})]
+
+
+@op
 class columns:
     """Codes or scales of w [.., N, K] by columns: [.., K, N]
 
@@ -308,7 +333,7 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     import torch
 
     factor = wide(scales)
-    opened = {torch.uint8: unpacked, torch.int64: unfolded}.get(codes.dtype)
+    opened = {torch.uint8: unpacked, torch.int64: products}.get(codes.dtype)
     numbers = (opened(codes) if opened else codes).to(factor.dtype)
     w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
     return w if w.dtype == torch.float64 else w.to(dtype)
@@ -354,15 +379,23 @@ def folded(numbers: Any, integers: Any) -> Any:
     return torch.cat((low, high, shared), -1).flatten(-2).view(torch.int64)
 
 
-def unfolded(codes: Any) -> Any:
-    """Return the codes of int6 of i64 [.., K/128 * 13]: i16 [.., K]."""
+def unfolded(codes: Any) -> tuple[Any, Any]:
+    """Return what `folded` was given, as i8."""
     import torch
 
     low, high, shared = codes.view(torch.uint8).unflatten(-1, (-1, sum(PARTS))).split(PARTS, -1)
     low = torch.cat((low & 15, low >> 4), -1)
     high = torch.cat([(high >> by & 3) << 4 for by in range(0, 8, 2)], -1)
-    numbers = ((low | high).to(torch.int16) - 32).unflatten(-1, (-1, SHARE))
-    return (numbers * shared.view(torch.int8)[..., None]).flatten(-3)
+    numbers = ((low | high).to(torch.int8) - 32).flatten(-2)
+    return numbers, shared.view(torch.int8).flatten(-2)
+
+
+def products(codes: Any) -> Any:
+    """Return the codes of int6 as integers: i16 [.., K]."""
+    import torch
+
+    numbers, integers = unfolded(codes)
+    return (numbers.unflatten(-1, (-1, SHARE)) * integers.to(torch.int16)[..., None]).flatten(-2)
 
 
 def by_columns(x: Any) -> Any:
