@@ -232,6 +232,7 @@ def test_six_bits(tmp_path: Path, backend: str) -> None:
     held = {"reference": numbers * 210 / 256, "onnx": numbers * 1.25 * 2}
     assert table == held[backend]  # onnx has the head's by columns, too
     assert verify_engine(engine).ok
+    assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
 
 
 def packed_tensors(engine: Path) -> list[tuple[str, torch.Tensor]]:
