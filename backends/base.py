@@ -164,9 +164,9 @@ class Backend(ABC):
     def check(self, device: str) -> None:  # noqa: B027  (most lack nothing)
         """Raise MissingError where the environment lacks something. Not asked in a dry run."""
 
-    def stored(self, program: Program) -> Program:
-        """Return optimised graphs whose weights lie as its products take them: those in codes by
-        columns, say, or made dense at build."""
+    def stored(self, program: Program, device: str) -> Program:
+        """Return optimised graphs whose weights lie as its products take them on a device: those in
+        codes by columns, say, or made dense at build."""
         return program
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:

@@ -21,13 +21,15 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.ops import OPS
 from g4ir.ui.table import aligned
 
-SIZES = ((12288, 1536), (1536, 6144), (1536, 12288))
+#: of a layer, and a part of a head
+SIZES = ((12288, 1536), (1536, 6144), (1536, 12288), (32768, 1536))
 ROWS = (1, 2, 4, 8)
 #: name -> form, numbers that share a scale, dtype of the scales
 FORMS = {
     "int8": ("int8", 0, "bf16"),
     "int8 by 32": ("int8", 32, "f16"),
     "int8 by 16": ("int8", 16, "f32"),
+    "int6 by 256": ("int6", 256, "f16"),
     "int4 by 32": ("int4", 32, "bf16"),
     "fp8": ("fp8", 0, "bf16"),
 }

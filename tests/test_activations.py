@@ -26,7 +26,7 @@ from g4ir.ir.distance import HELD
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
-from g4ir.ops.quant import ACTIVATIONS, dequantized, fake_quantized
+from g4ir.ops.quant import ACTIVATIONS, FORMS, dequantized, fake_quantized
 from g4ir.passes import run_passes
 from g4ir.plan.settings import pass_options
 from g4ir.quant.recipe import find_recipe
@@ -266,6 +266,8 @@ GROUPS = (
     ("int8", 32, "bf16"),
     ("int8", 64, "bf16"),
     ("int8", 0, "f16"),
+    ("int6", 128, "f16"),
+    ("int6", 0, "bf16"),
     ("fp8", 0, "f32"),
 )
 
@@ -279,6 +281,7 @@ def test_a_product_of_rounded_rows(
 ) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
     g = torch.Generator().manual_seed(n + k)
+    k += -k % FORMS[form].packed
     x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000
     x[2, 1:] *= 2.0**-20

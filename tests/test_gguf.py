@@ -17,6 +17,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -25,11 +26,13 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
+from g4ir.ops import OPS
 from g4ir.ops.quant import dequantized
+from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
-from g4ir.weights.gguf.blocks import CODED, DENSE
+from g4ir.weights.gguf.blocks import CODED, DENSE, Coded
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
@@ -208,11 +211,44 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
     rules = engine.manifest["quant"]["rules"]
     forms = {(r["form"], r["group"], r["scale"]) for r in rules}
-    assert {("int4", 32, "f16"), ("int8", 16, "f32"), ("int8", 32, "f16")} == forms
+    assert {("int4", 32, "f16"), ("int6", 256, "f16"), ("int8", 32, "f16")} == forms
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
     assert "not measured: the checkpoint holds codes" in report.text()
+
+
+@pytest.mark.parametrize("backend", ["reference", "onnx"])
+def test_six_bits(tmp_path: Path, backend: str) -> None:
+    """Held in the file's own bytes, or where products take no such codes in those of int8."""
+    engine, peer, meant = built(tmp_path, widened("tiny-ple"), all_of("Q6_K", "Q8_0"), backend)
+    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
+    names = {"L0.attn.wq": "layers.0.self_attn.q_proj.weight", "embed.table": TOKEN_TABLE}
+    for param, name in names.items():
+        assert torch.equal(engine.param(param), meant[name])
+    sizes = {n: t.numel() * t.element_size() for n, t in packed_tensors(tmp_path / "engine")}
+    table = sum(size for n, size in sizes.items() if n.startswith("embed.table"))
+    numbers = meant[TOKEN_TABLE].numel()
+    held = {"reference": numbers * 210 / 256, "onnx": numbers * 1.25 * 2}
+    assert table == held[backend]  # onnx has the head's by columns, too
+    assert verify_engine(engine).ok
+    assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
+
+
+def packed_tensors(engine: Path) -> list[tuple[str, torch.Tensor]]:
+    return [pair for file in engine.glob("*.safetensors") for pair in load_file(file).items()]
+
+
+def test_linked_codes_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an older g4ir read them: the engine is refused, with the command that builds it again."""
+    now, as_bytes = CODED["Q6_K"], OPS["as_bytes"].reference
+    codes, scales = (lambda b, i=i: as_bytes(now.codes(b), now.scales(b))[i] for i in range(2))
+    with monkeypatch.context() as patch:
+        patch.setitem(CODED, "Q6_K", Coded(Scheme("int8", 16, "f32"), codes, scales))
+        built(tmp_path, widened("tiny-dense"), all_of("Q6_K"), link_weights=True)
+        g4ir.load_engine(tmp_path / "engine")
+    with pytest.raises(G4Error, match=r"takes codes in other forms than .*g4ir build --spec "):
+        g4ir.load_engine(tmp_path / "engine")
 
 
 def test_each_pass(tmp_path: Path) -> None:
@@ -242,10 +278,10 @@ def opened(path: Path, spec: Spec, dtype: str = "f32") -> Checkpoint:
     return open_gguf(read_container(path), spec, dtype)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K", "Q4_1", "F16"])
 def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_forms, "PIECE", 100)
-    spec = load_spec("tiny-ple")
+    spec = widened("tiny-ple") if kind in BLOCKS else load_spec("tiny-ple")
     tensors = {n: torch.randn(s) for n, s in text_tensors(spec).items()}
     meant = write_gguf(tmp_path / "a.gguf", spec, tensors, all_of(kind))
     source, ids = opened(tmp_path / "a.gguf", spec), torch.tensor([[3, 511], [0, 3]])

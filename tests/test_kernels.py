@@ -21,7 +21,7 @@ from g4ir.backends.torch_compile import pyops, runtime, scratch
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import FORMS, dequantized, folded
 from g4ir.ops.types import torch_dtype
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
@@ -49,20 +49,20 @@ def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     assert (got[0].double() - want).abs().max() <= BUDGET[dtype] * want.abs().max().clamp(min=1)
 
 
-CODED = {"int8": (0, 32), "int4": (32, 64), "fp8": (0, 96)}
+CODED = {"int8": (0, 32), "int6": (0, 128), "int4": (32, 64), "fp8": (0, 96)}
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
 @pytest.mark.parametrize("form", CODED)
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 192), (130, 1024)])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 384), (130, 1024)])
 def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: int) -> None:
     """Scales of rows and of groups, of either dtype; rows of no whole blocks go another way."""
     g = torch.Generator().manual_seed(n * k + rows)
     x, w = (torch.randn(s, k, generator=g).to(dtype) for s in (rows, n))
     for group in CODED[form]:
         for scale in ("bf16", "f32"):
-            if group and k % group:
+            if (group and k % group) or k % FORMS[form].packed:
                 continue
             codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
             exact = dequantized(codes, scales.double(), dtype)
@@ -80,6 +80,9 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
     """Bit for bit, for every code there is."""
     if form == "int4":
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    elif form == "int6":  # every number with every integer
+        numbers = torch.arange(-32, 32).repeat(256).view(16, 1024)
+        codes = folded(numbers, torch.arange(-128, 128).repeat_interleave(4).view(16, 64))
     else:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
     if form == "fp8":  # without the two that are no number
@@ -108,6 +111,9 @@ GROUPS = (
     ("int8", 16, "f32"),
     ("int8", 32, "f16"),
     ("int8", 0, "f16"),
+    ("int6", 128, "f16"),
+    ("int6", 256, "f16"),
+    ("int6", 0, "bf16"),
     ("fp8", 16, "bf16"),
 )
 
@@ -121,6 +127,7 @@ def test_groups_and_outliers(
     """Some numbers of x are 3,000 times the others, in one row all but one are tiny: what is lost
     of them is 2^-13 of the largest product of their block, less than its rounding to bf16."""
     g = torch.Generator().manual_seed(n + k)
+    k += -k % (group or FORMS[form].packed)
     x, w = torch.randn(6, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000
     x[2, 1:] *= 2.0**-20
@@ -140,9 +147,9 @@ def test_groups_and_outliers(
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(form: str, bad: float) -> None:
-    codes, scales = QUANTIZE(torch.randn(9, 192), form=form, group=CODED[form][0], scale="bf16")
+    codes, scales = QUANTIZE(torch.randn(9, 384), form=form, group=CODED[form][0], scale="bf16")
     for dtype in BUDGET:
-        x = torch.ones(2, 192, dtype=dtype)
+        x = torch.ones(2, 384, dtype=dtype)
         x[0, 77] = bad
         got = pyops.linear_coded(x, codes, scales)
         assert not got[0].isfinite().any() and got[1].isfinite().all()
@@ -159,10 +166,10 @@ def test_codes_of_an_unknown_dtype_are_made_dense() -> None:
 @pytest.mark.parametrize("form", CODED)
 def test_experts_of_codes(form: str, tokens: int) -> None:
     g = torch.Generator().manual_seed(tokens)
-    x = torch.randn(1, tokens, 64, generator=g)
+    x = torch.randn(1, tokens, 128, generator=g)
     weights = torch.rand(1, tokens, 2, generator=g)
     index = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(tokens)])[None]
-    gate_up, down = torch.randn(4, 64, 64, generator=g), torch.randn(4, 64, 32, generator=g)
+    gate_up, down = torch.randn(4, 256, 128, generator=g), torch.randn(4, 128, 128, generator=g)
     parts = [QUANTIZE(w, form=form, group=CODED[form][0], scale="f32") for w in (gate_up, down)]
     dense = [dequantized(*p, torch.float32) for p in parts]
     want = experts_op.reference(x, weights, index, *dense, act="silu")
@@ -387,13 +394,13 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Directly with a few rows; with many, in half precision, and with rows apart in memory through
     the op."""
     g = torch.Generator().manual_seed(0)
-    w = torch.randn(24, 96, generator=g).bfloat16()
-    forms = (("int8", 0), ("int8", 48), ("int4", 32), ("fp8", 0))
+    w = torch.randn(24, 128, generator=g).bfloat16()
+    forms = (("int8", 0), ("int8", 64), ("int6", 128), ("int4", 32), ("fp8", 0))
     codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
-    x = torch.randn(1, 2, 96, generator=g).bfloat16()
+    x = torch.randn(1, 2, 128, generator=g).bfloat16()
     path, sizes = (
         tmp_path / "products.pt2",
-        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 4),
+        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 5),
     )
     with compiler._any_size():
         exported = torch.export.export(
@@ -408,7 +415,7 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     library, seen = pyops._library_linear, []
 
     def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen.append((x.dtype, x.numel() // 96))
+        seen.append((x.dtype, x.numel() // 128))
         return library(x, w)
 
     monkeypatch.setattr(pyops, "_library_linear", counted)
@@ -420,7 +427,7 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (100, {(f16, 100), (bf16, 50), (bf16, 100), (f32, 100)}),
     ):
         seen.clear()
-        x = torch.randn(1, rows, 96, generator=g).bfloat16()
+        x = torch.randn(1, rows, 128, generator=g).bfloat16()
         operands = [x, w, *(t for c in codes for t in c)]
         made, right = call(operands), Products()(x, w, codes)
         assert len(made) == len(right)

@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -34,7 +35,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.quant import FORMS, packed, unpacked
+from g4ir.ops.quant import FORM_OF, FORMS, PACKED, folded, packed, unfolded, unpacked
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
@@ -114,6 +115,32 @@ def test_four_bits_two_in_a_byte(codes: list[int]) -> None:
     pairs = zip(codes[::2], codes[1::2], strict=True)
     assert made.tolist() == [(a + 8) | (b + 8) << 4 for a, b in pairs]
     assert unpacked(made).tolist() == codes
+
+
+def test_six_bits_as_gguf_has_them() -> None:
+    """Low halves, upper bits, then the integers of both halves of a block of 256."""
+    numbers = torch.randint(-32, 32, (3, 256), generator=torch.Generator().manual_seed(0))
+    integers = torch.randint(-128, 128, (3, 16), generator=torch.Generator().manual_seed(1))
+    raw = folded(numbers, integers).view(torch.uint8).unflatten(-1, (2, 104))
+    parts = [part.flatten(1) for part in (*raw.split((64, 32, 8), -1), torch.tensor([[0, 60]] * 3))]
+    block = torch.cat([part.to(torch.uint8) for part in parts], -1)  # d is 1
+    want = torch.from_numpy(quants.dequantize(block.numpy(), GGMLQuantizationType.Q6_K))
+    made = dequantize(folded(numbers, integers), torch.ones(3, 1))
+    assert torch.equal(made, want)
+    assert torch.equal(made, (numbers.unflatten(-1, (16, 16)) * integers[..., None]).flatten(1))
+    assert all(map(torch.equal, unfolded(folded(numbers, integers)), (numbers, integers)))
+
+
+def test_integers_are_the_least_that_hold_their_numbers() -> None:
+    w = gaussian(5, 512)
+    w[2, :16] *= 1e-3
+    codes, scales = OPS["quantize"].reference(w, form="int6", group=256, scale="f16")  # type: ignore[misc]
+    numbers, integers = unfolded(codes)
+    assert scales.dtype == torch.float16 and numbers.abs().max() <= 31 and integers.min() == 1
+    made = dequantize(codes, scales)
+    assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
+    as_bytes = OPS["as_bytes"].reference(codes, scales)  # type: ignore[misc]
+    assert torch.equal(dequantize(*as_bytes), made)
 
 
 @pytest.mark.parametrize("form", SCHEMES)
@@ -500,7 +527,7 @@ def held_bytes(spec: Spec, recipe: str) -> int:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("experts", ["gather", "all"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [FORM_OF[codes] for codes in PACKED])
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
     """Of every form, also where their codes are gathered."""
     file = tmp_path / "r.yaml"
@@ -618,7 +645,7 @@ REFUSED = {
     "- tensors: [L*.norm_in]\n  form: int8": "names no weight; weights are embed.table",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n- tensors: [L1.*]\n  form: int4": "names L1.mlp.w_up",
     "- tensors: [L*.ple.w_proj]\n  form: int4": "rows of 16 do not divide into the groups of 32",
-    "- tensors: [L*.mlp.w_up]\n  form: int5": "must be int8 or int4 or fp8",
+    "- tensors: [L*.mlp.w_up]\n  form: int5": "must be int8 or int6 or int4 or fp8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: 48": "groups of 48 of int8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: -1": "group: must be",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  scale: f64": "must be bf16 or f16 or f32 or engine",

@@ -11,6 +11,7 @@ from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
 from g4ir.plan.limits import Limits
+from g4ir.quant.rewrite import in_bytes
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Setting, Task
@@ -58,10 +59,10 @@ class OnnxBackend(Backend):
     def check(self, device: str) -> None:
         require(*NEEDS)
 
-    def stored(self, program: Program) -> Program:
+    def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose weights in codes lie by columns, as onnxruntime's products take them;
         tables lie by rows."""
-        return program.map(by_columns)
+        return program.map(in_bytes).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file

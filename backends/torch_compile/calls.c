@@ -24,6 +24,7 @@ int32_t aoti_torch_dtype_float32(void);
 int32_t aoti_torch_dtype_float16(void);
 int32_t aoti_torch_dtype_int8(void);
 int32_t aoti_torch_dtype_uint8(void);
+int32_t aoti_torch_dtype_int64(void);
 int32_t aoti_torch_dtype_float8_e4m3fn(void);
 
 /* Of Python, where that is the process: other threads of it run while a kernel does. */
@@ -66,6 +67,7 @@ static int number(int32_t dtype) {
 static int form_of(int32_t dtype) {
     if (dtype == aoti_torch_dtype_int8()) return INT8;
     if (dtype == aoti_torch_dtype_uint8()) return INT4;
+    if (dtype == aoti_torch_dtype_int64()) return INT6;
     return dtype == aoti_torch_dtype_float8_e4m3fn() ? FP8 : -1;
 }
 

@@ -14,7 +14,7 @@ import torch
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
-from g4ir.ops.quant import FORM_OF, FORMS
+from g4ir.ops.quant import FORM_OF, FORMS, PACKED
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 
@@ -126,7 +126,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
     shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
-    if v.type.dtype in FORM_OF:
+    if v.type.dtype in PACKED:
         return _codes(shape, dtype, device, random)
     if v.type.dtype not in FLOATS:
         return _whole_numbers(case, v, shape, device)

@@ -72,7 +72,7 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 
 typedef struct {
     const uint8_t *w;
-    int64_t bits; /* of a number of the weight */
+    int64_t bits; /* of two numbers of the weight */
     const void *scales;
     int scales_dtype;
     int64_t groups, each; /* of a row; numbers in one */
@@ -86,7 +86,7 @@ typedef struct {
 } product;
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
-    return p->w + (o * p->k + at) * p->bits / 8;
+    return p->w + (o * p->k + at) * p->bits / 16;
 }
 
 static inline const char *scales_of(const product *p, int64_t o) {
@@ -165,10 +165,10 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
  * of x, and what comes behind them is read ahead in order. */
 static void multiply(const product *p, const dots *of, int64_t most, int threads) {
     int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
-    int64_t row = p->k * p->bits / 8;
+    int64_t row = p->k * p->bits / 16;
     for (int64_t r = 0; r < p->rows; r += together) {
         int64_t here = least(together, p->rows - r);
-        int alone = p->bits >= 16 && p->k * p->per * here <= near();
+        int alone = p->bits >= 32 && p->k * p->per * here <= near();
         int64_t outs = alone ? 1 : of[here].outs;
         int64_t ahead = outs > 1 && outs * row > AHEAD ? outs * row : AHEAD;
         _Pragma("omp parallel for schedule(static) num_threads(threads)")
@@ -343,7 +343,7 @@ int g4ir_takes(int dtype, int64_t rows) {
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
-    product p = {.w = w, .bits = dtype == BF16 ? 16 : 32, .x = x, .apart = k * size, .per = size,
+    product p = {.w = w, .bits = dtype == BF16 ? 32 : 64, .x = x, .apart = k * size, .per = size,
                  .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k};
     float *wide = NULL;
     if (dtype == BF16 && EMULATED) {
@@ -362,6 +362,10 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
  * one, a group of the other. */
 #define BLOCK 32
 #define HALF 16
+/* Codes of int6 that lie together, and bytes of their parts: the low 4 bits of numbers, the upper 2,
+ * the integers of half blocks. */
+#define SIXES 128
+enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
 
 /* Sixteen bytes hold the even codes of a block of 4-bit codes and the odd ones; x is brought into
  * that order too. The bits of e4m3 are those of a half 2^8 times smaller. */
@@ -370,27 +374,33 @@ typedef struct {
     __m512 first, second;
 } block;
 
-static inline block read_int8(const uint8_t *p) {
+static inline block read_int8(const uint8_t *w, int64_t i) {
+    const uint8_t *p = w + i;
     __m512i a = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
     __m512i b = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + 16)));
     return (block){_mm512_cvtepi32_ps(a), _mm512_cvtepi32_ps(b)};
 }
 
-static inline block read_int4(const uint8_t *p) {
-    __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+static inline block read_int4(const uint8_t *w, int64_t i) {
+    __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + (i >> 1))));
     __m512 t = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(c, 4), t);
     return (block){_mm512_permutexvar_ps(c, t), odd};
 }
 
-static inline block read_fp8(const uint8_t *p) {
-    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+static inline block read_fp8(const uint8_t *w, int64_t i) {
+    __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(w + i)));
     c = _mm512_and_si512(_mm512_slli_epi16(c, 7), _mm512_set1_epi16((short)0xbfff));
     __m256i second = _mm512_extracti64x4_epi64(c, 1);
     return (block){_mm512_cvtph_ps(_mm512_castsi512_si256(c)), _mm512_cvtph_ps(second)};
 }
 
 #define ZERO ((block){_mm512_setzero_ps(), _mm512_setzero_ps()})
+
+static inline block halves_times(block v, float s, float t) {
+    return (block){_mm512_mul_ps(v.first, _mm512_set1_ps(s)),
+                   _mm512_mul_ps(v.second, _mm512_set1_ps(t))};
+}
 
 /* The sums change places: the next addition does not wait for this one. */
 static inline block add_scaled(block sum, block v, const float *x, float s) {
@@ -436,30 +446,35 @@ static inline ints wide(const void *p) {
     return __builtin_convertvector(v, ints);
 }
 
-static inline block read_int8(const uint8_t *p) {
+static inline block read_int8(const uint8_t *w, int64_t at) {
     block v;
-    EACH v.at[i] = __builtin_convertvector(wide(p + i * VECTOR / 4), vector);
+    EACH v.at[i] = __builtin_convertvector(wide(w + at + i * VECTOR / 4), vector);
     return v;
 }
 
-static inline block read_int4(const uint8_t *p) {
+static inline block read_int4(const uint8_t *w, int64_t i) {
     half_block codes[2];
-    memcpy(codes, p, HALF);
+    memcpy(codes, w + (i >> 1), HALF);
     codes[1] = (codes[0] >> 4) - 8;
     codes[0] = (codes[0] & 15) - 8;
-    return read_int8((const uint8_t *)codes);
+    return read_int8((const uint8_t *)codes, 0);
 }
 
 /* 2^8 times smaller, as DECODE and others expect it. Below 2^-6 a number of e4m3 has no leading bit: it
  * is read with one, which is then subtracted. */
-static inline block read_fp8(const uint8_t *p) {
+static inline block read_fp8(const uint8_t *w, int64_t at) {
     block v;
     EACH {
-        ints c = wide(p + i * VECTOR / 4), size = (c & 0x7f) << 20, small = size < 1 << 23;
+        ints c = wide(w + at + i * VECTOR / 4), size = (c & 0x7f) << 20, small = size < 1 << 23;
         ints one = (ints){0} + (113 << 23);
         vector low = (vector)(size + one) - (vector)one, high = (vector)(size + (112 << 23));
         v.at[i] = (vector)((((ints)low & small) | ((ints)high & ~small)) | (c & INT32_MIN));
     }
+    return v;
+}
+
+static inline block halves_times(block v, float s, float t) {
+    EACH v.at[i] *= i < VECTORS / 2 ? s : t;
     return v;
 }
 
@@ -495,11 +510,30 @@ static inline float total(block sum) {
 }
 #endif
 
+typedef uint32_t block_words __attribute__((vector_size(BLOCK)));
+typedef uint8_t block_bytes __attribute__((vector_size(BLOCK)));
+
+/* Codes of int6 are numbers times the integer of their half block. */
+static inline block read_int6(const uint8_t *w, int64_t i) {
+    const uint8_t *p = w + i / SIXES * SIXES_BYTES;
+    int b = i % SIXES / BLOCK;
+    const int8_t *shared = (const int8_t *)p + SIXES_SHARED + 2 * b;
+    block_words low, high;
+    memcpy(&low, p + b % 2 * BLOCK, BLOCK);
+    memcpy(&high, p + SIXES_HIGH, BLOCK);
+    low = low >> b / 2 * 4 & 0x0f0f0f0f;
+    high = (high >> b * 2 & 0x03030303) << 4;
+    block_bytes numbers = (block_bytes)(low | high) - 32;
+    return halves_times(read_int8((const uint8_t *)&numbers, 0), shared[0], shared[1]);
+}
+
 /* Codes in the order in which they are meant. */
 #define ordered_int8 read_int8
+#define ordered_int6 read_int6
 #define ordered_fp8 read_fp8
 
-static inline block ordered_int4(const uint8_t *p) {
+static inline block ordered_int4(const uint8_t *w, int64_t i) {
+    const uint8_t *p = w + (i >> 1);
     uint8_t codes[BLOCK];
 #ifdef __AVX2__
     __m128i two = _mm_loadu_si128((const __m128i *)p), low = _mm_set1_epi8(15);
@@ -510,11 +544,12 @@ static inline block ordered_int4(const uint8_t *p) {
     for (int j = 0; j < HALF; j++)
         codes[2 * j] = (p[j] & 15) - 8, codes[2 * j + 1] = (p[j] >> 4) - 8;
 #endif
-    return read_int8(codes);
+    return read_int8(codes, 0);
 }
 
 /* Rows of x as the blocks of codes lie. */
 static inline void as_codes_int8(float *v) {}
+static inline void as_codes_int6(float *v) {}
 static inline void as_codes_fp8(float *v) {}
 
 static inline void as_codes_int4(float *v) {
@@ -534,7 +569,7 @@ static inline void as_codes_int4(float *v) {
         for (int64_t i = 0; i < p->k; i += BLOCK)                                               \
             UNROLLED for (int s = 0; s < outs; s++) {                                           \
                 READ_AHEAD(BYTES);                                                              \
-                block v = read_##NAME(weights(p, o + s, i));                                    \
+                block v = read_##NAME(weights(p, o + s, 0), i);                                 \
                 UNROLLED for (int q = 0; q < rows; q++) {                                       \
                     const float *x = (const float *)row_of(p, r + q) + i;                       \
                     sum[s * rows + q] = add(sum[s * rows + q], v, x);                           \
@@ -554,9 +589,9 @@ static inline void as_codes_int4(float *v) {
         UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;                                  \
         int64_t g = 0, left = p->each;                                                          \
         float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
-        for (int64_t i = 0; i < p->k; i += BLOCK, w += BYTES) {                                 \
+        for (int64_t i = 0; i < p->k; i += BLOCK) {                                             \
             READ_AHEAD(BYTES);                                                                  \
-            block v = read_##NAME(w);                                                           \
+            block v = read_##NAME(w, i);                                                        \
             if (!left) s = load(scales, ++g, p->scales_dtype) * UNIT, left = p->each;           \
             float t = s;                                                                        \
             if (left == HALF) t = load(scales, ++g, p->scales_dtype) * UNIT, left += p->each;   \
@@ -572,6 +607,7 @@ static inline void as_codes_int4(float *v) {
     DOTS(groupwise_##NAME, 1)
 
 DOT_CODED(int8, 32, 1)
+DOT_CODED(int6, 26, 1)
 DOT_CODED(int4, 16, 1)
 DOT_CODED(fp8, 32, 0x1p8f)
 
@@ -826,11 +862,13 @@ static inline __m512 widen_16(const bf16 *p) {
 /* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
 typedef struct {
     __m512i high, low;
-    __m512i less; /* -128 times the sum over each lane: codes are taken as code + 128 */
-    __m128 unit;  /* of each half block */
+    __m512i less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
+    lanes unit;   /* of each block */
 } fixed_line;
 
-ALWAYS in_lines(const int parts, const bf16 *x, fixed_line *to, int64_t k) {
+enum { BIAS_int8 = 128, BIAS_int6 = 32 };
+
+ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, int64_t k) {
     for (int64_t i = 0; i < k; i += LINE, to++) {
         memset(to, 0, sizeof *to);
         float unit[LINE / HALF] = {0};
@@ -844,13 +882,20 @@ ALWAYS in_lines(const int parts, const bf16 *x, fixed_line *to, int64_t k) {
         __m512i high = _mm512_dpbusd_epi32(zero, one, to->high);
         __m512i low = _mm512_dpbusd_epi32(zero, one, to->low);
         sums_of_four sum = joined(parts, (sums_of_four)high, (sums_of_four)low);
-        to->less = (__m512i)(sum * -128);
-        to->unit = _mm_loadu_ps(unit);
+        to->less = (__m512i)(sum * -bias);
+        to->unit = in_lanes(_mm_loadu_ps(unit));
     }
 }
 
-static void to_fixed_lines(const bf16 *x, fixed_line *to, int64_t k) { in_lines(2, x, to, k); }
-static void to_rounded_lines(const bf16 *x, fixed_line *to, int64_t k) { in_lines(1, x, to, k); }
+#define LINES_OF(FORM)                                                                          \
+    static void to_fixed_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                     \
+        in_lines(2, BIAS_##FORM, x, to, k);                                                     \
+    }                                                                                           \
+    static void to_rounded_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                   \
+        in_lines(1, BIAS_##FORM, x, to, k);                                                     \
+    }
+LINES_OF(int8)
+LINES_OF(int6)
 
 /* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
  * lie: two of 16 bits, four of 32, or as they may; or that there is one for the row, which counts
@@ -870,6 +915,19 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
 }
 
+/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
+ALWAYS add_line(const int rows, const int parts, __m512i codes, lanes scale,
+                const fixed_line *const *x, int64_t line, lanes *sum) {
+    UNROLLED for (int q = 0; q < rows; q++) {
+        const fixed_line *f = x[q] + line;
+        __m512i zero = _mm512_setzero_si512(), first = parts == 1 ? f->less : zero;
+        __m512i high = _mm512_dpbusd_epi32(first, codes, f->high);
+        __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
+        __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
+        sum[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale * f->unit, sum[q]);
+    }
+}
+
 ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int form,
                    const product *p, int64_t o, int64_t at, int64_t end, int64_t r, lanes *sum) {
     const uint8_t *w[TOGETHER];
@@ -879,7 +937,7 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
         w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
     const char *next = p->next;
-    __m512i bias = _mm512_set1_epi8((char)0x80), zero = _mm512_setzero_si512();
+    __m512i bias = _mm512_set1_epi8((char)0x80);
     for (int64_t i = at; i < end; i += LINE) {
         int64_t halves = end - i < LINE ? (end - i) / HALF : LINE / HALF;
         __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
@@ -888,16 +946,8 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             codes = _mm512_xor_si512(codes, bias);
-            __m128 scale = line_scales(form, p, scales[s], i, halves);
-            UNROLLED for (int q = 0; q < rows; q++) {
-                const fixed_line *f = x[q] + i / LINE;
-                __m512i high = _mm512_dpbusd_epi32(parts == 1 ? f->less : zero, codes, f->high);
-                __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
-                __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
-                __m512 unit = in_lanes(_mm_mul_ps(scale, f->unit));
-                sum[s * rows + q] =
-                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), unit, sum[s * rows + q]);
-            }
+            lanes scale = in_lanes(line_scales(form, p, scales[s], i, halves));
+            add_line(rows, parts, codes, scale, x, i / LINE, sum + s * rows);
         }
     }
 }
@@ -920,6 +970,60 @@ ALWAYS parts_int8(const int outs, const int rows, const int parts, const product
 }
 IN_PARTS(fixed, 2, int8)
 IN_PARTS(rounded, 1, int8)
+
+/* Half of the numbers + 32 that lie together in int6; each upper part is turned to its place. */
+static inline __m512i sixes(const uint8_t *p, const int half) {
+    __m512i low = _mm512_loadu_si512(p);
+    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(half ? 30 : 2),
+                                       _mm256_set1_epi32(half ? 0 : 4), 0);
+    __m512i high = _mm512_rolv_epi32(_mm512_broadcast_i64x4(upper), turns);
+    if (half) low = _mm512_srli_epi32(low, 4);
+    low = _mm512_and_si512(low, _mm512_set1_epi8(15));
+    /* low | high & 0x30 */
+    return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
+}
+
+/* The scales of half blocks that lie together: their integers times the scale of the group. */
+static inline __m256 shared_scales(const uint8_t *p, float scale) {
+    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
+}
+
+ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
+                  int64_t r, sums *out) {
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
+    const fixed_line *x[TOGETHER];
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
+    const char *next = p->next;
+    const uint8_t *w = weights(p, o, 0);
+    int64_t row = p->k * p->bits / 16, i = 0;
+    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    for (int64_t g = 0; g < p->groups; g++) {
+        float scale[SIDE];
+        UNROLLED for (int s = 0; s < outs; s++)
+            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
+        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
+            __m512 shared[SIDE];
+            UNROLLED for (int s = 0; s < outs; s++) {
+                READ_AHEAD(SIXES_BYTES / 2);
+                READ_AHEAD(SIXES_BYTES / 2);
+                shared[s] = _mm512_castps256_ps512(shared_scales(w + s * row, scale[s]));
+            }
+            UNROLLED for (int half = 0; half < 2; half++) {
+                __m512i at = half ? _mm512_add_epi32(lane, _mm512_set1_epi32(4)) : lane;
+                UNROLLED for (int s = 0; s < outs; s++)
+                    add_line(rows, parts, sixes(w + s * row, half),
+                             _mm512_permutexvar_ps(at, shared[s]), x, i / LINE + half,
+                             sum + s * rows);
+            }
+        }
+    }
+    add_lanes(outs, rows, sum, out);
+}
+IN_PARTS(fixed, 2, int6)
+IN_PARTS(rounded, 1, int6)
 
 /* Of codes with one scale for a row. */
 ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, int64_t r,
@@ -1022,16 +1126,23 @@ DOTS(whole_int8, 8)
     if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                        \
         IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)         \
     if (dtype == BF16)                                                                          \
-        IN_FORM(to_fixed_lines, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
+        IN_FORM(to_fixed_int8, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
+#define FIXED_int6                                                                              \
+    if (dtype == BF16)                                                                          \
+        IN_FORM(to_fixed_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int6s)
 #define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
 #define ROUNDED_int8                                                                            \
-    IN_FORM(to_rounded_lines, fixed_line, 4, lines(k) * sizeof(fixed_line),                     \
+    IN_FORM(to_rounded_int8, fixed_line, 4, lines(k) * sizeof(fixed_line),                      \
             groups == 1 ? rounded_rows : rounded_int8s)
+#define ROUNDED_int6                                                                            \
+    IN_FORM(to_rounded_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), rounded_int6s)
 static const int ROUNDS = 1;
 #else
 #define FIXED_int8
+#define FIXED_int6
 #define ROUNDED_int4
 #define ROUNDED_int8
+#define ROUNDED_int6
 static const int ROUNDS = 0;
 #endif
 #define FIXED_fp8
@@ -1041,7 +1152,7 @@ static const int ROUNDS = 0;
     static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
                               const void *x, int rounded, void *y, int dtype, int64_t rows,     \
                               int64_t n, int64_t k, int64_t groups, int threads) {              \
-        product p = {.w = w, .bits = 8 * BYTES / BLOCK, .scales = scales,                       \
+        product p = {.w = w, .bits = 16 * BYTES / BLOCK, .scales = scales,                       \
                      .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
                      .apart = k * sizeof(float), .per = sizeof(float), .y = y, .dtype = dtype,  \
                      .rows = rows, .n = n, .k = k};                                             \
@@ -1061,6 +1172,7 @@ static const int ROUNDS = 0;
     }
 
 PRODUCT_CODED(int8, 32)
+PRODUCT_CODED(int6, 26)
 PRODUCT_CODED(int4, 16)
 PRODUCT_CODED(fp8, 32)
 
@@ -1075,7 +1187,7 @@ PRODUCT_CODED(fp8, 32)
                 float v[BLOCK];                                                                 \
                 float s = load(scales, o * groups + i / each, scales_dtype) * UNIT;             \
                 float t = load(scales, o * groups + (i + HALF) / each, scales_dtype) * UNIT;    \
-                block b = ordered_##NAME(w + (o * k + i) / BLOCK * BYTES);                      \
+                block b = ordered_##NAME(w + o * k / BLOCK * BYTES, i);                         \
                 memcpy(v, &b, sizeof v);                                                        \
                 for (int j = 0; j < BLOCK; j++) v[j] *= j < HALF ? s : t;                       \
                 if (dtype == F32)                                                               \
@@ -1086,6 +1198,7 @@ PRODUCT_CODED(fp8, 32)
     }
 
 DECODE(int8, 32, 1)
+DECODE(int6, 26, 1)
 DECODE(int4, 16, 1)
 DECODE(fp8, 32, 0x1p8f)
 
@@ -1125,6 +1238,7 @@ static const struct {
     int64_t group;
 } OF[FORMS] = {
     [INT8] = {product_int8, decode_int8, HALF},
+    [INT6] = {product_int6, decode_int6, SIXES},
     [INT4] = {product_int4, decode_int4, BLOCK},
     [FP8] = {product_fp8, decode_fp8, HALF},
 };
@@ -1133,7 +1247,7 @@ static const struct {
 #define CODED_ROWS 8
 
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
-    if (rounded && !(ROUNDS && dtype == BF16 && (form == INT8 || form == INT4))) return 0;
+    if (rounded && !(ROUNDS && dtype == BF16 && form != FP8)) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
     if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
     return k / groups % OF[form].group == 0;

@@ -4,8 +4,8 @@
 
 /* Dtypes of scales; x and results have one of the first two. */
 enum { BF16, F32, F16 };
-/* Forms of codes: a byte each, or two in one. */
-enum { INT8, INT4, FP8, FORMS };
+/* Forms of codes: a byte each, two in one, or 128 in 104 bytes. */
+enum { INT8, INT4, FP8, INT6, FORMS };
 
 /* Whether a product with so many rows is done here. A library is faster with others. */
 int g4ir_takes(int dtype, int64_t rows);

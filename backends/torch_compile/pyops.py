@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.quant import dequantized, fake_quantized
+from g4ir.ops.quant import dequantized, fake_quantized, numbers_in
 
 from .scratch import empty_f32
 from .target import cpu_flags
@@ -48,7 +48,7 @@ NATIVE = {
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-FORMS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
+FORMS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.int64: 3}
 #: letter -> type of an argument there, and the arguments of each function
 _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
 _ARGUMENTS = {
@@ -140,7 +140,7 @@ def _has_kernel(
 def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
-    k = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    k = numbers_in(codes)
     if not _has_kernel(dtype, codes, scales, 1, k):
         return dequantized(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)

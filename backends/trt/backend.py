@@ -90,7 +90,7 @@ class TrtBackend(Backend):
     def machine(self, device: str) -> str:
         return self.host.machine(device)
 
-    def stored(self, program: Program) -> Program:
+    def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose other weights are made of their codes at build."""
         return program.map(lambda g: made_dense(g, takes_codes))
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,7 +215,7 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     packing = make_packing(
         *(spec, p.all_logits, dtype, media, p.skip, {**p.options, **keep}),
         _fitting(p.recipe, spec),
-        p.backend.stored,
+        partial(p.backend.stored, device=p.device),
         drafter=drafter,
     )
     source: WeightSource = RandomCheckpoint(spec, 0, torch_dtype(dtype))

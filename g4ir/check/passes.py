@@ -424,7 +424,8 @@ def _stages(
 ) -> Iterator[Stage]:
     """Yield the model as it is written, then after each pass; then the engine's own graphs, should
     they be others (an engine of an older version). Only `graphs` can be run."""
-    stored = find_backend(engine.manifest["backend"]).stored
+    m = engine.manifest
+    stored = functools.partial(find_backend(m["backend"]).stored, device=m["device"])
     plain = _written(engine)
     if isinstance(weights.plain, Unpacked):
         plain = plain.map(from_codes)
@@ -435,9 +436,9 @@ def _stages(
 
     run_program(
         plain,
-        skip=engine.manifest["skipped_passes"],
+        skip=m["skipped_passes"],
         dump=keep,
-        options=engine.manifest["options"],
+        options=m["options"],
     )
     packing = None
     for name, made in after.items():

@@ -23,6 +23,7 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -503,7 +504,7 @@ def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
 
 def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> packings.Packing:
     """Make the graphs of spec and options; EngineError where the stored text is another."""
-    layout = find_backend(m.backend).stored
+    layout = partial(find_backend(m.backend).stored, device=m.device)
     packing = packings.make_packing(
         *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout),
         drafter=drafter,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,8 +131,9 @@ def prepare(
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     _check_activations(resolved)
+    stored = partial(backend.stored, device=device)
     packing = make_packing(
-        *(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, backend.stored),
+        *(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, stored),
         dump=dump,
         drafter=r.drafter,
     )
@@ -212,7 +214,8 @@ def _fitted(
     if o.ple_placement is None and r.ple_placement == "device":
         r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
     try:
-        require_fit(program, r, memory, more, scratch, backend.stored)
+        stored = partial(backend.stored, device=r.device)
+        require_fit(program, r, memory, more, scratch, stored)
     except PlanError as e:
         if not dry:
             raise

@@ -14,6 +14,7 @@ from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.settings import find_placement
+from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
@@ -194,6 +195,11 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         raise EngineError(
             f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
             f"restore them, or build again without --link-weights"
+        )
+    if held_recipe(found.spec, checkpoint.forms) != (m.quant if m.quant and m.quant.held else None):
+        raise EngineError(
+            f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}; "
+            f"{rebuild(found.path, m, found.spec)}"
         )
     return packings.MadeParams(found.packing, checkpoint)
 

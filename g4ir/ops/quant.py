@@ -3,6 +3,11 @@
 One definition serves every format: w = round(code * scale), rounded once to the model's dtype.
 Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
 element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
+
+Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, that 16 codes share.
+128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64
+bytes with the low 4 bits of number + 32, 0-63 in the low halves and 64-127 in the high ones; 32
+bytes with the upper 2 bits, those of 0-31 lowest, then 32-63, 64-95 and 96-127; the 8 integers.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import Any
 
 from .base import Sample, Traffic, nothing, op, require, wide
 from .budgets import MOVES, Budget
-from .types import FLOATS, ITEMSIZE, Type, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, dtype_name, torch_dtype
 
 #: elements that `quantize` looks at together: few enough to stay in a core's cache
 PIECE = 1 << 18
@@ -21,17 +26,36 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Form:
-    """How a number is held: dtype of the codes, codes in one element of it, the largest code."""
+    """How a number is held: dtype of the codes, codes in `elements` of it, the largest code."""
 
     codes: str
     packed: int
     largest: float
+    elements: int = 1
+
+    def held(self, numbers: int) -> int:
+        """Return the elements that hold so many numbers."""
+        return numbers // self.packed * self.elements
+
+    def numbers(self, held: int) -> int:
+        """Return the numbers that so many elements hold; 0 where they are no whole ones."""
+        return 0 if held % self.elements else held // self.elements * self.packed
 
 
-FORMS = {"int8": Form("i8", 1, 127), "int4": Form("u8", 2, 8), "fp8": Form("f8e4m3", 1, 448)}
+#: of `int6`: codes that lie together, their bytes by part, codes that share an integer, the largest
+#: number and integer
+TOGETHER, PARTS, SHARE = 128, (64, 32, 8), 16
+NUMBER, INTEGER = 31, 127
+FORMS = {
+    "int8": Form("i8", 1, 127),
+    "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8),
+    "int4": Form("u8", 2, 8),
+    "fp8": Form("f8e4m3", 1, 448),
+}
 #: dtype of codes -> form
 FORM_OF = {f.codes: name for name, f in FORMS.items()}
-PACKED = {f.codes: f.packed for f in FORMS.values()}
+#: dtype of codes of one byte -> codes in it
+PACKED = {f.codes: f.packed for f in FORMS.values() if f.elements == 1}
 #: form that rows of a model may be rounded to -> numbers of a row that share a scale, 0: all
 ACTIVATIONS = {"int8": 32, "fp8": 0}
 #: of two codes in a byte, between code + 8 and two's complement
@@ -40,14 +64,20 @@ COMPLEMENT = 0x88
 
 def _values(codes: Type) -> int:
     """Return the numbers of a row of codes."""
-    return int(codes.shape[-1]) * PACKED[codes.dtype]
+    return FORMS[FORM_OF[codes.dtype]].numbers(int(codes.shape[-1]))
+
+
+def numbers_in(codes: Any) -> int:
+    """Return the numbers of a row of a tensor of codes."""
+    form = FORM_OF[dtype_name(codes.dtype)]
+    return FORMS[form].numbers(codes.shape[-1])
 
 
 def _require_fit(name: str, codes: Type, scales: Type) -> None:
     ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
-    fits = bool(ints) and codes.dtype in PACKED and codes.shape[:-1] == scales.shape[:-1]
-    groups = int(scales.shape[-1]) if fits else 0
-    fits = groups > 0 and _values(codes) % groups == 0
+    fits = bool(ints) and codes.dtype in FORM_OF and codes.shape[:-1] == scales.shape[:-1]
+    groups, numbers = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
+    fits = groups > 0 and numbers > 0 and numbers % groups == 0
     require(fits, f"{name}: scales {scales} do not fit codes {codes}")
 
 
@@ -56,7 +86,8 @@ class quantize:
     """codes, scales of a weight: `group` numbers of a row share a scale, all of it where group is 0
 
     Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
-    magnitude by the largest code; int4 finds the scale whose numbers are the weight's, where there
+    magnitude by the largest code; integers of int6 are then the least that hold their numbers;
+    int4 finds the scale whose numbers are the weight's, where there
     is one (weights trained on that grid), else one of small square error (quant.py: `int4_scales`).
     """
 
@@ -70,7 +101,7 @@ class quantize:
         each = group or int(size)
         fits = group >= 0 and int(size) % each == 0 and int(size) % FORMS[form].packed == 0
         require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
-        codes = Type(FORMS[form].codes, (*w.shape[:-1], int(size) // FORMS[form].packed))
+        codes = Type(FORMS[form].codes, (*w.shape[:-1], FORMS[form].held(int(size))))
         return codes, Type(scale, (*w.shape[:-1], int(size) // each))
 
     @staticmethod
@@ -87,6 +118,7 @@ class quantize:
     samples = [
         Sample(("f32[6,64]",), {"form": "int8", "group": 0, "scale": "f32"}),
         Sample(("f32[2,3,64]",), {"form": "int4", "group": 32, "scale": "bf16"}),
+        Sample(("f32[3,256]",), {"form": "int6", "group": 128, "scale": "f32"}),
         Sample(("f32[4,48]",), {"form": "fp8", "group": 0, "scale": "f32"}),
     ]
 
@@ -113,6 +145,7 @@ class dequantize:
     samples = [
         Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)}),
         Sample(("u8[2,3,16]", "f32[2,3,1]"), {"to": "f32"}, {0: (0, 256)}),
+        Sample(("i64[3,26]", "f32[3,2]"), {"to": "f32"}, {0: (-(2**62), 2**62)}),
         Sample(("f8e4m3[4,48]", "f32[4,2]"), {"to": "f32"}),
     ]
 
@@ -133,6 +166,31 @@ class dense:
 
 
 @op
+class as_bytes:
+    """codes, scales of int6 as codes of 8 bits with a scale for each 16, once at build: for targets
+    that take no int6"""
+
+    budget = Budget(1, 0, "a scale is one product, exact unless scales are fp32")
+
+    @staticmethod
+    def infer(codes: Type, scales: Type) -> tuple[Type, Type]:
+        _require_fit("as_bytes", codes, scales)
+        form, size = FORM_OF[codes.dtype], _values(codes)
+        require(form == "int6", f"as_bytes: codes {codes} are {form}")
+        *lead, _ = codes.shape
+        return Type("i8", (*lead, size)), Type("f32", (*lead, size // SHARE))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any) -> tuple[Any, Any]:
+        numbers, integers = unfolded(codes)
+        factor = wide(scales)[..., None]
+        return numbers, (integers.unflatten(-1, (scales.shape[-1], -1)) * factor).flatten(-2)
+
+    flops = staticmethod(lambda ins, outs, **_: 0)
+    samples = [Sample(("i64[2,3,26]", "f32[2,3,2]"), {}, {0: (-(2**62), 2**62)})]
+
+
+@op
 class columns:
     """Codes or scales of w [.., N, K] by columns: [.., K, N]
 
@@ -144,6 +202,7 @@ class columns:
     @staticmethod
     def infer(x: Type) -> Type:
         *lead, n, k = x.shape
+        require(x.dtype in (*FLOATS, *PACKED), f"columns: {x} holds no codes that lie by columns")
         packed = PACKED.get(x.dtype, 1)
         fits = isinstance(n, int) and isinstance(k, int) and n % packed == 0
         require(fits, f"columns: {x} has an odd number of rows, or one that is not known")
@@ -231,6 +290,11 @@ class embedding_quantized:
             {"scale": 16.0, "to": "f32"},
             {0: (0, 256), 2: (0, 11)},
         ),
+        Sample(
+            ("i64[11,13]", "f32[11,1]", "i64[2,3]"),
+            {"scale": 16.0, "to": "f32"},
+            {0: (-(2**62), 2**62), 2: (0, 11)},
+        ),
     ]
 
 
@@ -269,7 +333,8 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     import torch
 
     factor = wide(scales)
-    numbers = (unpacked(codes) if codes.dtype == torch.uint8 else codes).to(factor.dtype)
+    opened = {torch.uint8: unpacked, torch.int64: products}.get(codes.dtype)
+    numbers = (opened(codes) if opened else codes).to(factor.dtype)
     w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
     return w if w.dtype == torch.float64 else w.to(dtype)
 
@@ -298,6 +363,39 @@ def unpacked(codes: Any) -> Any:
     import torch
 
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
+
+
+def folded(numbers: Any, integers: Any) -> Any:
+    """Return codes of int6: of numbers [.., K], -32 to 31, and the integers [.., K/16] that they
+    share."""
+    import torch
+
+    parts = (numbers + 32).to(torch.uint8).unflatten(-1, (-1, 4, TOGETHER // 4))
+    low, high = parts & 15, parts >> 4
+    low = (low[..., :2, :] | low[..., 2:, :] << 4).flatten(-2)
+    by = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (high << by).sum(-2, dtype=torch.uint8)
+    shared = integers.to(torch.int8).view(torch.uint8).unflatten(-1, (-1, PARTS[2]))
+    return torch.cat((low, high, shared), -1).flatten(-2).view(torch.int64)
+
+
+def unfolded(codes: Any) -> tuple[Any, Any]:
+    """Return what `folded` was given, as i8."""
+    import torch
+
+    low, high, shared = codes.view(torch.uint8).unflatten(-1, (-1, sum(PARTS))).split(PARTS, -1)
+    low = torch.cat((low & 15, low >> 4), -1)
+    high = torch.cat([(high >> by & 3) << 4 for by in range(0, 8, 2)], -1)
+    numbers = ((low | high).to(torch.int8) - 32).flatten(-2)
+    return numbers, shared.view(torch.int8).flatten(-2)
+
+
+def products(codes: Any) -> Any:
+    """Return the codes of int6 as integers: i16 [.., K]."""
+    import torch
+
+    numbers, integers = unfolded(codes)
+    return (numbers.unflatten(-1, (-1, SHARE)) * integers.to(torch.int16)[..., None]).flatten(-2)
 
 
 def by_columns(x: Any) -> Any:
@@ -345,8 +443,17 @@ def _int8(y: Any) -> Any:
     return y.round().clamp(-127, 127).to(torch.int8)
 
 
+def _int6(y: Any) -> Any:
+    """Return codes of groups y [n, G, g], a row of them for each group."""
+    shared = y.unflatten(-1, (-1, SHARE))
+    integers = (shared.abs().amax(-1) / NUMBER).ceil().clamp(1, INTEGER)
+    numbers = (shared / integers[..., None]).round().clamp(-NUMBER - 1, NUMBER)
+    return folded(numbers.flatten(-2), integers)
+
+
 _CODES: dict[str, Callable[[Any], Any]] = {
     "int8": _int8,
+    "int6": _int6,
     "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
     "fp8": _fp8,
 }

@@ -66,9 +66,10 @@ class Scheme:
         return math.lcm(self.group or 1, FORMS[self.form].packed)
 
 
-#: what rules may name. Weights trained for 4 bits have scales in bf16
+#: what rules may name. Weights trained for 4 bits have scales in bf16; int6 is GGUF's Q6_K
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
+    "int6": Scheme("int6", 256, "f16"),
     "int4": Scheme("int4", 32, "bf16"),
     "fp8": Scheme("fp8", 0, None),
 }

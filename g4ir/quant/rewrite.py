@@ -14,6 +14,7 @@ from functools import lru_cache
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
+from g4ir.ops.quant import FORMS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
@@ -21,8 +22,10 @@ from .recipe import ENGINE, HELD, Recipe, Rule, Scheme
 
 #: op -> its operands that may be held in fewer bits
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
+#: ops that take codes and scales
+TAKERS = ("dequantize", "embedding_quantized")
 #: what codes and scales of a weight are made into
-DENSE = ".dense"
+DENSE, BYTES = ".dense", ".bytes"
 
 
 @lru_cache(maxsize=32)
@@ -90,6 +93,23 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
     """Emit codes and scales of a weight."""
     names = [f"{v.name}{CODES}", f"{v.name}{SCALES}"]
     return b.emit_all("quantize", v, name=names, **scheme.attrs(dtype))
+
+
+def in_bytes(g: Graph) -> Graph:
+    """Return a graph with codes of 8 bits in the place of those of int6, made at build: for targets
+    whose products take no others."""
+    b = Builder(g.name)
+    made: dict[str, tuple[Value, ...]] = {}
+    for n in g.nodes:
+        if n.op not in TAKERS or n["codes"].type.dtype != FORMS["int6"].codes:
+            b.nodes.append(n)
+            continue
+        codes, scales, *rest = n.inputs
+        if codes.name not in made:
+            names = [f"{codes.name.removesuffix(CODES)}{BYTES}{part}" for part in (CODES, SCALES)]
+            made[codes.name] = b.emit_all("as_bytes", codes, scales, name=names)
+        b.nodes.append(replace(n, inputs=(*made[codes.name], *rest)))
+    return replace(g, nodes=tuple(b.nodes))
 
 
 def from_codes(g: Graph) -> Graph:

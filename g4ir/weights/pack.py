@@ -16,7 +16,7 @@ from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import on_grid
-from g4ir.ops.types import TORCH_NAMES, torch_dtype
+from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
 from g4ir.passes import Dump, Options, run_program
 from g4ir.passes.plan_cache import slack_of
 from g4ir.quant.recipe import Recipe
@@ -172,7 +172,12 @@ class MadeParams:
 
     def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         name = checkpoint_name(v.name)
-        return cast(read(name), v.type.dtype, name)
+        made = read(name)
+        if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
+            raise WeightsError(
+                f"{name}: codes are {made.dtype}, the engine takes {v.type.dtype}; build it again"
+            )
+        return cast(made, v.type.dtype, name)
 
     def release(self, param: str) -> None:
         for v in self.packing.recipe(param).params:

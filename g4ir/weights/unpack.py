@@ -6,8 +6,9 @@ its prologue joined or turned. Of a quantised weight it has codes and scales, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,17 +80,29 @@ class Unpacked:
             if quantize:
                 return run_node(quantize, [self.held.given(quantize["w"])])
             return tuple(map(self.held.given, parts))
-        return tuple(map(self, parts)) if all(map(self.holds, parts)) else None
+        if all(map(self.holds, parts)):
+            return tuple(map(self, parts))
+        for n in self.prologue.find("as_bytes"):
+            if (cut := self._cut(n, parts[0])) and all(map(self.holds, n.outputs)):
+                return tuple(cut(self(made)) for made in n.outputs)
+        return None
 
     def _dense(self, v: Value, codes: Value) -> torch.Tensor:
         """Slice a weight from what codes and scales were made into at build."""
         for n in self.prologue.find("dense"):
-            joined = self.prologue.producers().get(n["codes"].name)
-            if n["codes"] == codes:
-                return self(n.out)
-            if joined and joined.op == "concat" and codes in joined.inputs:
-                return _slice(joined, codes, self(n.out))
+            if cut := self._cut(n, codes):
+                return cut(self(n.out))
         raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
+
+    def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what takes a weight's part of what a node makes of its codes; None where it is
+        made of others."""
+        joined = self.prologue.producers().get(n["codes"].name)
+        if n["codes"] == codes:
+            return lambda t: t
+        if joined and joined.op == "concat" and codes in joined.inputs:
+            return partial(_slice, joined, codes)
+        return None
 
 
 def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:

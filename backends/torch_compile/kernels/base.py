@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4ir.ir.graph import Graph, Node, Value
-from g4ir.ops.quant import FORM_OF
+from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 
 from ..target import Target
@@ -173,7 +173,8 @@ def codes_of(g: Graph, v: Value) -> dict[str, int]:
     codes, k = n["codes"].type, size(v.type, -1)
     group = k // size(n["scales"].type, -1)
     whole = group == k or (group >= 16 and group & (group - 1) == 0)
-    return {FORM_OF[codes.dtype]: group} if whole and k % 8 == 0 else {}
+    whole &= k % 8 == 0 and codes.dtype in PACKED
+    return {FORM_OF[codes.dtype]: group} if whole else {}
 
 
 def both_in_codes(g: Graph, n: Node) -> bool:

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.quant import FORM_OF, FORMS, dequantized
+from g4ir.ops.quant import FORM_OF, FORMS, PACKED, dequantized
 from g4ir.ops.types import torch_dtype
 
 Tensor = torch.Tensor
 #: dtype of codes -> their form
-CODED = {torch_dtype(codes): form for codes, form in FORM_OF.items()}
+CODED = {torch_dtype(codes): FORM_OF[codes] for codes in PACKED}
 
 
 @triton.jit

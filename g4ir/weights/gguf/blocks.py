@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from g4ir.ops.quant import packed
+from g4ir.ops.quant import dequantized, packed
 from g4ir.quant.recipe import Scheme
 
 if TYPE_CHECKING:
@@ -26,22 +26,18 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Coded:
-    """A type that is codes times scales: integers i8[n, numbers], scales [n, groups]."""
+    """A type that is codes times scales: codes in the form of ops/quant.py, scales [n, groups]."""
 
     scheme: Scheme
-    integers: Part
+    codes: Part
     scales: Part
-
-    def codes(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return codes in the form of ops/quant.py."""
-        made = self.integers(blocks)
-        return packed(made) if self.scheme.form == "int4" else made
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return f32[n, numbers]."""
-        scales = self.scales(blocks).float()
-        codes = self.integers(blocks).unflatten(-1, (scales.shape[-1], -1))
-        return (codes * scales[..., None]).flatten(-2)
+        import torch
+
+        made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
+        return made
 
 
 def _half(b: torch.Tensor, at: int) -> torch.Tensor:
@@ -82,10 +78,15 @@ def _i8(b: torch.Tensor) -> torch.Tensor:
 
 
 def _q6_k(b: torch.Tensor) -> torch.Tensor:
-    high = (_shifted(b[:, 128:192], range(0, 8, 2), 32) & 3) << 4
-    return _signed(_nibbles(b[:, :128], 64) | high, 32)
+    """Return the halves of blocks one after the other: i64[n, 26]."""
+    import torch
+
+    parts = (b[:, at : at + 2 * each].unflatten(-1, (2, each)) for at, each in _Q6_K)
+    return torch.cat([*parts], -1).flatten(1).view(torch.int64)
 
 
+#: where the parts of int6 lie in a block of Q6_K, and their bytes in each half of it
+_Q6_K = ((0, 64), (128, 32), (192, 8))
 #: what the nibbles of IQ4 types stand for
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -125,7 +126,7 @@ CODED = {
     "Q8_0": Coded(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
     "Q4_0": Coded(
         Scheme("int4", 32, "f16"),
-        lambda b: _signed(_nibbles(b[:, 2:], 16), 8),
+        lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8)),
         lambda b: _half(b, 0),
     ),
     "Q5_0": Coded(
@@ -133,9 +134,7 @@ CODED = {
         lambda b: _signed(_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6]), 16),
         lambda b: _half(b, 0),
     ),
-    "Q6_K": Coded(
-        Scheme("int8", 16, "f32"), _q6_k, lambda b: _half(b, 208).float() * _i8(b[:, 192:208])
-    ),
+    "Q6_K": Coded(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
     "IQ4_NL": Coded(
         Scheme("int8", 32, "f16"), lambda b: _iq4(_nibbles(b[:, 2:], 16)), lambda b: _half(b, 0)
     ),
