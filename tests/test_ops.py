@@ -157,6 +157,7 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
 
 
 NO_FLOPS = {
+    "all_gather",
     "cast",
     "concat",
     "split",
@@ -359,6 +360,8 @@ def test_an_op_class_must_be_complete() -> None:
 
 CACHE_WRITES = ("cache_write", "cache_write")
 EXPANSIONS = {
+    "all_reduce": [["scale"], ["scale", "scale"]],
+    "all_gather": [["scale"]],
     "dense": [["dequantize"]],
     "norm_rope": [["rms_norm", "rope"]],
     "norm_residual": [
