@@ -170,6 +170,7 @@ NO_FLOPS = {
     "latent_row",
     "narrow_row",
     "quantize",
+    "as_bytes",
     "dequantize",
     "dequantize_columns",
     "columns",

@@ -35,7 +35,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.quant import FORMS, folded, packed, unfolded, unpacked
+from g4ir.ops.quant import FORM_OF, FORMS, PACKED, folded, packed, unfolded, unpacked
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
@@ -527,7 +527,7 @@ def held_bytes(spec: Spec, recipe: str) -> int:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("experts", ["gather", "all"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [FORM_OF[codes] for codes in PACKED])
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
     """Of every form, also where their codes are gathered."""
     file = tmp_path / "r.yaml"
