@@ -248,7 +248,7 @@ LOWERINGS: Mapping[str, Lowering] = {
 OUTSIDE = frozenset(
     {
         *("embedding", "candidates", "relative_keys"),
-        *("quantize", "columns", "embedding_quantized", "narrow_row"),
+        *("quantize", "columns", "as_bytes", "embedding_quantized", "narrow_row"),
         "by_cluster",
         "fake_quantize",
     }
