@@ -23,6 +23,7 @@ from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import check_ranks, part_of
 from g4ir.passes import run_program
+from g4ir.plan.plan import make_plan
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, random_spec
 
@@ -279,3 +280,31 @@ def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         ("all_reduce", 6, 512),
         ("all_gather", 1, 1024),
     ]
+
+
+@pytest.mark.parametrize("name, ranks", [(n, r) for n in TINY for r in RANKS])
+def test_planned_bytes_are_those_of_a_rank(name: str, ranks: int) -> None:
+    """Weights as its prologue packs them, caches as its sessions have them."""
+    spec = spec_of(name)
+    planned = make_plan(spec, ctx=[64, 256], batch=[1, 3], tp=ranks).ranks
+    assert planned
+    g = run_program(shard_program(build_program(spec), spec, ranks)).graphs["decode"]
+    prologue, main = split_prologue(g)
+    params = rank_params(g, spec, weights(name, torch.float32), 0, ranks)
+    packed, _ = interpret(prologue, {}, params, {})
+    held = {v.name: packed.get(v.name, params.get(v.name)) for v in main.params}
+    assert planned.weights == sum(t.nbytes for t in held.values())
+    for row in planned.rows:
+        state = empty_state(g, {"B": row.batch, "C": row.ctx}, torch.float32)
+        assert row.cache == sum(t.nbytes for t in state.values())
+    assert planned.messages == len(list(collectives(g)))
+
+
+def test_one_rank_has_no_plan_of_its_own() -> None:
+    assert make_plan(spec_of("tiny-dense"), ctx=64).ranks is None
+
+
+def test_key_heads_of_one_are_on_every_rank() -> None:
+    """12b: a cache of full layers has one head; two ranks hold it twice."""
+    one, two = (make_plan(load_spec("12b"), ctx=131072, tp=n) for n in (1, 2))
+    assert two.ranks and two.ranks.rows[0].cache > one.rows[0].built / 2

@@ -19,7 +19,7 @@ MOST = {
     "g4ir/quant": 305,
     "g4ir/weights": 3210,
     "g4ir/weights/gguf": 1600,
-    "g4ir/plan": 3020,
+    "g4ir/plan": 3130,
     "backends": 16110,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2860,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,
-    "tests": 45300,
+    "tests": 45360,
     "tools": 360,
 }
 

@@ -61,6 +61,13 @@ def add_plan(verbs: Any) -> None:
         help="count in the towers: all, or some of image,video,audio",
     )
     p.add_argument(
+        "--tp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="what each of N ranks has that share the model, and what they exchange",
+    )
+    p.add_argument(
         "--nominal",
         action="store_true",
         help="show the usual estimate too: bytes x the quoted count",
@@ -165,7 +172,8 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         placement = options.ple_placement if spec.text.ple else None
         media = options.media if offered(spec) else "none"
         options = replace(options, ple_placement=placement, media=media)
-    return make_plan(spec, options, ctx=ctx, batch=parse_counts(args.batch, "--batch"), memory=gpus)
+    batch = parse_counts(args.batch, "--batch")
+    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, tp=args.tp)
 
 
 def _plot(plans: list[Plan], path: str) -> None:

@@ -57,6 +57,7 @@ from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
+from .ranks import Ranks, plan_ranks
 from .settings import (
     KV_NAMES,
     NO_DRAFTER,
@@ -110,6 +111,9 @@ KEYS = {
     "context, weights, device (null: costs are bytes), acceptance; tables: per batch and number of "
     "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance; "
     "drafter (null: drafts cost nothing) and drafter_bytes of its weights, on the device",
+    "ranks": "null, or with --tp: count; of each rank weights (beside tables that are only "
+    "gathered from), rows (context, batch, cache as built); messages of a decode step, "
+    "message_bytes that a rank gives in them for a row",
     "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
     "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
@@ -240,6 +244,8 @@ class Plan:
     media: tuple[MediaPart, ...]
     #: None where nothing is drafted
     drafts: Drafts | None = None
+    #: None for one rank
+    ranks: Ranks | None = None
 
     def weights_as(self, form: str) -> Weights:
         return next(w for w in self.weights if w.sizes.format == form)
@@ -268,6 +274,7 @@ class Plan:
             "rows": [asdict(r) for r in self.rows],
             "fits": [asdict(f) for f in self.fits],
             "drafts": self.drafts and self.drafts.to_dict(),
+            "ranks": self.ranks and self.ranks.to_dict(),
             "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
         }
 
@@ -455,11 +462,13 @@ def make_plan(
     ctx: int | Sequence[int] | None = None,
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
+    tp: int = 1,
 ) -> Plan:
     """Make the plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as
     the model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
-    every row on every device of `memory`.
+    every row on every device of `memory`. `tp` ranks share the model; `memory` is of one that has
+    it whole.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
     kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv, ple_placement and
@@ -482,6 +491,7 @@ def make_plan(
     most = spec.text.max_position_embeddings
     drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
     every = options.all_logits
+    passes = pass_options(form, kv, drafted=drafted, keep=layers_read(spec, drafter))
     made, costs, drafting = _footprint(
         *(spec, dtype, device, placement, form, kv, every, skip, media, recipe, drafted, drafter)
     )
@@ -511,6 +521,9 @@ def make_plan(
         media.kinds,
         media_plan(spec),
         _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
+        plan_ranks(spec, tp, dtype, [(r.ctx, r.batch) for r in rows], skip, passes, recipe)
+        if tp != 1
+        else None,
     )
 
 

@@ -24,6 +24,7 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
         _weights(plan, nominal),
         *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
     ]
+    parts += _ranks(plan)
     parts += _drafts(plan)
     parts += _media(plan)
     devices = list(dict.fromkeys(f.device for f in plan.fits))
@@ -32,6 +33,22 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
     elif devices:
         parts.append(_devices(plan))
     return "\n".join(parts)
+
+
+def _ranks(plan: Plan) -> list[str]:
+    """List what one of several ranks has, and what they exchange in a step."""
+    r = plan.ranks
+    if r is None:
+        return []
+    head = (
+        f"each of {r.count} ranks: {size_text(r.weights)} of weights, beside tables that are only "
+        f"gathered from\n"
+        f"{r.messages} messages in a decode step, {size_text(r.message_bytes)} for a row\n"
+    )
+    lines: list[Line] = [["context", *(count_text(row.ctx) for row in r.rows)]]
+    lines.append(["rows", *(str(row.batch) for row in r.rows)])
+    lines.append(["K and V of a rank", *(size_text(row.cache) for row in r.rows)])
+    return [head + aligned(lines)]
 
 
 def _drafts(plan: Plan) -> list[str]:
