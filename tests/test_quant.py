@@ -131,10 +131,11 @@ def test_six_bits_as_gguf_has_them() -> None:
     assert all(map(torch.equal, unfolded(folded(numbers, integers)), (numbers, integers)))
 
 
-def test_integers_are_the_least_that_hold_their_numbers() -> None:
-    w = gaussian(5, 512)
+@pytest.mark.parametrize("group", [48, 256, 0])
+def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
+    w = gaussian(5, 768)
     w[2, :16] *= 1e-3
-    codes, scales = OPS["quantize"].reference(w, form="int6", group=256, scale="f16")  # type: ignore[misc]
+    codes, scales = OPS["quantize"].reference(w, form="int6", group=group, scale="f16")  # type: ignore[misc]
     numbers, integers = unfolded(codes)
     assert scales.dtype == torch.float16 and numbers.abs().max() <= 31 and integers.min() == 1
     made = dequantize(codes, scales)

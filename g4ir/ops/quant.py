@@ -26,12 +26,14 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Form:
-    """How a number is held: dtype of the codes, codes in `elements` of it, the largest code."""
+    """How a number is held: dtype of the codes, codes in `elements` of it, the largest code, codes
+    that a group is a multiple of."""
 
     codes: str
     packed: int
     largest: float
     elements: int = 1
+    share: int = 1
 
     def held(self, numbers: int) -> int:
         """Return the elements that hold so many numbers."""
@@ -48,7 +50,7 @@ TOGETHER, PARTS, SHARE = 128, (64, 32, 8), 16
 NUMBER, INTEGER = 31, 127
 FORMS = {
     "int8": Form("i8", 1, 127),
-    "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8),
+    "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8, SHARE),
     "int4": Form("u8", 2, 8),
     "fp8": Form("f8e4m3", 1, 448),
 }
@@ -77,7 +79,8 @@ def _require_fit(name: str, codes: Type, scales: Type) -> None:
     ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
     fits = bool(ints) and codes.dtype in FORM_OF and codes.shape[:-1] == scales.shape[:-1]
     groups, numbers = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
-    fits = groups > 0 and numbers > 0 and numbers % groups == 0
+    share = FORMS[FORM_OF[codes.dtype]].share if fits else 1
+    fits = groups > 0 and numbers > 0 and numbers % (groups * share) == 0
     require(fits, f"{name}: scales {scales} do not fit codes {codes}")
 
 
@@ -100,6 +103,7 @@ class quantize:
         require(isinstance(size, int), f"quantize: rows of {w} have no size")
         each = group or int(size)
         fits = group >= 0 and int(size) % each == 0 and int(size) % FORMS[form].packed == 0
+        fits = fits and each % FORMS[form].share == 0
         require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
         codes = Type(FORMS[form].codes, (*w.shape[:-1], FORMS[form].held(int(size))))
         return codes, Type(scale, (*w.shape[:-1], int(size) // each))
@@ -444,11 +448,11 @@ def _int8(y: Any) -> Any:
 
 
 def _int6(y: Any) -> Any:
-    """Return codes of groups y [n, G, g], a row of them for each group."""
-    shared = y.unflatten(-1, (-1, SHARE))
+    """Return codes of groups y [n, G, g]: those of a row as of one group."""
+    shared = y.flatten(-2).unflatten(-1, (-1, SHARE))
     integers = (shared.abs().amax(-1) / NUMBER).ceil().clamp(1, INTEGER)
     numbers = (shared / integers[..., None]).round().clamp(-NUMBER - 1, NUMBER)
-    return folded(numbers.flatten(-2), integers)
+    return folded(numbers.flatten(-2), integers)[:, None]
 
 
 _CODES: dict[str, Callable[[Any], Any]] = {

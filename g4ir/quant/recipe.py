@@ -58,7 +58,7 @@ class Scheme:
 
     def fits(self, t: Type) -> bool:
         """Whether groups divide the rows of a weight, and codes fill bytes."""
-        return int(t.shape[-1]) % self.least == 0
+        return int(t.shape[-1]) % self.least == 0 and self.group % FORMS[self.form].share == 0
 
     @property
     def least(self) -> int:
