@@ -152,9 +152,9 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     found = {
         "layers": written.network.num_layers,
         "layer_kinds": dict(kinds.most_common()),
-        "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.caches.values()},
-        "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
-        "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
+        "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
+        "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
+        "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],

@@ -439,7 +439,10 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
-        tensors = map(self.tensor, (cache, new, self.cast(start, "i32")))
+        key = ("slot", id(start.handle))
+        if key not in self._sizes:
+            self._sizes[key] = self.tensor(self.cast(start, "i32"))
+        tensors = self.tensor(cache), self.tensor(new), self._sizes[key]
         layer = self.network.add_kv_cache_update(*tensors, self.trt.KVCacheMode.LINEAR)
         return self.made(layer, "append", t)
 
