@@ -26,6 +26,7 @@ from g4ir.backends.onnx_graph import backend, export
 from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
+from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import EXPERTS, TURNED, Network, stored_type
 from g4ir.check.passes import verify_each_pass
@@ -389,7 +390,7 @@ def test_files_say_what_they_take(small: Engine) -> None:
 
 def test_tensors_have_the_names_of_values(small: Engine) -> None:
     made = {o for n in models(small.path)[export.MODEL].graph.node for o in n.output}
-    values = {v.name for n in small.program.graphs["prefill"].nodes for v in n.outputs}
+    values = {v.name for n in network_graph(small.program).nodes for v in n.outputs}
     # A scaling by one, or a row that another value is, makes no tensor of its own.
     assert len(values - made) < 0.1 * len(values)
     assert {f"L{i}.out" for i in range(8)} <= made

@@ -85,8 +85,9 @@ def test_rings_are_turned_before_a_chunk_crosses_their_end() -> None:
     held, turned = torch.tensor([5, 8, 14]), torch.tensor([0, 0, 2])
     slot = (torch.arange(40)[:, None] + turned) % 10
     ring = torch.zeros(3, 1, 10, 1)
-    for p, row in ((p, row) for row in range(3) for p in range(int(held[row]))):
-        ring[row, 0, slot[p, row]] = p + 1
+    for row, count in enumerate(held.tolist()):
+        for p in range(count):
+            ring[row, 0, slot[p, row]] = p + 1
     turn(held[:, None] + 1, turned, [ring])
     assert turned.tolist() == [0, 0, 2]
     turn(held[:, None] + torch.arange(4), turned, [ring])

@@ -48,8 +48,28 @@ def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
 
 
 def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
-    return e.add(e.mul(x, cos), e.mul(rotated_half(e, x), sin))
+    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank, that of
+    sines `signed`."""
+    return e.add(e.mul(x, cos), e.mul(e.swap_halves(x), sin))
+
+
+def signed(e: Emitter, sin: Operand) -> Operand:
+    """Return sines whose first half is negative, so that x's need not be."""
+    signs = torch.ones(int(sin.shape[-1]), dtype=torch_dtype(sin.dtype))
+    signs[: len(signs) // 2] = -1
+    return e.mul(sin, e.constant(signs.view(*(1,) * (sin.rank - 1), -1)))
+
+
+def tables(net: Network, cos: Value, sin: Value, axis: int) -> tuple[Operand, Operand]:
+    """Return tables [B, S, d] for `rotate`, with a dim of one for heads at this place."""
+    e = net.e
+    return net.shared(
+        ("tables", cos, sin, axis),
+        lambda: (
+            e.unsqueeze(net.operand(cos), axis),
+            e.unsqueeze(signed(e, net.operand(sin)), axis),
+        ),
+    )
 
 
 def rotated_half(e: Emitter, x: Operand) -> Operand:
@@ -68,13 +88,18 @@ def cache_write(
 ) -> Operand:
     """Return the written cache: the chunk in the slots from `start` on, where it lies in one piece
     (network.py). What is behind its valid tokens is no key yet."""
-    e, slots = net.e, int(cache.shape[2])
-    if is_ring(n["cache"].type):
-        start = net.shared(
-            ("first slot", slots, n["start"]),
-            lambda: _modulo(e, e.add(start, net.env[TURNED]), slots),
-        )
-    return e.append(cache, e.transpose(new, 0, 2, 1, 3), start)
+    first = first_slot(net, n["cache"], n["start"])
+    return net.e.append(cache, net.e.transpose(new, 0, 2, 1, 3), first)
+
+
+def first_slot(net: Network, cache: Value, start: Value) -> Operand:
+    """Return i64[B]: the slot of a cache in which position `start` lies."""
+    e, at, slots = net.e, net.operand(start), int(net.operand(cache).shape[2])
+    if not is_ring(cache.type):
+        return at
+    return net.shared(
+        ("first slot", slots, start), lambda: _modulo(e, e.add(at, net.env[TURNED]), slots)
+    )
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
@@ -241,11 +266,13 @@ def _of_raw(
     h = e.mul(e.cast(raw, "f32"), rms)
     k = e.cast(e.mul(h, e.cast(e.unsqueeze(w, 0, 1, 2), "f32")), raw.dtype)
     rotation = {a: n.attrs[a] for a in ROTATION} | {"dim": int(w.shape[0])}
-    tables = net.shared(
-        ("key rope", id(at), *rotation.values()),
-        lambda: rope_rows(net, rotation, e.binary("max", at, 0)),
-    )
-    cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in tables)
+
+    def angles() -> tuple[Operand, Operand]:
+        cos, sin = rope_rows(net, rotation, e.binary("max", at, 0))
+        cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in (cos, signed(e, sin)))
+        return cos, sin
+
+    cos, sin = net.shared(("key rope", id(at), *rotation.values()), angles)
     return rotate(e, k, cos, sin), e.cast(h, raw.dtype)
 
 

@@ -2,7 +2,8 @@
 
 A network keeps more slots of a ring than the graph says, by as many as a chunk has tokens
 (network.py): once the chunk is written, the ring still has all that the chunk's first queries see.
-So attention reads caches alone, and no copy of one with the chunk behind it is ever made.
+So attention reads caches alone, and no copy of one with the chunk behind it is ever made; rows of a
+chunk go into the caches alone, so that one op (`qkv_write`) makes them beside q.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
+from g4ir.passes.fuse_cache_write import fuse_cache_write
 
 from .network import ROWS
 
@@ -50,7 +52,7 @@ def network_graph(program: Program) -> Graph:
             n = replace(n, inputs=(*n.inputs[:2], ends[span], *n.inputs[3:first], *written, *ids))
         nodes += [*b.nodes, n]
         b.nodes.clear()
-    out = drop_dead(order(replace(g, nodes=tuple(nodes))))
+    out = fuse_cache_write(drop_dead(order(replace(g, nodes=tuple(nodes)))), several=True)
     verify(out)
     return out
 

@@ -65,6 +65,8 @@ class Network:
     experts: str = "auto"
     env: dict[str, Operand] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
+    #: with the tensors, so that their ids stay theirs
+    _of: dict[Hashable, tuple[Operand, Any]] = field(default_factory=dict)
 
     def emit(self) -> None:
         """Write inputs, nodes and outputs."""
@@ -88,16 +90,20 @@ class Network:
                 f"backends/primitives/lowerings.py"
             )
         if lower is None:
-            inner, results = n.expanded
-            for m in inner:
-                self.node(m)
-            made: Sequence[Operand] = [self.env[v.name] for v in results]
+            made: Sequence[Operand] = self.expanded(n)
         else:
             try:
                 made = as_tuple(lower(self, n, *map(self.operand, n.inputs)))
             except ValueError as err:
                 raise LowerError(f"op {n.op} of {n.outputs[0]}: {err}") from err
         self.env.update({v.name: x for v, x in zip(n.outputs, made, strict=True)})
+
+    def expanded(self, n: Node) -> list[Operand]:
+        """Write the nodes that a fused op stands for; return its results."""
+        inner, results = n.expanded
+        for m in inner:
+            self.node(m)
+        return [self.env[v.name] for v in results]
 
     def operand(self, v: Value) -> Operand:
         if v.name not in self.env:
@@ -110,6 +116,14 @@ class Network:
             with self.e.apart():
                 self._shared[key] = make()
         made: Made = self._shared[key]
+        return made
+
+    def once(self, what: str, x: Operand, make: Callable[[], Made]) -> Made:
+        """Return what the ops that read one tensor have in common; it is part of the first."""
+        key = (what, id(x))
+        if key not in self._of:
+            self._of[key] = x, make()
+        made: Made = self._of[key][1]
         return made
 
 

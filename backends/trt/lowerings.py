@@ -125,8 +125,9 @@ def attend_patches(
 def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
     """Attend with q [B,S,heads,d] scaled; mask [B,1,S,T]."""
     q = e.transpose(q, 0, 2, 1, 3)
-    layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
-    layer.mask = e.tensor(mask)
+    *rows, seen = map(e.tensor, (q, keys, values, mask))
+    layer = e.named(_attention(e, *rows), "attention")
+    layer.mask = seen
     layer.decomposable = True
     return e.transpose(e.checked(layer, q.type), 0, 2, 1, 3)
 

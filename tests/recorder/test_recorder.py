@@ -462,6 +462,19 @@ def test_dequantised_codes() -> None:
     assert torch.equal(got["all"], CODES * 0.25)
 
 
+def test_slices_that_wrap() -> None:
+    """What lies beyond the end lies at the start, in that mode alone; other modes are not here."""
+    n = Net()
+    layer = n.network.add_slice(n.x(4, 5), (3,), (5,), (1,))
+    layer.axes, layer.mode = (1,), n.trt.SampleMode.WRAP
+    n.output(layer.get_output(0))
+    x = torch.arange(20.0).view(4, 5)
+    assert torch.equal(execute(n.network, {"x0": x})["y"], x.roll(-3, 1))
+    layer.mode = n.trt.SampleMode.CLAMP
+    with pytest.raises(RuleError, match="modes but STRICT_BOUNDS and WRAP"):
+        check(n.network)
+
+
 def test_cache_update_is_in_place() -> None:
     n = Net()
     out = _cache(n)
