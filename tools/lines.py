@@ -19,9 +19,9 @@ MOST = {
     "g4ir/weights": 3200,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3020,
-    "backends": 16320,
+    "backends": 16400,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
-    "backends/trt/recorder": 2870,
+    "backends/trt/recorder": 2940,
     "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
     "g4ir/engine": 6560,
@@ -33,7 +33,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,
-    "tests": 45000,
+    "tests": 45010,
     "tools": 320,
 }
 

@@ -49,6 +49,7 @@ from .probe import Api, probe
 from .recorder import MAX_VOLUME, RuleError, check, recorder
 from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, deserialize, refit, stream_weights
+from .step_model import decode_step
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -156,6 +157,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
+        **decode_step(written, p.limits, chosen_experts(p.settings)),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),
