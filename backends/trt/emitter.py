@@ -426,11 +426,10 @@ class TrtEmitter(Emitter):
         spec = reshape_spec(x.type, t)
         if spec.count(-1) <= 1:
             return self._reshape(x, t)
-        front = [*x.shape, *[1] * len(axes)]
+        front = x.type.with_shape(*x.shape, *[1] * len(axes))
         back = iter(range(x.rank))
         ones = iter(range(x.rank, t.rank))
         order = tuple(next(ones) if i in axes else next(back) for i in range(t.rank))
-        front = x.type.with_shape(*front)
         return self._as_laid(x, t, tuple(range(x.rank)), front, order, "unsqueeze")
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:

@@ -63,7 +63,7 @@ def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
 
 
 def _written(layer: Layer, t: ITensor) -> int:
-    return _bytes(layer._inputs[1] if layer._kind == "KV cache update" else t)
+    return _bytes(layer._in(1) if layer._kind == "KV cache update" else t)
 
 
 def _bytes(t: ITensor) -> int:
