@@ -1,8 +1,9 @@
 """q = norm_rope(q'), cache_write(.., norm_rope(k')), cache_write(.., rms_norm(v')),
 q', k', v' the heads of split(qkv)  ->  q, caches = qkv_write(qkv, ..)
 
-Decode only: a single token, written before attention reads it. A chunk of several is read beside
-the caches as they were, so its rows are wanted themselves. Where K and V come from one projection,
+Where attention reads what was written: in decode, whose kernel takes a single token, and in a
+network, whose caches have room for a chunk (`several`). Else a chunk is read beside the caches as
+they were, so its rows are wanted themselves. Where K and V come from one projection,
 v' is k', and the rows are those of the caches' form and dtype (see `latent_kv`, `narrow_kv`). A
 layer that reads another layer's caches has q alone and is left.
 """
@@ -18,7 +19,7 @@ from .match import Left, Note, after, ignore, made_by, maker, only_user
 AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
 
 
-def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
+def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Graph:
     """Fuse everything between the projection of a token and attention into one op."""
     edits: list[tuple[list[Node], list[Node]]] = []
     seen = set[tuple[Value, ...]]()
@@ -27,7 +28,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore) -> Graph:
         try:
             if caches in seen:
                 raise Left(f"another layer writes {caches[0]}")
-            match = _match(g, n, caches, form)
+            match = _match(g, n, caches, form, several)
         except Left as reason:
             note(n.out.name, f"left: {reason}")
             continue
@@ -84,11 +85,11 @@ class _Match:
         return b.nodes
 
 
-def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str) -> _Match:
+def _match(g: Graph, n: Node, caches: tuple[Value, ...], form: str, several: bool) -> _Match:
     writes = tuple(_write(g, v) for v in caches)
     if any(w.inputs[2:] != writes[0].inputs[2:] for w in writes):
         raise Left("its caches are not written at the same slots")
-    if writes[0]["new"].type.shape[1] != 1:
+    if not several and writes[0]["new"].type.shape[1] != 1:
         raise Left("several tokens are written at once")
     narrowed = tuple(m for w in writes if (m := maker(g, w, "new", "narrow_row")))
     rows = _rows(g, n, [m["x"] for m in narrowed] or [w["new"] for w in writes], form)

@@ -17,13 +17,11 @@ from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
-from tests.contract.flows import FLOWS
+from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
 from tests.oracle import relative
 
 #: of the row's rms
 BUDGET = 1e-4
-MAX_SEQ = 128
-CHUNK = 24
 #: spec -> limits of its engines
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "tiny-ple": {"max_batch": 3, "all_logits": True},

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.backends.primitives.network import SLOTS, stored_type
-from g4ir.ir.graph import Graph
+from g4ir.backends.primitives.network import SLOTS, TURNED, is_ring, stored_type, turn
+from g4ir.ir.graph import Graph, Node
 from g4ir.ir.interpret import interpret
+from g4ir.ops.attention import slot_positions
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.formats import context_slots
 from g4ir.plan.limits import Limits
@@ -38,6 +39,8 @@ class NetworkSession:
             for name, t in kinds.items()
         }
         self.length = torch.zeros(self.batch, dtype=torch.int64)
+        self.rings = [v.name for v in self.graph.state if is_ring(v.type)]
+        self.turned = torch.zeros(self.batch, dtype=torch.int64)
 
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, vocab] at each row's last token, or of all tokens [B, S, vocab]."""
@@ -60,12 +63,15 @@ class NetworkSession:
     def _step(self, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         after = self.length + valid
         slots = context_slots(int(after.max()), self.limits.max_seq)
+        positions = self.length[:, None] + torch.arange(tokens.shape[1])
+        turn(positions, self.turned, [self.caches[name] for name in self.rings])
         feeds = {
             **self.embed(tokens),
             **self.caches,
-            "positions": self.length[:, None] + torch.arange(tokens.shape[1]),
+            "positions": positions,
             "lengths": valid,
             SLOTS: torch.arange(slots),
+            TURNED: self.turned,
         }
         out = self.run(feeds)
         self.caches = {name: out[f"{name}.next"] for name in self.caches}
@@ -76,6 +82,32 @@ class NetworkSession:
 def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
     """Token ids -> rows, through the embed graph."""
     return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]
+
+
+def tokens_held(n: Node, given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """i64[B]: how many tokens the caches of a node hold before and after it."""
+    named = dict(zip(n.definition.operands, given))
+    if "start" in named:
+        return named["start"], named["start"] + named["lengths"]
+    held = named.get("written", torch.zeros(1, dtype=torch.int64))
+    return held, held
+
+
+def as_stored(cache: torch.Tensor, tokens: torch.Tensor, slots: int) -> torch.Tensor:
+    """A ring [C,B,n,d] that holds i64[B] tokens as a network keeps it, with so many slots."""
+    at = slot_positions(tokens, len(cache))
+    out = torch.zeros(slots, *cache.shape[1:], dtype=cache.dtype)
+    rows = torch.arange(cache.shape[1]).expand_as(at)
+    out[at[at >= 0] % slots, rows[at >= 0]] = cache[at >= 0]
+    return out.permute(1, 2, 0, 3).contiguous()
+
+
+def as_declared(stored: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The ring back, as it was before where a slot holds nothing."""
+    at = slot_positions(tokens, len(before))
+    rows = torch.arange(at.shape[1]).expand_as(at)
+    held = stored.permute(2, 0, 1, 3)[at % stored.shape[2], rows]
+    return torch.where((at >= 0)[:, :, None, None], held, before)
 
 
 def in_range(op: str, given: list[torch.Tensor]) -> list[torch.Tensor]:

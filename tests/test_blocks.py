@@ -10,12 +10,12 @@ import torch
 
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import SLOTS, Network, stored_type
+from g4ir.backends.primitives.network import SLOTS, TURNED, Network, stored_type
 from g4ir.backends.torch_compile.kernels.base import reads_blocks
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
-from g4ir.errors import InputError, LowerError
+from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.model.decoder import BLOCKS
@@ -30,6 +30,7 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
 from tests.eager_emitter import EagerEmitter
+from tests.network_session import as_stored
 from tests.test_ops import node, tensors
 
 #: positions of the chunk's tokens, and their blocks; the second row is padded
@@ -146,15 +147,17 @@ def test_primitives(case: tuple[str, int]) -> None:
     n, given = node(case[0], s.types(), s.attrs), tensors(s.types(), s)
     first, parts = (3, 2) if case[0] == "attention" else (4, 1 + (s.attrs["form"] == "raw"))
     held = {
-        v.name: t.transpose(0, 1).contiguous() if first <= i < first + parts else t
+        v.name: as_stored(t, given[2], len(t) + 8) if first <= i < first + parts else t
         for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))
     }
+    held[TURNED] = torch.zeros(2, dtype=torch.int64)
     e = EagerEmitter(held, held.__getitem__)
     net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     for i, v in enumerate(n.inputs):
         ring = first <= i < first + parts
         kind = stored_type(v.type, net.limits) if ring else v.type
         net.env[v.name] = e.input(v.name, kind)
+    net.env[TURNED] = e.input(TURNED, Type("i64", (2,)))
     net.node(n)
     got = net.env[n.out.name].handle
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
@@ -295,17 +298,12 @@ def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
     return x * shape[-1] ** -0.5 if len(shape) > 1 and "embeds" not in name else 1 + 0.1 * x
 
 
-def test_network_over_full_length_caches_is_refused() -> None:
-    """It reads the cache after the chunk was written, where blocks are not seen apart."""
-    g = run_passes(build_graph(SPECS["31b"](), BLOCKS), skip=("plan_cache",))
-    with pytest.raises(LowerError, match="full-length cache; build with the pass plan_cache"):
-        network_graph(Program({"prefill": g}))
-
-
+@pytest.mark.parametrize("skip", [(), ("plan_cache",)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_network_with_blocks(form: str) -> None:
-    """The graph of a chunk, primitive by primitive."""
-    g = run_passes(build_graph(SPECS["tied"](), BLOCKS), options={"latent_kv": {"form": form}})
+def test_a_network_with_blocks(form: str, skip: tuple[str, ...]) -> None:
+    """The graph of a chunk, primitive by primitive, over rings and over full-length caches."""
+    options = {"latent_kv": {"form": form}}
+    g = run_passes(build_graph(SPECS["tied"](), BLOCKS), skip=skip, options=options)
     net_graph, limits = network_graph(Program({"prefill": g})), Limits(2, 32, 11)
     random = torch.Generator().manual_seed(5)
     params = {v.name: draw(v.type, random, v.name).float() for v in g.params}
@@ -327,7 +325,8 @@ def test_a_network_with_blocks(form: str) -> None:
         v.name: torch.zeros([int(d) for d in stored_type(v.type, limits).bind({"B": 2}).shape])
         for v in g.state
     }
-    e = EagerEmitter({**feeds, **held, SLOTS: torch.arange(16)}, params.__getitem__)
+    others = {SLOTS: torch.arange(16), TURNED: torch.zeros(2, dtype=torch.int64)}
+    e = EagerEmitter({**feeds, **held, **others}, params.__getitem__)
     Network(e, net_graph, limits, LOWERINGS).emit()
     torch.testing.assert_close(e.outputs["logits"], want["logits"], rtol=1e-4, atol=1e-4)
 
@@ -363,6 +362,6 @@ def test_block_ids_are_checked() -> None:
     start, cache = b.input("n", Type("i64", ("B",))), b.cache("c", Type("f32", (4, "B", 1, 8)))
     attrs = {"window": 4, "scale": 1.0, "softcap": 0.0}
     b.emit("attention", x, ids, start, cache, cache, x, x, ids, **attrs)
-    for chunk in ((ids,), (x, x, start), (x, x, ids, ids), (x, ids)):
+    for chunk in ((x,), (x, x, start), (x, x, ids, ids), (x, ids)):
         with pytest.raises(Exception, match="attention"):
             b.emit("attention", x, ids, start, cache, cache, *chunk, **attrs)

@@ -26,8 +26,9 @@ from g4ir.backends.onnx_graph import backend, export
 from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter, walk
 from g4ir.backends.onnx_graph.runtime import open_session
+from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import EXPERTS, Network, stored_type
+from g4ir.backends.primitives.network import EXPERTS, TURNED, Network, stored_type
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
 from g4ir.engine.build import prepare
@@ -45,7 +46,7 @@ from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.configs import NAMES, VARIANTS, spec_called
 from tests.engines import some_tokens
-from tests.network_session import in_range
+from tests.network_session import as_declared, as_stored, in_range, tokens_held
 from tests.oracle import (
     CALM,
     Oracle,
@@ -275,30 +276,32 @@ def small(engines: Any) -> Engine:
     return engine
 
 
-def test_caches_of_full_length_are_written_in_place(small: Engine) -> None:
-    """A step costs what it reads, however long the caches are."""
+def test_caches_are_written_in_place(small: Engine) -> None:
+    """A step costs what it reads, however long the caches are; no ring has a second buffer."""
     state = small.session(2).state
     facts = export.describe(small.path / export.MODEL)
-    assert facts["g4ir.in_place"].split(",") == ["L3.k", "L3.v"]
-    same = {n for n in state.held if state.held[n] is state.spare[n]}
-    assert same == {"L3.k", "L3.v"}
-    assert state.nbytes() == sum(t.nbytes * (1 if n in same else 2) for n, t in state.held.items())
+    assert {*facts["g4ir.in_place"].split(",")} == state.held.keys() > state.rings > {"L0.k"}
+    assert all(state.held[n] is state.spare[n] for n in state.held)
+    assert state.nbytes() == sum(t.nbytes for t in state.held.values())
     planned = find_backend("onnx").cache_bytes(small.program, replace(small.limits, max_batch=2))
     assert state.nbytes() == planned
 
 
-def test_caches_show_as_the_graphs_declare_them(small: Engine, engines: Any) -> None:
-    """What a session of the reference backend holds, in the same places."""
+@pytest.mark.parametrize("count", [21, 71])
+def test_caches_show_by_position(small: Engine, engines: Any, count: int) -> None:
+    """What a session of the reference backend holds, also of rings that were turned."""
     reference = engines("reference", "tiny-ple")
     ours, theirs = small.session(2), reference.session(2)
-    tokens = some_tokens(2, 21)
+    tokens = some_tokens(2, count)
     for session in (ours, theirs):
         session.prefill(tokens)
-    seen, wanted = ours.state.views(21), theirs.state.views(21)
-    assert seen.keys() == wanted.keys()
+    assert bool(ours.state.turned.any()) == (count > 32)
+    seen, wanted = ours.state.tensors, theirs.state.views(count)
+    assert seen.keys() == wanted.keys() and not ours.state.turned.any()
     for name, want in wanted.items():
-        held = min(21, want.shape[0])
-        assert (seen[name][:held] - want[:held]).abs().max() < 1e-4, name
+        held = torch.arange(max(count - len(want), 0), count)
+        error = seen[name][held % len(seen[name])] - want[held % len(want)]
+        assert error.abs().max() < 1e-4, name
 
 
 # --- the files --------------------------------------------------------------------------------
@@ -366,6 +369,7 @@ def test_engine_without_g4ir(small: Engine) -> None:
             "positions": held + np.arange(len(tokens))[None],
             "lengths": np.array([len(tokens)]),
             "slots": np.arange(int(facts["g4ir.max_seq"])),
+            "turned": np.zeros(1, np.int64),
         }
         found = dict(zip(names, net.run(names, feeds)))
         caches = {n: found[f"{n}.next"] for n in caches}
@@ -386,7 +390,7 @@ def test_files_say_what_they_take(small: Engine) -> None:
 
 def test_tensors_have_the_names_of_values(small: Engine) -> None:
     made = {o for n in models(small.path)[export.MODEL].graph.node for o in n.output}
-    values = {v.name for n in small.program.graphs["prefill"].nodes for v in n.outputs}
+    values = {v.name for n in network_graph(small.program).nodes for v in n.outputs}
     # A scaling by one, or a row that another value is, makes no tensor of its own.
     assert len(values - made) < 0.1 * len(values)
     assert {f"L{i}.out" for i in range(8)} <= made
@@ -528,11 +532,6 @@ def caches_of(n: Node) -> set[int]:
     return {*read(), *(i for _, i in n.definition.updates)}
 
 
-def ring(cache: torch.Tensor) -> torch.Tensor:
-    """[C,B,n,d] as the network keeps it."""
-    return cache.transpose(0, 1).contiguous()
-
-
 @pytest.mark.parametrize("dtype", OP_BUDGET)
 @pytest.mark.parametrize("case", IN_NETWORKS)
 def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
@@ -557,14 +556,19 @@ def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
 
 def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch.Tensor]:
     """One op as a model of its own; what it needs beside its inputs is fed too."""
-    limits, feeds = Limits(3, 4096, 8), {}
+    limits, feeds = Limits(3, 4096, 16), {}
+    held, tokens = tokens_held(n, given)
     with open(folder / export.CONSTANTS, "wb") as file:
         e = OnnxEmitter(export.Directory(folder, file))
         net = Network(e, None, limits, LOWERINGS)  # type: ignore[arg-type]
+        if caches_of(n):
+            net.env[TURNED] = e.input(TURNED, Type("i64", (len(held),)))
+            feeds[TURNED] = torch.zeros_like(held)
         for i, (v, t) in enumerate(zip(n.inputs, given, strict=True)):
             cache = i in caches_of(n)
             net.env[v.name] = e.input(v.name, stored_type(v.type, limits) if cache else v.type)
-            feeds[v.name] = ring(t) if cache else t
+            kind = stored_type(v.type, limits) if cache else v.type
+            feeds[v.name] = as_stored(t, held, int(kind.shape[2])) if cache else t
         net.node(n)
     for i, v in enumerate(n.outputs):
         e.output(f"out{i}", net.env[v.name])
@@ -576,8 +580,10 @@ def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch
     names = [i.name for i in model.graph.input]
     made = open_session(path).run(None, {k: feeds[k].numpy() for k in names})
     outs = [torch.from_numpy(x) for x in made]
-    written = {o for o, _ in n.definition.updates}
-    return [x.transpose(0, 1) if i in written else x for i, x in enumerate(outs)]
+    updates = dict(n.definition.updates)
+    return [
+        as_declared(x, tokens, given[updates[i]]) if i in updates else x for i, x in enumerate(outs)
+    ]
 
 
 # --- the command line -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Program, Value, split_prologue
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph
+from g4ir.model.draft import shipped_drafter
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
@@ -24,6 +25,8 @@ from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import check_ranks, part_of
 from g4ir.passes import run_program
 from g4ir.plan.plan import make_plan
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, random_spec
 
@@ -259,6 +262,16 @@ def test_key_heads_that_no_rank_can_have_whole_are_refused() -> None:
     )
     with pytest.raises(InputError, match=r"full\.num_key_value_heads 3"):
         check_ranks(replace(spec, text=text), 4)
+
+
+def test_what_is_not_cut_yet_is_refused() -> None:
+    spec = load_spec("tiny-ple")
+    drafting = build_program(spec, drafter=shipped_drafter(spec), verifies=True)
+    with pytest.raises(InputError, match="--tp 2: drafters are not cut yet"):
+        shard_program(drafting, spec, 2)
+    coded = quantised(build_program(spec), spec, find_recipe("int8"), "f32")
+    with pytest.raises(InputError, match="--tp 2: weights in codes are not cut yet"):
+        shard_program(coded, spec, 2)
 
 
 def test_ranks_of_another_number_are_refused() -> None:

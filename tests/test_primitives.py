@@ -12,7 +12,7 @@ import torch
 
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE, missing
-from g4ir.backends.primitives.network import EXPERTS, Network
+from g4ir.backends.primitives.network import EXPERTS, Network, turn
 from g4ir.ir.graph import Program, split_prologue
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
@@ -78,6 +78,24 @@ def test_models(name: str, latent: str) -> None:
     agree(got.prefill(tokens, lengths), want.prefill(tokens, lengths), rows=[0, 2])
     for step in tokens.t()[:6]:
         agree(got.decode(step), want.decode(step))
+
+
+def test_rings_are_turned_before_a_chunk_crosses_their_end() -> None:
+    """Each row by itself; every position stays in slot (p + turned) mod R. Single tokens fit."""
+    held, turned = torch.tensor([5, 8, 14]), torch.tensor([0, 0, 2])
+    slot = (torch.arange(40)[:, None] + turned) % 10
+    ring = torch.zeros(3, 1, 10, 1)
+    for row, count in enumerate(held.tolist()):
+        for p in range(count):
+            ring[row, 0, slot[p, row]] = p + 1
+    turn(held[:, None] + 1, turned, [ring])
+    assert turned.tolist() == [0, 0, 2]
+    turn(held[:, None] + torch.arange(4), turned, [ring])
+    assert turned.tolist() == [0, 2, 2]
+    for row, count in enumerate(held.tolist()):
+        assert (count + int(turned[row])) % 10 + 4 <= 10
+        for p in range(max(0, count - 10), count):
+            assert ring[row, 0, (p + int(turned[row])) % 10] == p + 1
 
 
 @pytest.mark.parametrize("experts", EXPERTS)

@@ -59,8 +59,10 @@ model's dtype.
          block_ids       i64[B,S]        where the variant sees pictures both ways: one number for
                                          all soft tokens of a picture, which are in one chunk, and
                                          -1 for every other token
+         turned          i64[B]          where a layer has a ring of R slots: position p of a row
+                                         lies in slot (p + turned) mod R; zeros at first
          NAME            T[B,n,M,d]      a full-length cache, M = max_seq + prefill_chunk
-                         T[B,W,n,d]      a ring of W slots
+                         T[B,n,R,d]      a ring
     out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all,
                                          [B,R,vocab] for `rows`)
          hidden          T[B,R,H]        where there is a drafter: what these logits are made of
@@ -71,7 +73,8 @@ placeholders got.
 
 Caches start as zeros. NAME and NAME.next may share memory for the caches that the property
 `g4ir.in_place` lists, and may not for the others. The next chunk's positions start after the valid
-tokens of this one.
+tokens of this one. A chunk must not cross the end of a ring: end it there, or turn the row's rings
+(numpy.roll of their slots) by as many slots as `turned` then changes by.
 """
 
 _EMBED_DOC = """Token ids to the rows that model.onnx takes.
@@ -103,7 +106,7 @@ in   embeds     T[B,1,H]    of the newest token, or of the last drafted one
      positions  i64[B,1]    where the drafted tokens stand, the same in all steps of a round
      last       i64[B,1]    the position of the newest token in the caches
      written    i64[B]      how many tokens they hold
-     slots, NAME            as those of model.onnx
+     slots, turned, NAME    as those of model.onnx
 out  draft.token   i64[B]
      draft.hidden  T[B,1,H]
 """

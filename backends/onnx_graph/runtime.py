@@ -26,10 +26,12 @@ from ..primitives.network import (
     NO_BLOCK,
     ROWS,
     SLOTS,
+    TURNED,
     asked_rows,
     full_slots,
     is_ring,
     stored_type,
+    turn,
 )
 from .emitter import element_type
 from .export import DRAFT_FILE, MODEL, tower_file
@@ -47,8 +49,8 @@ SEVERITY = 4
 
 
 class OnnxCaches:
-    """The network's caches, zeroed. Those that cannot be written in place have a second buffer,
-    and the two change places after every step."""
+    """The network's caches, zeroed, and how far rings are turned. Caches that cannot be written in
+    place have a second buffer, and the two change places after every step."""
 
     def __init__(
         self, state: Mapping[str, Value], batch: int, limits: Limits, in_place: frozenset[str]
@@ -56,6 +58,12 @@ class OnnxCaches:
         self.state, self.capacity = state, full_slots(limits)
         self.held = {n: _zeros(v, batch, limits) for n, v in state.items()}
         self.spare = {n: t if n in in_place else torch.zeros_like(t) for n, t in self.held.items()}
+        self.rings = frozenset(n for n, v in state.items() if is_ring(v.type))
+        self.turned = torch.zeros(batch, dtype=torch.int64)
+
+    def turn(self, positions: torch.Tensor) -> None:
+        """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
+        turn(positions, self.turned, [self.held[name] for name in self.rings])
 
     def swap(self) -> None:
         self.held, self.spare = self.spare, self.held
@@ -66,13 +74,22 @@ class OnnxCaches:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The caches as the IR has them, [slots, B, n, d]: views, writable."""
-        return {n: _as_declared(self.state[n], t) for n, t in self.held.items()}
+        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
+        for name in self.rings:
+            for t, turned in zip(self.held[name], self.turned.tolist(), strict=True):
+                t.copy_(t.roll(-turned, 1))
+        self.turned.zero_()
+        return self._shown()
+
+    def _shown(self) -> dict[str, torch.Tensor]:
+        return {n: t.permute(2, 0, 1, 3) for n, t in self.held.items()}
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """Return the part of `tensors` in use while rows hold at most `context` tokens."""
+        """Return the parts in use while rows hold at most `context` tokens: of `tensors`, and how
+        far rings are turned."""
         slots = self.slots(context)
-        return {n: t if is_ring(self.state[n].type) else t[:slots] for n, t in self.tensors.items()}
+        parts = {n: t if n in self.rings else t[:slots] for n, t in self._shown().items()}
+        return parts | {TURNED: self.turned[None]}
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
         """Return what one row has of them."""
@@ -83,19 +100,13 @@ class OnnxCaches:
         return sum(prod(t.shape) * t.element_size() for t in every.values())
 
     def zero(self) -> None:
-        for t in (*self.held.values(), *self.spare.values()):
+        for t in (*self.held.values(), *self.spare.values(), self.turned):
             t.zero_()
 
 
 def _zeros(v: Value, batch: int, limits: Limits) -> torch.Tensor:
     t = stored_type(v.type, limits).bind({"B": batch})
     return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
-
-
-def _as_declared(v: Value, t: torch.Tensor) -> torch.Tensor:
-    if is_ring(v.type):
-        return t.transpose(0, 1)
-    return t.permute(2, 0, 1, 3)
 
 
 class OnnxRuntime:
@@ -150,7 +161,9 @@ class OnnxRuntime:
             ROWS: rows,
             **feeds,
             SLOTS: self._count(state.slots(context)),
+            TURNED: state.turned,
         }
+        state.turn(feeds["positions"])
         inputs = {k: t.contiguous() for k, t in given.items() if k in self.names}
         outputs = {f"{name}.next": t for name, t in state.spare.items()}
         asked = {"B": batch, "S": size, "R": rows.shape[1]}
@@ -173,7 +186,8 @@ class OnnxRuntime:
         if self._drafter is None:
             self._drafter = open_session(path, self.mapped)
         names = {i.name for i in self._drafter.get_inputs()}
-        given = {**feeds, **state.held, SLOTS: self._count(state.slots(context))}
+        slots = self._count(state.slots(context))
+        given = {**feeds, **state.held, SLOTS: slots, TURNED: state.turned}
         inputs = {k: t.contiguous() for k, t in given.items() if k in names}
         batch = len(feeds["written"])
         made = {v.name: _empty(v.type.bind({"B": batch})) for v in graph.outputs}

@@ -11,10 +11,10 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.rope import rotated_pairs
-from g4ir.ops.types import FLOATS, Type, torch_dtype
+from g4ir.ops.types import FLOATS, torch_dtype
 
 from .emitter import Emitter, Operand
-from .network import SLOTS, Network, full_slots, is_ring
+from .network import SLOTS, TURNED, Network, full_slots, is_ring
 from .pointwise import times, wide
 
 #: what decides a table of angles, beside the positions
@@ -48,8 +48,28 @@ def _rope_tables(net: Network, attrs: Mapping[str, Any]) -> tuple[Operand, ...]:
 
 
 def rotate(e: Emitter, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank."""
-    return e.add(e.mul(x, cos), e.mul(rotated_half(e, x), sin))
+    """Return x * cos + rotate_half(x) * sin, three roundings (rule 14); tables of x's rank, that of
+    sines `signed`."""
+    return e.add(e.mul(x, cos), e.mul(e.swap_halves(x), sin))
+
+
+def signed(e: Emitter, sin: Operand) -> Operand:
+    """Return sines whose first half is negative, so that x's need not be."""
+    signs = torch.ones(int(sin.shape[-1]), dtype=torch_dtype(sin.dtype))
+    signs[: len(signs) // 2] = -1
+    return e.mul(sin, e.constant(signs.view(*(1,) * (sin.rank - 1), -1)))
+
+
+def tables(net: Network, cos: Value, sin: Value, axis: int) -> tuple[Operand, Operand]:
+    """Return tables [B, S, d] for `rotate`, with a dim of one for heads at this place."""
+    e = net.e
+    return net.shared(
+        ("tables", cos, sin, axis),
+        lambda: (
+            e.unsqueeze(net.operand(cos), axis),
+            e.unsqueeze(signed(e, net.operand(sin)), axis),
+        ),
+    )
 
 
 def rotated_half(e: Emitter, x: Operand) -> Operand:
@@ -66,34 +86,31 @@ def rotated_half(e: Emitter, x: Operand) -> Operand:
 def cache_write(
     net: Network, n: Node, cache: Operand, new: Operand, start: Operand, lengths: Operand
 ) -> Operand:
-    """Return the written cache. A chunk is appended whole to a full-length cache. Each slot of a
-    ring takes the token of the chunk that ends up there, or stays; no slot is written twice, which
-    TensorRT leaves undefined."""
-    e, kind = net.e, n["cache"].type
-    if not is_ring(kind):
-        return e.append(cache, e.transpose(new, 0, 2, 1, 3), start)
-    kept, index = net.shared(
-        ("ring", kind.shape[0], *n.inputs[2:]), lambda: _ring_index(net, kind, start, lengths)
+    """Return the written cache: the chunk in the slots from `start` on, where it lies in one piece
+    (network.py). What is behind its valid tokens is no key yet."""
+    first = first_slot(net, n["cache"], n["start"])
+    return net.e.append(cache, net.e.transpose(new, 0, 2, 1, 3), first)
+
+
+def first_slot(net: Network, cache: Value, start: Value) -> Operand:
+    """Return i64[B]: the slot of a cache in which position `start` lies."""
+    e, at, slots = net.e, net.operand(start), int(net.operand(cache).shape[2])
+    if not is_ring(cache.type):
+        return at
+    return net.shared(
+        ("first slot", slots, start), lambda: _modulo(e, e.add(at, net.env[TURNED]), slots)
     )
-    return e.where(kept, e.gather_rows(new, index), cache)
-
-
-def _ring_index(
-    net: Network, cache: Type, start: Operand, lengths: Operand
-) -> tuple[Operand, Operand]:
-    """Return bool[B, W, 1, 1] slots that are written, i32[B, W] the token of the chunk that is."""
-    e, first = net.e, net.e.cast(start, "i32")
-    held = _slot_positions(net, int(cache.shape[0]), e.add(first, e.cast(lengths, "i32")))
-    source = e.sub(held, e.unsqueeze(first, 1))
-    return e.unsqueeze(e.binary("gt", source, -1), 2, 3), e.binary("max", source, 0)
 
 
 def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
     """Return i32[B, slots]: what each slot of a ring holds after i32[B] tokens; negative: none."""
     e = net.e
-    newest = e.unsqueeze(e.sub(written, 1), 1)
-    slot = e.constant(torch.arange(slots, dtype=torch.int32)[None])
-    return e.sub(newest, _modulo(e, e.add(e.sub(newest, slot), slots), slots))
+    newest = e.sub(written, 1)
+    ahead = e.add(newest, e.cast(net.env[TURNED], "i32"))
+    # By as many slots it lies before the newest; without a number below 0.
+    back = e.constant(slots - torch.arange(slots, dtype=torch.int32)[None])
+    behind = _modulo(e, e.add(e.unsqueeze(ahead, 1), back), slots)
+    return e.sub(e.unsqueeze(newest, 1), behind)
 
 
 def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
@@ -102,21 +119,21 @@ def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
 
 
 def _key_positions(
-    net: Network, cache: Type, positions: Operand, written: Operand, fresh: bool
+    net: Network, slots: int | None, positions: Operand, written: Operand, fresh: bool
 ) -> Operand:
-    """Return positions i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring
-    has nothing."""
+    """Return positions i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring,
+    of so many slots, has nothing."""
     e = net.e
-    if not is_ring(cache):
+    if slots is None:
         return e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0)
-    held = _slot_positions(net, int(cache.shape[0]), e.cast(written, "i32"))
+    held = _slot_positions(net, slots, e.cast(written, "i32"))
     return e.concat([held, e.cast(positions, "i32")], 1) if fresh else held
 
 
 def _mask(
     e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
 ) -> Operand:
-    """Return [B, 1, 1, S, T] bool: keys that exist, are not in the future, and lie within the
+    """Return [B, 1, S, T] bool: keys that exist, are not in the future, and lie within the
     window (rule 16). `last` i32[B, S] are the last positions that queries see instead of their
     own."""
     key = e.unsqueeze(key, 1)
@@ -126,7 +143,7 @@ def _mask(
     seen = e.binary("and", seen, e.binary("gt", key, -1))
     if window:
         seen = e.binary("and", seen, e.binary("gt", key, e.sub(query, window)))
-    return e.unsqueeze(seen, 1, 2)
+    return e.unsqueeze(seen, 1)
 
 
 def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
@@ -146,8 +163,7 @@ def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] |
     def make() -> Operand:
         if not is_ring(cache.type):
             return e.prefix(x, 2, net.env[SLOTS])
-        held = e.transpose(x, 0, 2, 1, 3)
-        return e.concat([held, e.transpose(fresh[1], 0, 2, 1, 3)], 2) if fresh else held
+        return e.concat([x, e.transpose(fresh[1], 0, 2, 1, 3)], 2) if fresh else x
 
     return net.shared(("held", cache, fresh and fresh[0]), make)
 
@@ -163,16 +179,17 @@ def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]
 
 def key_positions(net: Network, n: Node) -> Operand:
     """Return the positions of the rows of `held_rows`."""
-    cache, fresh = n.caches[0].type, bool(n.chunk)
+    cache, fresh = n.caches[0], bool(split_chunk(n.chunk, len(n.caches))[0])
+    slots = int(net.operand(cache).shape[2]) if is_ring(cache.type) else None
     positions, written = n["positions"], n["written"]
     return net.shared(
-        ("keys", cache.shape[0], fresh, positions, written),
-        lambda: _key_positions(net, cache, net.operand(positions), net.operand(written), fresh),
+        ("keys", slots, fresh, positions, written),
+        lambda: _key_positions(net, slots, net.operand(positions), net.operand(written), fresh),
     )
 
 
 def mask(net: Network, n: Node, key: Operand) -> Operand:
-    """Return the mask [B, 1, 1, S, T] of an attention whose keys are at these positions."""
+    """Return the mask [B, 1, S, T] of an attention whose keys are at these positions."""
     positions, window = n["positions"], n.whole("window")
     _, block_ids = split_chunk(n.chunk, len(n.caches))
     return net.shared(
@@ -249,11 +266,13 @@ def _of_raw(
     h = e.mul(e.cast(raw, "f32"), rms)
     k = e.cast(e.mul(h, e.cast(e.unsqueeze(w, 0, 1, 2), "f32")), raw.dtype)
     rotation = {a: n.attrs[a] for a in ROTATION} | {"dim": int(w.shape[0])}
-    tables = net.shared(
-        ("key rope", id(at), *rotation.values()),
-        lambda: rope_rows(net, rotation, e.binary("max", at, 0)),
-    )
-    cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in tables)
+
+    def angles() -> tuple[Operand, Operand]:
+        cos, sin = rope_rows(net, rotation, e.binary("max", at, 0))
+        cos, sin = (e.unsqueeze(e.cast(t, raw.dtype), 1) for t in (cos, signed(e, sin)))
+        return cos, sin
+
+    cos, sin = net.shared(("key rope", id(at), *rotation.values()), angles)
     return rotate(e, k, cos, sin), e.cast(h, raw.dtype)
 
 
@@ -274,21 +293,23 @@ def weigh(
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
     """Return softmax(cap(q k^T * scale) + mask) v of q [B,S,heads,d], keys and values [B,n,T,d] and
-    a mask that fits [B,n,heads/n,S,T]; scores, probabilities and output rounded to q's dtype,
-    softmax in fp32 (rule 15), by `softmax` where a target has its own."""
-    (b, s, heads, d), count = q.shape, keys.shape[1]
+    a mask that fits [B,heads,S,T]; scores, probabilities and output rounded to q's dtype, softmax
+    in fp32 (rule 15), by `softmax` where a target has its own.
+
+    Query heads that share K and V are rows of one product, which reads them once."""
+    (b, s, heads, d), (_, count, t, _) = q.shape, keys.shape
     assert isinstance(heads, int) and isinstance(count, int)
-    grouped = e.reshape(q, b, s, count, heads // count, d)
-    grouped = e.transpose(grouped, 0, 2, 3, 1, 4)
-    scores = e.matmul(grouped, e.unsqueeze(keys, 2), transpose_b=True)
+    rows = heads // count * s if isinstance(s, int) else f"{heads // count}{s}"
+    grouped = e.reshape(e.transpose(q, 0, 2, 1, 3), b, count, rows, d)
+    scores = e.reshape(e.matmul(grouped, keys, transpose_b=True), b, heads, s, t)
     scores = times(e, scores, scale)
     if cap:
         scores = wide(e, scores, lambda x: e.div(x, cap))
         scores = times(e, wide(e, scores, lambda x: e.unary("tanh", x)), cap)
     scores = e.where(seen, scores, least(scores.dtype))
     weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
-    out = e.matmul(weights, e.unsqueeze(values, 2))
-    return e.reshape(e.transpose(out, 0, 3, 1, 2, 4), b, s, heads, d)
+    out = e.matmul(e.reshape(weights, b, count, rows, t), values)
+    return e.transpose(e.reshape(out, b, heads, s, d), 0, 2, 1, 3)
 
 
 def least(dtype: str) -> float:

@@ -213,6 +213,8 @@ class Emitter(ABC):
             if isinstance(d, str) and (i >= x.rank or x.shape[i] != d)
         ]
         _need(len(moved) <= 1, f"reshape: {x.type} to {list(shape)}: two dims are not known")
+        if shape == x.shape:
+            return x
         return self._reshape(x, x.type.with_shape(*shape))
 
     def transpose(self, x: Operand, *order: int) -> Operand:
@@ -247,6 +249,11 @@ class Emitter(ABC):
             return x
         shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
         return self._slice(x, axis, start, stop, x.type.with_shape(*shape))
+
+    def swap_halves(self, x: Operand) -> Operand:
+        """Return (second half, first half) of the last dim."""
+        last, half = x.rank - 1, int(x.shape[-1]) // 2
+        return self.concat([self.slice(x, last, i, i + half) for i in (half, 0)], last)
 
     def prefix(self, x: Operand, axis: int, like: Operand) -> Operand:
         """Return the first entries of an axis, as many as `like` [n] has."""

@@ -1,22 +1,22 @@
-"""attention(q, positions, start, old, chunk)  ->  attention(q, positions, end, written), where the
-cache holds a row's full length
+"""attention(q, positions, start, old, chunk, *ids)  ->  attention(q, positions, end, written, *ids)
 
-A ring has lost, once the chunk is written, what the chunk's first queries still see. A full-length
-cache has lost nothing, so there attention reads the cache alone, and no copy of it with the chunk
-behind it is ever made.
+A network keeps more slots of a ring than the graph says, by as many as a chunk has tokens
+(network.py): once the chunk is written, the ring still has all that the chunk's first queries see.
+So attention reads caches alone, and no copy of one with the chunk behind it is ever made; rows of a
+chunk go into the caches alone, so that one op (`qkv_write`) makes them beside q.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from g4ir.errors import LowerError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
+from g4ir.passes.fuse_cache_write import fuse_cache_write
 
-from .network import ROWS, is_ring
+from .network import ROWS
 
 #: what appends tokens, the form that the network is made of first; and what makes the rows of a
 #: chunk. All other graphs are towers.
@@ -41,18 +41,18 @@ def network_graph(program: Program) -> Graph:
     nodes: list[Node] = []
     ends: dict[tuple[Value, ...], Value] = {}
     for n in g.nodes:
-        caches = _full_caches(g, n)
+        caches = _old_caches(g, n)
         if caches:
             span = _span(g, caches[0])
             if span not in ends:
                 ends[span] = _end(g, span, b)
             first = n.inputs.index(caches[0])
-            _check_past(g, n, first + 2 * len(caches))
             written = tuple(g.next[v.name] for v in caches)
-            n = replace(n, inputs=(*n.inputs[:2], ends[span], *n.inputs[3:first], *written))
+            ids = n.inputs[first + 2 * len(caches) :]
+            n = replace(n, inputs=(*n.inputs[:2], ends[span], *n.inputs[3:first], *written, *ids))
         nodes += [*b.nodes, n]
         b.nodes.clear()
-    out = drop_dead(order(replace(g, nodes=tuple(nodes))))
+    out = fuse_cache_write(drop_dead(order(replace(g, nodes=tuple(nodes)))), several=True)
     verify(out)
     return out
 
@@ -76,21 +76,10 @@ def tower_graphs(program: Program) -> dict[str, Graph]:
     return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 
-def _full_caches(g: Graph, n: Node) -> tuple[Value, ...]:
-    """Return the full-length caches that an attention reads as they were before its chunk."""
-    if not n.definition.held:
-        return ()
-    old = all(v in g.state for v in n.caches) and n.chunk
-    return n.caches if old and not is_ring(n.caches[0].type) else ()
-
-
-def _check_past(g: Graph, n: Node, chunk: int) -> None:
-    """Check that no media block is seen over a full-length cache: chunk and past are one there."""
-    if len(n.inputs) > chunk:
-        raise LowerError(
-            f"graph {g.name}: {n.out} sees blocks of media over a full-length cache; build with "
-            f"the pass plan_cache, which makes a ring of it"
-        )
+def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
+    """Return the caches that an attention reads as they were before its chunk."""
+    old = n.definition.held and n.chunk and all(v in g.state for v in n.caches)
+    return n.caches if old else ()
 
 
 def _span(g: Graph, cache: Value) -> tuple[Value, ...]:

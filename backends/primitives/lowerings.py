@@ -13,10 +13,19 @@ import torch
 from g4ir.ir.graph import Node
 from g4ir.ops import OPS
 
-from . import attention, audio, moe, vision
+from . import attention, audio, heads, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
-from .pointwise import activate, layer_norm, reciprocal_rms, rms_norm, times, weight_like, wide
+from .pointwise import (
+    activate,
+    layer_norm,
+    normed,
+    reciprocal_rms,
+    times,
+    weighed,
+    weight_like,
+    wide,
+)
 from .weights import coded, dense_weight
 
 
@@ -134,7 +143,11 @@ def _row_start(net: Network, n: Node, positions: Operand) -> Operand:
 
 
 def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Operand:
-    return rms_norm(net.e, x, w, n.number("eps"))
+    """Return the RMS norm, computed in fp32, rounded once (rule 10). Norms of one value have its
+    root in common."""
+    e, eps = net.e, n.number("eps")
+    h = net.once(f"normed {eps}", x, lambda: normed(e, e.cast(x, "f32"), eps))
+    return weighed(e, h, w, x.dtype)
 
 
 def _layer_norm(net: Network, n: Node, x: Operand, w: Operand, b: Operand | None = None) -> Operand:
@@ -150,8 +163,7 @@ def _rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, Ope
 
 
 def _rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
-    e = net.e
-    return attention.rotate(e, x, e.unsqueeze(cos, 2), e.unsqueeze(sin, 2))
+    return attention.rotate(net.e, x, *attention.tables(net, n["cos"], n["sin"], 2))
 
 
 def _latent_row(net: Network, n: Node, v: Operand, k: Operand) -> Operand:
@@ -223,6 +235,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     "stack_layers": _stack_layers,
     "unstack_layers": _unstack_layers,
     "cache_write": attention.cache_write,
+    "qkv_write": heads.qkv_write,
     "attention": attention.attention,
     "attention_latent": attention.attention_latent,
     "router": moe.router,

@@ -1,19 +1,25 @@
 """A graph of the IR, written into an emitter: one network for prefill and decode.
 
 The network is made of the prefill graph, whose chunk may be a single token. Its caches have layouts
-of their own: a full-length cache is [B, n, M, d] with M = max_seq + prefill_chunk slots, so that a
-chunk is appended whole (what padding writes beyond a row's end is never visible, and overwritten
-by the next chunk); a ring of W slots is [B, W, n, d]. Both come in as `NAME` and go out as
-`NAME.next`.
+of their own, [B, n, slots, d], so that a chunk is written whole and in place. What padding writes
+is never visible, and overwritten by the next chunk. A full-length cache has max_seq + prefill_chunk
+slots. A ring has R, prefill_chunk more than in the graph, so that a chunk overwrites nothing that
+its first token sees. Caches come in as `NAME` and go out as `NAME.next`.
 
-Beside the graph's own inputs the caller feeds `slots` i64[C] = 0, 1, ...: C is how many slots of
-the full-length caches the step looks at, at least as many as rows hold tokens afterwards.
+Beside the graph's own inputs the caller feeds
+
+    slots   i64[C]  0, 1, ...: C is how many slots of the full-length caches the step looks at, at
+                    least as many as rows hold tokens afterwards
+    turned  i64[B]  how far the rings of a row are turned: position p lies in slot
+                    (p + turned) mod R. A chunk is never written across the end of a ring: the
+                    caller ends it there, or turns the row's rings (`turn`) until it fits.
 
 A tower is a network of its own, without caches and with every size fixed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 #: the dim of full-length caches in the IR
 FULL = "C"
 SLOTS = "slots"
+TURNED = "turned"
 #: i64[B,S], where the variant sees pictures both ways: equal within a picture, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: i64[B,R], where drafted tokens are verified: the rows of the chunk that logits are asked for
@@ -58,6 +65,8 @@ class Network:
     experts: str = "auto"
     env: dict[str, Operand] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
+    #: with the tensors, so that their ids stay theirs
+    _of: dict[Hashable, tuple[Operand, Any]] = field(default_factory=dict)
 
     def emit(self) -> None:
         """Write inputs, nodes and outputs."""
@@ -81,16 +90,20 @@ class Network:
                 f"backends/primitives/lowerings.py"
             )
         if lower is None:
-            inner, results = n.expanded
-            for m in inner:
-                self.node(m)
-            made: Sequence[Operand] = [self.env[v.name] for v in results]
+            made: Sequence[Operand] = self.expanded(n)
         else:
             try:
                 made = as_tuple(lower(self, n, *map(self.operand, n.inputs)))
             except ValueError as err:
                 raise LowerError(f"op {n.op} of {n.outputs[0]}: {err}") from err
         self.env.update({v.name: x for v, x in zip(n.outputs, made, strict=True)})
+
+    def expanded(self, n: Node) -> list[Operand]:
+        """Write the nodes that a fused op stands for; return its results."""
+        inner, results = n.expanded
+        for m in inner:
+            self.node(m)
+        return [self.env[v.name] for v in results]
 
     def operand(self, v: Value) -> Operand:
         if v.name not in self.env:
@@ -103,6 +116,14 @@ class Network:
             with self.e.apart():
                 self._shared[key] = make()
         made: Made = self._shared[key]
+        return made
+
+    def once(self, what: str, x: Operand, make: Callable[[], Made]) -> Made:
+        """Return what the ops that read one tensor have in common; it is part of the first."""
+        key = (what, id(x))
+        if key not in self._of:
+            self._of[key] = x, make()
+        made: Made = self._of[key][1]
         return made
 
 
@@ -125,26 +146,43 @@ def is_ring(cache: Type) -> bool:
 
 def network_inputs(g: Graph, limits: Limits) -> dict[str, Type]:
     """Return the inputs of the network of a graph, with its slots and caches, by name."""
-    slots = {SLOTS: Type("i64", (FULL,))} if any(not is_ring(v.type) for v in g.state) else {}
+    rings = [v for v in g.state if is_ring(v.type)]
+    slots = {SLOTS: Type("i64", (FULL,))} if len(rings) < len(g.state) else {}
+    turned = {TURNED: Type("i64", rings[0].type.shape[1:2])} if rings else {}
     caches = {v.name: stored_type(v.type, limits) for v in g.state}
-    return {v.name: v.type for v in g.inputs} | slots | caches
+    return {v.name: v.type for v in g.inputs} | slots | turned | caches
 
 
 def stored_type(cache: Type, limits: Limits) -> Type:
     """Return the layout that the network keeps an IR cache in."""
     slots, b, n, d = cache.shape
-    if is_ring(cache):
-        return cache.with_shape(b, slots, n, d)
-    return cache.with_shape(b, n, full_slots(limits), d)
+    most = slots if isinstance(slots, int) else limits.max_seq
+    return cache.with_shape(b, n, most + limits.prefill_chunk, d)
 
 
 def stored_bytes(g: Graph, limits: Limits) -> int:
-    """Count the bytes of the caches of a session: rings twice, since a step reads one and writes
-    another; full-length caches are written in place."""
+    """Count the bytes of the caches of a session, all of which are written in place."""
     dims = {"B": limits.max_batch}
-    return sum(
-        stored_type(v.type, limits).bind(dims).nbytes() * (1 + is_ring(v.type)) for v in g.state
-    )
+    return sum(stored_type(v.type, limits).bind(dims).nbytes() for v in g.state)
+
+
+def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Tensor]) -> None:
+    """Turn rings [B,n,R,d], and `turned` with them, so that no row of this chunk i64[B,S] crosses
+    the end of one. A single token crosses nothing.
+
+    A turn copies the rings once in about R tokens. To end the chunk there instead would be a second
+    step, which reads all weights, and a picture, which is seen both ways, cannot be cut.
+    """
+    if not rings or positions.shape[1] == 1:
+        return
+    size, ends = positions.shape[1], {t.shape[2] for t in rings}
+    ways = math.lcm(*ends)
+    for row, (first, now) in enumerate(zip(positions[:, 0].tolist(), turned.tolist(), strict=True)):
+        if all((first + now) % end + size <= end for end in ends):
+            continue
+        turned[row] = -first % ways
+        for t in rings:
+            t[row] = t[row].roll(-first % ways - now, 1)
 
 
 def full_slots(limits: Limits) -> int:

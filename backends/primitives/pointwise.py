@@ -29,20 +29,24 @@ def reciprocal_rms(e: Emitter, h: Operand, eps: float) -> Operand:
     return e.binary("pow", e.add(mean, eps), -0.5)
 
 
-def rms_norm(e: Emitter, x: Operand, w: Operand | None, eps: float) -> Operand:
-    """Return the RMS norm of x, computed in fp32, rounded once (rule 10)."""
-    h = e.cast(x, "f32")
-    h = e.mul(h, reciprocal_rms(e, h, eps))
+def normed(e: Emitter, h: Operand, eps: float) -> Operand:
+    """Return h of fp32 times its reciprocal_rms. A root and a quotient would be as many layers, but
+    not the numbers of the op."""
+    return e.mul(h, reciprocal_rms(e, h, eps))
+
+
+def weighed(e: Emitter, h: Operand, w: Operand | None, dtype: str) -> Operand:
+    """Return h of fp32 times a weight of its last dim, rounded once."""
     if w is not None:
-        h = e.mul(h, e.cast(weight_like(e, w, x), "f32"))
-    return e.cast(h, x.dtype)
+        h = e.mul(h, e.cast(weight_like(e, w, h), "f32"))
+    return e.cast(h, dtype)
 
 
 def layer_norm(e: Emitter, x: Operand, w: Operand, b: Operand | None, eps: float) -> Operand:
     """Return the layer norm of x, computed in fp32, rounded once (rules 33, 42)."""
     h = e.cast(x, "f32")
     h = e.sub(h, e.reduce("mean", h, h.rank - 1))
-    h = e.mul(e.mul(h, reciprocal_rms(e, h, eps)), e.cast(weight_like(e, w, x), "f32"))
+    h = e.mul(normed(e, h, eps), e.cast(weight_like(e, w, x), "f32"))
     if b is not None:
         h = e.add(h, e.cast(weight_like(e, b, x), "f32"))
     return e.cast(h, x.dtype)

@@ -91,7 +91,7 @@ def axial_rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) ->
 
 # --- attention --------------------------------------------------------------------------------
 
-#: (network, node, q [B,P,nq,d], keys and values [B,n,P,d], valid [B,1,1,1,P]) -> as q
+#: (network, node, q [B,P,nq,d], keys and values [B,n,P,d], valid [B,1,1,P]) -> as q
 Form = Callable[[Network, Node, Operand, Operand, Operand, Operand], Operand]
 
 
@@ -107,7 +107,7 @@ def encoder_attention(
     """Attend; `form` stands for products and a softmax where a target has its own."""
     e = net.e
     keys, values = (e.transpose(x, 0, 2, 1, 3) for x in (k, v))
-    seen = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2, 3))
+    seen = net.shared(("valid keys", n["valid"]), lambda: e.unsqueeze(valid, 1, 2))
     return (form or in_parts)(net, n, q, keys, values, seen)
 
 

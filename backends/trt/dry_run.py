@@ -50,6 +50,7 @@ from .probe import Api, probe
 from .recorder import MAX_VOLUME, RuleError, check, recorder
 from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, deserialize, refit, stream_weights
+from .step_model import decode_step
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -153,10 +154,11 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     found = {
         "layers": written.network.num_layers,
         "layer_kinds": dict(kinds.most_common()),
-        "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.caches.values()},
-        "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.caches},
-        "caches": {"in_place": len(io.aliased), "two_buffers": len(io.swapped)},
+        "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
+        "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
+        "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
+        **decode_step(written, p.limits, chosen_experts(p.settings)),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
-from g4ir.ops.types import Type, dtype_name
+from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .probe import data_type
@@ -23,6 +23,8 @@ from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
 if TYPE_CHECKING:
     import torch
 
+#: most numbers of a constant that is made of others
+MOST_FOLDED = 1 << 18
 #: constants of these do not exist: they are stored as the second and cast
 STORED_AS = {"bool": "i32"}
 ACTIVATIONS = {
@@ -52,11 +54,12 @@ REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 @dataclass
 class Stored:
     """Stored numbers: weights, once there is a layer for them, and the output of that layer in each
-    shape."""
+    shape. `numbers`: the tensor, flat, where the network has its weights."""
 
     name: str
     dtype: str
     weights: Callable[[], Any]
+    numbers: Callable[[], torch.Tensor | None]
     tensors: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
@@ -76,6 +79,21 @@ class Dequantized:
     codes: Constant
     scales: Constant
     axis: int
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """A handle: a tensor in another layout, for which there need not be a layer yet: transposed,
+    then reshaped, then transposed, which one layer does."""
+
+    source: Operand
+    type: Type
+    order: tuple[int, ...]
+    reshaped: Type
+    second: tuple[int, ...]
+    primitive: str
+    #: the output of its layer, once it is read
+    tensors: list[Any] = field(default_factory=list)
 
 
 class TrtEmitter(Emitter):
@@ -110,6 +128,7 @@ class TrtEmitter(Emitter):
         self._counts: Counter[str] = Counter()
         self._stored_params: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
+        self._folds: dict[str, Stored] = {}
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
@@ -157,6 +176,8 @@ class TrtEmitter(Emitter):
         """Return the network's tensor."""
         if isinstance(x.handle, Dequantized):
             return self._dequantized(x.handle, x.type)
+        if isinstance(x.handle, Laid):
+            return self._laid(x.handle)
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
@@ -183,7 +204,10 @@ class TrtEmitter(Emitter):
     def param(self, v: Value) -> Operand:
         known = self._stored_params
         if v.name not in known:
-            known[v.name] = Stored(v.name, v.type.dtype, lambda: self._given_param(v))
+            known[v.name] = Stored(
+                *(v.name, v.type.dtype, lambda: self._given_param(v)),
+                lambda: self.params(v.name).flatten() if self.params else None,
+            )
         return Operand(v.type, Constant(known[v.name], _dims(v.type)))
 
     def _given_param(self, v: Value) -> Any:
@@ -207,8 +231,6 @@ class TrtEmitter(Emitter):
     def constant(self, tensor: torch.Tensor) -> Operand:
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
         if dtype in STORED_AS:
-            from g4ir.ops.types import torch_dtype
-
             return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
         stored = self._once(t, dtype)
         shape = tuple(t.shape)
@@ -219,8 +241,21 @@ class TrtEmitter(Emitter):
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
             name = f"constant.{len(self._small)}"
-            self._small[key] = Stored(name, dtype, lambda: self._given(name, t))
+            self._small[key] = Stored(name, dtype, lambda: self._given(name, t), t.flatten)
         return self._small[key]
+
+    def _folded(self, name: str, t: Type, numbers: Callable[[], torch.Tensor | None]) -> Operand:
+        """Return a constant that is made of others when the network is written. As it is no param,
+        a plan without weights has it from the constants beside it."""
+
+        def weights() -> Any:
+            made = numbers()
+            if made is None:
+                return self.trt.Weights(data_type(self.trt, t.dtype), 0, t.numel())
+            return self._given(name, made.contiguous())
+
+        stored = self._folds.setdefault(name, Stored(name, t.dtype, weights, numbers))
+        return Operand(t, Constant(stored, _dims(t)))
 
     def _given(self, name: str, t: torch.Tensor) -> Any:
         weights = self._weights(t)
@@ -273,6 +308,14 @@ class TrtEmitter(Emitter):
         return self.made(self.network.add_select(*tensors), "where", t)
 
     def _cast(self, x: Operand, t: Type) -> Operand:
+        if _is_small(x) and x.dtype in FLOATS and t.dtype in FLOATS:
+            source = x.handle.stored.numbers
+
+            def numbers() -> torch.Tensor | None:
+                held = source()
+                return None if held is None else held.to(torch_dtype(t.dtype))
+
+            return self._folded(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
         layer = self.network.add_cast(self.tensor(x), data_type(self.trt, t.dtype))
         return self.made(layer, f"to_{t.dtype}", t)
 
@@ -330,14 +373,47 @@ class TrtEmitter(Emitter):
     def _reshape(self, x: Operand, t: Type) -> Operand:
         if isinstance(x.handle, Constant):
             return Operand(t, Constant(x.handle.stored, _dims(t)))
-        layer = self.named(self.network.add_shuffle(self.tensor(x)), "reshape")
-        layer.reshape_dims = tuple(reshape_spec(x.type, t))
-        return self.checked(layer, t)
+        whole = tuple(range(t.rank))
+        if isinstance(x.handle, Laid) and _is_order(x.handle.second):
+            h = x.handle
+            turned = _permuted(h.source.type, h.order)
+            if reshape_spec(turned, t).count(-1) <= 1:
+                return self._as_laid(h.source, t, h.order, t, whole, "reshape")
+        return self._as_laid(x, t, tuple(range(x.rank)), t, whole, "reshape")
 
     def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
-        layer = self.named(self.network.add_shuffle(self.tensor(x)), "transpose")
-        layer.first_transpose = tuple(order)
-        return self.checked(layer, t)
+        if not isinstance(x.handle, Laid):
+            whole = tuple(range(x.rank))
+            return self._as_laid(x, t, tuple(order), t, whole, "transpose")
+        h = x.handle
+        second = tuple(h.second[i] for i in order)
+        if _permuted(h.source.type, h.order) != h.reshaped:
+            return self._as_laid(h.source, t, h.order, h.reshaped, second, "transpose")
+        first = tuple(h.order[i] for i in second)
+        return self._as_laid(h.source, t, first, t, tuple(range(t.rank)), "transpose")
+
+    def _as_laid(self, x: Operand, t: Type, *parts: Any) -> Operand:
+        """Return a tensor in another layout; it, where that is its own."""
+        order, reshaped, second, _ = parts
+        if t == x.type and _is_order(order) and reshaped == t and _is_order(second):
+            return x
+        laid = Laid(x, t, *parts)
+        self._all.append(laid)
+        return Operand(t, laid)
+
+    def _laid(self, h: Laid) -> Any:
+        """Return a shuffle's output, made where it is read first."""
+        if not h.tensors:
+            turned = _permuted(h.source.type, h.order)
+            layer = self.named(self.network.add_shuffle(self.tensor(h.source)), h.primitive)
+            if not _is_order(h.order):
+                layer.first_transpose = h.order
+            if h.reshaped != turned:
+                layer.reshape_dims = tuple(reshape_spec(turned, h.reshaped))
+            if not _is_order(h.second):
+                layer.second_transpose = h.second
+            h.tensors.append(self.checked(layer, h.type).handle)
+        return h.tensors[0]
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         """Add dims, by transposes where more than one of them would be -1."""
@@ -350,22 +426,29 @@ class TrtEmitter(Emitter):
         spec = reshape_spec(x.type, t)
         if spec.count(-1) <= 1:
             return self._reshape(x, t)
-        front = [*x.shape, *[1] * len(axes)]
+        front = x.type.with_shape(*x.shape, *[1] * len(axes))
         back = iter(range(x.rank))
         ones = iter(range(x.rank, t.rank))
         order = tuple(next(ones) if i in axes else next(back) for i in range(t.rank))
-        layer = self.named(self.network.add_shuffle(self.tensor(x)), "unsqueeze")
-        layer.reshape_dims = tuple(reshape_spec(x.type, x.type.with_shape(*front)))
-        layer.second_transpose = order
-        return self.checked(layer, t)
+        return self._as_laid(x, t, tuple(range(x.rank)), front, order, "unsqueeze")
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
+        if all(map(_is_small, xs)):
+            return self._folded(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
         layer = self.named(self.network.add_concatenation([*map(self.tensor, xs)]), "concat")
         layer.axis = axis
         return self.checked(layer, t)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
         return self._sliced(x, axis, start, stop - start, "slice", t)
+
+    def swap_halves(self, x: Operand) -> Operand:
+        """Slice from the middle on, around the end."""
+        last, size = x.rank - 1, int(x.shape[-1])
+        layer = self.network.add_slice(self.tensor(x), (size // 2,), (size,), (1,))
+        self.named(layer, "swap_halves").axes = (last,)
+        layer.mode = self.trt.SampleMode.WRAP
+        return self.checked(layer, x.type)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
@@ -430,7 +513,10 @@ class TrtEmitter(Emitter):
         are to be at least two dims beside it."""
         if x.rank == 2:
             return self.reshape(self.gather_rows(self.unsqueeze(x, 2), index), *t.shape)
-        index = self.unsqueeze(index, 2)
+        key = ("row", id(index.handle))
+        if key not in self._sizes:
+            self._sizes[key] = self.unsqueeze(index, 2)
+        index = self._sizes[key]
         layer = self.network.add_gather_v2(
             self.tensor(x), self.tensor(index), self.trt.GatherMode.ND
         )
@@ -439,7 +525,10 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
-        tensors = map(self.tensor, (cache, new, self.cast(start, "i32")))
+        key = ("slot", id(start.handle))
+        if key not in self._sizes:
+            self._sizes[key] = self.tensor(self.cast(start, "i32"))
+        tensors = self.tensor(cache), self.tensor(new), self._sizes[key]
         layer = self.network.add_kv_cache_update(*tensors, self.trt.KVCacheMode.LINEAR)
         return self.made(layer, "append", t)
 
@@ -454,6 +543,30 @@ class TrtEmitter(Emitter):
             f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
             f"the op one form for every number of tokens (backends/trt/lowerings.py)"
         )
+
+
+def _is_small(x: Operand) -> bool:
+    """Whether it is a constant that may be made of others."""
+    return isinstance(x.handle, Constant) and x.type.numel() <= MOST_FOLDED
+
+
+def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
+    """Return constants side by side."""
+    import torch
+
+    parts = [x.handle.stored.numbers() for x in xs]
+    if any(p is None for p in parts):
+        return None
+    return torch.cat([p.view(*map(int, x.shape)) for p, x in zip(parts, xs, strict=True)], axis)
+
+
+def _is_order(order: Sequence[int]) -> bool:
+    """Whether a permutation changes nothing."""
+    return [*order] == [*range(len(order))]
+
+
+def _permuted(t: Type, order: Sequence[int]) -> Type:
+    return t.with_shape(*(t.shape[i] for i in order))
 
 
 def _dims(t: Type) -> tuple[int, ...]:

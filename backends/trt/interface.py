@@ -7,6 +7,7 @@ Inputs, all in device memory and contiguous:
                        stay outside); `ple_rows` only where the variant has per-layer embeddings
     positions i64[B,S] of the chunk's tokens: row b's start at what the row holds
     lengths   i64[B]   how many of the S tokens of each row are valid; 0 leaves a row as it is
+    turned    i64[B]   how far the rings of each row are turned; zeros at first
     slots     i64[C]   0, 1, 2, ...: C is how much of the full-length caches the step looks at, at
                        least as much as any row holds afterwards
     rows      i64[B,R] in an engine that verifies drafted tokens: of which rows of the chunk there
@@ -18,10 +19,11 @@ Inputs, all in device memory and contiguous:
 Outputs: `logits`, of which row b belongs to its last valid token (or of every token, in an engine
 built with --all-logits), and `NAME.next` for each cache.
 
-A full-length cache is [B, heads, max_seq + prefill_chunk, head_dim] and is updated in place:
-`aliased` names the input whose address the output must have. A ring is [B, window, heads,
-head_dim] and is not: its output needs a buffer of its own (`swapped`), which becomes the input of
-the next step while the old input becomes the output. Optimisation profile 0 is decode, whose S is
+A cache is [B, heads, slots, head_dim] and is updated in place: `aliased` names the input whose
+address the output must have. A ring of R slots has `turned` beside it: position p of a row lies in
+slot (p + turned) mod R, and a chunk must not cross the end of a ring. Either `turned` stays zero,
+and chunks end there, or the row's rings are turned by as many slots as `turned` changes by.
+Optimisation profile 0 is decode, whose S is
 1; profile 1 is prefill, whose S is 1 to prefill_chunk; profile 2, where there are `rows`, is
 verification, which asks for all rows of a few tokens; the others ask for one.
 
@@ -69,17 +71,12 @@ class Interface:
 
     inputs: Mapping[str, Type]
     outputs: Mapping[str, Type]
-    #: output -> the input whose address it has
+    #: output -> the input whose address it has: every cache
     aliased: Mapping[str, str]
-    #: output -> the input with which it changes places after each step
-    swapped: Mapping[str, str]
+    #: the inputs that are rings
+    rings: frozenset[str]
     #: profile -> dim -> range; none of a tower, whose shapes are static
     profiles: Mapping[str, Mapping[str, Range]]
-
-    @property
-    def caches(self) -> dict[str, str]:
-        """Output -> input of every cache."""
-        return {**self.aliased, **self.swapped}
 
     def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
         """Return the least, typical and largest shape of an input in a profile."""
@@ -102,9 +99,7 @@ class Interface:
         return {
             "inputs": [_tensor(n, t) for n, t in self.inputs.items()],
             "outputs": [
-                _tensor(n, t)
-                | ({"aliased": self.aliased[n]} if n in self.aliased else {})
-                | ({"swapped": self.swapped[n]} if n in self.swapped else {})
+                _tensor(n, t) | ({"aliased": self.aliased[n]} if n in self.aliased else {})
                 for n, t in self.outputs.items()
             ],
             "profiles": [
@@ -122,12 +117,11 @@ def interface(g: Graph, limits: Limits) -> Interface:
     """Return the tensors of the network that is written from this graph (primitives/network.py)."""
     inputs = network_inputs(g, limits)
     after = {f"{name}.next": name for name in g.next}
-    rings = {v.name for v in g.state if is_ring(v.type)}
     return Interface(
         inputs,
         {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
-        {o: i for o, i in after.items() if i not in rings},
-        {o: i for o, i in after.items() if i in rings},
+        after,
+        frozenset(v.name for v in g.state if is_ring(v.type)),
         {profile: _ranges(profile, g, limits) for profile in profiles_of(g)},
     )
 

@@ -12,7 +12,7 @@ from g4ir.plan.limits import Limits
 
 from ..primitives import attention as shared
 from ..primitives.emitter import Emitter, Operand
-from ..primitives.network import Network, is_ring
+from ..primitives.network import Network, is_ring, stored_type
 from ..primitives.pointwise import times
 from .emitter import TrtEmitter
 from .probe import offers
@@ -26,9 +26,9 @@ MOST_SCORE_BYTES = 2 << 30
 
 
 def slots_of(n: Node, limits: Limits) -> int:
-    """Count the most keys an attention looks at: a full-length cache, or a ring and a chunk."""
+    """Count the most keys an attention looks at: a ring as it is stored, or what a row may hold."""
     cache = n.caches[0].type
-    return int(cache.shape[0]) + limits.prefill_chunk if is_ring(cache) else limits.max_seq
+    return int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
 
 
 def row_bytes(n: Node, limits: Limits) -> int:
@@ -74,7 +74,7 @@ def in_blocks(
         return shared.weigh(e, q, keys, values, seen, scale, cap, softmax)
 
     def block(first: int) -> Operand:
-        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 3, first, rows))
+        mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, rows))
         part = e.block(q, 1, first, rows)
         return shared.weigh(e, part, keys, values, mask, scale, cap, softmax)
 
@@ -96,46 +96,40 @@ def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
     """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with the mask
-    [B,1,1,S,T] bool, whose heads are broadcast; never a causal kind beside it. There is no input
+    [B,1,S,T] bool, whose heads are broadcast; never a causal kind beside it. There is no input
     for a scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
     e = net.e
     assert isinstance(e, TrtEmitter)
     if n.number("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return in_blocks(net, n, q, keys, values, seen)
-    mask = net.shared(("mask of 4", id(seen)), lambda: _four_dims(e, seen))
-    return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
+    return _fused(e, times(e, q, n.number("scale")), keys, values, seen)
 
 
 def attend_patches(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """Attend as `attend` does, in a tower; the mask [B,1,1,1,P] is of keys alone, and IAttention
+    """Attend as `attend` does, in a tower; the mask [B,1,1,P] is of keys alone, and IAttention
     wants a row for each query."""
     e, p = net.e, int(q.shape[1])
     assert isinstance(e, TrtEmitter)
 
     def rows() -> Operand:
         none = e.constant(torch.zeros(1, 1, p, 1, dtype=torch.bool))
-        return e.binary("or", e.reshape(seen, *seen.shape[:3], p), none)
+        return e.binary("or", seen, none)
 
-    mask = net.shared(("mask of 4", id(seen)), rows)
+    mask = net.shared(("mask of patches", id(seen)), rows)
     return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
 
 
 def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
     """Attend with q [B,S,heads,d] scaled; mask [B,1,S,T]."""
     q = e.transpose(q, 0, 2, 1, 3)
-    layer = e.named(_attention(e, *map(e.tensor, (q, keys, values))), "attention")
-    layer.mask = e.tensor(mask)
+    *rows, seen = map(e.tensor, (q, keys, values, mask))
+    layer = e.named(_attention(e, *rows), "attention")
+    layer.mask = seen
     layer.decomposable = True
     return e.transpose(e.checked(layer, q.type), 0, 2, 1, 3)
-
-
-def _four_dims(e: TrtEmitter, seen: Operand) -> Operand:
-    """Reshape [B,1,1,S,T] -> [B,1,S,T], every named dim in its place."""
-    last = e.transpose(seen, 0, 1, 3, 4, 2)
-    return e.reshape(last, *last.shape[:4])
 
 
 def _attention(e: TrtEmitter, *tensors: Any) -> Any:

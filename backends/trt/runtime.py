@@ -20,7 +20,7 @@ from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, asked_rows
+from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, turn
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import MOST_VERIFIED, Interface
 from .probe import DTYPES, Api, data_type
@@ -45,57 +45,55 @@ def step_slots(tokens: int, max_seq: int) -> int:
 
 @dataclass
 class TrtState:
-    """The caches of one session in the layouts of the engine. A ring is a pair of buffers: the
-    step reads one and writes the other."""
+    """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
 
-    linear: dict[str, torch.Tensor]
-    rings: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    batch: int
+    tensors: dict[str, torch.Tensor]
+    #: the rings among them
+    rings: frozenset[str]
+    #: i64[B]: how far the rings of each row are turned
+    turned: torch.Tensor
     max_seq: int
-    #: which buffer of each ring is up to date
-    side: int = 0
     #: recorded steps over these tensors; they live as long as the session
     captured: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, io: Interface, batch: int, max_seq: int, device: str) -> TrtState:
+    def allocate(cls, io: Interface, batch: int, limits: Limits, device: str) -> TrtState:
         def zeros(name: str) -> torch.Tensor:
             dtype = torch_dtype(io.inputs[name].dtype)
             return torch.zeros(io.shape(name, {"B": batch}), dtype=dtype, device=device)
 
-        linear = {name: zeros(name) for name in io.aliased.values()}
-        rings = {name: (zeros(name), zeros(name)) for name in io.swapped.values()}
-        return cls(linear, rings, batch, max_seq)
+        tensors = {name: zeros(name) for name in io.aliased.values()}
+        turned = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(tensors, io.rings, turned, limits.max_seq)
+
+    def turn(self, positions: torch.Tensor) -> None:
+        """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
+        turn(positions, self.turned, [self.tensors[name] for name in self.rings])
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
         """Return the parts that a session copies to remember, and copies back: those that `context`
         tokens use."""
         slots = min(context, self.max_seq)
-        held = {name: t[:, :, :slots] for name, t in self.linear.items()}
-        return held | {name: pair[self.side] for name, pair in self.rings.items()}
+        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.tensors.items()}
+        return parts | {TURNED: self.turned}
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
         """Return what one row has of them."""
         return {name: t[index] for name, t in self.views(context).items()}
 
-    def bindings(self, io: Interface, side: int) -> tuple[Feeds, Feeds]:
-        """Return the caches by the name of the input, those that the engine reads, and by that of
+    def bindings(self, io: Interface) -> tuple[Feeds, Feeds]:
+        """Return what the engine reads of them by the name of the input, and the caches by that of
         the output."""
-        held = self.linear | {name: pair[side] for name, pair in self.rings.items()}
+        held = self.tensors | {TURNED: self.turned}
         inputs = {name: t for name, t in held.items() if name in io.inputs}
-        outputs = {o: self.linear[i] for o, i in io.aliased.items()}
-        outputs |= {o: self.rings[i][1 - side] for o, i in io.swapped.items()}
-        return inputs, outputs
+        return inputs, {o: self.tensors[i] for o, i in io.aliased.items()}
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._tensors())
+        return sum(t.nbytes for t in self.tensors.values())
 
     def zero(self) -> None:
-        for t in self._tensors():
+        for t in (*self.tensors.values(), self.turned):
             t.zero_()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self.linear.values(), *(t for pair in self.rings.values() for t in pair)]
 
 
 class Runner:
@@ -260,20 +258,20 @@ class TrtSteps(Runner):
             scratch = self._scratch(profile)
             lend(self.contexts[profile], scratch)
         made = self._outputs(feeds)
-        self._step(self.contexts[profile], feeds, state, slots, state.side, made)
+        self._step(self.contexts[profile], feeds, state, slots, made)
         return made
 
     def _replay(self, profile: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
         """Replay a step in one launch. The graph belongs to these caches, to this many slots of
-        them, to the buffers that rings are in, and to a number of tokens. A context of its own,
-        which nothing else changes, is what TensorRT asks of a context that was recorded."""
+        them, and to a number of tokens. A context of its own, which nothing else changes, is what
+        TensorRT asks of a context that was recorded."""
         assert self.record
-        key = profile, slots, state.side, feeds["positions"].shape[1]
+        key = profile, slots, feeds["positions"].shape[1]
         if key not in state.captured:
-            context, made, side = self._context(profile), self._outputs(feeds), state.side
+            context, made = self._context(profile), self._outputs(feeds)
 
             def step(given: Feeds) -> Feeds:
-                self._step(context, given, state, slots, side, made)
+                self._step(context, given, state, slots, made)
                 return made
 
             state.captured[key] = Captured(step, feeds, self.record)
@@ -285,13 +283,11 @@ class TrtSteps(Runner):
         batch, size = feeds["positions"].shape
         asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
         dims = {"B": batch, "S": size, "R": asked}
-        return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.caches}
+        return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
 
-    def _step(
-        self, context: Any, feeds: Feeds, state: TrtState, slots: int, side: int, made: Feeds
-    ) -> None:
+    def _step(self, context: Any, feeds: Feeds, state: TrtState, slots: int, made: Feeds) -> None:
         """Bind everything and run."""
-        inputs, outputs = state.bindings(self.io, side)
+        inputs, outputs = state.bindings(self.io)
         given = {SLOTS: self.slots[:slots], **feeds, **inputs}
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
             given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
@@ -332,7 +328,7 @@ class TrtRuntime(TrtSteps):
         self.drafter: TrtSteps | None = None
 
     def new_state(self, batch: int) -> TrtState:
-        return TrtState.allocate(self.io, batch, self.limits.max_seq, self.device)
+        return TrtState.allocate(self.io, batch, self.limits, self.device)
 
     def run(
         self,
@@ -349,8 +345,8 @@ class TrtRuntime(TrtSteps):
                 return self._opened_drafter().step(phase, feeds, state, slots)
             if ROWS in self.io.inputs:
                 feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
+            state.turn(feeds["positions"])
             made = self.step(phase, feeds, state, slots)
-            state.side = 1 - state.side
             if watch:
                 for name, t in made.items():
                     watch(name, t)

@@ -669,12 +669,13 @@ def _show(engine: Engine, run: Run, state: Any, chunk: Step, comparison: Compari
         return
     engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
     for name, v in recording.graphs[1].next.items():
-        want = run.state[name]
-        cache = state.tensors[name][: want.shape[0]]
-        # Nobody reads what a backend leaves behind the last token, such as a chunk's padding.
-        held = chunk.end if v.type.shape[0] == "C" else want.shape[0]
-        shown.compare(v, cache[:held], want[:held])
-        cache.copy_(want)
+        want, cache = run.state[name], state.tensors[name]
+        # Position p lies in slot p mod as many as there are. Nobody reads what a backend leaves in
+        # others, such as a chunk's padding.
+        held = range(max(chunk.end - len(want), 0), chunk.end)
+        ours, theirs = ([p % len(t) for p in held] for t in (cache, want))
+        shown.compare(v, cache[ours], want[theirs])
+        cache[ours] = want[theirs]
 
 
 @dataclass

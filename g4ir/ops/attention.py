@@ -49,7 +49,8 @@ def visible(key_pos: Any, query_pos: Any, window: int, last: Any = None) -> Any:
 def split_chunk(given: Sequence[Any], parts: int) -> tuple[tuple[Any, ...], Any]:
     """Return an attention's inputs behind its `parts` caches: as many tensors of the chunk, or
     none, and its block ids, or None."""
-    return tuple(given[:parts]), given[parts] if len(given) > parts else None
+    fresh = parts if len(given) >= parts else 0
+    return tuple(given[:fresh]), given[fresh] if len(given) > fresh else None
 
 
 def visible_pairs(queries: int, keys: int, window: int) -> int:
@@ -98,7 +99,7 @@ class attention:
     rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
     are cut into chunks.
 
-    With a chunk there may be block_ids i64[B,S]: adjacent tokens with the same number are a block,
+    Behind these there may be block_ids i64[B,S]: adjacent tokens with the same number are a block,
     those with -1 are in none. A query also sees what follows it in its block; the window cuts off
     the past of a block as of anything else (rule 19). A block lies within one chunk.
     """
@@ -139,7 +140,7 @@ class attention:
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
         fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
         require(fits, f"attention: {heads} query heads do not divide into {n} groups")
-        fits = len(chunk) in (0, 2, 3)
+        fits = len(chunk) <= 3
         require(fits, "attention: fresh keys and values come together, block ids after them")
         fresh, block_ids = split_chunk(chunk, 2)
         for x in fresh:

@@ -1,4 +1,4 @@
-"""The op behind decode's packed projection: norms, rotation, and the update of the caches."""
+"""The op behind a packed projection: norms, rotation, and the update of the caches."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _AT = {5: (3, 9), 6: (0, 2)}
 
 @op
 class qkv_write:
-    """Q normed and rotated, and the caches after one more token, from one packed projection
+    """Q normed and rotated, and the caches after the chunk, from one packed projection
 
-    qkv [B,1,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
-    norm_q, norm_k [d]; cos, sin [B,1,d]; start, lengths i64[B] and the caches as in `cache_write`.
-    K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,1,heads,d], then the
+    qkv [B,S,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
+    norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
+    K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
     caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
     `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
     two may hold rows in fewer bits, of `narrow_row`.
@@ -88,9 +88,9 @@ class qkv_write:
         d = int(d)
         fits = 0 <= 2 * pairs <= d and (d % 2 == 0 if form == "value" else pairs == 0)
         require(fits, f"qkv_write: {pairs} rotated pairs in {d} dims of form {form}")
-        b, width = qkv.shape[0], (heads + kv_heads * (1 + values)) * d
-        require(qkv.shape == (b, 1, width), f"qkv_write: {qkv} is not [B, 1, {width}]")
-        require(cos == sin == Type(qkv.dtype, (b, 1, d)), f"qkv_write: {qkv}, tables {cos}, {sin}")
+        (b, s), width = qkv.shape[:2], (heads + kv_heads * (1 + values)) * d
+        require(qkv.shape == (b, s, width), f"qkv_write: {qkv} is not [B, S, {width}]")
+        require(cos == sin == Type(qkv.dtype, (b, s, d)), f"qkv_write: {qkv}, tables {cos}, {sin}")
         require(start == lengths == Type("i64", (b,)), f"qkv_write: {start}, {lengths} of {qkv}")
         rows = _row_types(b, kv_heads, d, qkv.dtype, form, pairs)
         require(len(caches) == len(rows), f"qkv_write: {len(caches)} caches of form {form}")
@@ -98,7 +98,7 @@ class qkv_write:
             read = cache if form == "raw" else as_read(cache, qkv.dtype)
             fits = read == Type(row.dtype, (*cache.shape[:1], b, *row.shape[2:]))
             require(fits, f"qkv_write: cache {cache} of form {form} does not fit {row}")
-        return Type(qkv.dtype, (b, 1, heads, d)), *caches
+        return Type(qkv.dtype, (b, s, heads, d)), *caches
 
     @staticmethod
     def expand(

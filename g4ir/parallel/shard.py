@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
+from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
@@ -28,6 +30,8 @@ def shard_program(p: Program, spec: Spec, ranks: int) -> Program:
     """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
     towers stay whole. InputError where `ranks` cannot share the model."""
     check_ranks(spec, ranks)
+    if DRAFT in p.graphs:
+        raise InputError(f"--tp {ranks}: drafters are not cut yet; leave out the drafter")
     whole = (name for name, g in p.graphs.items() if not g.state)
     kept = set(whole)
     return Program({n: g if n in kept else shard(g, spec, ranks) for n, g in p.graphs.items()})
@@ -38,6 +42,8 @@ def shard(g: Graph, spec: Spec, ranks: int) -> Graph:
     check_ranks(spec, ranks)
     if ranks == 1:
         return g
+    if any(g.find("dequantize")):
+        raise InputError(f"--tp {ranks}: weights in codes are not cut yet; leave out --quant")
     params = {v.name: _param(v, spec, ranks) for v in g.params}
     state = {v.name: _cache(v, spec, ranks) for v in g.state}
     sums = _sums(g)

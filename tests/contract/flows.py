@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from g4ir.backends.primitives.network import TURNED
 from g4ir.engine.engine import Engine
 
 #: options of a build, and the first line of what is said of them
@@ -36,6 +37,10 @@ def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
     patch.setattr(engine.runtime, "any_length", True)
     patch.setattr(engine, "_idle", None)  # a session kept from before has no step of this kind
     return prepared
+
+
+#: of the engines of every flow
+MAX_SEQ, CHUNK = 128, 24
 
 
 @contextmanager
@@ -77,11 +82,19 @@ class Flow:
     #: whether the short run leaves out cases of which each value appears in others
     covering: bool = False
 
-    def held(self, cache: torch.Tensor, row: int, count: int) -> torch.Tensor:
-        """What a row of `count` tokens has in a cache, or all slots where none other is written."""
-        rows, slots = self.axes
-        end = min(count, cache.shape[slots]) if self.writes_padding else cache.shape[slots]
-        return cache.narrow(slots, 0, end).narrow(rows, row, 1)
+    def held(
+        self, caches: Mapping[str, torch.Tensor], name: str, row: int, count: int
+    ) -> torch.Tensor:
+        """What a row of `count` tokens has in a cache, in order of position where others are
+        written too: of a ring, which has room for a chunk, all that the next token may see."""
+        (rows, slots), cache = self.axes, caches[name]
+        if not self.writes_padding:
+            return cache.narrow(rows, row, 1)
+        size, ring = cache.shape[slots], cache.shape[slots] < MAX_SEQ
+        first = max(0, count - (size - CHUNK)) if ring else 0
+        turned = int(caches[TURNED].flatten()[row]) if ring else 0
+        at = (torch.arange(first, count) + turned) % size
+        return cache.index_select(slots, at).narrow(rows, row, 1)
 
 
 PACKED = "--link-weights: what backend {} writes refers to packed weights; leave the option out"

@@ -155,7 +155,8 @@ class Parameter:
 
 
 _MODULES = ("tensorrt_bindings.tensorrt", "typing_extensions", "typing", "collections.abc")
-_PREFIXES = re.compile(rf"\b({'|'.join(map(re.escape, _MODULES))})\.")
+#: and before names of C++, by which a signature calls a class that is bound behind it
+_PREFIXES = re.compile(rf"\b(({'|'.join(map(re.escape, _MODULES))})\.|nvinfer1::)")
 _NUMBERED = re.compile(r"^\d+\. ")
 
 

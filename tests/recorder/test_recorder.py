@@ -16,6 +16,7 @@ from g4ir.backends.trt.recorder import (
     execute,
     recorder,
     sizes,
+    traffic,
     volumes,
 )
 from tests.recorder.networks import Net
@@ -460,6 +461,37 @@ def test_dequantised_codes() -> None:
     assert got["rows"].tolist() == [[-63.5, 0, 1.5], [254, -10, 2]]
     assert got["columns"].tolist() == [[-127, 0, 9], [127, -10, 3]]
     assert torch.equal(got["all"], CODES * 0.25)
+
+
+def test_traffic() -> None:
+    """A product reads what it needs of its weights through other layers; an update writes what is
+    new, and reads no cache; a part of a constant may be all that is read."""
+    n = Net()
+    x, w = n.x(1, 4), n.constant(torch.zeros(6, 8))
+    n.network.get_layer(0).name = "w/weights"
+    half = n.network.add_slice(w, (0, 0), (4, 8), (1, 1)).get_output(0)
+    n.output(n.exp(n.product(n.exp(x), half)))
+    read, written = (4 + 4 * 8) * 4 + 8 * 4, 8 * 4
+    assert traffic(n.network, {}, {}) == (read + written + 8 * 4, 2)
+    assert traffic(n.network, {}, {"w": 0.5})[0] == read + written + 8 * 4 - 8 * 4
+    n = Net()
+    cache, new, at = n.x(1, 2, 10, 4), n.x(1, 2, 3, 4), n.x(1, dtype="INT32")
+    mode = n.trt.KVCacheMode.LINEAR
+    n.output(n.network.add_kv_cache_update(cache, new, at, mode).get_output(0))
+    assert traffic(n.network, {}, {}) == (2 * 24 * 4 + 4, 1)
+
+
+def test_slices_that_wrap() -> None:
+    """What lies beyond the end lies at the start, in that mode alone; other modes are not here."""
+    n = Net()
+    layer = n.network.add_slice(n.x(4, 5), (3,), (5,), (1,))
+    layer.axes, layer.mode = (1,), n.trt.SampleMode.WRAP
+    n.output(layer.get_output(0))
+    x = torch.arange(20.0).view(4, 5)
+    assert torch.equal(execute(n.network, {"x0": x})["y"], x.roll(-3, 1))
+    layer.mode = n.trt.SampleMode.CLAMP
+    with pytest.raises(RuleError, match="modes but STRICT_BOUNDS and WRAP"):
+        check(n.network)
 
 
 def test_cache_update_is_in_place() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from g4ir.backends.primitives.lowerings import OUTSIDE
+from g4ir.backends.primitives.network import TURNED, stored_type
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.forms import ATTENTION, EXPERTS, lowerings
@@ -32,7 +33,7 @@ from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import check_spec, load_spec
 from tests.configs import SMALL, VARIANTS, spec_called
 from tests.engines import BUDGET
-from tests.network_session import in_range
+from tests.network_session import as_declared, as_stored, in_range, tokens_held
 from tests.oracle import (
     CALM,
     LIVELY,
@@ -362,9 +363,8 @@ def _cache_inputs(n: Node) -> range:
     return range(0) if first is None else range(first, first + count)
 
 
-def _stored(cache: torch.Tensor) -> torch.Tensor:
-    """[W,B,n,d] -> [B,W,n,d]"""
-    return cache.transpose(0, 1)
+#: tokens of the largest chunk: no chunk of a sample then crosses the end of a ring
+ROOM = 16
 
 
 def in_float32(s: Sample) -> Sample:
@@ -392,15 +392,20 @@ def test_op(case: tuple[str, int]) -> None:
         {v.name: w for v, w in zip(state, written)},
     )
     longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
-    emitted = emit(graph, Limits(4, longest + 1, 8), None)
+    limits = Limits(4, longest + 1, ROOM)
+    emitted = emit(graph, limits, None)
     plain = {v.name: t for v, t in zip(inputs, given, strict=True)}
-    stored = {v.name: _stored(plain[v.name]) for v in state}
-    out = execute(emitted.network, plain | stored)
+    kinds = {v.name: stored_type(v.type, limits) for v in state}
+    before, tokens = tokens_held(n, given)
+    rings = {k: as_stored(plain[k], before, int(t.shape[2])) for k, t in kinds.items()}
+    turned = {TURNED: torch.zeros_like(before)} if state else {}
+    out = execute(emitted.network, plain | rings | turned)
     want, after = interpret(graph, plain, {}, plain)
     for v in graph.outputs:
         assert torch.allclose(out[v.name], want[v.name], atol=1e-4, rtol=1e-4), v
     for name in graph.next:
-        assert torch.allclose(_stored(out[f"{name}.next"]), after[name], atol=1e-5), name
+        made = as_declared(out[f"{name}.next"], tokens, plain[name])
+        assert torch.allclose(made, after[name], atol=1e-5), name
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -574,6 +579,65 @@ def layer_counts(made: Emitted) -> dict[int, int]:
         if not isinstance(x, IConstantLayer) and ".last/" not in x._title
     ]
     return Counter(int(m[1]) for m in found if m)
+
+
+def test_rings_are_never_copied() -> None:
+    """A ring is read by the layer that writes it, which alone moves rows of K and V: two products
+    take all query heads of a group."""
+    _, made = recorded_session(weighted("e2b-small"), 2, 11)
+    names = "L0.attn.q.rope/", "L0.attn.out/"
+    own = [x for x in made.network._layers if x._title.startswith(names)]
+    kinds = Counter(x._kind for x in own if "/shared/" not in x._title)
+    assert kinds["KV cache update"] == kinds["matrix multiply"] == 2
+    assert not kinds.keys() & {"gather", "concatenation"} and kinds["select"] == 1
+    for x in own:
+        assert x._kind != "matrix multiply" or len(x._in()._dims) == 4
+
+
+def test_layers_of_a_layer() -> None:
+    """One norm and one rotation for all heads, a rotation without a copy of both halves, weights of
+    norms in fp32 as constants, one layer for each change of layout."""
+    _, made = recorded_session(weighted("31b-small"), 2, 11)
+    own = [x for x in made.network._layers if x._title.startswith("L1.")]
+    kinds = Counter(x._kind for x in own)
+    heads = Counter(x._kind for x in own if x._title.startswith("L1.attn.q.rope/"))
+    want = {"shuffle": 1, "elementwise": 8, "reduce": 1, "constant": 1, "slice": 5}
+    assert heads == {**want, "KV cache update": 2}
+    assert kinds["shuffle"] == 6 and kinds["concatenation"] == 0
+    assert sum(kinds.values()) - kinds["constant"] == 61
+
+
+def test_constants_are_made_of_constants() -> None:
+    """Casts of small weights, and weights side by side, take no layer; they are kept beside a plan
+    that has no weights."""
+    w = {"a": torch.tensor([1.0, 2.5]).bfloat16(), "b": torch.tensor([3.0]).bfloat16()}
+    e = new_emitter(w.__getitem__)
+    a, b = (e.param(Value(k, Type("bf16", tuple(t.shape)))) for k, t in w.items())
+    e.output(
+        "y",
+        e.add(e.input("x", Type("f32", (3,))), e.concat([e.cast(a, "f32"), e.cast(b, "f32")], 0)),
+    )
+    out = execute(e.network, {"x": torch.ones(3)})["y"]
+    assert out.tolist() == [2.0, 3.5, 4.0]
+    assert [x._kind for x in e.network._layers] == ["constant", "elementwise"]
+    ((_, kept),) = e.constants.values()
+    assert kept.tolist() == [1.0, 2.5, 3.0] and not e.given
+
+
+def test_changes_of_layout_are_one_layer() -> None:
+    """What is undone takes none; what one layer cannot do takes two."""
+    e = new_emitter()
+    x = e.input("x", Type("f32", ("B", "S", 6)))
+    heads = e.transpose(e.reshape(x, "B", "S", 3, 2), 0, 2, 1, 3)
+    assert e.reshape(e.transpose(heads, 0, 2, 1, 3), "B", "S", 6).handle is x.handle
+    e.output("y", e.unary("neg", heads))
+    assert e.network.num_layers == 2
+    e.output("z", e.unary("neg", e.reshape(heads, "B", 3, "2S")))
+    assert e.network.num_layers == 4
+    given = torch.arange(24.0).view(2, 2, 6)
+    made = execute(e.network, {"x": given})
+    want = given.view(2, 2, 3, 2).transpose(1, 2)
+    assert torch.equal(made["y"], -want) and torch.equal(made["z"], -want.reshape(2, 3, 4))
 
 
 QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"))

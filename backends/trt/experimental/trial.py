@@ -59,7 +59,7 @@ def _runs(api: Api, plan: Plan, device: str, log: Any) -> bool:
     if serialized is None:
         return False
     engine = deserialize(api, memoryview(serialized), log)
-    tower = TrtTower(api, engine, log, Interface(types, results, {}, {}, {}), device)
+    tower = TrtTower(api, engine, log, Interface(types, results, {}, frozenset(), {}), device)
     found = tower.run_all({n: t.to(device) for n, t in feeds.items()})
     wanted = meaning(plan, *feeds.values())
     return all(_close(a.cpu(), b) for a, b in zip(found.values(), wanted, strict=True))

@@ -23,6 +23,7 @@ from .limits import MAX_DIMS, MAX_TOP_K, MAX_VOLUME, SHARED_BYTES
 from .network import aliases, check, sizes, volumes
 from .plugin import Meaning, plugin_module
 from .record import Call, Recorded, RuleError
+from .traffic import traffic
 
 #: version -> names of its own; all others are the same
 _OWN: Mapping[str, Mapping[str, Any]] = {
@@ -118,5 +119,6 @@ __all__ = [
     "recorder",
     "recording",
     "sizes",
+    "traffic",
     "volumes",
 ]

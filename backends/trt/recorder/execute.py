@@ -214,7 +214,8 @@ def _shuffle(layer: Any, ins: Tensors) -> Tensors:
 
 
 def _slice(layer: Any, ins: Tensors) -> Tensors:
-    """Slice; a stride of 0 repeats one entry."""
+    """Slice; a stride of 0 repeats one entry. What is beyond the end is at the start, in the mode
+    that wraps."""
     given = iter(ins[1:])
     start, shape, stride = (
         next(given).tolist()
@@ -222,14 +223,16 @@ def _slice(layer: Any, ins: Tensors) -> Tensors:
         else held(layer, member)
         for i, member in layer._MEMBERS
     )
-    x = ins[0]
+    x, wraps = ins[0], held(layer, "mode").name == "WRAP"
     for axis, first, count, step in zip(layer._sliced_axes(), start, shape, stride):
         at = first + step * torch.arange(count)
+        if wraps:
+            at = at % x.shape[axis]
         if count and not 0 <= int(at.min()) <= int(at.max()) < x.shape[axis]:
             raise RuleError(
                 f"{layer._title}: {count} from {first} by {step} of {list(x.shape)}, dim {axis}"
             )
-        x = x.narrow(axis, first, count) if step == 1 else x.index_select(axis, at)
+        x = x.narrow(axis, first, count) if step == 1 and not wraps else x.index_select(axis, at)
     return [x]
 
 

@@ -545,14 +545,16 @@ class ISliceLayer(ILayer):
 
     def _infer(self) -> list[Output]:
         x, axes = self._in(), self._sliced_axes()
-        self._need(held(self, "mode") is SampleMode.STRICT_BOUNDS, "modes are not recorded here")
+        wraps = held(self, "mode") is SampleMode.WRAP
+        known = wraps or held(self, "mode") is SampleMode.STRICT_BOUNDS
+        self._need(known, "modes but STRICT_BOUNDS and WRAP are not recorded here")
         parts = self._parts()
         fit = {len(p) for p in parts} == {len(axes)}
         self._need(fit, f"{x._text}: start, shape and stride {parts} are of axes {axes}")
         out = [*x._dims]
         for axis, first, count, step in zip(axes, *parts):
             size, out[axis] = x._dims[axis], -1 if count is None else count
-            if None in (first, count, step) or size == -1:
+            if wraps or None in (first, count, step) or size == -1:
                 continue
             assert first is not None and count is not None and step is not None
             inside = count == 0 or (first >= 0 and first + (count - 1) * step < size)

@@ -1,0 +1,56 @@
+"""How long the network's decode step may take on a GPU that is not at hand.
+
+It is its bytes at the rate of a copy, and a gap before each kernel. Rate and gap are those of
+torch_compile/step_model.yaml; which layers become one kernel is a guess (recorder/traffic.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from g4ir.ir.graph import Graph, Node
+from g4ir.plan.limits import Limits
+
+from ..primitives.network import FULL
+from ..torch_compile.step_model import read_constants
+from .build import Written, weight_bytes
+from .recorder import traffic
+
+GPU = "h100"
+
+
+def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
+    """Return of a step of one token for each row, over full caches: bytes, kernels, and how many
+    times as long it takes as to read weights and what windows see once."""
+    io, chosen = w.interface, chosen_parts(w.graph)
+    shapes = {name: io.shapes(name, "decode")[2] for name in io.dynamic()}
+    moved, kernels = traffic(w.network, shapes, {} if experts == "all" else chosen)
+    constants = read_constants()
+    rate, gap = constants.gpus[GPU].copy, sum(constants.gap) / 2
+    roof = roof_bytes(w.graph, limits, chosen)
+    return {
+        "step_bytes": moved,
+        "step_kernels": kernels,
+        "step_over_roof": round((moved / rate + kernels * gap) / (roof / rate), 2),
+    }
+
+
+def chosen_parts(g: Graph) -> dict[str, float]:
+    """Return the part of each weight of experts that one token takes, by name."""
+    return {
+        n[w].name: _chosen(n) / int(n[w].type.shape[0])
+        for n in g.find("experts", "moe_mlp")
+        for w in ("gate_up", "down")
+    }
+
+
+def _chosen(n: Node) -> int:
+    return n.whole("top_k") if "top_k" in n.attrs else int(n["index"].type.shape[-1])
+
+
+def roof_bytes(g: Graph, limits: Limits, parts: Mapping[str, float]) -> int:
+    """Count the weights that one token takes, and the keys and values that it sees."""
+    unread = sum((1 - parts.get(v.name, 1)) * v.type.nbytes() for v in g.params)
+    dims = {"B": limits.max_batch, FULL: limits.max_seq}
+    return int(weight_bytes(g) - unread) + sum(v.type.bind(dims).nbytes() for v in g.state)
