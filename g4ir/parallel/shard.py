@@ -15,7 +15,6 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.draft import DRAFT
-from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
 from .table import HEAD, TABLE, check_ranks, key_heads, part_of
@@ -32,9 +31,7 @@ def shard_program(p: Program, spec: Spec, ranks: int) -> Program:
     check_ranks(spec, ranks)
     if DRAFT in p.graphs:
         raise InputError(f"--tp {ranks}: drafters are not cut yet; leave out the drafter")
-    whole = (name for name, g in p.graphs.items() if not g.state)
-    kept = set(whole)
-    return Program({n: g if n in kept else shard(g, spec, ranks) for n, g in p.graphs.items()})
+    return p.map(lambda g: shard(g, spec, ranks) if g.state else g)
 
 
 def shard(g: Graph, spec: Spec, ranks: int) -> Graph:
@@ -119,11 +116,11 @@ def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
 
 
 def _is_head(n: Node) -> bool:
-    return n.op == "linear" and n.inputs[1].name == HEAD
+    return n.op == "linear" and n["w"].name == HEAD
 
 
-def _part(v: Value, kind: Type | None = None) -> Value:
-    return Value(f"{v.name}.part", kind or v.type)
+def _part(v: Value) -> Value:
+    return Value(f"{v.name}.part", v.type)
 
 
 def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> tuple[Node, ...]:
@@ -133,9 +130,9 @@ def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> t
         parts = [_part(made[name]) for name in names]
         b.emit_all("all_reduce", *parts, ranks=ranks, name=names)
     for n in g.find("linear"):
-        if n.inputs[1].name in (HEAD, TABLE):
-            vocab = n.out.type.shape[-1]
+        if n["w"].name in (HEAD, TABLE):
+            *rows, vocab = n.out.type.shape
             assert isinstance(vocab, int)
-            own = n.out.type.with_shape(*n.out.type.shape[:-1], vocab // ranks)
-            b.emit("all_gather", _part(n.out, own), ranks=ranks, name=n.out.name)
+            own = Value(n.out.name, n.out.type.with_shape(*rows, vocab // ranks))
+            b.emit("all_gather", _part(own), ranks=ranks, name=n.out.name)
     return tuple(b.nodes)
