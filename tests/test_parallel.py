@@ -136,6 +136,7 @@ def test_the_cases_cover_both_numbers_of_ranks() -> None:
     assert {(n, r) for n in TINY for r in RANKS} <= set(CASES)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name, ranks", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_ranks_agree_with_one(name: str, ranks: int, dtype: torch.dtype, most: float) -> None:
