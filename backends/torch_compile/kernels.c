@@ -7,7 +7,6 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -54,10 +53,10 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 
 #define LINE 64
 /* Bytes that the read of a weight is ahead of its use, at least: left alone, a CPU stops reading ahead
- * at the end of every page. */
+ * at the end of every page. Up to NEAR they come into the nearest cache, beyond that the one behind
+ * it: they would drive x out of the nearest, and each other. */
 #define AHEAD 4096
-/* A core's nearest cache, where the system does not say. */
-#define NEAREST 32768
+#define NEAR 7168
 /* Rows of the weight that share what is loaded of x, at most. */
 #define SIDE 4
 /* Rows of x that are multiplied together at most: with numbers, and with codes. */
@@ -67,8 +66,13 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 #else
 #define CODED_TOGETHER 4
 #endif
-/* Rows of the weight that a thread takes at a time. */
+/* Rows of the weight in a tile; times that a thread comes for tiles: one that others hold up takes
+ * fewer. */
 #define TILE 32
+#define SHARES 8
+
+/* Makes one row of k numbers the form in which a product takes it. */
+typedef void to_form(const void *x, int dtype, void *form, int64_t k);
 
 typedef struct {
     const uint8_t *w;
@@ -77,12 +81,13 @@ typedef struct {
     int scales_dtype;
     int64_t groups, each; /* of a row; numbers in one */
     const void *x;
-    int64_t apart; /* bytes between rows of x */
-    int64_t per;   /* bytes of x for each number of the weight, at most */
+    to_form *to;   /* what makes rows of x as they are taken of those given; NULL: they are */
+    int64_t apart; /* bytes between rows of x as they are taken */
     void *y;
     int dtype;
     int64_t rows, n, k;
     const char *next; /* where reading ahead goes on */
+    int far;          /* whether it comes into the nearest cache but one */
 } product;
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
@@ -97,8 +102,15 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-/* Reads as many bytes ahead as are taken now; `next` is a function's own. */
-#define READ_AHEAD(BYTES) (__builtin_prefetch(next, 0, 3), next += (BYTES))
+/* Reads as many bytes ahead as are taken now; `next` and `p` are a function's own. */
+#define READ_AHEAD(BYTES) (read_ahead(next, p->far), next += (BYTES))
+
+static inline void read_ahead(const char *at, int far) {
+    if (far)
+        __builtin_prefetch(at, 0, 2);
+    else
+        __builtin_prefetch(at, 0, 3);
+}
 
 /* Sums of one row of the weight with up to TOGETHER rows of x. */
 typedef float sums[TOGETHER];
@@ -143,52 +155,58 @@ typedef struct {
     SEVERAL_##MOST(DOT_OF, NAME)                                                                \
     static const dots NAME##s[] = {{0}, SEVERAL_##MOST(DOTS_OF, NAME) ALONE_##MOST(DOTS_OF, NAME)};
 
-/* Bytes of x that stay in a core's nearest cache beside the weight that passes through it. */
-static int64_t near(void) {
-    static int64_t found; /* asked for once: some systems take long */
-    if (!found) {
-        int64_t size = 0;
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-        size = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-#endif
-        found = (size > 0 ? size : NEAREST) / 4 * 3;
-    }
-    return found;
-}
-
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous.
- *
- * Memory is fastest where it is read in the order of addresses: one row of the weight after the other,
- * while x is near. Where it is not, or where a weight is in codes, several rows share what is loaded
- * of x, and what comes behind them is read ahead in order. */
-static void multiply(const product *p, const dots *of, int64_t most, int threads) {
-    int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
-    int64_t row = p->k * p->bits / 16;
-    for (int64_t r = 0; r < p->rows; r += together) {
-        int64_t here = least(together, p->rows - r);
-        int alone = p->bits >= 32 && p->k * p->per * here <= near();
-        int64_t outs = alone ? 1 : of[here].outs;
-        int64_t ahead = outs > 1 && outs * row > AHEAD ? outs * row : AHEAD;
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")
-        for (int64_t tile = 0; tile < p->n; tile += TILE) {
-            int64_t last = least(tile + TILE, p->n), o = tile;
-            sums out[TILE];
-            product now[1] = {*p};
-            now->next = (const char *)weights(p, tile, 0) + ahead;
-            for (; outs > 1 && o + outs <= last; o += outs, now->next += outs * row)
-                of[here].several(now, o, r, out + (o - tile));
-            for (; o < last; o++, now->next += row) of[here].one(now, o, r, out + (o - tile));
-            for (int64_t i = 0; i < here; i++)
-                for (o = tile; o < last; o++)
-                    store(p->y, (r + i) * p->n + o, out[o - tile][i], p->dtype);
-        }
-    }
+/* A thread's own rows of x in the form in which a product takes them; NULL where memory is short. */
+static void *formed(product *p) {
+    size_t size = p->rows * p->apart, item = p->dtype == F32 ? 4 : 2;
+    char *form = aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE);
+    for (int64_t r = 0; form && r < p->rows; r++)
+        p->to((const char *)p->x + r * p->k * item, p->dtype, form + r * p->apart, p->k);
+    p->x = form;
+    return form;
 }
 
-/* Memory for x in the form in which a product takes it; NULL where there is none. */
-static void *scratch(size_t size) { return aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE); }
+/* Rows of the weight in one tile, with `here` rows of x from r on. */
+static void multiply_tile(const product *p, const dots *of, int64_t tile, int64_t r, int64_t here) {
+    int64_t last = least(tile + TILE, p->n), o = tile, row = p->k * p->bits / 16, outs = of->outs;
+    sums out[TILE];
+    product now[1] = {*p};
+    int64_t ahead = outs * row > AHEAD ? outs * row : AHEAD;
+    now->next = (const char *)weights(p, tile, 0) + ahead;
+    now->far = ahead > NEAR;
+    for (; o + outs <= last; o += outs, now->next += outs * row)
+        of->several(now, o, r, out + (o - tile));
+    for (; o < last; o++, now->next += row) of->one(now, o, r, out + (o - tile));
+    for (int64_t i = 0; i < here; i++)
+        for (o = tile; o < last; o++)
+            store(p->y, (r + i) * p->n + o, out[o - tile][i], p->dtype);
+}
+
+/* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 where memory is short.
+ *
+ * Memory is fastest where it is read in the order of addresses. Several rows of the weight share what
+ * is loaded of x; meanwhile the rows behind them are read ahead, one after the other. Each thread
+ * brings x into its form itself: x is less to carry from one core to another than the form. */
+static int multiply(const product *p, const dots *of, int64_t most, int threads) {
+    int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
+    int failed = 0;
+    _Pragma("omp parallel num_threads(threads) reduction(| : failed)")
+    {
+        product own = *p;
+        void *form = p->to ? formed(&own) : NULL;
+        failed = p->to && !form;
+        for (int64_t r = 0; r < p->rows; r += together) {
+            int64_t here = least(together, p->rows - r);
+            int64_t tiles = (p->n + TILE - 1) / TILE, take = tiles / (threads * SHARES) + 1;
+            _Pragma("omp for schedule(dynamic, take) nowait")
+            for (int64_t tile = 0; tile < p->n; tile += TILE)
+                if (!failed) multiply_tile(&own, of + here, tile, r, here);
+        }
+        free(form);
+    }
+    return failed;
+}
 
 /* ---- weights in floating point ---- */
 
@@ -317,13 +335,15 @@ typedef float bf16_row;
 DOT(f32, float, same)
 
 /* One row of x as pair_bf16 takes the weight. */
-static void in_pairs(const bf16 *x, float *to, int64_t k) {
+static void in_pairs(const void *x, int dtype, void *form, int64_t k) {
+    const bf16 *from = x;
+    float *to = form;
     int64_t i = 0;
     for (; i + PAIR <= k; i += PAIR) {
-        pair v = pair_bf16(x + i);
+        pair v = pair_bf16(from + i);
         memcpy(to + i, &v, sizeof v);
     }
-    for (; i < k; i++) to[i] = widen(x[i]);
+    for (; i < k; i++) to[i] = widen(from[i]);
 }
 
 static const int EMULATED = sizeof(bf16_row) == sizeof(float);
@@ -343,17 +363,10 @@ int g4ir_takes(int dtype, int64_t rows) {
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
-    product p = {.w = w, .bits = dtype == BF16 ? 32 : 64, .x = x, .apart = k * size, .per = size,
-                 .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k};
-    float *wide = NULL;
-    if (dtype == BF16 && EMULATED) {
-        p.x = wide = scratch(rows * k * sizeof(float));
-        if (!wide) return 1;
-        for (int64_t r = 0; r < rows; r++) in_pairs((const bf16 *)x + r * k, wide + r * k, k);
-    }
-    multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, TOGETHER, threads);
-    free(wide);
-    return 0;
+    product p = {.w = w, .bits = dtype == BF16 ? 32 : 64, .x = x, .apart = k * size,
+                 .to = dtype == BF16 && EMULATED ? in_pairs : NULL, .y = y, .dtype = dtype,
+                 .rows = rows, .n = n, .k = k};
+    return multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, TOGETHER, threads);
 }
 
 /* ---- weights in codes (g4ir/ops/quant.py), x in fp32 ---- */
@@ -731,7 +744,7 @@ ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
     }
 }
 
-static void to_fixed(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, x, to, k); }
+static void to_fixed(const void *x, int dtype, void *form, int64_t k) { in_chunks(2, x, form, k); }
 
 /* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
@@ -757,6 +770,12 @@ static inline lanes chunk_scales(const char *scales, int64_t at, int dtype) {
 #endif
 }
 
+/* Reads a line of scales ahead, of two bytes for each block, where numbers from i on begin one. */
+static inline void scales_ahead(const product *p, const char *scales, int64_t outs, int64_t i) {
+    if (p->far && i % (LINE / 2 * BLOCK) == 0)
+        __builtin_prefetch(scales + i / BLOCK * 2 + outs * p->groups * 2, 0, 3);
+}
+
 /* Adds the products of numbers at .. end. `all` is the dtype where all chunks are whole and have
  * scales of 16 bits, or F32: a constant too. */
 ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int all,
@@ -772,6 +791,7 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int a
         int64_t blocks = least(end - i, CHUNK) / BLOCK;
         UNROLLED for (int s = 0; s < outs; s++) {
             READ_AHEAD(WIDE);
+            if (all != F32) scales_ahead(p, scales[s], outs, i);
             unsigned_bytes codes = {0};
             if (all == F32)
                 memcpy(&codes, w[s] + i / 2, blocks * HALF);
@@ -831,27 +851,22 @@ ALWAYS parts_int4(const int outs, const int rows, const int parts, const product
 IN_PARTS(fixed, 2, int4)
 
 /* The product with rows of x in another form, of so many bytes each. */
-#define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
+#define IN_FORM(TO, BYTES, DOTS_OF)                                                             \
     {                                                                                           \
-        p.per = PER, p.apart = BYTES;                                                           \
-        char *form = scratch(rows * p.apart);                                                   \
-        if (!form) return 1;                                                                    \
-        for (int64_t r = 0; r < rows; r++)                                                      \
-            TO((const bf16 *)x + r * k, (FORM *)(form + r * p.apart), k);                       \
-        p.x = form;                                                                             \
-        multiply(&p, DOTS_OF, CODED_TOGETHER, threads);                                         \
-        free(form);                                                                             \
-        return 0;                                                                               \
+        p.apart = BYTES, p.to = TO;                                                             \
+        return multiply(&p, DOTS_OF, CODED_TOGETHER, threads);                                  \
     }
 #define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
-    if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
+    if (dtype == BF16) IN_FORM(to_fixed, CHUNKS(k) * sizeof(fixed), fixed_int4s)
 #else
 #define FIXED_int4
 #endif
 
 #if WIDE == 64
-static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, x, to, k); }
+static void to_rounded(const void *x, int dtype, void *form, int64_t k) {
+    in_chunks(1, x, form, k);
+}
 IN_PARTS(rounded, 1, int4)
 
 static inline __m512 widen_16(const bf16 *p) {
@@ -888,11 +903,11 @@ ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, 
 }
 
 #define LINES_OF(FORM)                                                                          \
-    static void to_fixed_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                     \
-        in_lines(2, BIAS_##FORM, x, to, k);                                                     \
+    static void to_fixed_##FORM(const void *x, int dtype, void *form, int64_t k) {              \
+        in_lines(2, BIAS_##FORM, x, form, k);                                                   \
     }                                                                                           \
-    static void to_rounded_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                   \
-        in_lines(1, BIAS_##FORM, x, to, k);                                                     \
+    static void to_rounded_##FORM(const void *x, int dtype, void *form, int64_t k) {            \
+        in_lines(1, BIAS_##FORM, x, form, k);                                                   \
     }
 LINES_OF(int8)
 LINES_OF(int6)
@@ -943,6 +958,7 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
         __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
             READ_AHEAD(LINE);
+            if (form < FOUR_F32) scales_ahead(p, scales[s], outs, i);
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             codes = _mm512_xor_si512(codes, bias);
@@ -1064,7 +1080,9 @@ static inline __m128i low_bytes(__m512i *v) {
     return _mm512_cvtepi32_epi8(low);
 }
 
-static void to_whole(const bf16 *x, whole *to, int64_t k) {
+static void to_whole(const void *row, int dtype, void *form, int64_t k) {
+    const bf16 *x = row;
+    whole *to = form;
     uint16_t most = 0;
     for (int64_t i = 0; i < k; i++) {
         uint16_t size = x[i] & 0x7fff;
@@ -1124,18 +1142,18 @@ DOTS(whole_int8, 8)
 
 #define FIXED_int8                                                                              \
     if (dtype == BF16 && groups == 1 && k <= WHOLE_MOST)                                        \
-        IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)         \
+        IN_FORM(to_whole, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)                   \
     if (dtype == BF16)                                                                          \
-        IN_FORM(to_fixed_int8, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
+        IN_FORM(to_fixed_int8, lines(k) * sizeof(fixed_line), fixed_int8s)
 #define FIXED_int6                                                                              \
     if (dtype == BF16)                                                                          \
-        IN_FORM(to_fixed_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int6s)
-#define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
+        IN_FORM(to_fixed_int6, lines(k) * sizeof(fixed_line), fixed_int6s)
+#define ROUNDED_int4 IN_FORM(to_rounded, CHUNKS(k) * sizeof(fixed), rounded_int4s)
 #define ROUNDED_int8                                                                            \
-    IN_FORM(to_rounded_int8, fixed_line, 4, lines(k) * sizeof(fixed_line),                      \
+    IN_FORM(to_rounded_int8, lines(k) * sizeof(fixed_line),                                     \
             groups == 1 ? rounded_rows : rounded_int8s)
 #define ROUNDED_int6                                                                            \
-    IN_FORM(to_rounded_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), rounded_int6s)
+    IN_FORM(to_rounded_int6, lines(k) * sizeof(fixed_line), rounded_int6s)
 static const int ROUNDS = 1;
 #else
 #define FIXED_int8
@@ -1149,26 +1167,24 @@ static const int ROUNDS = 0;
 #define ROUNDED_fp8
 
 #define PRODUCT_CODED(NAME, BYTES)                                                              \
+    static void wide_##NAME(const void *x, int dtype, void *form, int64_t k) {                  \
+        float *wide = form;                                                                     \
+        for (int64_t i = 0; i < k; i += BLOCK) {                                                \
+            for (int j = 0; j < BLOCK; j++) wide[i + j] = load(x, i + j, dtype);                \
+            as_codes_##NAME(wide + i);                                                          \
+        }                                                                                       \
+    }                                                                                           \
     static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
                               const void *x, int rounded, void *y, int dtype, int64_t rows,     \
                               int64_t n, int64_t k, int64_t groups, int threads) {              \
         product p = {.w = w, .bits = 16 * BYTES / BLOCK, .scales = scales,                       \
                      .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
-                     .apart = k * sizeof(float), .per = sizeof(float), .y = y, .dtype = dtype,  \
-                     .rows = rows, .n = n, .k = k};                                             \
+                     .x = x, .to = wide_##NAME, .apart = k * sizeof(float), .y = y,             \
+                     .dtype = dtype, .rows = rows, .n = n, .k = k};                             \
         if (rounded) { ROUNDED_##NAME }                                                         \
         FIXED_##NAME                                                                            \
-        float *wide = scratch(rows * k * sizeof(float));                                        \
-        if (!wide) return 1;                                                                    \
-        for (int64_t i = 0; i < rows * k; i += BLOCK) {                                         \
-            for (int j = 0; j < BLOCK; j++) wide[i + j] = load(x, i + j, dtype);                \
-            as_codes_##NAME(wide + i);                                                          \
-        }                                                                                       \
-        p.x = wide;                                                                             \
         const dots *of = groups == 1 ? rowwise_##NAME##s : groupwise_##NAME##s;                 \
-        multiply(&p, of, CODED_TOGETHER, threads);                                              \
-        free(wide);                                                                             \
-        return 0;                                                                               \
+        return multiply(&p, of, CODED_TOGETHER, threads);                                       \
     }
 
 PRODUCT_CODED(int8, 32)
