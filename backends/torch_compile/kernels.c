@@ -72,10 +72,10 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 
 typedef struct {
     const uint8_t *w;
-    int64_t bits; /* of two numbers of the weight */
+    int64_t bytes; /* of 256 numbers of the weight */
     const void *scales;
     int scales_dtype;
-    int64_t groups, each; /* of a row; numbers in one */
+    int64_t groups, each; /* scales of a row; numbers that one serves */
     const void *x;
     int64_t apart; /* bytes between rows of x */
     int64_t per;   /* bytes of x for each number of the weight, at most */
@@ -86,7 +86,7 @@ typedef struct {
 } product;
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
-    return p->w + (o * p->k + at) * p->bits / 16;
+    return p->w + (o * p->k + at) * p->bytes / 256;
 }
 
 static inline const char *scales_of(const product *p, int64_t o) {
@@ -165,10 +165,10 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
  * of x, and what comes behind them is read ahead in order. */
 static void multiply(const product *p, const dots *of, int64_t most, int threads) {
     int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
-    int64_t row = p->k * p->bits / 16;
+    int64_t row = p->k * p->bytes / 256;
     for (int64_t r = 0; r < p->rows; r += together) {
         int64_t here = least(together, p->rows - r);
-        int alone = p->bits >= 32 && p->k * p->per * here <= near();
+        int alone = p->bytes >= 512 && p->k * p->per * here <= near();
         int64_t outs = alone ? 1 : of[here].outs;
         int64_t ahead = outs > 1 && outs * row > AHEAD ? outs * row : AHEAD;
         _Pragma("omp parallel for schedule(static) num_threads(threads)")
@@ -343,7 +343,7 @@ int g4ir_takes(int dtype, int64_t rows) {
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
-    product p = {.w = w, .bits = dtype == BF16 ? 32 : 64, .x = x, .apart = k * size, .per = size,
+    product p = {.w = w, .bytes = dtype == BF16 ? 512 : 1024, .x = x, .apart = k * size, .per = size,
                  .y = y, .dtype = dtype, .rows = rows, .n = n, .k = k};
     float *wide = NULL;
     if (dtype == BF16 && EMULATED) {
@@ -366,6 +366,12 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
  * the integers of half blocks. */
 #define SIXES 128
 enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
+/* The same of forms with minima: the low 4 bits, of uint5 the upper one, the integers of blocks. */
+#define ABOVE 256
+enum { ABOVE_HIGH = 128, ABOVE_uint4 = 140, ABOVE_uint5 = 172 };
+
+typedef uint8_t half_block __attribute__((vector_size(HALF)));
+typedef uint32_t half_words __attribute__((vector_size(HALF)));
 
 /* Sixteen bytes hold the even codes of a block of 4-bit codes and the odd ones; x is brought into
  * that order too. The bits of e4m3 are those of a half 2^8 times smaller. */
@@ -402,6 +408,11 @@ static inline block halves_times(block v, float s, float t) {
                    _mm512_mul_ps(v.second, _mm512_set1_ps(t))};
 }
 
+static inline block above_least(block v, float s, float least) {
+    __m512 scale = _mm512_set1_ps(s), below = _mm512_set1_ps(least);
+    return (block){_mm512_fmsub_ps(v.first, scale, below), _mm512_fmsub_ps(v.second, scale, below)};
+}
+
 /* The sums change places: the next addition does not wait for this one. */
 static inline block add_scaled(block sum, block v, const float *x, float s) {
     __m512 part = _mm512_mul_ps(v.first, _mm512_loadu_ps(x));
@@ -433,7 +444,6 @@ typedef struct {
 } block;
 typedef int32_t ints __attribute__((vector_size(VECTOR)));
 typedef int8_t quarter __attribute__((vector_size(VECTOR / 4)));
-typedef uint8_t half_block __attribute__((vector_size(HALF)));
 
 #define ZERO ((block){{{0}}})
 
@@ -475,6 +485,11 @@ static inline block read_fp8(const uint8_t *w, int64_t at) {
 
 static inline block halves_times(block v, float s, float t) {
     EACH v.at[i] *= i < VECTORS / 2 ? s : t;
+    return v;
+}
+
+static inline block above_least(block v, float s, float least) {
+    EACH v.at[i] = v.at[i] * s - least;
     return v;
 }
 
@@ -527,24 +542,55 @@ static inline block read_int6(const uint8_t *w, int64_t i) {
     return halves_times(read_int8((const uint8_t *)&numbers, 0), shared[0], shared[1]);
 }
 
+/* The even numbers and then the odd ones of a block with a minimum. `high`, a constant here and below,
+ * says whether there is an upper bit. */
+static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
+    half_words low, upper;
+    memcpy(&low, p + b * HALF, HALF);
+    half_words even = low & 0x0f0f0f0f, odd = low >> 4 & 0x0f0f0f0f;
+    if (high) {
+        memcpy(&upper, p + ABOVE_HIGH + b % 2 * HALF, HALF);
+        upper >>= b / 2 * 2;
+        even |= (upper & 0x01010101) << 4;
+        odd |= (upper >> 1 & 0x01010101) << 4;
+    }
+    to[0] = (half_block)even, to[1] = (half_block)odd;
+}
+
+/* The integers of eight blocks, or those of their minima, a byte each. */
+static inline uint64_t integers_above(const uint8_t *six, const int least) {
+    uint32_t first, last;
+    memcpy(&first, six + 4 * least, sizeof first);
+    memcpy(&last, six + 8, sizeof last);
+    last = (last >> 4 * least & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+    return (uint64_t)last << 32 | (first & 0x3f3f3f3f);
+}
+
+static inline float integer_of(uint64_t bytes, int b) { return bytes >> 8 * b & 63; }
+
 /* Codes in the order in which they are meant. */
 #define ordered_int8 read_int8
 #define ordered_int6 read_int6
 #define ordered_fp8 read_fp8
 
-static inline block ordered_int4(const uint8_t *w, int64_t i) {
-    const uint8_t *p = w + (i >> 1);
+static inline block ordered(const half_block *halves) {
     uint8_t codes[BLOCK];
 #ifdef __AVX2__
-    __m128i two = _mm_loadu_si128((const __m128i *)p), low = _mm_set1_epi8(15);
-    __m128i even = _mm_and_si128(two, low), odd = _mm_and_si128(_mm_srli_epi16(two, 4), low);
-    __m256i all = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-    _mm256_storeu_si256((__m256i *)codes, _mm256_sub_epi8(all, _mm256_set1_epi8(8)));
+    __m128i even = (__m128i)halves[0], odd = (__m128i)halves[1];
+    _mm_storeu_si128((__m128i *)codes, _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128((__m128i *)(codes + HALF), _mm_unpackhi_epi8(even, odd));
 #else
-    for (int j = 0; j < HALF; j++)
-        codes[2 * j] = (p[j] & 15) - 8, codes[2 * j + 1] = (p[j] >> 4) - 8;
+    for (int j = 0; j < HALF; j++) codes[2 * j] = halves[0][j], codes[2 * j + 1] = halves[1][j];
 #endif
     return read_int8(codes, 0);
+}
+
+static inline block ordered_int4(const uint8_t *w, int64_t i) {
+    half_block codes[2];
+    memcpy(codes, w + (i >> 1), HALF);
+    codes[1] = (codes[0] >> 4) - 8;
+    codes[0] = (codes[0] & 15) - 8;
+    return ordered(codes);
 }
 
 /* Rows of x as the blocks of codes lie. */
@@ -557,7 +603,8 @@ static inline void as_codes_int4(float *v) {
     memcpy(w, v, sizeof w);
     for (int j = 0; j < HALF; j++) v[j] = w[2 * j], v[HALF + j] = w[2 * j + 1];
 }
-
+#define as_codes_uint4 as_codes_int4
+#define as_codes_uint5 as_codes_int4
 
 /* `each` codes in a row share a scale. */
 #define DOT_CODED(NAME, BYTES, UNIT)                                                            \
@@ -611,6 +658,43 @@ DOT_CODED(int6, 26, 1)
 DOT_CODED(int4, 16, 1)
 DOT_CODED(fp8, 32, 0x1p8f)
 
+/* Scales lie beside minima. */
+ALWAYS groupwise_above(const int rows, const int high, const product *p, int64_t o, int64_t r,
+                       sums *out) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    const uint8_t *w = weights(p, o, 0);
+    const char *scales = scales_of(p, o), *next = p->next;
+    block sum[TOGETHER];
+    UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;
+    for (int64_t i = 0; i < p->k; i += ABOVE, w += size) {
+        float s = load(scales, i / p->each * 2, p->scales_dtype);
+        float least = load(scales, i / p->each * 2 + 1, p->scales_dtype);
+        uint64_t scale = integers_above(w + size - 12, 0), below = integers_above(w + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            READ_AHEAD(size / 8);
+            half_block codes[2];
+            numbers_above(high, w, b, codes);
+            block v = read_int8((const uint8_t *)codes, 0);
+            v = above_least(v, s * integer_of(scale, b), least * integer_of(below, b));
+            UNROLLED for (int q = 0; q < rows; q++)
+                sum[q] = add(sum[q], v, (const float *)row_of(p, r + q) + i + b * BLOCK);
+        }
+    }
+    UNROLLED for (int q = 0; q < rows; q++) out[0][q] = total(sum[q]);
+}
+#define DOT_ABOVE(NAME, HIGH)                                                                   \
+    ALWAYS groupwise_##NAME(const int outs, const int rows, const product *p, int64_t o,        \
+                            int64_t r, sums *out) {                                             \
+        groupwise_above(rows, HIGH, p, o, r, out);                                              \
+    }                                                                                           \
+    DOTS(groupwise_##NAME, 1)
+
+DOT_ABOVE(uint4, 0)
+DOT_ABOVE(uint5, 1)
+/* Scales of a row are two at least. */
+#define rowwise_uint4s groupwise_uint4s
+#define rowwise_uint5s groupwise_uint5s
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -633,8 +717,11 @@ typedef float lanes __attribute__((vector_size(WIDE)));
 
 typedef struct {
     signed_bytes even_high, odd_high, even_low, odd_low;
-    sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
-    lanes unit;        /* of each block */
+    union {
+        sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
+        lanes below; /* -1 times the sum over each of eight blocks, in the last lanes: for minima */
+    };
+    lanes unit; /* of each block */
 } fixed;
 
 /* Adds the products of bytes, four to a lane. */
@@ -643,10 +730,19 @@ static inline sums_of_four add_bytes(sums_of_four sum, unsigned_bytes a, signed_
 #if WIDE == 64
     __m512i first = _mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)x);
     return (sums_of_four)_mm512_dpbusd_epi32(first, (__m512i)b, (__m512i)y);
-#else /* of codes below 16, whose sums have room in 16 bits */
+#else /* of codes below 32, whose sums have room in 16 bits */
     __m256i first = _mm256_maddubs_epi16((__m256i)a, (__m256i)x);
     __m256i both = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)b, (__m256i)y));
     return sum + (sums_of_four)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
+#endif
+}
+
+/* a * b + sum: compilers split it where they take that for faster. */
+static inline lanes multiply_add(lanes a, lanes b, lanes sum) {
+#if WIDE == 64
+    return _mm512_fmadd_ps(a, b, sum);
+#else
+    return _mm256_fmadd_ps(a, b, sum);
 #endif
 }
 
@@ -708,7 +804,7 @@ static inline sums_of_four joined(const int parts, sums_of_four high, sums_of_fo
     return parts == 1 ? high : (high << 8) + low;
 }
 
-ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
+ALWAYS in_chunks(const int parts, const int above, const bf16 *x, fixed *to, int64_t k) {
     for (int64_t i = 0; i < k; i += CHUNK, to++) {
         memset(to, 0, sizeof *to);
         float unit[4] = {0};
@@ -727,11 +823,16 @@ ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
         sums_of_four zero = {0};
         sums_of_four high = add_bytes(zero, one, to->even_high, one, to->odd_high);
         sums_of_four low = add_bytes(zero, one, to->even_low, one, to->odd_low);
-        to->less = joined(parts, high, low) * -8;
+        sums_of_four all = joined(parts, high, low);
+        int64_t nth = i % ABOVE / BLOCK;
+        for (int l = 0; above && l < WIDE / 4; l++)
+            to[-nth / BLOCKS].below[WIDE / 4 - 8 + nth + l / 4] -= all[l] * unit[l / 4];
+        if (!above) to->less = all * -8;
     }
 }
 
-static void to_fixed(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, x, to, k); }
+static void to_fixed(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, 0, x, to, k); }
+static void to_fixed_above(const bf16 *x, fixed *to, int64_t k) { in_chunks(2, 1, x, to, k); }
 
 /* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
@@ -755,6 +856,20 @@ static inline lanes chunk_scales(const char *scales, int64_t at, int dtype) {
     __m128i u = _mm_cvtepu16_epi32(_mm_cvtsi64_si128((int64_t)bits));
     return in_lanes(_mm_castsi128_ps(_mm_slli_epi32(u, 16)));
 #endif
+}
+
+/* Adds the products of a chunk of codes; `above`, a constant: those with minima. */
+ALWAYS add_chunk(const int rows, const int parts, const int above, unsigned_bytes even,
+                 unsigned_bytes odd, lanes scale, const fixed *const *x, int64_t chunk,
+                 lanes *sum) {
+    UNROLLED for (int q = 0; q < rows; q++) {
+        const fixed *f = x[q] + chunk;
+        sums_of_four zero = {0}, less = above ? zero : f->less, first = parts == 1 ? less : zero;
+        sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
+        sums_of_four low = add_bytes(less, even, f->even_low, odd, f->odd_low);
+        lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
+        sum[q] = multiply_add(part, scale * f->unit, sum[q]);
+    }
 }
 
 /* Adds the products of numbers at .. end. `all` is the dtype where all chunks are whole and have
@@ -781,14 +896,7 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int a
             lanes scale = all == F32 ? in_lanes(some_scales(scales[s], i, p->each, p->scales_dtype,
                                                             BLOCK, blocks))
                                      : chunk_scales(scales[s], i, all);
-            UNROLLED for (int q = 0; q < rows; q++) {
-                const fixed *f = x[q] + i / CHUNK;
-                sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
-                sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
-                sums_of_four low = add_bytes(f->less, even, f->even_low, odd, f->odd_low);
-                lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
-                sum[s * rows + q] += part * (scale * f->unit);
-            }
+            add_chunk(rows, parts, 0, even, odd, scale, x, i / CHUNK, sum + s * rows);
         }
     }
 }
@@ -830,6 +938,118 @@ ALWAYS parts_int4(const int outs, const int rows, const int parts, const product
 
 IN_PARTS(fixed, 2, int4)
 
+/* Scales of eight blocks, and of their minima. */
+typedef struct {
+#if WIDE == 64
+    lanes both; /* first the ones, then the others */
+#else
+    lanes scale, least;
+#endif
+} factors;
+
+/* A scale and its minimum. */
+static inline __m128 pair_of(const char *scales, int64_t at, int dtype) {
+    if (dtype == F32) return _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(scales + 4 * at)));
+    uint32_t two;
+    memcpy(&two, scales + 2 * at, sizeof two);
+    __m128i u = _mm_cvtsi32_si128((int)two);
+    if (dtype == F16) return _mm_cvtph_ps(u);
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
+}
+
+/* The integers as integers_above has them, in the order of their blocks, times the pair. */
+static inline factors factors_of(const uint8_t *six, __m128 pair) {
+    __m128i all = _mm_loadu_si128((const __m128i *)(six - 4)), low = _mm_set1_epi8(15);
+    __m128i first = _mm_srli_si128(all, 4), last = _mm_srli_si128(all, 12);
+    last = _mm_unpacklo_epi32(last, _mm_srli_epi32(last, 4));
+    __m128i upper = _mm_and_si128(_mm_srli_epi32(first, 2), _mm_set1_epi8(0x30));
+    upper = _mm_or_si128(upper, _mm_and_si128(last, low));
+    __m128i bytes = _mm_unpacklo_epi32(_mm_and_si128(first, _mm_set1_epi8(63)), upper);
+#if WIDE == 64
+    __m512i lane = _mm512_inserti64x4(_mm512_set1_epi32(1), _mm256_setzero_si256(), 0);
+    __m512 times = _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(pair));
+    return (factors){_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), times)};
+#else
+    __m256 scale = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    __m256 least = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+    return (factors){scale * _mm256_broadcastss_ps(pair),
+                     least * _mm256_broadcastss_ps(_mm_movehdup_ps(pair))};
+#endif
+}
+
+/* The scales of the blocks of a chunk, for its lanes. */
+static inline lanes factors_in_lanes(factors f, int chunk) {
+#if WIDE == 64
+    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * chunk)), f.both);
+#else
+    __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_ps(f.scale, _mm256_add_epi32(lane, _mm256_set1_epi32(2 * chunk)));
+#endif
+}
+
+/* Upper bits of the even codes of a chunk, or of the odd ones, as 16. */
+static inline unsigned_bytes upper_bits(const uint8_t *p, int chunk, const int odd) {
+#if WIDE == 64 /* each bit is turned to its place */
+    __m512i all = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH)));
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(34 - odd - 4 * chunk & 31),
+                                       _mm256_set1_epi32(36 - odd - 4 * chunk & 31), 0);
+    return (unsigned_bytes)_mm512_rolv_epi32(all, turns) & 16;
+#else
+    __m256i all = _mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH));
+    __m256i bits = _mm256_srl_epi16(all, _mm_cvtsi32_si128(2 * chunk + odd));
+    return (unsigned_bytes)_mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(1)), 4);
+#endif
+}
+
+/* Codes with minima. */
+ALWAYS parts_above(const int outs, const int rows, const int parts, const int high,
+                   const product *p, int64_t o, int64_t r, sums *out) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
+    const fixed *x[TOGETHER];
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
+    const uint8_t *w = weights(p, o, 0);
+    const char *next = p->next;
+    int64_t row = p->k * p->bytes / 256, i = 0;
+    for (int64_t g = 0; g < p->groups; g += 2)
+        for (int64_t end = i + p->each; i < end; i += ABOVE, w += size) {
+            factors f[SIDE];
+            UNROLLED for (int s = 0; s < outs; s++) {
+                UNROLLED for (int l = 0; l < 3; l++) READ_AHEAD(size / 3);
+                __m128 pair = pair_of(scales_of(p, o + s), g, p->scales_dtype);
+                f[s] = factors_of(w + s * row + size - 12, pair);
+#if WIDE == 64
+                lanes least = f[s].both;
+#else
+                lanes least = f[s].least;
+#endif
+                UNROLLED for (int q = 0; q < rows; q++)
+                    sum[s * rows + q] = multiply_add(least, x[q][i / CHUNK].below, sum[s * rows + q]);
+            }
+            UNROLLED for (int c = 0; c < ABOVE / CHUNK; c++)
+                UNROLLED for (int s = 0; s < outs; s++) {
+                    const uint8_t *at = w + s * row;
+                    unsigned_bytes codes = *(const any_bytes *)(at + c * WIDE);
+                    unsigned_bytes even = codes & 15, odd = codes >> 4;
+                    if (high) even |= upper_bits(at, c, 0), odd |= upper_bits(at, c, 1);
+                    add_chunk(rows, parts, 1, even, odd, factors_in_lanes(f[s], c), x,
+                              i / CHUNK + c, sum + s * rows);
+                }
+        }
+    add_lanes(outs, rows, sum, out);
+}
+#define PARTS_ABOVE(FORM, HIGH)                                                                 \
+    ALWAYS parts_##FORM(const int outs, const int rows, const int parts, const product *p,      \
+                        int64_t o, int64_t r, sums *out) {                                      \
+        parts_above(outs, rows, parts, HIGH, p, o, r, out);                                     \
+    }
+PARTS_ABOVE(uint4, 0)
+PARTS_ABOVE(uint5, 1)
+IN_PARTS(fixed, 2, uint4)
+IN_PARTS(fixed, 2, uint5)
+
 /* The product with rows of x in another form, of so many bytes each. */
 #define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
     {                                                                                           \
@@ -846,13 +1066,22 @@ IN_PARTS(fixed, 2, int4)
 #define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
+#define FIXED_uint4                                                                             \
+    if (dtype == BF16) IN_FORM(to_fixed_above, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_uint4s)
+#define FIXED_uint5                                                                             \
+    if (dtype == BF16) IN_FORM(to_fixed_above, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_uint5s)
 #else
 #define FIXED_int4
+#define FIXED_uint4
+#define FIXED_uint5
 #endif
 
 #if WIDE == 64
-static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, x, to, k); }
+static void to_rounded(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, 0, x, to, k); }
+static void to_rounded_above(const bf16 *x, fixed *to, int64_t k) { in_chunks(1, 1, x, to, k); }
 IN_PARTS(rounded, 1, int4)
+IN_PARTS(rounded, 1, uint4)
+IN_PARTS(rounded, 1, uint5)
 
 static inline __m512 widen_16(const bf16 *p) {
     __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -998,7 +1227,7 @@ ALWAYS parts_int6(const int outs, const int rows, const int parts, const product
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
     const char *next = p->next;
     const uint8_t *w = weights(p, o, 0);
-    int64_t row = p->k * p->bits / 16, i = 0;
+    int64_t row = p->k * p->bytes / 256, i = 0;
     const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     for (int64_t g = 0; g < p->groups; g++) {
         float scale[SIDE];
@@ -1131,6 +1360,10 @@ DOTS(whole_int8, 8)
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int6s)
 #define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
+#define ROUNDED_uint4                                                                           \
+    IN_FORM(to_rounded_above, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_uint4s)
+#define ROUNDED_uint5                                                                           \
+    IN_FORM(to_rounded_above, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_uint5s)
 #define ROUNDED_int8                                                                            \
     IN_FORM(to_rounded_int8, fixed_line, 4, lines(k) * sizeof(fixed_line),                      \
             groups == 1 ? rounded_rows : rounded_int8s)
@@ -1141,6 +1374,8 @@ static const int ROUNDS = 1;
 #define FIXED_int8
 #define FIXED_int6
 #define ROUNDED_int4
+#define ROUNDED_uint4
+#define ROUNDED_uint5
 #define ROUNDED_int8
 #define ROUNDED_int6
 static const int ROUNDS = 0;
@@ -1148,12 +1383,12 @@ static const int ROUNDS = 0;
 #define FIXED_fp8
 #define ROUNDED_fp8
 
-#define PRODUCT_CODED(NAME, BYTES)                                                              \
+#define PRODUCT_CODED(NAME, BYTES, PER)                                                         \
     static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
                               const void *x, int rounded, void *y, int dtype, int64_t rows,     \
                               int64_t n, int64_t k, int64_t groups, int threads) {              \
-        product p = {.w = w, .bits = 16 * BYTES / BLOCK, .scales = scales,                       \
-                     .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
+        product p = {.w = w, .bytes = BYTES, .scales = scales, .scales_dtype = scales_dtype,    \
+                     .groups = groups, .each = k / groups * PER,                                \
                      .apart = k * sizeof(float), .per = sizeof(float), .y = y, .dtype = dtype,  \
                      .rows = rows, .n = n, .k = k};                                             \
         if (rounded) { ROUNDED_##NAME }                                                         \
@@ -1171,10 +1406,13 @@ static const int ROUNDS = 0;
         return 0;                                                                               \
     }
 
-PRODUCT_CODED(int8, 32)
-PRODUCT_CODED(int6, 26)
-PRODUCT_CODED(int4, 16)
-PRODUCT_CODED(fp8, 32)
+/* Bytes of 256 numbers, and scales of a group. */
+PRODUCT_CODED(int8, 256, 1)
+PRODUCT_CODED(int6, 2 * SIXES_BYTES, 1)
+PRODUCT_CODED(int4, 128, 1)
+PRODUCT_CODED(fp8, 256, 1)
+PRODUCT_CODED(uint4, ABOVE_uint4, 2)
+PRODUCT_CODED(uint5, ABOVE_uint5, 2)
 
 /* Rows of a weight for a library's product. */
 #define DECODE(NAME, BYTES, UNIT)                                                               \
@@ -1202,17 +1440,63 @@ DECODE(int6, 26, 1)
 DECODE(int4, 16, 1)
 DECODE(fp8, 32, 0x1p8f)
 
+/* Each product is rounded by itself, and so is the difference, as the definition has it: what is
+ * said to change in memory is neither reordered nor fused. */
+#define ROUNDED(V) __asm__("" : "+m"(V))
+static inline void decode_above(const int high, const uint8_t *w, const void *scales,
+                                int scales_dtype, void *y, int dtype, int64_t n, int64_t k,
+                                int64_t groups, int threads) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")
+    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+        int64_t pair = at * ABOVE / (k / groups * 2) * 2;
+        float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
+        const uint8_t *from = w + at * size;
+        uint64_t scale = integers_above(from + size - 12, 0);
+        uint64_t minima = integers_above(from + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            float v[BLOCK], below = least * integer_of(minima, b);
+            half_block codes[2];
+            numbers_above(high, from, b, codes);
+            block numbers = ordered(codes);
+            memcpy(v, &numbers, sizeof v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= integer_of(scale, b);
+            ROUNDED(v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= s;
+            ROUNDED(v);
+            for (int j = 0; j < BLOCK; j++) v[j] -= below;
+            int64_t to = at * ABOVE + b * BLOCK;
+            if (dtype == F32)
+                memcpy((float *)y + to, v, sizeof v);
+            else
+                for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[to + j] = narrow(v[j]);
+        }
+    }
+}
+#define DECODE_ABOVE(NAME, HIGH)                                                                \
+    static void decode_##NAME(const uint8_t *w, const void *scales, int scales_dtype, void *y,  \
+                              int dtype, int64_t n, int64_t k, int64_t groups, int threads) {   \
+        decode_above(HIGH, w, scales, scales_dtype, y, dtype, n, k, groups, threads);           \
+    }
+
+DECODE_ABOVE(uint4, 0)
+DECODE_ABOVE(uint5, 1)
+
 #ifdef __AVX512BW__
-/* The sixteen values of a group in bf16, twice. */
-static inline __m512i values_int4(float scale) {
-    __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    __m512 v = _mm512_mul_ps(codes, _mm512_set1_ps(scale));
+/* Sixteen numbers in bf16, as narrow() has them. */
+static inline __m256i in_bf16(__m512 v) {
     __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, even)), 16);
     __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    u = _mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0));
-    return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(u));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+/* What sixteen codes from `first` on are in bf16. */
+static inline __m256i values_of(float first, float scale, float least) {
+    __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
+    return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
 }
 
 /* As decode_int4 does, six times as fast: codes look up the values of their group. */
@@ -1220,7 +1504,7 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
                              int64_t n, int64_t k, int64_t groups, int threads) {
     _Pragma("omp parallel for schedule(static) num_threads(threads)")
     for (int64_t g = 0; g < n * groups; g++) {
-        __m512i values = values_int4(load(scales, g, scales_dtype));
+        __m512i values = _mm512_broadcast_i64x4(values_of(-8, load(scales, g, scales_dtype), 0));
         for (int64_t i = g * (k / groups); i < (g + 1) * (k / groups); i += BLOCK) {
             __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + i / 2)));
             c = _mm512_or_si512(c, _mm512_slli_epi32(c, 12));
@@ -1228,19 +1512,52 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
         }
     }
 }
+
+/* The same of codes with minima, for scales of 16 bits, whose products are exact. */
+static inline void decode_above_bf16(const int high, const uint8_t *w, const void *scales,
+                                     int scales_dtype, bf16 *y, int64_t n, int64_t k,
+                                     int64_t groups, int threads) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")
+    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+        int64_t pair = at * ABOVE / (k / groups * 2) * 2;
+        float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
+        const uint8_t *from = w + at * size;
+        uint64_t scale = integers_above(from + size - 12, 0);
+        uint64_t minima = integers_above(from + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            float d = s * integer_of(scale, b), below = least * integer_of(minima, b);
+            __m512i values = _mm512_broadcast_i64x4(values_of(0, d, below));
+            __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + b * HALF)));
+            c = _mm512_and_si512(_mm512_or_si512(c, _mm512_slli_epi32(c, 12)),
+                                 _mm512_set1_epi32(0xf000f));
+            if (high) {
+                const uint8_t *p = from + ABOVE_HIGH + b % 2 * HALF;
+                __m512i u = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+                u = _mm512_srl_epi32(u, _mm_cvtsi32_si128(b / 2 * 2));
+                u = _mm512_or_si512(_mm512_slli_epi32(u, 4), _mm512_slli_epi32(u, 19));
+                c = _mm512_or_si512(c, _mm512_and_si512(u, _mm512_set1_epi32(0x100010)));
+                values = _mm512_inserti64x4(values, values_of(16, d, below), 1);
+            }
+            _mm512_storeu_si512(y + at * ABOVE + b * BLOCK, _mm512_permutexvar_epi16(c, values));
+        }
+    }
+}
 #endif
 
-/* The functions of each form, and the codes that share a scale at least. */
+/* The functions of each form, the codes that share a scale at least, and scales of a group. */
 static const struct {
     int (*product)(const uint8_t *, const void *, int, const void *, int, void *, int, int64_t,
                    int64_t, int64_t, int64_t, int);
     void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t, int);
-    int64_t group;
+    int64_t group, scales;
 } OF[FORMS] = {
-    [INT8] = {product_int8, decode_int8, HALF},
-    [INT6] = {product_int6, decode_int6, SIXES},
-    [INT4] = {product_int4, decode_int4, BLOCK},
-    [FP8] = {product_fp8, decode_fp8, HALF},
+    [INT8] = {product_int8, decode_int8, HALF, 1},
+    [INT6] = {product_int6, decode_int6, SIXES, 1},
+    [INT4] = {product_int4, decode_int4, BLOCK, 1},
+    [FP8] = {product_fp8, decode_fp8, HALF, 1},
+    [UINT4] = {product_uint4, decode_uint4, ABOVE, 2},
+    [UINT5] = {product_uint5, decode_uint5, ABOVE, 2},
 };
 
 /* Most rows that are multiplied with codes as they are. */
@@ -1249,6 +1566,9 @@ static const struct {
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
     if (rounded && !(ROUNDS && dtype == BF16 && form != FP8)) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
+    int64_t scales = OF[form].scales;
+    if (groups % scales) return 0;
+    groups /= scales;
     if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
     return k / groups % OF[form].group == 0;
 }
@@ -1265,6 +1585,10 @@ void g4ir_decode(const void *codes, int form, const void *scales, int scales_dty
 #ifdef __AVX512BW__
     if (form == INT4 && dtype == BF16)
         return decode_int4_bf16(codes, scales, scales_dtype, y, n, k, groups, threads);
+    if (form == UINT4 && dtype == BF16 && scales_dtype != F32)
+        return decode_above_bf16(0, codes, scales, scales_dtype, y, n, k, groups, threads);
+    if (form == UINT5 && dtype == BF16 && scales_dtype != F32)
+        return decode_above_bf16(1, codes, scales, scales_dtype, y, n, k, groups, threads);
 #endif
     OF[form].decode(codes, scales, scales_dtype, y, dtype, n, k, groups, threads);
 }
