@@ -364,7 +364,7 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     import torch
 
     factor = wide(scales)
-    form = FORM_OF.get(dtype_name(codes.dtype))
+    form = FORM_OF.get(dtype_name(codes.dtype), "")
     if form in BLOCK_PARTS:
         w = _above_minima(codes, factor)
     else:
@@ -485,11 +485,11 @@ def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
         by = torch.arange(8, dtype=torch.uint8).view(4, 1, 2)
         numbers = numbers | ((high[..., None, :, None] >> by & 1) << 4).flatten(-3)
     *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
-    parts = [
+    integers, least = (
         torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
         for low, high in zip(first, (last & 15, last >> 4), strict=True)
-    ]
-    return (numbers.flatten(-2), *parts)
+    )
+    return numbers.flatten(-2), integers, least
 
 
 def by_columns(x: Any) -> Any:
