@@ -597,12 +597,14 @@ def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
     assert text in str(error.value) and "a.gguf" in str(error.value), error.value
 
 
-def test_scales_that_are_not_finite(tmp_path: Path) -> None:
-    spec = load_spec("tiny-ple")
-    file = bare_file(tmp_path / "a.gguf", spec, kind="Q8_0")
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
+def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
+    """A block's scale, or its minimum."""
+    spec = widened("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
     entry = read_container(file).tensors["blk.2.attn_q.weight"].entry
     data = bytearray(file.read_bytes())
-    data[entry.start + 34 : entry.start + 36] = b"\x00\x7e"  # NaN
+    data[entry.start + at : entry.start + at + 2] = b"\x00\x7e"  # NaN
     file.write_bytes(data)
     with pytest.raises(WeightsError, match=r"blk\.2\.attn_q\.weight.*NaN or infinite"):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)

@@ -714,6 +714,7 @@ REFUSED = {
     "- tensors: [L*.mlp.w_up]\n  form: int5": "int8 or int6 or uint5 or int4 or uint4 or fp8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: 48": "groups of 48 of int8",
     "- tensors: [L*.mlp.w_up]\n  form: uint4": "rows of 64 do not divide into the groups of 256",
+    "- tensors: [L*.mlp.w_up]\n  form: uint4\n  group: 48": "of which 32 numbers share an integer",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: -1": "group: must be",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  scale: f64": "must be bf16 or f16 or f32 or engine",
     "- tensors: []\n  form: int8": "must have 1 to 10000 items",

@@ -112,6 +112,11 @@ class Rule:
         for scheme in schemes:
             if scheme.fits(t):
                 return scheme
+        if self.first.group % (share := FORMS[self.form].share):
+            raise InputError(
+                f"{name}: rows of {t.shape[-1]} in groups of {self.first.group} of {self.form}, of "
+                f"which {share} numbers share an integer; give a multiple of {share}"
+            )
         raise InputError(
             f"{name}: rows of {t.shape[-1]} do not divide into the groups of {self.first.least} of "
             f"{self.form}; leave it out, or add `otherwise: int8`"
