@@ -737,6 +737,16 @@ static inline sums_of_four add_bytes(sums_of_four sum, unsigned_bytes a, signed_
 #endif
 }
 
+/* The same of one vector: of codes below 64 with AVX2. */
+static inline sums_of_four add_line_of_bytes(sums_of_four sum, unsigned_bytes a, signed_bytes x) {
+#if WIDE == 64
+    return (sums_of_four)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)x);
+#else
+    __m256i both = _mm256_maddubs_epi16((__m256i)a, (__m256i)x);
+    return sum + (sums_of_four)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
+#endif
+}
+
 /* a * b + sum: compilers split it where they take that for faster. */
 static inline lanes multiply_add(lanes a, lanes b, lanes sum) {
 #if WIDE == 64
@@ -865,9 +875,9 @@ ALWAYS add_chunk(const int rows, const int parts, const int above, unsigned_byte
     UNROLLED for (int q = 0; q < rows; q++) {
         const fixed *f = x[q] + chunk;
         sums_of_four zero = {0}, less = above ? zero : f->less, first = parts == 1 ? less : zero;
-        sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
-        sums_of_four low = add_bytes(less, even, f->even_low, odd, f->odd_low);
-        lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
+        sums_of_four all = add_bytes(first, even, f->even_high, odd, f->odd_high);
+        if (parts == 2) all = add_bytes((all << 8) + less, even, f->even_low, odd, f->odd_low);
+        lanes part = __builtin_convertvector(all, lanes);
         sum[q] = multiply_add(part, scale * f->unit, sum[q]);
     }
 }
@@ -940,11 +950,7 @@ IN_PARTS(fixed, 2, int4)
 
 /* Scales of eight blocks, and of their minima. */
 typedef struct {
-#if WIDE == 64
-    lanes both; /* first the ones, then the others */
-#else
-    lanes scale, least;
-#endif
+    lanes scale, least; /* in the first lanes; in the last ones */
 } factors;
 
 /* A scale and its minimum. */
@@ -968,7 +974,8 @@ static inline factors factors_of(const uint8_t *six, __m128 pair) {
 #if WIDE == 64
     __m512i lane = _mm512_inserti64x4(_mm512_set1_epi32(1), _mm256_setzero_si256(), 0);
     __m512 times = _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(pair));
-    return (factors){_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), times)};
+    __m512 both = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), times);
+    return (factors){both, both};
 #else
     __m256 scale = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
     __m256 least = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
@@ -977,14 +984,14 @@ static inline factors factors_of(const uint8_t *six, __m128 pair) {
 #endif
 }
 
-/* The scales of the blocks of a chunk, for its lanes. */
-static inline lanes factors_in_lanes(factors f, int chunk) {
+/* Of the first eight lanes, those from one on that a vector of codes needs, each four times. */
+static inline lanes four_times(lanes eight, int first) {
 #if WIDE == 64
     __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * chunk)), f.both);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(first)), eight);
 #else
     __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-    return _mm256_permutevar8x32_ps(f.scale, _mm256_add_epi32(lane, _mm256_set1_epi32(2 * chunk)));
+    return _mm256_permutevar8x32_ps(eight, _mm256_add_epi32(lane, _mm256_set1_epi32(first)));
 #endif
 }
 
@@ -992,8 +999,8 @@ static inline lanes factors_in_lanes(factors f, int chunk) {
 static inline unsigned_bytes upper_bits(const uint8_t *p, int chunk, const int odd) {
 #if WIDE == 64 /* each bit is turned to its place */
     __m512i all = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH)));
-    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(34 - odd - 4 * chunk & 31),
-                                       _mm256_set1_epi32(36 - odd - 4 * chunk & 31), 0);
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32((34 - odd - 4 * chunk) & 31),
+                                       _mm256_set1_epi32((36 - odd - 4 * chunk) & 31), 0);
     return (unsigned_bytes)_mm512_rolv_epi32(all, turns) & 16;
 #else
     __m256i all = _mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH));
@@ -1020,13 +1027,10 @@ ALWAYS parts_above(const int outs, const int rows, const int parts, const int hi
                 UNROLLED for (int l = 0; l < 3; l++) READ_AHEAD(size / 3);
                 __m128 pair = pair_of(scales_of(p, o + s), g, p->scales_dtype);
                 f[s] = factors_of(w + s * row + size - 12, pair);
-#if WIDE == 64
-                lanes least = f[s].both;
-#else
-                lanes least = f[s].least;
-#endif
-                UNROLLED for (int q = 0; q < rows; q++)
-                    sum[s * rows + q] = multiply_add(least, x[q][i / CHUNK].below, sum[s * rows + q]);
+                UNROLLED for (int q = 0; q < rows; q++) {
+                    const int b = s * rows + q;
+                    sum[b] = multiply_add(f[s].least, x[q][i / CHUNK].below, sum[b]);
+                }
             }
             UNROLLED for (int c = 0; c < ABOVE / CHUNK; c++)
                 UNROLLED for (int s = 0; s < outs; s++) {
@@ -1034,7 +1038,7 @@ ALWAYS parts_above(const int outs, const int rows, const int parts, const int hi
                     unsigned_bytes codes = *(const any_bytes *)(at + c * WIDE);
                     unsigned_bytes even = codes & 15, odd = codes >> 4;
                     if (high) even |= upper_bits(at, c, 0), odd |= upper_bits(at, c, 1);
-                    add_chunk(rows, parts, 1, even, odd, factors_in_lanes(f[s], c), x,
+                    add_chunk(rows, parts, 1, even, odd, four_times(f[s].scale, c * BLOCKS), x,
                               i / CHUNK + c, sum + s * rows);
                 }
         }
@@ -1049,6 +1053,115 @@ PARTS_ABOVE(uint4, 0)
 PARTS_ABOVE(uint5, 1)
 IN_PARTS(fixed, 2, uint4)
 IN_PARTS(fixed, 2, uint5)
+
+/* Codes of a byte whose groups have scales: x as for 4-bit codes, a vector of codes at a time. */
+typedef struct {
+    signed_bytes high, low;
+    sums_of_four less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
+    lanes unit;        /* of each block */
+} fixed_line;
+
+enum { BIAS_int8 = 128, BIAS_int6 = 32 };
+
+ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, int64_t k) {
+    for (int64_t i = 0; i < k; i += WIDE, to++) {
+        memset(to, 0, sizeof *to);
+        float unit[4] = {0};
+        for (int b = 0; b < WIDE / BLOCK && i + b * BLOCK < k; b++) {
+            integers v = block_to_integers(parts, x + i + b * BLOCK);
+            memcpy((char *)&to->high + b * BLOCK, v.high, BLOCK);
+            memcpy((char *)&to->low + b * BLOCK, v.low, BLOCK);
+            unit[b * 2] = unit[b * 2 + 1] = v.unit;
+        }
+        unsigned_bytes one = (unsigned_bytes){0} + 1;
+        sums_of_four zero = {0}, high = add_line_of_bytes(zero, one, to->high);
+        to->less = joined(parts, high, add_line_of_bytes(zero, one, to->low)) * -bias;
+        to->unit = in_lanes(_mm_loadu_ps(unit));
+    }
+}
+
+#define LINES_OF(NAME, PARTS, FORM)                                                             \
+    static void to_##NAME##_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                  \
+        in_lines(PARTS, BIAS_##FORM, x, to, k);                                                 \
+    }
+LINES_OF(fixed, 2, int6)
+
+/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
+ALWAYS add_line(const int rows, const int parts, unsigned_bytes codes, lanes scale,
+                const fixed_line *const *x, int64_t line, lanes *sum) {
+    UNROLLED for (int q = 0; q < rows; q++) {
+        const fixed_line *f = x[q] + line;
+        sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
+        sums_of_four high = add_line_of_bytes(first, codes, f->high);
+        sums_of_four low = add_line_of_bytes(f->less, codes, f->low);
+        lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
+        sum[q] = multiply_add(part, scale * f->unit, sum[q]);
+    }
+}
+
+/* A vector of the numbers + 32 that lie together in int6. */
+static inline unsigned_bytes sixes(const uint8_t *p, const int nth) {
+#if WIDE == 64 /* each upper part is turned to its place */
+    __m512i low = _mm512_loadu_si512(p);
+    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(nth ? 30 : 2),
+                                       _mm256_set1_epi32(nth ? 0 : 4), 0);
+    __m512i high = _mm512_rolv_epi32(_mm512_broadcast_i64x4(upper), turns);
+    if (nth) low = _mm512_srli_epi32(low, 4);
+    low = _mm512_and_si512(low, _mm512_set1_epi8(15));
+    /* low | high & 0x30 */
+    return (unsigned_bytes)_mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
+#else
+    __m256i low = _mm256_loadu_si256((const __m256i *)(p + nth % 2 * BLOCK));
+    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
+    if (nth / 2) low = _mm256_srli_epi16(low, 4);
+    upper = nth < 3 ? _mm256_slli_epi16(upper, 4 - 2 * nth) : _mm256_srli_epi16(upper, 2);
+    low = _mm256_and_si256(low, _mm256_set1_epi8(15));
+    return (unsigned_bytes)_mm256_or_si256(low, _mm256_and_si256(upper, _mm256_set1_epi8(0x30)));
+#endif
+}
+
+/* The scales of half blocks that lie together: their integers times the scale of the group. */
+static inline lanes shared_scales(const uint8_t *p, float scale) {
+    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
+    __m256 made = _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
+#if WIDE == 64
+    return _mm512_castps256_ps512(made);
+#else
+    return made;
+#endif
+}
+
+ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
+                  int64_t r, sums *out) {
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
+    const fixed_line *x[TOGETHER];
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
+    const char *next = p->next;
+    const uint8_t *w = weights(p, o, 0);
+    int64_t row = p->k * p->bytes / 256, i = 0;
+    for (int64_t g = 0; g < p->groups; g++) {
+        float scale[SIDE];
+        UNROLLED for (int s = 0; s < outs; s++)
+            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
+        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
+            lanes shared[SIDE];
+            UNROLLED for (int s = 0; s < outs; s++) {
+                READ_AHEAD(SIXES_BYTES / 2);
+                READ_AHEAD(SIXES_BYTES / 2);
+                shared[s] = shared_scales(w + s * row, scale[s]);
+            }
+            UNROLLED for (int nth = 0; nth < SIXES / WIDE; nth++)
+                UNROLLED for (int s = 0; s < outs; s++)
+                    add_line(rows, parts, sixes(w + s * row, nth),
+                             four_times(shared[s], nth * WIDE / HALF), x, i / WIDE + nth,
+                             sum + s * rows);
+        }
+    }
+    add_lanes(outs, rows, sum, out);
+}
+IN_PARTS(fixed, 2, int6)
 
 /* The product with rows of x in another form, of so many bytes each. */
 #define IN_FORM(TO, FORM, PER, BYTES, DOTS_OF)                                                  \
@@ -1066,12 +1179,16 @@ IN_PARTS(fixed, 2, uint5)
 #define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_int4s)
+#define FIXED_int6                                                                              \
+    if (dtype == BF16)                                                                          \
+        IN_FORM(to_fixed_int6, fixed_line, 4, k / WIDE * sizeof(fixed_line), fixed_int6s)
 #define FIXED_uint4                                                                             \
     if (dtype == BF16) IN_FORM(to_fixed_above, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_uint4s)
 #define FIXED_uint5                                                                             \
     if (dtype == BF16) IN_FORM(to_fixed_above, fixed, 3, CHUNKS(k) * sizeof(fixed), fixed_uint5s)
 #else
 #define FIXED_int4
+#define FIXED_int6
 #define FIXED_uint4
 #define FIXED_uint5
 #endif
@@ -1083,48 +1200,14 @@ IN_PARTS(rounded, 1, int4)
 IN_PARTS(rounded, 1, uint4)
 IN_PARTS(rounded, 1, uint5)
 
+LINES_OF(fixed, 2, int8)
+LINES_OF(rounded, 1, int8)
+LINES_OF(rounded, 1, int6)
+
 static inline __m512 widen_16(const bf16 *p) {
     __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
 }
-
-/* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
-typedef struct {
-    __m512i high, low;
-    __m512i less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
-    lanes unit;   /* of each block */
-} fixed_line;
-
-enum { BIAS_int8 = 128, BIAS_int6 = 32 };
-
-ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, int64_t k) {
-    for (int64_t i = 0; i < k; i += LINE, to++) {
-        memset(to, 0, sizeof *to);
-        float unit[LINE / HALF] = {0};
-        for (int b = 0; b < LINE / BLOCK && i + b * BLOCK < k; b++) {
-            integers v = block_to_integers(parts, x + i + b * BLOCK);
-            memcpy((char *)&to->high + b * BLOCK, v.high, BLOCK);
-            memcpy((char *)&to->low + b * BLOCK, v.low, BLOCK);
-            unit[b * 2] = unit[b * 2 + 1] = v.unit;
-        }
-        __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
-        __m512i high = _mm512_dpbusd_epi32(zero, one, to->high);
-        __m512i low = _mm512_dpbusd_epi32(zero, one, to->low);
-        sums_of_four sum = joined(parts, (sums_of_four)high, (sums_of_four)low);
-        to->less = (__m512i)(sum * -bias);
-        to->unit = in_lanes(_mm_loadu_ps(unit));
-    }
-}
-
-#define LINES_OF(FORM)                                                                          \
-    static void to_fixed_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                     \
-        in_lines(2, BIAS_##FORM, x, to, k);                                                     \
-    }                                                                                           \
-    static void to_rounded_##FORM(const bf16 *x, fixed_line *to, int64_t k) {                   \
-        in_lines(1, BIAS_##FORM, x, to, k);                                                     \
-    }
-LINES_OF(int8)
-LINES_OF(int6)
 
 /* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
  * lie: two of 16 bits, four of 32, or as they may; or that there is one for the row, which counts
@@ -1144,19 +1227,6 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
 }
 
-/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
-ALWAYS add_line(const int rows, const int parts, __m512i codes, lanes scale,
-                const fixed_line *const *x, int64_t line, lanes *sum) {
-    UNROLLED for (int q = 0; q < rows; q++) {
-        const fixed_line *f = x[q] + line;
-        __m512i zero = _mm512_setzero_si512(), first = parts == 1 ? f->less : zero;
-        __m512i high = _mm512_dpbusd_epi32(first, codes, f->high);
-        __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
-        __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
-        sum[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale * f->unit, sum[q]);
-    }
-}
-
 ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int form,
                    const product *p, int64_t o, int64_t at, int64_t end, int64_t r, lanes *sum) {
     const uint8_t *w[TOGETHER];
@@ -1174,9 +1244,9 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
             READ_AHEAD(LINE);
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
-            codes = _mm512_xor_si512(codes, bias);
+            unsigned_bytes biased = (unsigned_bytes)_mm512_xor_si512(codes, bias);
             lanes scale = in_lanes(line_scales(form, p, scales[s], i, halves));
-            add_line(rows, parts, codes, scale, x, i / LINE, sum + s * rows);
+            add_line(rows, parts, biased, scale, x, i / LINE, sum + s * rows);
         }
     }
 }
@@ -1200,58 +1270,6 @@ ALWAYS parts_int8(const int outs, const int rows, const int parts, const product
 IN_PARTS(fixed, 2, int8)
 IN_PARTS(rounded, 1, int8)
 
-/* Half of the numbers + 32 that lie together in int6; each upper part is turned to its place. */
-static inline __m512i sixes(const uint8_t *p, const int half) {
-    __m512i low = _mm512_loadu_si512(p);
-    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
-    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(half ? 30 : 2),
-                                       _mm256_set1_epi32(half ? 0 : 4), 0);
-    __m512i high = _mm512_rolv_epi32(_mm512_broadcast_i64x4(upper), turns);
-    if (half) low = _mm512_srli_epi32(low, 4);
-    low = _mm512_and_si512(low, _mm512_set1_epi8(15));
-    /* low | high & 0x30 */
-    return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
-}
-
-/* The scales of half blocks that lie together: their integers times the scale of the group. */
-static inline __m256 shared_scales(const uint8_t *p, float scale) {
-    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
-}
-
-ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
-                  int64_t r, sums *out) {
-    lanes sum[MOST_SUMS];
-    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
-    const fixed_line *x[TOGETHER];
-    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
-    const char *next = p->next;
-    const uint8_t *w = weights(p, o, 0);
-    int64_t row = p->k * p->bytes / 256, i = 0;
-    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    for (int64_t g = 0; g < p->groups; g++) {
-        float scale[SIDE];
-        UNROLLED for (int s = 0; s < outs; s++)
-            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
-        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
-            __m512 shared[SIDE];
-            UNROLLED for (int s = 0; s < outs; s++) {
-                READ_AHEAD(SIXES_BYTES / 2);
-                READ_AHEAD(SIXES_BYTES / 2);
-                shared[s] = _mm512_castps256_ps512(shared_scales(w + s * row, scale[s]));
-            }
-            UNROLLED for (int half = 0; half < 2; half++) {
-                __m512i at = half ? _mm512_add_epi32(lane, _mm512_set1_epi32(4)) : lane;
-                UNROLLED for (int s = 0; s < outs; s++)
-                    add_line(rows, parts, sixes(w + s * row, half),
-                             _mm512_permutexvar_ps(at, shared[s]), x, i / LINE + half,
-                             sum + s * rows);
-            }
-        }
-    }
-    add_lanes(outs, rows, sum, out);
-}
-IN_PARTS(fixed, 2, int6)
 IN_PARTS(rounded, 1, int6)
 
 /* Of codes with one scale for a row. */
@@ -1356,9 +1374,6 @@ DOTS(whole_int8, 8)
         IN_FORM(to_whole, whole, 3, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)         \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_int8, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int8s)
-#define FIXED_int6                                                                              \
-    if (dtype == BF16)                                                                          \
-        IN_FORM(to_fixed_int6, fixed_line, 4, lines(k) * sizeof(fixed_line), fixed_int6s)
 #define ROUNDED_int4 IN_FORM(to_rounded, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_int4s)
 #define ROUNDED_uint4                                                                           \
     IN_FORM(to_rounded_above, fixed, 3, CHUNKS(k) * sizeof(fixed), rounded_uint4s)
@@ -1372,7 +1387,6 @@ DOTS(whole_int8, 8)
 static const int ROUNDS = 1;
 #else
 #define FIXED_int8
-#define FIXED_int6
 #define ROUNDED_int4
 #define ROUNDED_uint4
 #define ROUNDED_uint5

@@ -468,7 +468,7 @@ def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
     even, odd = (parts & 15).unbind(-1)
     made = [(even | odd << 4).flatten(-2)]
     if BLOCK_PARTS[form][1]:
-        by = torch.arange(8, dtype=torch.uint8).view(4, 1, 2)
+        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
         made.append((parts >> 4 << by).sum((-3, -1), dtype=torch.uint8))
     made.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
     return torch.cat(made, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
@@ -482,7 +482,7 @@ def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
     low, high, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
     numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
     if sizes[1]:
-        by = torch.arange(8, dtype=torch.uint8).view(4, 1, 2)
+        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
         numbers = numbers | ((high[..., None, :, None] >> by & 1) << 4).flatten(-3)
     *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
     integers, least = (
