@@ -695,6 +695,18 @@ def test_engines_of_codes_with_minima(tmp_path: Path, backend: str) -> None:
     assert written == prepared.param_bytes()
 
 
+@pytest.mark.parametrize("form", ["int6", *BLOCK_PARTS])
+def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
+    """The table, gathered from and multiplied with, is one param in both graphs."""
+    rule = Rule(("L*.mlp.w_*", "L*.moe.*", "embed.table"), form)
+    program = quantised_program(widened("tiny-moe"), Recipe((rule,), "r"))
+    packing = split_program(find_backend("torch").stored(program, "cuda"))
+    params = packing.program.params().values()
+    assert not {FORMS[f].codes for f in ("int6", *BLOCK_PARTS)} & {v.type.dtype for v in params}
+    tables = [v for g in packing.program.graphs.values() for v in g.params if "table" in v.name]
+    assert len(tables) > len({*tables}) == (2 if form == "int6" else 1)
+
+
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
     file = checkpoint / "model.safetensors"
