@@ -30,7 +30,9 @@ FORMS = {
     "int8 by 32": ("int8", 32, "f16"),
     "int8 by 16": ("int8", 16, "f32"),
     "int6 by 256": ("int6", 256, "f16"),
+    "uint5 by 256": ("uint5", 256, "f16"),
     "int4 by 32": ("int4", 32, "bf16"),
+    "uint4 by 256": ("uint4", 256, "f16"),
     "fp8": ("fp8", 0, "bf16"),
 }
 #: bytes that pass before a weight comes again: more than any cache holds

@@ -164,6 +164,20 @@ def fewest(names: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
 
 
+def widened(name: str) -> Spec:
+    """A tiny spec whose rows are multiples of 256, as blocks of GGUF's K types are; its projections
+    of per-layer embeddings are not."""
+    spec = load_spec(name)
+    text = replace(spec.text, hidden_size=256, intermediate_size=256, pattern=("sliding", "full"))
+    text = replace(text, num_hidden_layers=2)
+    if text.moe:
+        text = replace(text, moe=replace(text.moe, intermediate_size=256))
+    if text.ple:
+        ple = replace(text.ple, dim=64)
+        text = replace(text, num_hidden_layers=4, num_kv_shared_layers=2, ple=ple)
+    return check_spec(replace(spec, text=text))
+
+
 def spec_called(name: str) -> Spec:
     """`e2b-small`, `random-7`, `combined`, or a shipped spec."""
     if name == "combined":

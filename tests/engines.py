@@ -13,7 +13,7 @@ import torch
 import g4ir
 from g4ir.engine.artefact import MANIFEST, manifest_text
 from g4ir.engine.engine import Engine
-from g4ir.spec.record import load_spec
+from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
@@ -40,9 +40,9 @@ def limits_of(backend: str, name: str) -> dict[str, Any]:
     return (COMPILED if backend == "torch" else OPTIONS)[name]
 
 
-def random_checkpoint(folder: Path, name: str, seed: int = 0) -> Path:
+def random_checkpoint(folder: Path, name: str | Spec, seed: int = 0) -> Path:
     """A checkpoint directory of a spec, in fp32."""
-    spec = load_spec(name)
+    spec = load_spec(name) if isinstance(name, str) else name
     return write_checkpoint(folder, spec, RandomCheckpoint(spec, seed, torch.float32))
 
 

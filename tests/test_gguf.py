@@ -27,7 +27,7 @@ from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops import OPS
-from g4ir.ops.quant import dequantized
+from g4ir.ops.quant import FORMS, dequantized
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.configs import NAMES, spec_called
+from tests.configs import NAMES, spec_called, widened
 from tests.gguf_files import (
     BLOCKS,
     TEMPLATE,
@@ -83,7 +83,7 @@ def test_blocks_to_the_bit(kind: str) -> None:
         return
     form = CODED[kind]
     codes, scales = form.codes(data), form.scales(data)
-    assert block // scales.shape[-1] == form.scheme.group
+    assert block // scales.shape[-1] * FORMS[form.scheme.form].scales == form.scheme.group
     assert torch.equal(dequantized(codes, scales, torch.float32), want)
     assert torch.equal(form.numbers(data), want)
 
@@ -140,17 +140,6 @@ def holding(oracle: Oracle, meant: dict[str, torch.Tensor]) -> Oracle:
     return replace(oracle, model=model)
 
 
-def widened(name: str) -> Spec:
-    """A tiny spec whose rows K blocks divide, but for those of experts."""
-    spec = load_spec(name)
-    text = replace(spec.text, hidden_size=256, intermediate_size=256, pattern=("sliding", "full"))
-    text = replace(text, num_hidden_layers=2)
-    if text.ple:
-        ple = replace(text.ple, dim=64)
-        text = replace(text, num_hidden_layers=4, num_kv_shared_layers=2, ple=ple)
-    return check_spec(replace(spec, text=text))
-
-
 def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
     """f32[rows, T, vocab]: a prompt, then token by token."""
     session = engine.session(batch=2)
@@ -194,10 +183,12 @@ def test_a_file_in_float32_is_the_model(tmp_path: Path) -> None:
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> str:
-    """As files that people have: most in 4 bits, tables in Q6_K, some of each layer otherwise."""
+    """As files that people have: most in 4 bits, tables in Q6_K, some of each layer otherwise, so
+    that gate and up are held differently."""
     if "embed_tokens" in name:
         return all_of("Q6_K", "Q8_0")(name, shape)
-    others = {"v_proj": "Q8_0", "up_proj": "BF16", "down_proj": "Q5_K", "per_layer": "F16"}
+    others = {"v_proj": "Q8_0", "up_proj": "BF16", "down_proj": "Q5_K", "o_proj": "Q4_K"}
+    others["per_layer"] = "F16"
     kind = next((k for part, k in others.items() if part in name), "Q4_0")
     return all_of(kind, "Q8_0")(name, shape)
 
@@ -211,17 +202,24 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
     rules = engine.manifest["quant"]["rules"]
     forms = {(r["form"], r["group"], r["scale"]) for r in rules}
-    assert {("int4", 32, "f16"), ("int6", 256, "f16"), ("int8", 32, "f16")} == forms
+    wide = {(form, 256, "f16") for form in ("uint4", "uint5", "int6")}
+    assert {("int4", 32, "f16"), ("int8", 32, "f16"), *wide} == forms
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
     assert report.ok and report.against == "hf"
     assert "not measured: the checkpoint holds codes" in report.text()
 
 
+#: bytes of a number in codes, and with onnx, which has those of the head by columns for Q6_K
+HELD = {"Q4_K": (144 / 256, 4), "Q5_K": (176 / 256, 4), "Q6_K": (210 / 256, 2 * 1.25)}
+
+
 @pytest.mark.parametrize("backend", ["reference", "onnx"])
-def test_six_bits(tmp_path: Path, backend: str) -> None:
-    """Held in the file's own bytes, or where products take no such codes in those of int8."""
-    engine, peer, meant = built(tmp_path, widened("tiny-ple"), all_of("Q6_K", "Q8_0"), backend)
+@pytest.mark.parametrize("kind", HELD)
+def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:
+    """Held in the file's own bytes, or where products take no such codes in those of int8 or as
+    what they mean."""
+    engine, peer, meant = built(tmp_path, widened("tiny-ple"), all_of(kind, "Q8_0"), backend)
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
     names = {"L0.attn.wq": "layers.0.self_attn.q_proj.weight", "embed.table": TOKEN_TABLE}
     for param, name in names.items():
@@ -229,8 +227,7 @@ def test_six_bits(tmp_path: Path, backend: str) -> None:
     sizes = {n: t.numel() * t.element_size() for n, t in packed_tensors(tmp_path / "engine")}
     table = sum(size for n, size in sizes.items() if n.startswith("embed.table"))
     numbers = meant[TOKEN_TABLE].numel()
-    held = {"reference": numbers * 210 / 256, "onnx": numbers * 1.25 * 2}
-    assert table == held[backend]  # onnx has the head's by columns, too
+    assert table == numbers * HELD[kind][backend == "onnx"]
     assert verify_engine(engine).ok
     assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
 
@@ -268,7 +265,7 @@ def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Numbers with minima are rounded once; codes stay what they are."""
+    """Numbers with minima are rounded to fp32 and then to the dtype, however they are held."""
     engine, _, meant = built(tmp_path, widened("tiny-dense"), all_of("Q4_K"), dtype="bfloat16")
     name = "layers.0.mlp.up_proj.weight"
     assert torch.equal(engine.param("L0.mlp.w_up"), meant[name].to(torch.bfloat16))
@@ -278,7 +275,7 @@ def opened(path: Path, spec: Spec, dtype: str = "f32") -> Checkpoint:
     return open_gguf(read_container(path), spec, dtype)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q6_K", "Q4_1", "F16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "F16"])
 def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_forms, "PIECE", 100)
     spec = widened("tiny-ple") if kind in BLOCKS else load_spec("tiny-ple")
@@ -600,12 +597,14 @@ def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
     assert text in str(error.value) and "a.gguf" in str(error.value), error.value
 
 
-def test_scales_that_are_not_finite(tmp_path: Path) -> None:
-    spec = load_spec("tiny-ple")
-    file = bare_file(tmp_path / "a.gguf", spec, kind="Q8_0")
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
+def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
+    """A block's scale, or its minimum."""
+    spec = widened("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
     entry = read_container(file).tensors["blk.2.attn_q.weight"].entry
     data = bytearray(file.read_bytes())
-    data[entry.start + 34 : entry.start + 36] = b"\x00\x7e"  # NaN
+    data[entry.start + at : entry.start + at + 2] = b"\x00\x7e"  # NaN
     file.write_bytes(data)
     with pytest.raises(WeightsError, match=r"blk\.2\.attn_q\.weight.*NaN or infinite"):
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)

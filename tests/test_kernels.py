@@ -21,8 +21,8 @@ from g4ir.backends.torch_compile import pyops, runtime, scratch
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.quant import FORMS, dequantized, folded
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.quant import BLOCK_PARTS, FORMS, dequantized, folded
+from g4ir.ops.types import ITEMSIZE, torch_dtype
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
 QUANTIZE: Any = OPS["quantize"].reference
@@ -49,7 +49,14 @@ def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     assert (got[0].double() - want).abs().max() <= BUDGET[dtype] * want.abs().max().clamp(min=1)
 
 
-CODED = {"int8": (0, 32), "int6": (0, 128), "int4": (32, 64), "fp8": (0, 96)}
+CODED = {
+    "int8": (0, 32),
+    "int6": (0, 128),
+    "uint5": (256, 0),
+    "int4": (32, 64),
+    "uint4": (256, 512),
+    "fp8": (0, 96),
+}
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -80,6 +87,10 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
     """Bit for bit, for every code there is."""
     if form == "int4":
         codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    elif form in BLOCK_PARTS:  # all bytes are codes
+        size = FORMS[form].held(2048) * ITEMSIZE[FORMS[form].codes]
+        raw = torch.randint(0, 256, (16, size), dtype=torch.uint8)
+        codes = raw.view(torch_dtype(FORMS[form].codes))
     elif form == "int6":  # every number with every integer
         numbers = torch.arange(-32, 32).repeat(256).view(16, 1024)
         codes = folded(numbers, torch.arange(-128, 128).repeat_interleave(4).view(16, 64))
@@ -90,6 +101,7 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
         codes = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(codes.dtype)
     for groups, part, scale in ((1, 1, "bf16"), (2, 0.75, "f32"), (6, 0.75, "f16")):
         some = codes[:, : int(codes.shape[1] * part)].contiguous()
+        groups *= FORMS[form].scales
         scales = (torch.rand(codes.shape[0], groups) * 2**-6).to(torch_dtype(scale))
         got = pyops.decoded(some, scales, dtype)
         assert torch.equal(got, dequantized(some, scales, dtype))
@@ -114,6 +126,10 @@ GROUPS = (
     ("int6", 128, "f16"),
     ("int6", 256, "f16"),
     ("int6", 0, "bf16"),
+    ("uint5", 256, "f16"),
+    ("uint5", 0, "f32"),
+    ("uint4", 256, "f16"),
+    ("uint4", 512, "bf16"),
     ("fp8", 16, "bf16"),
 )
 
@@ -147,9 +163,9 @@ def test_groups_and_outliers(
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(form: str, bad: float) -> None:
-    codes, scales = QUANTIZE(torch.randn(9, 384), form=form, group=CODED[form][0], scale="bf16")
+    codes, scales = QUANTIZE(torch.randn(9, 768), form=form, group=CODED[form][0], scale="bf16")
     for dtype in BUDGET:
-        x = torch.ones(2, 384, dtype=dtype)
+        x = torch.ones(2, 768, dtype=dtype)
         x[0, 77] = bad
         got = pyops.linear_coded(x, codes, scales)
         assert not got[0].isfinite().any() and got[1].isfinite().all()
@@ -166,10 +182,10 @@ def test_codes_of_an_unknown_dtype_are_made_dense() -> None:
 @pytest.mark.parametrize("form", CODED)
 def test_experts_of_codes(form: str, tokens: int) -> None:
     g = torch.Generator().manual_seed(tokens)
-    x = torch.randn(1, tokens, 128, generator=g)
+    x = torch.randn(1, tokens, 256, generator=g)
     weights = torch.rand(1, tokens, 2, generator=g)
     index = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(tokens)])[None]
-    gate_up, down = torch.randn(4, 256, 128, generator=g), torch.randn(4, 128, 128, generator=g)
+    gate_up, down = torch.randn(4, 512, 256, generator=g), torch.randn(4, 256, 256, generator=g)
     parts = [QUANTIZE(w, form=form, group=CODED[form][0], scale="f32") for w in (gate_up, down)]
     dense = [dequantized(*p, torch.float32) for p in parts]
     want = experts_op.reference(x, weights, index, *dense, act="silu")
@@ -394,13 +410,14 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Directly with a few rows; with many, in half precision, and with rows apart in memory through
     the op."""
     g = torch.Generator().manual_seed(0)
-    w = torch.randn(24, 128, generator=g).bfloat16()
+    w = torch.randn(24, 256, generator=g).bfloat16()
     forms = (("int8", 0), ("int8", 64), ("int6", 128), ("int4", 32), ("fp8", 0))
+    forms = (*forms, ("uint4", 256), ("uint5", 256))
     codes = tuple(QUANTIZE(w, form=form, group=group, scale="f32") for form, group in forms)
-    x = torch.randn(1, 2, 128, generator=g).bfloat16()
+    x = torch.randn(1, 2, 256, generator=g).bfloat16()
     path, sizes = (
         tmp_path / "products.pt2",
-        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * 5),
+        ({1: torch.export.Dim.DYNAMIC(min=1)}, {}, ((None, None),) * len(forms)),
     )
     with compiler._any_size():
         exported = torch.export.export(
@@ -415,7 +432,7 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     library, seen = pyops._library_linear, []
 
     def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen.append((x.dtype, x.numel() // 128))
+        seen.append((x.dtype, x.numel() // 256))
         return library(x, w)
 
     monkeypatch.setattr(pyops, "_library_linear", counted)
@@ -427,7 +444,7 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (100, {(f16, 100), (bf16, 50), (bf16, 100), (f32, 100)}),
     ):
         seen.clear()
-        x = torch.randn(1, rows, 128, generator=g).bfloat16()
+        x = torch.randn(1, rows, 256, generator=g).bfloat16()
         operands = [x, w, *(t for c in codes for t in c)]
         made, right = call(operands), Products()(x, w, codes)
         assert len(made) == len(right)

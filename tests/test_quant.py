@@ -35,7 +35,19 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.quant import FORM_OF, FORMS, PACKED, folded, packed, unfolded, unpacked
+from g4ir.ops.quant import (
+    BLOCK_PARTS,
+    FORM_OF,
+    FORMS,
+    PACKED,
+    folded,
+    from_blocks,
+    in_six_bits,
+    packed,
+    to_blocks,
+    unfolded,
+    unpacked,
+)
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
@@ -49,7 +61,7 @@ from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
 from tests.coded_products import asked_of
-from tests.configs import NAMES, few, fewest, spec_called
+from tests.configs import NAMES, few, fewest, spec_called, widened
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
 from tests.runner import Session, built_program
@@ -142,6 +154,36 @@ def test_integers_are_the_least_that_hold_their_numbers(group: int) -> None:
     assert 0.015 < (made - w.float()).norm() / w.float().norm() < 0.025
     as_bytes = OPS["as_bytes"].reference(codes, scales)  # type: ignore[misc]
     assert torch.equal(dequantize(*as_bytes), made)
+
+
+@pytest.mark.parametrize("form", BLOCK_PARTS)
+def test_codes_with_minima_come_back(form: str) -> None:
+    """Two groups of a row, of 512 numbers each, which have 16 integers and as many of minima."""
+    random = torch.Generator().manual_seed(0)
+    most = int(FORMS[form].largest)
+    numbers = torch.randint(0, most + 1, (2, 1024), generator=random, dtype=torch.uint8)
+    parts = torch.randint(0, 64, (2, 2, 32), generator=random, dtype=torch.uint8)
+    codes = to_blocks(numbers, in_six_bits(*parts), form)
+    assert all(map(torch.equal, from_blocks(codes), (numbers, *parts)))
+    scales, minima = torch.rand(2, 2, 2, generator=random)
+    made = dequantize(codes, torch.stack((scales, minima), -1).flatten(1))
+    scale, minimum = (t.repeat_interleave(16, 1)[..., None] for t in (scales, minima))
+    integer, least = parts.float()[..., None]
+    want = numbers.unflatten(1, (32, 32)) * integer * scale - least * minimum
+    assert torch.equal(made, want.flatten(1))
+
+
+@pytest.mark.parametrize(("form", "most"), [("uint4", 0.076), ("uint5", 0.039)])
+@pytest.mark.parametrize("group", [32, 256, 0])
+def test_minima_of_small_square_error(form: str, most: float, group: int) -> None:
+    """Less than of int4 on Gaussian weights, and half of that where all have one sign."""
+    w = gaussian(64, 1024)
+    w[3], w[4], w[5] = 0, 2, -3
+    for x, bound in ((w, most), (w.abs(), most * 0.6), (-w.abs() - 1, most * 0.4)):
+        codes, scales = OPS["quantize"].reference(x, form=form, group=group, scale="f16")  # type: ignore[misc]
+        off = (dequantize(codes, scales) - x.float()).norm(dim=1)
+        assert off.norm() / x.float().norm() < bound
+        assert (off[3:6] <= 1e-3 * x[3:6].float().norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("form", SCHEMES)
@@ -630,6 +672,41 @@ def test_groups_and_scales_of_ones_own(tmp_path: Path) -> None:
     assert verify_engine(engine, against="hf").ok
 
 
+@pytest.mark.parametrize(
+    "backend", ["reference", "onnx", pytest.param("torch", marks=pytest.mark.full)]
+)
+def test_engines_of_codes_with_minima(tmp_path: Path, backend: str) -> None:
+    """Matrices, experts and the table; the bytes of the files are those that were planned."""
+    file = tmp_path / "r.yaml"
+    rule = "- tensors: [{}]\n  form: {}\n  otherwise: int8\n"
+    names = {"uint4": "L*.mlp.w_*, L*.moe.*, embed.table", "uint5": "L*.attn.w*"}
+    file.write_text("rules:\n" + "".join(rule.format(n, form) for form, n in names.items()))
+    spec = widened("tiny-moe")
+    checkpoint = random_checkpoint(tmp_path / "c", spec, seed=3)
+    options = BuildOptions(checkpoint, backend=backend, quant=file, dtype="float32", **LIMITS)
+    prepared = prepare(spec, options)
+    write_engine(prepared, tmp_path / "e", no_progress)
+    engine = g4ir.load_engine(tmp_path / "e")
+    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
+    held = {v.type.dtype for v in engine.program.params().values()}
+    assert {"i32", "i16"} <= held or backend == "onnx"
+    files = (tmp_path / "e").glob("*.safetensors")
+    written = sum(e.nbytes for f in files for e in read_header(f).entries.values())
+    assert written == prepared.param_bytes()
+
+
+@pytest.mark.parametrize("form", ["int6", *BLOCK_PARTS])
+def test_a_gpu_is_given_what_its_kernels_read(form: str) -> None:
+    """The table, gathered from and multiplied with, is one param in both graphs."""
+    rule = Rule(("L*.mlp.w_*", "L*.moe.*", "embed.table"), form)
+    program = quantised_program(widened("tiny-moe"), Recipe((rule,), "r"))
+    packing = split_program(find_backend("torch").stored(program, "cuda"))
+    params = packing.program.params().values()
+    assert not {FORMS[f].codes for f in ("int6", *BLOCK_PARTS)} & {v.type.dtype for v in params}
+    tables = [v for g in packing.program.graphs.values() for v in g.params if "table" in v.name]
+    assert len(tables) > len({*tables}) == (2 if form == "int6" else 1)
+
+
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
     file = checkpoint / "model.safetensors"
@@ -646,8 +723,10 @@ REFUSED = {
     "- tensors: [L*.norm_in]\n  form: int8": "names no weight; weights are embed.table",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n- tensors: [L1.*]\n  form: int4": "names L1.mlp.w_up",
     "- tensors: [L*.ple.w_proj]\n  form: int4": "rows of 16 do not divide into the groups of 32",
-    "- tensors: [L*.mlp.w_up]\n  form: int5": "must be int8 or int6 or int4 or fp8",
+    "- tensors: [L*.mlp.w_up]\n  form: int5": "int8 or int6 or uint5 or int4 or uint4 or fp8",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: 48": "groups of 48 of int8",
+    "- tensors: [L*.mlp.w_up]\n  form: uint4": "rows of 64 do not divide into the groups of 256",
+    "- tensors: [L*.mlp.w_up]\n  form: uint4\n  group: 48": "of which 32 numbers share an integer",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  group: -1": "group: must be",
     "- tensors: [L*.mlp.w_up]\n  form: int8\n  scale: f64": "must be bf16 or f16 or f32 or engine",
     "- tensors: []\n  form: int8": "must have 1 to 10000 items",

@@ -10,13 +10,13 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 75,
     "g4ir/ui": 812,
-    "g4ir/ops": 4010,
+    "g4ir/ops": 4145,
     "g4ir/ir": 1265,
     "passes": 1720,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
     "g4ir/parallel": 400,
-    "g4ir/quant": 305,
+    "g4ir/quant": 330,
     "g4ir/weights": 3210,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3130,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,
-    "tests": 45530,
+    "tests": 45540,
     "tools": 360,
 }
 

@@ -11,7 +11,7 @@ from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
 from g4ir.plan.limits import Limits
-from g4ir.quant.rewrite import in_bytes
+from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Setting, Task
@@ -62,7 +62,7 @@ class OnnxBackend(Backend):
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose weights in codes lie by columns, as onnxruntime's products take them;
         tables lie by rows."""
-        return program.map(in_bytes).map(by_columns)
+        return program.map(simplified).map(by_columns)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         from .export import EMBED, MODEL, export, tower_file

@@ -12,7 +12,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.quant.rewrite import in_bytes
+from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 
 from ..base import Backend, Task
@@ -53,8 +53,8 @@ class TorchBackend(Backend):
         return compiler.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs without int6 for a GPU, whose kernels do not read it."""
-        return program if device == "cpu" else program.map(in_bytes)
+        """Return graphs for a GPU, whose kernels read neither int6 nor codes with minima."""
+        return program if device == "cpu" else program.map(simplified)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress

@@ -25,6 +25,8 @@ int32_t aoti_torch_dtype_float16(void);
 int32_t aoti_torch_dtype_int8(void);
 int32_t aoti_torch_dtype_uint8(void);
 int32_t aoti_torch_dtype_int64(void);
+int32_t aoti_torch_dtype_int32(void);
+int32_t aoti_torch_dtype_int16(void);
 int32_t aoti_torch_dtype_float8_e4m3fn(void);
 
 /* Of Python, where that is the process: other threads of it run while a kernel does. */
@@ -68,6 +70,8 @@ static int form_of(int32_t dtype) {
     if (dtype == aoti_torch_dtype_int8()) return INT8;
     if (dtype == aoti_torch_dtype_uint8()) return INT4;
     if (dtype == aoti_torch_dtype_int64()) return INT6;
+    if (dtype == aoti_torch_dtype_int32()) return UINT4;
+    if (dtype == aoti_torch_dtype_int16()) return UINT5;
     return dtype == aoti_torch_dtype_float8_e4m3fn() ? FP8 : -1;
 }
 

@@ -76,10 +76,10 @@ typedef void to_form(const void *x, int dtype, void *form, int64_t k);
 
 typedef struct {
     const uint8_t *w;
-    int64_t bits; /* of two numbers of the weight */
+    int64_t bytes; /* of 256 numbers of the weight */
     const void *scales;
     int scales_dtype;
-    int64_t groups, each; /* of a row; numbers in one */
+    int64_t groups, each; /* scales of a row; numbers that one serves */
     const void *x;
     to_form *to;   /* what makes rows of x as they are taken of those given; NULL: they are */
     int64_t apart; /* bytes between rows of x as they are taken */
@@ -91,7 +91,7 @@ typedef struct {
 } product;
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
-    return p->w + (o * p->k + at) * p->bits / 16;
+    return p->w + (o * p->k + at) * p->bytes / 256;
 }
 
 static inline const char *scales_of(const product *p, int64_t o) {
@@ -169,7 +169,7 @@ static void *formed(product *p) {
 
 /* Rows of the weight in one tile, with `here` rows of x from r on. */
 static void multiply_tile(const product *p, const dots *of, int64_t tile, int64_t r, int64_t here) {
-    int64_t last = least(tile + TILE, p->n), o = tile, row = p->k * p->bits / 16, outs = of->outs;
+    int64_t last = least(tile + TILE, p->n), o = tile, row = p->k * p->bytes / 256, outs = of->outs;
     sums out[TILE];
     product now[1] = {*p};
     int64_t ahead = outs * row > AHEAD ? outs * row : AHEAD;
@@ -363,7 +363,7 @@ int g4ir_takes(int dtype, int64_t rows) {
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads) {
     int64_t size = dtype == BF16 ? sizeof(bf16_row) : sizeof(float);
-    product p = {.w = w, .bits = dtype == BF16 ? 32 : 64, .x = x, .apart = k * size,
+    product p = {.w = w, .bytes = dtype == BF16 ? 512 : 1024, .x = x, .apart = k * size,
                  .to = dtype == BF16 && EMULATED ? in_pairs : NULL, .y = y, .dtype = dtype,
                  .rows = rows, .n = n, .k = k};
     return multiply(&p, dtype == BF16 ? dot_bf16s : dot_f32s, TOGETHER, threads);
@@ -379,6 +379,12 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
  * the integers of half blocks. */
 #define SIXES 128
 enum { SIXES_HIGH = 64, SIXES_SHARED = 96, SIXES_BYTES = 104 };
+/* The same of forms with minima: the low 4 bits, of uint5 the upper one, the integers of blocks. */
+#define ABOVE 256
+enum { ABOVE_HIGH = 128, ABOVE_uint4 = 140, ABOVE_uint5 = 172 };
+
+typedef uint8_t half_block __attribute__((vector_size(HALF)));
+typedef uint32_t half_words __attribute__((vector_size(HALF)));
 
 /* Sixteen bytes hold the even codes of a block of 4-bit codes and the odd ones; x is brought into
  * that order too. The bits of e4m3 are those of a half 2^8 times smaller. */
@@ -415,6 +421,11 @@ static inline block halves_times(block v, float s, float t) {
                    _mm512_mul_ps(v.second, _mm512_set1_ps(t))};
 }
 
+static inline block above_least(block v, float s, float least) {
+    __m512 scale = _mm512_set1_ps(s), below = _mm512_set1_ps(least);
+    return (block){_mm512_fmsub_ps(v.first, scale, below), _mm512_fmsub_ps(v.second, scale, below)};
+}
+
 /* The sums change places: the next addition does not wait for this one. */
 static inline block add_scaled(block sum, block v, const float *x, float s) {
     __m512 part = _mm512_mul_ps(v.first, _mm512_loadu_ps(x));
@@ -446,7 +457,6 @@ typedef struct {
 } block;
 typedef int32_t ints __attribute__((vector_size(VECTOR)));
 typedef int8_t quarter __attribute__((vector_size(VECTOR / 4)));
-typedef uint8_t half_block __attribute__((vector_size(HALF)));
 
 #define ZERO ((block){{{0}}})
 
@@ -488,6 +498,11 @@ static inline block read_fp8(const uint8_t *w, int64_t at) {
 
 static inline block halves_times(block v, float s, float t) {
     EACH v.at[i] *= i < VECTORS / 2 ? s : t;
+    return v;
+}
+
+static inline block above_least(block v, float s, float least) {
+    EACH v.at[i] = v.at[i] * s - least;
     return v;
 }
 
@@ -540,24 +555,55 @@ static inline block read_int6(const uint8_t *w, int64_t i) {
     return halves_times(read_int8((const uint8_t *)&numbers, 0), shared[0], shared[1]);
 }
 
+/* The even numbers and then the odd ones of a block with a minimum. `high`, a constant here and below,
+ * says whether there is an upper bit. */
+static inline void numbers_above(const int high, const uint8_t *p, int b, half_block *to) {
+    half_words low, upper;
+    memcpy(&low, p + b * HALF, HALF);
+    half_words even = low & 0x0f0f0f0f, odd = low >> 4 & 0x0f0f0f0f;
+    if (high) {
+        memcpy(&upper, p + ABOVE_HIGH + b % 2 * HALF, HALF);
+        upper >>= b / 2 * 2;
+        even |= (upper & 0x01010101) << 4;
+        odd |= (upper >> 1 & 0x01010101) << 4;
+    }
+    to[0] = (half_block)even, to[1] = (half_block)odd;
+}
+
+/* The integers of eight blocks, or those of their minima, a byte each. */
+static inline uint64_t integers_above(const uint8_t *six, const int least) {
+    uint32_t first, last;
+    memcpy(&first, six + 4 * least, sizeof first);
+    memcpy(&last, six + 8, sizeof last);
+    last = (last >> 4 * least & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+    return (uint64_t)last << 32 | (first & 0x3f3f3f3f);
+}
+
+static inline float integer_of(uint64_t bytes, int b) { return bytes >> 8 * b & 63; }
+
 /* Codes in the order in which they are meant. */
 #define ordered_int8 read_int8
 #define ordered_int6 read_int6
 #define ordered_fp8 read_fp8
 
-static inline block ordered_int4(const uint8_t *w, int64_t i) {
-    const uint8_t *p = w + (i >> 1);
+static inline block ordered(const half_block *halves) {
     uint8_t codes[BLOCK];
 #ifdef __AVX2__
-    __m128i two = _mm_loadu_si128((const __m128i *)p), low = _mm_set1_epi8(15);
-    __m128i even = _mm_and_si128(two, low), odd = _mm_and_si128(_mm_srli_epi16(two, 4), low);
-    __m256i all = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-    _mm256_storeu_si256((__m256i *)codes, _mm256_sub_epi8(all, _mm256_set1_epi8(8)));
+    __m128i even = (__m128i)halves[0], odd = (__m128i)halves[1];
+    _mm_storeu_si128((__m128i *)codes, _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128((__m128i *)(codes + HALF), _mm_unpackhi_epi8(even, odd));
 #else
-    for (int j = 0; j < HALF; j++)
-        codes[2 * j] = (p[j] & 15) - 8, codes[2 * j + 1] = (p[j] >> 4) - 8;
+    for (int j = 0; j < HALF; j++) codes[2 * j] = halves[0][j], codes[2 * j + 1] = halves[1][j];
 #endif
     return read_int8(codes, 0);
+}
+
+static inline block ordered_int4(const uint8_t *w, int64_t i) {
+    half_block codes[2];
+    memcpy(codes, w + (i >> 1), HALF);
+    codes[1] = (codes[0] >> 4) - 8;
+    codes[0] = (codes[0] & 15) - 8;
+    return ordered(codes);
 }
 
 /* Rows of x as the blocks of codes lie. */
@@ -570,7 +616,8 @@ static inline void as_codes_int4(float *v) {
     memcpy(w, v, sizeof w);
     for (int j = 0; j < HALF; j++) v[j] = w[2 * j], v[HALF + j] = w[2 * j + 1];
 }
-
+#define as_codes_uint4 as_codes_int4
+#define as_codes_uint5 as_codes_int4
 
 /* `each` codes in a row share a scale. */
 #define DOT_CODED(NAME, BYTES, UNIT)                                                            \
@@ -624,6 +671,43 @@ DOT_CODED(int6, 26, 1)
 DOT_CODED(int4, 16, 1)
 DOT_CODED(fp8, 32, 0x1p8f)
 
+/* Scales lie beside minima. */
+ALWAYS groupwise_above(const int rows, const int high, const product *p, int64_t o, int64_t r,
+                       sums *out) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    const uint8_t *w = weights(p, o, 0);
+    const char *scales = scales_of(p, o), *next = p->next;
+    block sum[TOGETHER];
+    UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;
+    for (int64_t i = 0; i < p->k; i += ABOVE, w += size) {
+        float s = load(scales, i / p->each * 2, p->scales_dtype);
+        float least = load(scales, i / p->each * 2 + 1, p->scales_dtype);
+        uint64_t scale = integers_above(w + size - 12, 0), below = integers_above(w + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            READ_AHEAD(size / 8);
+            half_block codes[2];
+            numbers_above(high, w, b, codes);
+            block v = read_int8((const uint8_t *)codes, 0);
+            v = above_least(v, s * integer_of(scale, b), least * integer_of(below, b));
+            UNROLLED for (int q = 0; q < rows; q++)
+                sum[q] = add(sum[q], v, (const float *)row_of(p, r + q) + i + b * BLOCK);
+        }
+    }
+    UNROLLED for (int q = 0; q < rows; q++) out[0][q] = total(sum[q]);
+}
+#define DOT_ABOVE(NAME, HIGH)                                                                   \
+    ALWAYS groupwise_##NAME(const int outs, const int rows, const product *p, int64_t o,        \
+                            int64_t r, sums *out) {                                             \
+        groupwise_above(rows, HIGH, p, o, r, out);                                              \
+    }                                                                                           \
+    DOTS(groupwise_##NAME, 1)
+
+DOT_ABOVE(uint4, 0)
+DOT_ABOVE(uint5, 1)
+/* Scales of a row are two at least. */
+#define rowwise_uint4s groupwise_uint4s
+#define rowwise_uint5s groupwise_uint5s
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WIDE 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -646,8 +730,11 @@ typedef float lanes __attribute__((vector_size(WIDE)));
 
 typedef struct {
     signed_bytes even_high, odd_high, even_low, odd_low;
-    sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
-    lanes unit;        /* of each block */
+    union {
+        sums_of_four less; /* -8 times the sum over each lane: codes are stored as code + 8 */
+        lanes below; /* -1 times the sum over each of eight blocks, in the last lanes: for minima */
+    };
+    lanes unit; /* of each block */
 } fixed;
 
 /* Adds the products of bytes, four to a lane. */
@@ -656,10 +743,29 @@ static inline sums_of_four add_bytes(sums_of_four sum, unsigned_bytes a, signed_
 #if WIDE == 64
     __m512i first = _mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)x);
     return (sums_of_four)_mm512_dpbusd_epi32(first, (__m512i)b, (__m512i)y);
-#else /* of codes below 16, whose sums have room in 16 bits */
+#else /* of codes below 32, whose sums have room in 16 bits */
     __m256i first = _mm256_maddubs_epi16((__m256i)a, (__m256i)x);
     __m256i both = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)b, (__m256i)y));
     return sum + (sums_of_four)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
+#endif
+}
+
+/* The same of one vector: of codes below 64 with AVX2. */
+static inline sums_of_four add_line_of_bytes(sums_of_four sum, unsigned_bytes a, signed_bytes x) {
+#if WIDE == 64
+    return (sums_of_four)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)x);
+#else
+    __m256i both = _mm256_maddubs_epi16((__m256i)a, (__m256i)x);
+    return sum + (sums_of_four)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
+#endif
+}
+
+/* a * b + sum: compilers split it where they take that for faster. */
+static inline lanes multiply_add(lanes a, lanes b, lanes sum) {
+#if WIDE == 64
+    return _mm512_fmadd_ps(a, b, sum);
+#else
+    return _mm256_fmadd_ps(a, b, sum);
 #endif
 }
 
@@ -721,7 +827,7 @@ static inline sums_of_four joined(const int parts, sums_of_four high, sums_of_fo
     return parts == 1 ? high : (high << 8) + low;
 }
 
-ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
+ALWAYS in_chunks(const int parts, const int above, const bf16 *x, fixed *to, int64_t k) {
     for (int64_t i = 0; i < k; i += CHUNK, to++) {
         memset(to, 0, sizeof *to);
         float unit[4] = {0};
@@ -740,11 +846,20 @@ ALWAYS in_chunks(const int parts, const bf16 *x, fixed *to, int64_t k) {
         sums_of_four zero = {0};
         sums_of_four high = add_bytes(zero, one, to->even_high, one, to->odd_high);
         sums_of_four low = add_bytes(zero, one, to->even_low, one, to->odd_low);
-        to->less = joined(parts, high, low) * -8;
+        sums_of_four all = joined(parts, high, low);
+        int64_t nth = i % ABOVE / BLOCK;
+        for (int l = 0; above && l < WIDE / 4; l++)
+            to[-nth / BLOCKS].below[WIDE / 4 - 8 + nth + l / 4] -= all[l] * unit[l / 4];
+        if (!above) to->less = all * -8;
     }
 }
 
-static void to_fixed(const void *x, int dtype, void *form, int64_t k) { in_chunks(2, x, form, k); }
+static void to_fixed(const void *x, int dtype, void *form, int64_t k) {
+    in_chunks(2, 0, x, form, k);
+}
+static void to_fixed_above(const void *x, int dtype, void *form, int64_t k) {
+    in_chunks(2, 1, x, form, k);
+}
 
 /* Scales of `count` runs of codes, of `size` each, from one on. */
 static __attribute__((noinline)) __m128 some_scales(const void *scales, int64_t at, int64_t each,
@@ -776,6 +891,20 @@ static inline void scales_ahead(const product *p, const char *scales, int64_t ou
         __builtin_prefetch(scales + i / BLOCK * 2 + outs * p->groups * 2, 0, 3);
 }
 
+/* Adds the products of a chunk of codes; `above`, a constant: those with minima. */
+ALWAYS add_chunk(const int rows, const int parts, const int above, unsigned_bytes even,
+                 unsigned_bytes odd, lanes scale, const fixed *const *x, int64_t chunk,
+                 lanes *sum) {
+    UNROLLED for (int q = 0; q < rows; q++) {
+        const fixed *f = x[q] + chunk;
+        sums_of_four zero = {0}, less = above ? zero : f->less, first = parts == 1 ? less : zero;
+        sums_of_four all = add_bytes(first, even, f->even_high, odd, f->odd_high);
+        if (parts == 2) all = add_bytes((all << 8) + less, even, f->even_low, odd, f->odd_low);
+        lanes part = __builtin_convertvector(all, lanes);
+        sum[q] = multiply_add(part, scale * f->unit, sum[q]);
+    }
+}
+
 /* Adds the products of numbers at .. end. `all` is the dtype where all chunks are whole and have
  * scales of 16 bits, or F32: a constant too. */
 ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int all,
@@ -801,14 +930,7 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int a
             lanes scale = all == F32 ? in_lanes(some_scales(scales[s], i, p->each, p->scales_dtype,
                                                             BLOCK, blocks))
                                      : chunk_scales(scales[s], i, all);
-            UNROLLED for (int q = 0; q < rows; q++) {
-                const fixed *f = x[q] + i / CHUNK;
-                sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
-                sums_of_four high = add_bytes(first, even, f->even_high, odd, f->odd_high);
-                sums_of_four low = add_bytes(f->less, even, f->even_low, odd, f->odd_low);
-                lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
-                sum[s * rows + q] += part * (scale * f->unit);
-            }
+            add_chunk(rows, parts, 0, even, odd, scale, x, i / CHUNK, sum + s * rows);
         }
     }
 }
@@ -850,6 +972,221 @@ ALWAYS parts_int4(const int outs, const int rows, const int parts, const product
 
 IN_PARTS(fixed, 2, int4)
 
+/* Scales of eight blocks, and of their minima. */
+typedef struct {
+    lanes scale, least; /* in the first lanes; in the last ones */
+} factors;
+
+/* A scale and its minimum. */
+static inline __m128 pair_of(const char *scales, int64_t at, int dtype) {
+    if (dtype == F32) return _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(scales + 4 * at)));
+    uint32_t two;
+    memcpy(&two, scales + 2 * at, sizeof two);
+    __m128i u = _mm_cvtsi32_si128((int)two);
+    if (dtype == F16) return _mm_cvtph_ps(u);
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
+}
+
+/* The integers as integers_above has them, in the order of their blocks, times the pair. */
+static inline factors factors_of(const uint8_t *six, __m128 pair) {
+    __m128i all = _mm_loadu_si128((const __m128i *)(six - 4)), low = _mm_set1_epi8(15);
+    __m128i first = _mm_srli_si128(all, 4), last = _mm_srli_si128(all, 12);
+    last = _mm_unpacklo_epi32(last, _mm_srli_epi32(last, 4));
+    __m128i upper = _mm_and_si128(_mm_srli_epi32(first, 2), _mm_set1_epi8(0x30));
+    upper = _mm_or_si128(upper, _mm_and_si128(last, low));
+    __m128i bytes = _mm_unpacklo_epi32(_mm_and_si128(first, _mm_set1_epi8(63)), upper);
+#if WIDE == 64
+    __m512i lane = _mm512_inserti64x4(_mm512_set1_epi32(1), _mm256_setzero_si256(), 0);
+    __m512 times = _mm512_permutexvar_ps(lane, _mm512_castps128_ps512(pair));
+    __m512 both = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), times);
+    return (factors){both, both};
+#else
+    __m256 scale = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    __m256 least = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+    return (factors){scale * _mm256_broadcastss_ps(pair),
+                     least * _mm256_broadcastss_ps(_mm_movehdup_ps(pair))};
+#endif
+}
+
+/* Of the first eight lanes, those from one on that a vector of codes needs, each four times. */
+static inline lanes four_times(lanes eight, int first) {
+#if WIDE == 64
+    __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(first)), eight);
+#else
+    __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_ps(eight, _mm256_add_epi32(lane, _mm256_set1_epi32(first)));
+#endif
+}
+
+/* Upper bits of the even codes of a chunk, or of the odd ones, as 16. */
+static inline unsigned_bytes upper_bits(const uint8_t *p, int chunk, const int odd) {
+#if WIDE == 64 /* each bit is turned to its place */
+    __m512i all = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH)));
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32((34 - odd - 4 * chunk) & 31),
+                                       _mm256_set1_epi32((36 - odd - 4 * chunk) & 31), 0);
+    return (unsigned_bytes)_mm512_rolv_epi32(all, turns) & 16;
+#else
+    __m256i all = _mm256_loadu_si256((const __m256i *)(p + ABOVE_HIGH));
+    __m256i bits = _mm256_srl_epi16(all, _mm_cvtsi32_si128(2 * chunk + odd));
+    return (unsigned_bytes)_mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(1)), 4);
+#endif
+}
+
+/* Codes with minima. */
+ALWAYS parts_above(const int outs, const int rows, const int parts, const int high,
+                   const product *p, int64_t o, int64_t r, sums *out) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
+    const fixed *x[TOGETHER];
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
+    const uint8_t *w = weights(p, o, 0);
+    const char *next = p->next;
+    int64_t row = p->k * p->bytes / 256, i = 0;
+    for (int64_t g = 0; g < p->groups; g += 2)
+        for (int64_t end = i + p->each; i < end; i += ABOVE, w += size) {
+            factors f[SIDE];
+            UNROLLED for (int s = 0; s < outs; s++) {
+                UNROLLED for (int l = 0; l < 3; l++) READ_AHEAD(size / 3);
+                __m128 pair = pair_of(scales_of(p, o + s), g, p->scales_dtype);
+                f[s] = factors_of(w + s * row + size - 12, pair);
+                UNROLLED for (int q = 0; q < rows; q++) {
+                    const int b = s * rows + q;
+                    sum[b] = multiply_add(f[s].least, x[q][i / CHUNK].below, sum[b]);
+                }
+            }
+            UNROLLED for (int c = 0; c < ABOVE / CHUNK; c++)
+                UNROLLED for (int s = 0; s < outs; s++) {
+                    const uint8_t *at = w + s * row;
+                    unsigned_bytes codes = *(const any_bytes *)(at + c * WIDE);
+                    unsigned_bytes even = codes & 15, odd = codes >> 4;
+                    if (high) even |= upper_bits(at, c, 0), odd |= upper_bits(at, c, 1);
+                    add_chunk(rows, parts, 1, even, odd, four_times(f[s].scale, c * BLOCKS), x,
+                              i / CHUNK + c, sum + s * rows);
+                }
+        }
+    add_lanes(outs, rows, sum, out);
+}
+#define PARTS_ABOVE(FORM, HIGH)                                                                 \
+    ALWAYS parts_##FORM(const int outs, const int rows, const int parts, const product *p,      \
+                        int64_t o, int64_t r, sums *out) {                                      \
+        parts_above(outs, rows, parts, HIGH, p, o, r, out);                                     \
+    }
+PARTS_ABOVE(uint4, 0)
+PARTS_ABOVE(uint5, 1)
+IN_PARTS(fixed, 2, uint4)
+IN_PARTS(fixed, 2, uint5)
+
+/* Codes of a byte whose groups have scales: x as for 4-bit codes, a vector of codes at a time. */
+typedef struct {
+    signed_bytes high, low;
+    sums_of_four less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
+    lanes unit;        /* of each block */
+} fixed_line;
+
+enum { BIAS_int8 = 128, BIAS_int6 = 32 };
+
+ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, int64_t k) {
+    for (int64_t i = 0; i < k; i += WIDE, to++) {
+        memset(to, 0, sizeof *to);
+        float unit[4] = {0};
+        for (int b = 0; b < WIDE / BLOCK && i + b * BLOCK < k; b++) {
+            integers v = block_to_integers(parts, x + i + b * BLOCK);
+            memcpy((char *)&to->high + b * BLOCK, v.high, BLOCK);
+            memcpy((char *)&to->low + b * BLOCK, v.low, BLOCK);
+            unit[b * 2] = unit[b * 2 + 1] = v.unit;
+        }
+        unsigned_bytes one = (unsigned_bytes){0} + 1;
+        sums_of_four zero = {0}, high = add_line_of_bytes(zero, one, to->high);
+        to->less = joined(parts, high, add_line_of_bytes(zero, one, to->low)) * -bias;
+        to->unit = in_lanes(_mm_loadu_ps(unit));
+    }
+}
+
+#define LINES_OF(NAME, PARTS, FORM)                                                             \
+    static void to_##NAME##_##FORM(const void *x, int dtype, void *form, int64_t k) {           \
+        in_lines(PARTS, BIAS_##FORM, x, form, k);                                               \
+    }
+LINES_OF(fixed, 2, int6)
+
+/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
+ALWAYS add_line(const int rows, const int parts, unsigned_bytes codes, lanes scale,
+                const fixed_line *const *x, int64_t line, lanes *sum) {
+    UNROLLED for (int q = 0; q < rows; q++) {
+        const fixed_line *f = x[q] + line;
+        sums_of_four zero = {0}, first = parts == 1 ? f->less : zero;
+        sums_of_four high = add_line_of_bytes(first, codes, f->high);
+        sums_of_four low = add_line_of_bytes(f->less, codes, f->low);
+        lanes part = __builtin_convertvector(joined(parts, high, low), lanes);
+        sum[q] = multiply_add(part, scale * f->unit, sum[q]);
+    }
+}
+
+/* A vector of the numbers + 32 that lie together in int6. */
+static inline unsigned_bytes sixes(const uint8_t *p, const int nth) {
+#if WIDE == 64 /* each upper part is turned to its place */
+    __m512i low = _mm512_loadu_si512(p);
+    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
+    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(nth ? 30 : 2),
+                                       _mm256_set1_epi32(nth ? 0 : 4), 0);
+    __m512i high = _mm512_rolv_epi32(_mm512_broadcast_i64x4(upper), turns);
+    if (nth) low = _mm512_srli_epi32(low, 4);
+    low = _mm512_and_si512(low, _mm512_set1_epi8(15));
+    /* low | high & 0x30 */
+    return (unsigned_bytes)_mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
+#else
+    __m256i low = _mm256_loadu_si256((const __m256i *)(p + nth % 2 * BLOCK));
+    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
+    if (nth / 2) low = _mm256_srli_epi16(low, 4);
+    upper = nth < 3 ? _mm256_slli_epi16(upper, 4 - 2 * nth) : _mm256_srli_epi16(upper, 2);
+    low = _mm256_and_si256(low, _mm256_set1_epi8(15));
+    return (unsigned_bytes)_mm256_or_si256(low, _mm256_and_si256(upper, _mm256_set1_epi8(0x30)));
+#endif
+}
+
+/* The scales of half blocks that lie together: their integers times the scale of the group. */
+static inline lanes shared_scales(const uint8_t *p, float scale) {
+    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
+    __m256 made = _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
+#if WIDE == 64
+    return _mm512_castps256_ps512(made);
+#else
+    return made;
+#endif
+}
+
+ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
+                  int64_t r, sums *out) {
+    lanes sum[MOST_SUMS];
+    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
+    const fixed_line *x[TOGETHER];
+    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
+    const char *next = p->next;
+    const uint8_t *w = weights(p, o, 0);
+    int64_t row = p->k * p->bytes / 256, i = 0;
+    for (int64_t g = 0; g < p->groups; g++) {
+        float scale[SIDE];
+        UNROLLED for (int s = 0; s < outs; s++)
+            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
+        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
+            lanes shared[SIDE];
+            UNROLLED for (int s = 0; s < outs; s++) {
+                READ_AHEAD(SIXES_BYTES / 2);
+                READ_AHEAD(SIXES_BYTES / 2);
+                shared[s] = shared_scales(w + s * row, scale[s]);
+            }
+            UNROLLED for (int nth = 0; nth < SIXES / WIDE; nth++)
+                UNROLLED for (int s = 0; s < outs; s++)
+                    add_line(rows, parts, sixes(w + s * row, nth),
+                             four_times(shared[s], nth * WIDE / HALF), x, i / WIDE + nth,
+                             sum + s * rows);
+        }
+    }
+    add_lanes(outs, rows, sum, out);
+}
+IN_PARTS(fixed, 2, int6)
+
 /* The product with rows of x in another form, of so many bytes each. */
 #define IN_FORM(TO, BYTES, DOTS_OF)                                                             \
     {                                                                                           \
@@ -859,58 +1196,39 @@ IN_PARTS(fixed, 2, int4)
 #define CHUNKS(k) ((k + CHUNK - 1) / CHUNK)
 #define FIXED_int4                                                                              \
     if (dtype == BF16) IN_FORM(to_fixed, CHUNKS(k) * sizeof(fixed), fixed_int4s)
+#define FIXED_int6                                                                              \
+    if (dtype == BF16)                                                                          \
+        IN_FORM(to_fixed_int6, k / WIDE * sizeof(fixed_line), fixed_int6s)
+#define FIXED_uint4                                                                             \
+    if (dtype == BF16) IN_FORM(to_fixed_above, CHUNKS(k) * sizeof(fixed), fixed_uint4s)
+#define FIXED_uint5                                                                             \
+    if (dtype == BF16) IN_FORM(to_fixed_above, CHUNKS(k) * sizeof(fixed), fixed_uint5s)
 #else
 #define FIXED_int4
+#define FIXED_int6
+#define FIXED_uint4
+#define FIXED_uint5
 #endif
 
 #if WIDE == 64
 static void to_rounded(const void *x, int dtype, void *form, int64_t k) {
-    in_chunks(1, x, form, k);
+    in_chunks(1, 0, x, form, k);
+}
+static void to_rounded_above(const void *x, int dtype, void *form, int64_t k) {
+    in_chunks(1, 1, x, form, k);
 }
 IN_PARTS(rounded, 1, int4)
+IN_PARTS(rounded, 1, uint4)
+IN_PARTS(rounded, 1, uint5)
+
+LINES_OF(fixed, 2, int8)
+LINES_OF(rounded, 1, int8)
+LINES_OF(rounded, 1, int6)
 
 static inline __m512 widen_16(const bf16 *p) {
     __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
 }
-
-/* 8-bit codes whose groups have scales: x as for 4-bit codes, a line of codes at a time. */
-typedef struct {
-    __m512i high, low;
-    __m512i less; /* -BIAS times the sum over each lane: codes are taken as code + BIAS */
-    lanes unit;   /* of each block */
-} fixed_line;
-
-enum { BIAS_int8 = 128, BIAS_int6 = 32 };
-
-ALWAYS in_lines(const int parts, const int bias, const bf16 *x, fixed_line *to, int64_t k) {
-    for (int64_t i = 0; i < k; i += LINE, to++) {
-        memset(to, 0, sizeof *to);
-        float unit[LINE / HALF] = {0};
-        for (int b = 0; b < LINE / BLOCK && i + b * BLOCK < k; b++) {
-            integers v = block_to_integers(parts, x + i + b * BLOCK);
-            memcpy((char *)&to->high + b * BLOCK, v.high, BLOCK);
-            memcpy((char *)&to->low + b * BLOCK, v.low, BLOCK);
-            unit[b * 2] = unit[b * 2 + 1] = v.unit;
-        }
-        __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
-        __m512i high = _mm512_dpbusd_epi32(zero, one, to->high);
-        __m512i low = _mm512_dpbusd_epi32(zero, one, to->low);
-        sums_of_four sum = joined(parts, (sums_of_four)high, (sums_of_four)low);
-        to->less = (__m512i)(sum * -bias);
-        to->unit = in_lanes(_mm_loadu_ps(unit));
-    }
-}
-
-#define LINES_OF(FORM)                                                                          \
-    static void to_fixed_##FORM(const void *x, int dtype, void *form, int64_t k) {              \
-        in_lines(2, BIAS_##FORM, x, form, k);                                                   \
-    }                                                                                           \
-    static void to_rounded_##FORM(const void *x, int dtype, void *form, int64_t k) {            \
-        in_lines(1, BIAS_##FORM, x, form, k);                                                   \
-    }
-LINES_OF(int8)
-LINES_OF(int6)
 
 /* Scales of the half blocks of a line, of which there are `halves`. `form`, a constant, says how they
  * lie: two of 16 bits, four of 32, or as they may; or that there is one for the row, which counts
@@ -928,19 +1246,6 @@ static inline __m128 line_scales(const int form, const product *p, const char *s
     u = _mm_unpacklo_epi16(u, u);
     if (form == TWO_F16) return _mm_cvtph_ps(u);
     return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(u), 16));
-}
-
-/* Adds the products of a line of codes + BIAS, with the scales of its half blocks in lanes. */
-ALWAYS add_line(const int rows, const int parts, __m512i codes, lanes scale,
-                const fixed_line *const *x, int64_t line, lanes *sum) {
-    UNROLLED for (int q = 0; q < rows; q++) {
-        const fixed_line *f = x[q] + line;
-        __m512i zero = _mm512_setzero_si512(), first = parts == 1 ? f->less : zero;
-        __m512i high = _mm512_dpbusd_epi32(first, codes, f->high);
-        __m512i low = _mm512_dpbusd_epi32(f->less, codes, f->low);
-        __m512i all = (__m512i)joined(parts, (sums_of_four)high, (sums_of_four)low);
-        sum[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale * f->unit, sum[q]);
-    }
 }
 
 ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int form,
@@ -961,9 +1266,9 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
             if (form < FOUR_F32) scales_ahead(p, scales[s], outs, i);
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
-            codes = _mm512_xor_si512(codes, bias);
+            unsigned_bytes biased = (unsigned_bytes)_mm512_xor_si512(codes, bias);
             lanes scale = in_lanes(line_scales(form, p, scales[s], i, halves));
-            add_line(rows, parts, codes, scale, x, i / LINE, sum + s * rows);
+            add_line(rows, parts, biased, scale, x, i / LINE, sum + s * rows);
         }
     }
 }
@@ -987,58 +1292,6 @@ ALWAYS parts_int8(const int outs, const int rows, const int parts, const product
 IN_PARTS(fixed, 2, int8)
 IN_PARTS(rounded, 1, int8)
 
-/* Half of the numbers + 32 that lie together in int6; each upper part is turned to its place. */
-static inline __m512i sixes(const uint8_t *p, const int half) {
-    __m512i low = _mm512_loadu_si512(p);
-    __m256i upper = _mm256_loadu_si256((const __m256i *)(p + SIXES_HIGH));
-    __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(half ? 30 : 2),
-                                       _mm256_set1_epi32(half ? 0 : 4), 0);
-    __m512i high = _mm512_rolv_epi32(_mm512_broadcast_i64x4(upper), turns);
-    if (half) low = _mm512_srli_epi32(low, 4);
-    low = _mm512_and_si512(low, _mm512_set1_epi8(15));
-    /* low | high & 0x30 */
-    return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(0x30), 0xf8);
-}
-
-/* The scales of half blocks that lie together: their integers times the scale of the group. */
-static inline __m256 shared_scales(const uint8_t *p, float scale) {
-    __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + SIXES_SHARED)));
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(scale));
-}
-
-ALWAYS parts_int6(const int outs, const int rows, const int parts, const product *p, int64_t o,
-                  int64_t r, sums *out) {
-    lanes sum[MOST_SUMS];
-    SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
-    const fixed_line *x[TOGETHER];
-    UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
-    const char *next = p->next;
-    const uint8_t *w = weights(p, o, 0);
-    int64_t row = p->k * p->bits / 16, i = 0;
-    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    for (int64_t g = 0; g < p->groups; g++) {
-        float scale[SIDE];
-        UNROLLED for (int s = 0; s < outs; s++)
-            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
-        for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
-            __m512 shared[SIDE];
-            UNROLLED for (int s = 0; s < outs; s++) {
-                READ_AHEAD(SIXES_BYTES / 2);
-                READ_AHEAD(SIXES_BYTES / 2);
-                shared[s] = _mm512_castps256_ps512(shared_scales(w + s * row, scale[s]));
-            }
-            UNROLLED for (int half = 0; half < 2; half++) {
-                __m512i at = half ? _mm512_add_epi32(lane, _mm512_set1_epi32(4)) : lane;
-                UNROLLED for (int s = 0; s < outs; s++)
-                    add_line(rows, parts, sixes(w + s * row, half),
-                             _mm512_permutexvar_ps(at, shared[s]), x, i / LINE + half,
-                             sum + s * rows);
-            }
-        }
-    }
-    add_lanes(outs, rows, sum, out);
-}
-IN_PARTS(fixed, 2, int6)
 IN_PARTS(rounded, 1, int6)
 
 /* Of codes with one scale for a row. */
@@ -1145,10 +1398,11 @@ DOTS(whole_int8, 8)
         IN_FORM(to_whole, WHOLE_HEAD + lines(k) * sizeof(bytes), whole_int8s)                   \
     if (dtype == BF16)                                                                          \
         IN_FORM(to_fixed_int8, lines(k) * sizeof(fixed_line), fixed_int8s)
-#define FIXED_int6                                                                              \
-    if (dtype == BF16)                                                                          \
-        IN_FORM(to_fixed_int6, lines(k) * sizeof(fixed_line), fixed_int6s)
 #define ROUNDED_int4 IN_FORM(to_rounded, CHUNKS(k) * sizeof(fixed), rounded_int4s)
+#define ROUNDED_uint4                                                                           \
+    IN_FORM(to_rounded_above, CHUNKS(k) * sizeof(fixed), rounded_uint4s)
+#define ROUNDED_uint5                                                                           \
+    IN_FORM(to_rounded_above, CHUNKS(k) * sizeof(fixed), rounded_uint5s)
 #define ROUNDED_int8                                                                            \
     IN_FORM(to_rounded_int8, lines(k) * sizeof(fixed_line),                                     \
             groups == 1 ? rounded_rows : rounded_int8s)
@@ -1157,8 +1411,9 @@ DOTS(whole_int8, 8)
 static const int ROUNDS = 1;
 #else
 #define FIXED_int8
-#define FIXED_int6
 #define ROUNDED_int4
+#define ROUNDED_uint4
+#define ROUNDED_uint5
 #define ROUNDED_int8
 #define ROUNDED_int6
 static const int ROUNDS = 0;
@@ -1166,7 +1421,7 @@ static const int ROUNDS = 0;
 #define FIXED_fp8
 #define ROUNDED_fp8
 
-#define PRODUCT_CODED(NAME, BYTES)                                                              \
+#define PRODUCT_CODED(NAME, BYTES, PER)                                                         \
     static void wide_##NAME(const void *x, int dtype, void *form, int64_t k) {                  \
         float *wide = form;                                                                     \
         for (int64_t i = 0; i < k; i += BLOCK) {                                                \
@@ -1177,20 +1432,23 @@ static const int ROUNDS = 0;
     static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
                               const void *x, int rounded, void *y, int dtype, int64_t rows,     \
                               int64_t n, int64_t k, int64_t groups, int threads) {              \
-        product p = {.w = w, .bits = 16 * BYTES / BLOCK, .scales = scales,                       \
-                     .scales_dtype = scales_dtype, .groups = groups, .each = k / groups,        \
-                     .x = x, .to = wide_##NAME, .apart = k * sizeof(float), .y = y,             \
-                     .dtype = dtype, .rows = rows, .n = n, .k = k};                             \
+        product p = {.w = w, .bytes = BYTES, .scales = scales, .scales_dtype = scales_dtype,    \
+                     .groups = groups, .each = k / groups * PER, .x = x, .to = wide_##NAME,     \
+                     .apart = k * sizeof(float), .y = y, .dtype = dtype, .rows = rows, .n = n,  \
+                     .k = k};                                                                   \
         if (rounded) { ROUNDED_##NAME }                                                         \
         FIXED_##NAME                                                                            \
         const dots *of = groups == 1 ? rowwise_##NAME##s : groupwise_##NAME##s;                 \
         return multiply(&p, of, CODED_TOGETHER, threads);                                       \
     }
 
-PRODUCT_CODED(int8, 32)
-PRODUCT_CODED(int6, 26)
-PRODUCT_CODED(int4, 16)
-PRODUCT_CODED(fp8, 32)
+/* Bytes of 256 numbers, and scales of a group. */
+PRODUCT_CODED(int8, 256, 1)
+PRODUCT_CODED(int6, 2 * SIXES_BYTES, 1)
+PRODUCT_CODED(int4, 128, 1)
+PRODUCT_CODED(fp8, 256, 1)
+PRODUCT_CODED(uint4, ABOVE_uint4, 2)
+PRODUCT_CODED(uint5, ABOVE_uint5, 2)
 
 /* Rows of a weight for a library's product. */
 #define DECODE(NAME, BYTES, UNIT)                                                               \
@@ -1218,17 +1476,63 @@ DECODE(int6, 26, 1)
 DECODE(int4, 16, 1)
 DECODE(fp8, 32, 0x1p8f)
 
+/* Each product is rounded by itself, and so is the difference, as the definition has it: what is
+ * said to change in memory is neither reordered nor fused. */
+#define ROUNDED(V) __asm__("" : "+m"(V))
+static inline void decode_above(const int high, const uint8_t *w, const void *scales,
+                                int scales_dtype, void *y, int dtype, int64_t n, int64_t k,
+                                int64_t groups, int threads) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")
+    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+        int64_t pair = at * ABOVE / (k / groups * 2) * 2;
+        float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
+        const uint8_t *from = w + at * size;
+        uint64_t scale = integers_above(from + size - 12, 0);
+        uint64_t minima = integers_above(from + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            float v[BLOCK], below = least * integer_of(minima, b);
+            half_block codes[2];
+            numbers_above(high, from, b, codes);
+            block numbers = ordered(codes);
+            memcpy(v, &numbers, sizeof v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= integer_of(scale, b);
+            ROUNDED(v);
+            for (int j = 0; j < BLOCK; j++) v[j] *= s;
+            ROUNDED(v);
+            for (int j = 0; j < BLOCK; j++) v[j] -= below;
+            int64_t to = at * ABOVE + b * BLOCK;
+            if (dtype == F32)
+                memcpy((float *)y + to, v, sizeof v);
+            else
+                for (int j = 0; j < BLOCK; j++) ((bf16 *)y)[to + j] = narrow(v[j]);
+        }
+    }
+}
+#define DECODE_ABOVE(NAME, HIGH)                                                                \
+    static void decode_##NAME(const uint8_t *w, const void *scales, int scales_dtype, void *y,  \
+                              int dtype, int64_t n, int64_t k, int64_t groups, int threads) {   \
+        decode_above(HIGH, w, scales, scales_dtype, y, dtype, n, k, groups, threads);           \
+    }
+
+DECODE_ABOVE(uint4, 0)
+DECODE_ABOVE(uint5, 1)
+
 #ifdef __AVX512BW__
-/* The sixteen values of a group in bf16, twice. */
-static inline __m512i values_int4(float scale) {
-    __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    __m512 v = _mm512_mul_ps(codes, _mm512_set1_ps(scale));
+/* Sixteen numbers in bf16, as narrow() has them. */
+static inline __m256i in_bf16(__m512 v) {
     __m512i u = _mm512_castps_si512(v), even = _mm512_set1_epi32(0x7fff);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, even)), 16);
     __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    u = _mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0));
-    return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(u));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+/* What sixteen codes from `first` on are in bf16. */
+static inline __m256i values_of(float first, float scale, float least) {
+    __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    codes = _mm512_add_ps(codes, _mm512_set1_ps(first));
+    return in_bf16(_mm512_fmsub_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(least)));
 }
 
 /* As decode_int4 does, six times as fast: codes look up the values of their group. */
@@ -1236,7 +1540,7 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
                              int64_t n, int64_t k, int64_t groups, int threads) {
     _Pragma("omp parallel for schedule(static) num_threads(threads)")
     for (int64_t g = 0; g < n * groups; g++) {
-        __m512i values = values_int4(load(scales, g, scales_dtype));
+        __m512i values = _mm512_broadcast_i64x4(values_of(-8, load(scales, g, scales_dtype), 0));
         for (int64_t i = g * (k / groups); i < (g + 1) * (k / groups); i += BLOCK) {
             __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + i / 2)));
             c = _mm512_or_si512(c, _mm512_slli_epi32(c, 12));
@@ -1244,19 +1548,52 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
         }
     }
 }
+
+/* The same of codes with minima, for scales of 16 bits, whose products are exact. */
+static inline void decode_above_bf16(const int high, const uint8_t *w, const void *scales,
+                                     int scales_dtype, bf16 *y, int64_t n, int64_t k,
+                                     int64_t groups, int threads) {
+    const int size = high ? ABOVE_uint5 : ABOVE_uint4;
+    _Pragma("omp parallel for schedule(static) num_threads(threads)")
+    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+        int64_t pair = at * ABOVE / (k / groups * 2) * 2;
+        float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
+        const uint8_t *from = w + at * size;
+        uint64_t scale = integers_above(from + size - 12, 0);
+        uint64_t minima = integers_above(from + size - 12, 1);
+        for (int b = 0; b < 8; b++) {
+            float d = s * integer_of(scale, b), below = least * integer_of(minima, b);
+            __m512i values = _mm512_broadcast_i64x4(values_of(0, d, below));
+            __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + b * HALF)));
+            c = _mm512_and_si512(_mm512_or_si512(c, _mm512_slli_epi32(c, 12)),
+                                 _mm512_set1_epi32(0xf000f));
+            if (high) {
+                const uint8_t *p = from + ABOVE_HIGH + b % 2 * HALF;
+                __m512i u = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+                u = _mm512_srl_epi32(u, _mm_cvtsi32_si128(b / 2 * 2));
+                u = _mm512_or_si512(_mm512_slli_epi32(u, 4), _mm512_slli_epi32(u, 19));
+                c = _mm512_or_si512(c, _mm512_and_si512(u, _mm512_set1_epi32(0x100010)));
+                values = _mm512_inserti64x4(values, values_of(16, d, below), 1);
+            }
+            _mm512_storeu_si512(y + at * ABOVE + b * BLOCK, _mm512_permutexvar_epi16(c, values));
+        }
+    }
+}
 #endif
 
-/* The functions of each form, and the codes that share a scale at least. */
+/* The functions of each form, the codes that share a scale at least, and scales of a group. */
 static const struct {
     int (*product)(const uint8_t *, const void *, int, const void *, int, void *, int, int64_t,
                    int64_t, int64_t, int64_t, int);
     void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t, int);
-    int64_t group;
+    int64_t group, scales;
 } OF[FORMS] = {
-    [INT8] = {product_int8, decode_int8, HALF},
-    [INT6] = {product_int6, decode_int6, SIXES},
-    [INT4] = {product_int4, decode_int4, BLOCK},
-    [FP8] = {product_fp8, decode_fp8, HALF},
+    [INT8] = {product_int8, decode_int8, HALF, 1},
+    [INT6] = {product_int6, decode_int6, SIXES, 1},
+    [INT4] = {product_int4, decode_int4, BLOCK, 1},
+    [FP8] = {product_fp8, decode_fp8, HALF, 1},
+    [UINT4] = {product_uint4, decode_uint4, ABOVE, 2},
+    [UINT5] = {product_uint5, decode_uint5, ABOVE, 2},
 };
 
 /* Most rows that are multiplied with codes as they are. */
@@ -1265,6 +1602,9 @@ static const struct {
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
     if (rounded && !(ROUNDS && dtype == BF16 && form != FP8)) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
+    int64_t scales = OF[form].scales;
+    if (groups % scales) return 0;
+    groups /= scales;
     if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
     return k / groups % OF[form].group == 0;
 }
@@ -1281,6 +1621,10 @@ void g4ir_decode(const void *codes, int form, const void *scales, int scales_dty
 #ifdef __AVX512BW__
     if (form == INT4 && dtype == BF16)
         return decode_int4_bf16(codes, scales, scales_dtype, y, n, k, groups, threads);
+    if (form == UINT4 && dtype == BF16 && scales_dtype != F32)
+        return decode_above_bf16(0, codes, scales, scales_dtype, y, n, k, groups, threads);
+    if (form == UINT5 && dtype == BF16 && scales_dtype != F32)
+        return decode_above_bf16(1, codes, scales, scales_dtype, y, n, k, groups, threads);
 #endif
     OF[form].decode(codes, scales, scales_dtype, y, dtype, n, k, groups, threads);
 }

@@ -4,8 +4,8 @@
 
 /* Dtypes of scales; x and results have one of the first two. */
 enum { BF16, F32, F16 };
-/* Forms of codes: a byte each, two in one, or 128 in 104 bytes. */
-enum { INT8, INT4, FP8, INT6, FORMS };
+/* Forms of codes: a byte each, two in one, 128 in 104 bytes, or 256 with minima in 140 or 172. */
+enum { INT8, INT4, FP8, INT6, UINT4, UINT5, FORMS };
 
 /* Whether a product with so many rows is done here. A library is faster with others. */
 int g4ir_takes(int dtype, int64_t rows);
@@ -15,8 +15,9 @@ int g4ir_takes(int dtype, int64_t rows);
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads);
 
-/* The same of weights in codes, for w = codes[n, k] * scales[n, groups]; `rounded`: of rows of x that
- * are rounded to 8 bits first, with a scale for each 32 numbers. */
+/* The same of weights in codes, for w = codes[n, k] * scales[n, groups], less minima that lie beside
+ * scales, where the form has such; `rounded`: of rows of x that are rounded to 8 bits first, with a scale for
+ * each 32 numbers. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
 int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,

@@ -48,7 +48,8 @@ NATIVE = {
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-FORMS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.int64: 3}
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
+FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
 #: letter -> type of an argument there, and the arguments of each function
 _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
 _ARGUMENTS = {

@@ -8,6 +8,13 @@ Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, th
 128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64
 bytes with the low 4 bits of number + 32, 0-63 in the low halves and 64-127 in the high ones; 32
 bytes with the upper 2 bits, those of 0-31 lowest, then 32-63, 64-95 and 96-127; the 8 integers.
+
+`uint4` and `uint5` have minima: w = round(code * scale - integer * minimum). A code is a product
+here too, of a number from 0 on and an integer of 6 bits; 32 codes share that one and the integer of
+their minimum. Scales are pairs, [.., 2G]: a scale and a minimum. 256 codes lie together in 140
+bytes, `i32` [.., K/256 * 35], or in 172, `i16` [.., K/256 * 86]; they are what a block of GGUF's
+Q4_K or Q5_K holds: 128 bytes with the low 4 bits, as of `int4`; of uint5 32 bytes with bit 4, that
+of number 64 a + 2 i + p in bit 2 a + p of byte i; 12 bytes with the integers (see `in_six_bits`).
 """
 
 from __future__ import annotations
@@ -27,13 +34,14 @@ PIECE = 1 << 18
 @dataclass(frozen=True)
 class Form:
     """How a number is held: dtype of the codes, codes in `elements` of it, the largest code, codes
-    that a group is a multiple of."""
+    that a group is a multiple of, and its scales: one, or two where the second is a minimum."""
 
     codes: str
     packed: int
     largest: float
     elements: int = 1
     share: int = 1
+    scales: int = 1
 
     def held(self, numbers: int) -> int:
         """Return the elements that hold so many numbers."""
@@ -48,10 +56,16 @@ class Form:
 #: number and integer
 TOGETHER, PARTS, SHARE = 128, (64, 32, 8), 16
 NUMBER, INTEGER = 31, 127
+#: of forms with minima: codes that lie together, codes that share integers, the largest integer,
+#: and bytes by part: low bits, upper bits where there are some, integers
+BLOCK, EIGHTH, MOST = 256, 32, 63
+BLOCK_PARTS = {"uint4": (128, 0, 12), "uint5": (128, 32, 12)}
 FORMS = {
     "int8": Form("i8", 1, 127),
     "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8, SHARE),
+    "uint5": Form("i16", BLOCK, 31, sum(BLOCK_PARTS["uint5"]) // 2, EIGHTH, 2),
     "int4": Form("u8", 2, 8),
+    "uint4": Form("i32", BLOCK, 15, sum(BLOCK_PARTS["uint4"]) // 4, EIGHTH, 2),
     "fp8": Form("f8e4m3", 1, 448),
 }
 #: dtype of codes -> form
@@ -78,9 +92,10 @@ def numbers_in(codes: Any) -> int:
 def _require_fit(name: str, codes: Type, scales: Type) -> None:
     ints = codes.rank and all(isinstance(t.shape[-1], int) for t in (codes, scales))
     fits = bool(ints) and codes.dtype in FORM_OF and codes.shape[:-1] == scales.shape[:-1]
-    groups, numbers = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
-    share = FORMS[FORM_OF[codes.dtype]].share if fits else 1
-    fits = groups > 0 and numbers > 0 and numbers % (groups * share) == 0
+    form = FORMS[FORM_OF.get(codes.dtype, "int8")]
+    count, numbers = (int(scales.shape[-1]), _values(codes)) if fits else (0, 0)
+    fits = count > 0 and numbers > 0 and count % form.scales == 0
+    fits = fits and numbers % (count // form.scales * form.share) == 0
     require(fits, f"{name}: scales {scales} do not fit codes {codes}")
 
 
@@ -91,7 +106,8 @@ class quantize:
     Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
     magnitude by the largest code; integers of int6 are then the least that hold their numbers;
     int4 finds the scale whose numbers are the weight's, where there
-    is one (weights trained on that grid), else one of small square error (quant.py: `int4_scales`).
+    is one (weights trained on that grid), else one of small square error (quant.py: `int4_scales`);
+    of forms with minima both are of small square error, and then become integers.
     """
 
     budget = MOVES
@@ -106,7 +122,8 @@ class quantize:
         fits = fits and each % FORMS[form].share == 0
         require(fits, f"quantize: {form} in groups of {each} does not divide rows of {w}")
         codes = Type(FORMS[form].codes, (*w.shape[:-1], FORMS[form].held(int(size))))
-        return codes, Type(scale, (*w.shape[:-1], int(size) // each))
+        scales = int(size) // each * FORMS[form].scales
+        return codes, Type(scale, (*w.shape[:-1], scales))
 
     @staticmethod
     def reference(w: Any, *, form: str, group: int, scale: str) -> tuple[Any, Any]:
@@ -123,13 +140,16 @@ class quantize:
         Sample(("f32[6,64]",), {"form": "int8", "group": 0, "scale": "f32"}),
         Sample(("f32[2,3,64]",), {"form": "int4", "group": 32, "scale": "bf16"}),
         Sample(("f32[3,256]",), {"form": "int6", "group": 128, "scale": "f32"}),
+        Sample(("f32[3,512]",), {"form": "uint4", "group": 256, "scale": "f32"}),
+        Sample(("f32[2,256]",), {"form": "uint5", "group": 128, "scale": "f16"}),
         Sample(("f32[4,48]",), {"form": "fp8", "group": 0, "scale": "f32"}),
     ]
 
 
 @op
 class dequantize:
-    """w = round(codes * scales) to the dtype `to`; the product is exact unless scales are fp32"""
+    """w = round(codes * scales) to the dtype `to`, less minima where the form has such; products
+    are exact unless scales are fp32, a difference is rounded to fp32 first"""
 
     budget = Budget(1, 0, "one product, rounded once")
     fold = False
@@ -150,6 +170,8 @@ class dequantize:
         Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)}),
         Sample(("u8[2,3,16]", "f32[2,3,1]"), {"to": "f32"}, {0: (0, 256)}),
         Sample(("i64[3,26]", "f32[3,2]"), {"to": "f32"}, {0: (-(2**62), 2**62)}),
+        Sample(("i32[3,70]", "f32[3,4]"), {"to": "f32"}, {0: (-(2**31), 2**31)}),
+        Sample(("i16[2,86]", "f16[2,4]"), {"to": "f32"}, {0: (-(2**15), 2**15)}),
         Sample(("f8e4m3[4,48]", "f32[4,2]"), {"to": "f32"}),
     ]
 
@@ -299,6 +321,11 @@ class embedding_quantized:
             {"scale": 16.0, "to": "f32"},
             {0: (-(2**62), 2**62), 2: (0, 11)},
         ),
+        Sample(
+            ("i16[11,86]", "f32[11,2]", "i64[2,3]"),
+            {"scale": 16.0, "to": "f32"},
+            {0: (-(2**15), 2**15), 2: (0, 11)},
+        ),
     ]
 
 
@@ -337,10 +364,29 @@ def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     import torch
 
     factor = wide(scales)
-    opened = {torch.uint8: unpacked, torch.int64: products}.get(codes.dtype)
-    numbers = (opened(codes) if opened else codes).to(factor.dtype)
-    w = (numbers.unflatten(-1, (scales.shape[-1], -1)) * factor[..., None]).flatten(-2)
+    form = FORM_OF.get(dtype_name(codes.dtype), "")
+    if form in BLOCK_PARTS:
+        w = _above_minima(codes, factor)
+    else:
+        opened = {"int4": unpacked, "int6": products}.get(form)
+        w = _shared((opened(codes) if opened else codes).to(factor.dtype), factor)
     return w if w.dtype == torch.float64 else w.to(dtype)
+
+
+def _shared(numbers: Any, factors: Any) -> Any:
+    """Return numbers [.., K] times the factors [.., G] that groups of them share."""
+    return (numbers.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
+
+
+def _above_minima(codes: Any, pairs: Any) -> Any:
+    """Return the numbers of codes with scales and minima in pairs, before they are rounded."""
+    import torch
+
+    numbers, integers, least = from_blocks(codes)
+    scales, minima = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    w = _shared(_shared(numbers.to(torch.int16), integers).to(pairs.dtype), scales)
+    below = _shared(least.to(pairs.dtype), minima)
+    return (w.unflatten(-1, (-1, EIGHTH)) - below[..., None]).flatten(-2)
 
 
 def fake_quantized(x: Any, form: str) -> Any:
@@ -399,7 +445,51 @@ def products(codes: Any) -> Any:
     import torch
 
     numbers, integers = unfolded(codes)
-    return (numbers.unflatten(-1, (-1, SHARE)) * integers.to(torch.int16)[..., None]).flatten(-2)
+    return _shared(numbers.to(torch.int16), integers)
+
+
+def in_six_bits(integers: Any, least: Any) -> Any:
+    """Return integers of 6 bits and those of minima, [.., 8 B] each, in 12 bytes for 8 of both: the
+    first four of each, with the upper bits of the others above them; the lower bits of those."""
+    import torch
+
+    pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (integers, least)]
+    first = [low | high >> 4 << 6 for low, high in pairs]
+    last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
+    return torch.cat((*first, last), -1).flatten(-2)
+
+
+def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
+    """Return codes of a form with minima: of numbers [.., K], 0 to 15 or 31, and the bytes
+    [.., K/256 * 12] that `in_six_bits` makes."""
+    import torch
+
+    parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, EIGHTH, 2))
+    even, odd = (parts & 15).unbind(-1)
+    made = [(even | odd << 4).flatten(-2)]
+    if BLOCK_PARTS[form][1]:
+        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
+        made.append((parts >> 4 << by).sum((-3, -1), dtype=torch.uint8))
+    made.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
+    return torch.cat(made, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
+
+
+def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
+    """Return u8 numbers [.., K], integers [.., K/32] and those of minima of codes with minima."""
+    import torch
+
+    sizes = BLOCK_PARTS[FORM_OF[dtype_name(codes.dtype)]]
+    low, high, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+    numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
+    if sizes[1]:
+        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
+        numbers = numbers | ((high[..., None, :, None] >> by & 1) << 4).flatten(-3)
+    *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
+    integers, least = (
+        torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
+        for low, high in zip(first, (last & 15, last >> 4), strict=True)
+    )
+    return numbers.flatten(-2), integers, least
 
 
 def by_columns(x: Any) -> Any:
@@ -427,6 +517,8 @@ def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
 
     x = wide(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
+    if form in BLOCK_PARTS:
+        return _with_minima(x, form, torch.float64 if w.dtype == torch.float64 else dtype, dtype)
     find = int4_scales if form == "int4" else _largest
     scales = find(x, dtype, FORMS[form].largest)
     y = x / scales[..., None]
@@ -461,6 +553,45 @@ _CODES: dict[str, Callable[[Any], Any]] = {
     "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
     "fp8": _fp8,
 }
+
+
+def _with_minima(x: Any, form: str, kept: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
+    import torch
+
+    parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
+    wanted = _above_least(parts, most)
+    pairs = [_rounded(t.amax(-1) / MOST, dtype) for t in wanted]
+    integers = [
+        (t / p[..., None]).round().clamp(0, MOST) for t, p in zip(wanted, pairs, strict=True)
+    ]
+    step, least = (i * p[..., None] for i, p in zip(integers, pairs, strict=True))
+    numbers = _numbers_above(parts, step, least, most)
+    six = in_six_bits(*(i.flatten(1) for i in integers))
+    return to_blocks(numbers.flatten(1), six, form), torch.stack(pairs, -1).flatten(1).to(kept)
+
+
+def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:
+    """Return the numbers 0 to `most` for which number * step - least is nearest to x [.., 32]."""
+    whole = step.where(step > 0, 1.0)
+    return ((x + least[..., None]) / whole[..., None]).round().clamp(0, most)
+
+
+def _above_least(x: Any, most: float) -> tuple[Any, Any]:
+    """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold them,
+    bettered by least squares with the numbers held fixed, a few times."""
+    least = (-x.amin(-1)).clamp(min=0)
+    step = (x.amax(-1) + least).clamp(min=0) / most
+    for _ in range(3):
+        q = _numbers_above(x, step, least, most)
+        mean, mean_x, dot, square = q.mean(-1), x.mean(-1), (q * x).mean(-1), (q * q).mean(-1)
+        spread = square - mean * mean
+        slope = (dot - mean * mean_x) / spread.where(spread > 0, 1.0)
+        least = slope * mean - mean_x
+        through = dot / square.where(square > 0, 1.0)  # where the best minimum has the other sign
+        step = slope.where(least > 0, through).clamp(min=0)
+        least = least.clamp(min=0)
+    return step, least
 
 
 def _rounded(scales: Any, dtype: Any) -> Any:

@@ -66,11 +66,14 @@ class Scheme:
         return math.lcm(self.group or 1, FORMS[self.form].packed)
 
 
-#: what rules may name. Weights trained for 4 bits have scales in bf16; int6 is GGUF's Q6_K
+#: what rules may name. Weights trained for 4 bits have scales in bf16; int6 is GGUF's Q6_K,
+#: uint5 its Q5_K, and uint4 its Q4_K
 SCHEMES = {
     "int8": Scheme("int8", 0, None),
     "int6": Scheme("int6", 256, "f16"),
+    "uint5": Scheme("uint5", 256, "f16"),
     "int4": Scheme("int4", 32, "bf16"),
+    "uint4": Scheme("uint4", 256, "f16"),
     "fp8": Scheme("fp8", 0, None),
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
@@ -109,6 +112,11 @@ class Rule:
         for scheme in schemes:
             if scheme.fits(t):
                 return scheme
+        if self.first.group % (share := FORMS[self.form].share):
+            raise InputError(
+                f"{name}: rows of {t.shape[-1]} in groups of {self.first.group} of {self.form}, of "
+                f"which {share} numbers share an integer; give a multiple of {share}"
+            )
         raise InputError(
             f"{name}: rows of {t.shape[-1]} do not divide into the groups of {self.first.least} of "
             f"{self.form}; leave it out, or add `otherwise: int8`"

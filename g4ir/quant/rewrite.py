@@ -14,7 +14,7 @@ from functools import lru_cache
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
-from g4ir.ops.quant import FORMS
+from g4ir.ops.quant import FORM_OF, FORMS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
@@ -95,21 +95,43 @@ def _parts(b: Builder, v: Value, scheme: Scheme, dtype: str) -> tuple[Value, ...
     return b.emit_all("quantize", v, name=names, **scheme.attrs(dtype))
 
 
-def in_bytes(g: Graph) -> Graph:
-    """Return a graph with codes of 8 bits in the place of those of int6, made at build: for targets
-    whose products take no others."""
+def simplified(g: Graph) -> Graph:
+    """Return a graph for targets that take neither int6 nor forms with minima: codes of 8 bits are
+    made of the one at build, and of the others what they mean."""
     b = Builder(g.name)
-    made: dict[str, tuple[Value, ...]] = {}
     for n in g.nodes:
-        if n.op not in TAKERS or n["codes"].type.dtype != FORMS["int6"].codes:
+        form = FORM_OF[n["codes"].type.dtype] if n.op in TAKERS else ""
+        if form == "int6":
+            _in_bytes(b, n)
+        elif form and FORMS[form].scales > 1:
+            _made_dense(b, n)
+        else:
             b.nodes.append(n)
-            continue
-        codes, scales, *rest = n.inputs
-        if codes.name not in made:
-            names = [f"{codes.name.removesuffix(CODES)}{BYTES}{part}" for part in (CODES, SCALES)]
-            made[codes.name] = b.emit_all("as_bytes", codes, scales, name=names)
-        b.nodes.append(replace(n, inputs=(*made[codes.name], *rest)))
     return replace(g, nodes=tuple(b.nodes))
+
+
+def _in_bytes(b: Builder, n: Node) -> None:
+    codes, scales, *rest = n.inputs
+    names = [f"{codes.name.removesuffix(CODES)}{BYTES}{part}" for part in (CODES, SCALES)]
+    made = _once(b, "as_bytes", (codes, scales), names)
+    b.nodes.append(replace(n, inputs=(*made, *rest)))
+
+
+def _made_dense(b: Builder, n: Node) -> None:
+    codes, scales, *ids = n.inputs
+    name, to = f"{codes.name.removesuffix(CODES)}{DENSE}", n.word("to")
+    made = _once(b, "dense", (codes, scales), [name if ids else n.out.name], to=to)
+    if ids:
+        b.emit("embedding", *made, *ids, scale=n.number("scale"), name=n.out.name)
+
+
+def _once(
+    b: Builder, op: str, inputs: tuple[Value, ...], names: list[str], **attrs: str
+) -> tuple[Value, ...]:
+    """Emit a node, or find what was emitted under its names."""
+    found = (n for n in b.nodes if n.op == op and n.outputs[0].name == names[0])
+    node = next(found, None)
+    return node.outputs if node else b.emit_all(op, *inputs, name=names, **attrs)
 
 
 def from_codes(g: Graph) -> Graph:

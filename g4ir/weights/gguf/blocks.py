@@ -1,8 +1,8 @@
 """Turns the blocks of GGUF files into numbers, and into codes and scales where that loses nothing.
 
 Layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. A block is a row of bytes; `d` is
-its scale in float16. Types with a minimum (Q4_1, Q5_1, Q4_K, Q5_K) have no form of codes times
-scales: they become numbers. Every product here is exact in float32.
+its scale in float16. Types whose minima are float16 too (Q4_1, Q5_1) have no form of codes: they
+become numbers. Every product here is exact in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from g4ir.ops.quant import dequantized, packed
+from g4ir.ops.quant import dequantized, packed, to_blocks
 from g4ir.quant.recipe import Scheme
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class Coded:
         return made
 
 
-def _half(b: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 at a byte of each block: f16[n, 1]."""
+def _half(b: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
+    """Return the float16 from a byte of each block on: f16[n, count]."""
     import torch
 
-    return b[:, at : at + 2].contiguous().view(torch.float16)
+    return b[:, at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _shifted(b: torch.Tensor, shifts: range, each: int) -> torch.Tensor:
@@ -102,19 +102,9 @@ def _iq4_xs_scales(b: torch.Tensor) -> torch.Tensor:
     return _half(b, 0).float() * _signed(_nibbles(b[:, 4:8], 1) | high, 32)
 
 
-def _minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and minima of the eight parts of a K block: f32[n, 8]."""
-    import torch
-
-    low, mid, top = b[:, 4:8], b[:, 8:12], b[:, 12:16]
-    scales = torch.cat((low & 63, (top & 15) | (low >> 6) << 4), -1)
-    minima = torch.cat((mid & 63, (top >> 4) | (mid >> 6) << 4), -1)
-    return _half(b, 0).float() * scales, _half(b, 2).float() * minima
-
-
-def _k_numbers(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    scales, minima = _minima(b)
-    return (q.unflatten(-1, (8, 32)) * scales[..., None] - minima[..., None]).flatten(-2)
+def _k_block(numbers: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
+    """Return codes with minima; their integers stay as they lie."""
+    return to_blocks(numbers, b[:, 4:16], form)
 
 
 def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,6 +124,16 @@ CODED = {
         lambda b: _signed(_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6]), 16),
         lambda b: _half(b, 0),
     ),
+    "Q4_K": Coded(
+        Scheme("uint4", 256, "f16"),
+        lambda b: _k_block(_nibbles(b[:, 16:], 32), b, "uint4"),
+        lambda b: _half(b, 0, 2),
+    ),
+    "Q5_K": Coded(
+        Scheme("uint5", 256, "f16"),
+        lambda b: _k_block(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b, "uint5"),
+        lambda b: _half(b, 0, 2),
+    ),
     "Q6_K": Coded(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
     "IQ4_NL": Coded(
         Scheme("int8", 32, "f16"), lambda b: _iq4(_nibbles(b[:, 2:], 16)), lambda b: _half(b, 0)
@@ -146,8 +146,6 @@ CODED = {
 DENSE: dict[str, Part] = {
     "Q4_1": lambda b: _with_minimum(_nibbles(b[:, 4:], 16), b),
     "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _fifth(b[:, 4:8]), b),
-    "Q4_K": lambda b: _k_numbers(_nibbles(b[:, 16:], 32), b),
-    "Q5_K": lambda b: _k_numbers(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b),
 }
 
 

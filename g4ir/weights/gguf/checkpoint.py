@@ -73,7 +73,7 @@ def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
     if kinds:
         shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()))
         log.warning(
-            "%s: tensors with minima become %s, as no codes times scales say the same: %s",
+            "%s: tensors with minima become %s, as no codes of a form say the same: %s",
             file.path,
             TORCH_NAMES[dtype],
             shown,
