@@ -22,7 +22,7 @@ from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
-from g4ir.parallel.table import check_ranks, part_of
+from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.passes import run_passes, run_program
 from g4ir.plan.plan import make_plan
 from g4ir.quant.recipe import find_recipe
@@ -37,9 +37,9 @@ CHUNKS = ((13, (13, 7)), (9, (6, 9)), (8, (8, 8)), (1, (1, 1)), (1, (0, 1)), (1,
 SLOTS = 40
 
 
-def shareable(spec: Spec, ranks: int) -> bool:
+def shareable(spec: Spec, ranks: int, ep: bool = False) -> bool:
     try:
-        check_ranks(spec, ranks)
+        check_ranks(spec, ranks, ep)
     except InputError:
         return False
     return True
@@ -120,29 +120,41 @@ def together(p: Program, name: str, ranks: int, dtype: torch.dtype) -> list[torc
     return [torch.cat(mine) for mine in out]
 
 
-def sharded(name: str, ranks: int) -> Program:
-    return shard_program(plain(name), spec_of(name), ranks)
+def sharded(name: str, ranks: int, ep: bool = False) -> Program:
+    return shard_program(plain(name), spec_of(name), ranks, ep)
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).abs() / want.pow(2).mean(-1, keepdim=True).sqrt()).max())
 
 
-CASES = [(n, r) for n in (*TINY, *RANDOM) for r in RANKS if shareable(spec_of(n), r)]
+#: name, ranks, and whether each has some of the experts
+CASES = [
+    (name, ranks, ep)
+    for name in (*TINY, *RANDOM)
+    for ranks in RANKS
+    for ep in (False, True)
+    if shareable(spec_of(name), ranks, ep)
+]
 
 
 def test_the_cases_cover_both_numbers_of_ranks() -> None:
-    assert {r for _, r in CASES} == set(RANKS) and len(RANDOM) == 20
-    assert {(n, r) for n in TINY for r in RANKS} <= set(CASES)
+    assert {r for _, r, _ in CASES} == set(RANKS) and len(RANDOM) == 20
+    assert {(n, r, False) for n in TINY for r in RANKS} <= set(CASES)
+    shared_out = {(n, r) for n, r, ep in CASES if ep}
+    assert {("tiny-moe", r) for r in RANKS} < shared_out and {r for _, r in shared_out} == {*RANKS}
+    assert len({n for n, _ in shared_out}) > 3
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, ranks", CASES)
+@pytest.mark.parametrize("name, ranks, ep", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-def test_ranks_agree_with_one(name: str, ranks: int, dtype: torch.dtype, most: float) -> None:
+def test_ranks_agree_with_one(
+    name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
+) -> None:
     """With all passes and without any; every rank has the same logits, bit for bit."""
     want = alone(name, dtype)
-    for p in (sharded(name, ranks), run_program(sharded(name, ranks))):
+    for p in (sharded(name, ranks, ep), run_program(sharded(name, ranks, ep))):
         got = together(p, name, ranks, dtype)
         assert all(torch.equal(x, got[0]) for x in got)
         assert distance(got[0], want) < most
@@ -160,6 +172,28 @@ def test_a_collective_that_is_left_out_shows(op: str, monkeypatch: pytest.Monkey
     assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_experts_that_are_shared_out_are_all_there(ranks: int) -> None:
+    """Ranks run one graph; a number says which experts they have, whose fused block stays one."""
+    spec = spec_of("tiny-moe")
+    assert spec.text.moe
+    g = run_passes(sharded("tiny-moe", ranks, ep=True).graphs["decode"])
+    assert len(list(g.find("moe_mlp"))) == spec.text.num_hidden_layers and not [*g.find("experts")]
+    own = [rank_params(g, spec, weights("tiny-moe", torch.float32), r, ranks) for r in range(ranks)]
+    firsts, held = [int(p[FIRST]) for p in own], len(own[0]["L0.moe.down"])
+    assert firsts == [*range(0, spec.text.moe.num_experts, held)] and len(firsts) == ranks
+    whole = weights("tiny-moe", torch.float32)["L0.moe.down"]
+    assert torch.equal(torch.cat([p["L0.moe.down"] for p in own]), whole)
+
+
+def test_a_number_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4ir.parallel import lockstep as module
+
+    monkeypatch.setattr(module, "first_expert", lambda spec, rank, ranks: 0)
+    got = together(sharded("tiny-moe", 2, ep=True), "tiny-moe", 2, torch.float64)
+    assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
+
+
 #: messages of a decode step: two for each layer, and the head's
 MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
 
@@ -169,8 +203,9 @@ MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
 @pytest.mark.parametrize("ranks", RANKS)
 def test_messages_of_a_step(name: str, ranks: int) -> None:
     spec = load_spec(name)
-    g = run_passes(shard(build_graph(spec, "decode"), spec, ranks))
-    assert len(list(collectives(g))) == MESSAGES[name]
+    for ep in (False, True) if spec.text.moe else (False,):
+        g = run_passes(shard(build_graph(spec, "decode"), spec, ranks, ep))
+        assert len(list(collectives(g))) == MESSAGES[name]
 
 
 @pytest.mark.covering
@@ -267,6 +302,16 @@ def test_key_heads_that_no_rank_can_have_whole_are_refused() -> None:
         check_ranks(replace(spec, text=text), 4)
 
 
+def test_experts_that_cannot_be_shared_out_are_refused() -> None:
+    spec = load_spec("tiny-moe")
+    assert spec.text.moe
+    odd = replace(spec, text=replace(spec.text, moe=replace(spec.text.moe, num_experts=6)))
+    check_ranks(odd, 2, ep=True)
+    check_ranks(odd, 4)
+    with pytest.raises(InputError, match=r"--tp 4: .* moe\.num_experts 6, .* one of 1, 2$"):
+        check_ranks(odd, 4, ep=True)
+
+
 def test_what_is_not_cut_yet_is_refused() -> None:
     spec = load_spec("tiny-ple")
     drafting = build_program(spec, drafter=shipped_drafter(spec), verifies=True)
@@ -298,13 +343,13 @@ def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name, ranks", [(n, r) for n in TINY for r in RANKS])
-def test_planned_bytes_are_those_of_a_rank(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("name, ranks, ep", [c for c in CASES if c[0] in TINY])
+def test_planned_bytes_are_those_of_a_rank(name: str, ranks: int, ep: bool) -> None:
     """Weights as its prologue packs them, caches as its sessions have them."""
     spec = spec_of(name)
-    planned = make_plan(spec, ctx=[64, 256], batch=[1, 3], tp=ranks).ranks
+    planned = make_plan(spec, ctx=[64, 256], batch=[1, 3], tp=ranks, ep=ep).ranks
     assert planned
-    g = run_program(shard_program(build_program(spec), spec, ranks)).graphs["decode"]
+    g = run_program(shard_program(build_program(spec), spec, ranks, ep)).graphs["decode"]
     prologue, main = split_prologue(g)
     params = rank_params(g, spec, weights(name, torch.float32), 0, ranks)
     packed, _ = interpret(prologue, {}, params, {})

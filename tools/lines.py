@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 75,
     "g4ir/ui": 812,
-    "g4ir/ops": 4010,
+    "g4ir/ops": 4090,
     "g4ir/ir": 1265,
     "passes": 1720,
     "g4ir/spec": 2500,
@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3210,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3130,
-    "backends": 16420,
+    "backends": 16490,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2940,
     "backends/trt/experimental": 1280,
@@ -30,7 +30,7 @@ MOST = {
     "g4ir/check": 3240,
     "g4ir/bench": 2560,
     "g4ir/serve": 2720,
-    "g4ir/cli": 3430,
+    "g4ir/cli": 3440,
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,

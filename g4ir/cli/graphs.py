@@ -81,7 +81,7 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     spec = spec_of(args)
     if args.engine is None:
         plain = plain_graph(spec, args.phase, args.all_logits)
-        if args.tp is not None:
+        if args.tp is not None or args.ep:
             plain = _rank_graph(args, plain, spec)
         program = Program({args.phase: plain})
         held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
@@ -104,7 +104,7 @@ def _rank_graph(args: argparse.Namespace, plain: Graph, spec: Spec) -> Graph:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
     if args.quant not in (None, "none"):
         raise InputError(f"--tp: weights of --quant {args.quant} are not cut yet; leave it out")
-    return shard(plain, spec, args.tp)
+    return shard(plain, spec, 1 if args.tp is None else args.tp, args.ep)
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

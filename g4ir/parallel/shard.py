@@ -15,42 +15,48 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.draft import DRAFT
+from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .table import HEAD, TABLE, check_ranks, key_heads, part_of
+from .table import FIRST, HEAD, TABLE, check_ranks, key_heads, part_of
 
 COLLECTIVES = ("all_reduce", "all_gather")
 #: values that are sums of what every rank has
 _SUMS = re.compile(r"L(\d+)\.(attn\.o|mlp\.down|moe\.out)")
+#: the first of a rank's experts
+_FIRST = Value(FIRST, Type("i64", (1,)))
 _CACHE = re.compile(r"L(\d+)\.[kv]")
 
 
-def shard_program(p: Program, spec: Spec, ranks: int) -> Program:
+def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Program:
     """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
     towers stay whole. InputError where `ranks` cannot share the model."""
-    check_ranks(spec, ranks)
+    check_ranks(spec, ranks, ep)
     if DRAFT in p.graphs:
         raise InputError(f"--tp {ranks}: drafters are not cut yet; leave out the drafter")
-    return p.map(lambda g: shard(g, spec, ranks) if g.state else g)
+    return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)
 
 
-def shard(g: Graph, spec: Spec, ranks: int) -> Graph:
-    """Return the graph of one rank of `ranks`, the same for each; see the module."""
-    check_ranks(spec, ranks)
+def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
+    """Return the graph of one rank of `ranks`, the same for each; see the module. With `ep` a rank
+    has some of the experts, else a part of each."""
+    check_ranks(spec, ranks, ep)
     if ranks == 1:
         return g
     if any(g.find("dequantize")):
         raise InputError(f"--tp {ranks}: weights in codes are not cut yet; leave out --quant")
-    params = {v.name: _param(v, spec, ranks) for v in g.params}
+    params = {v.name: _param(v, spec, ranks, ep) for v in g.params}
     state = {v.name: _cache(v, spec, ranks) for v in g.state}
     sums = _sums(g)
     nodes: list[Node] = []
     for n in g.nodes:
         n = replace(n, inputs=tuple(state.get(v.name, params.get(v.name, v)) for v in n.inputs))
-        nodes += [_heads(n, spec, ranks)] if n.op == "heads" else [_partial(n, sums)]
+        n = _heads(n, spec, ranks) if n.op == "heads" else _partial(n, sums)
+        nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
+    first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
         g,
-        params=tuple(params.values()),
+        params=(*params.values(), *first),
         state=tuple(state.values()),
         nodes=(*nodes, *_collectives(g, sums, ranks)),
     )
@@ -64,11 +70,11 @@ def collectives(g: Graph) -> Iterator[Node]:
     return g.find(*COLLECTIVES)
 
 
-def _param(v: Value, spec: Spec, ranks: int) -> Value:
+def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the table that
     tokens are looked up in stays whole."""
     name = HEAD if v.name == TABLE else v.name
-    part = part_of(spec, name)
+    part = part_of(spec, name, ep)
     if part is None:
         return v
     shape = list(v.type.shape)
@@ -94,6 +100,13 @@ def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     layer = spec.layers()[int(match[1])]
     own = spec.text.num_attention_heads // ranks if match[2] == "q" else key_heads(layer, ranks)
     return replace(n, attrs={**n.attrs, "n": own})
+
+
+def _some(n: Node, spec: Spec) -> Node:
+    """Return experts of which a rank has some: an operand says which, so that no graph does."""
+    assert spec.text.moe
+    attrs = {**n.attrs, "total": spec.text.moe.num_experts}
+    return replace(n, inputs=(*n.inputs, _FIRST), attrs=attrs)
 
 
 def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:

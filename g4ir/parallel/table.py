@@ -4,6 +4,7 @@ Columns first, rows second (tensor parallel as in Megatron-LM): what comes out o
 where the next one takes it, so that a layer needs one sum over ranks behind attention and one
 behind its MLP. Heads are never cut; where there are fewer key heads than ranks, several ranks hold
 the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
+With expert parallelism (`ep`) a rank has some of the experts, whole, and a number says which.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
 HEAD, TABLE = "head.w", "embed.table"
+#: i64[1]: the first of a rank's experts, a param of graphs that are cut so
+FIRST = "moe.first"
 #: a layer's weight -> the axis that is cut, and what it is cut by
 CUTS = {
     "attn.wq": (0, "heads"),
@@ -30,6 +33,8 @@ CUTS = {
     "moe.gate_up": (1, "expert widths"),
     "moe.down": (2, "expert width"),
 }
+#: in the place of these, where experts are shared out
+EXPERT_CUTS = {"moe.gate_up": (0, "experts"), "moe.down": (0, "experts")}
 _WEIGHT = re.compile(r"L(\d+)\.(.+)")
 
 
@@ -69,22 +74,22 @@ class Part:
         return torch.cat(pieces, self.axis)
 
 
-def part_of(spec: Spec, param: str) -> Part | None:
+def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
     """Return what a rank has of a param of a sharded graph; None: all of it."""
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
         return Part(source, 0, spec.text.vocab_size)
-    match = _WEIGHT.fullmatch(param)
-    if not match or match[2] not in CUTS:
+    match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
+    if not match or match[2] not in cuts:
         return None
-    axis, by = CUTS[match[2]]
+    axis, by = cuts[match[2]]
     return Part(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
 
 
 def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
     """Return the units of a block that may not be cut, and the blocks."""
     moe = spec.text.moe
-    expert = moe.intermediate_size if moe else 0
+    expert, count = (moe.intermediate_size, moe.num_experts) if moe else (0, 0)
     return {
         "heads": (spec.text.num_attention_heads, 1),
         "key heads": (layer.attention.num_key_value_heads, 1),
@@ -92,7 +97,14 @@ def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
         # gate and up lie one behind the other
         "expert widths": (expert, 2),
         "expert width": (expert, 1),
+        "experts": (count, 1),
     }[by]
+
+
+def first_expert(spec: Spec, rank: int, ranks: int) -> int:
+    """Return the first of the experts that a rank has."""
+    assert spec.text.moe
+    return rank * spec.text.moe.num_experts // ranks
 
 
 def key_heads(layer: Layer, ranks: int) -> int:
@@ -100,16 +112,22 @@ def key_heads(layer: Layer, ranks: int) -> int:
     return max(1, layer.attention.num_key_value_heads // ranks)
 
 
-def check_ranks(spec: Spec, ranks: int) -> None:
+def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
     """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
     if ranks < 1:
         raise InputError(f"--tp {ranks}: expected at least 1")
-    text = spec.text
+    text, moe = spec.text, spec.text.moe
+    if ep and ranks == 1:
+        raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
+    if ep and not moe:
+        raise InputError(f"--ep: {spec.name} has no experts to share out; leave it out")
+    experts = {"moe.num_experts": moe.num_experts} if moe else {}
+    widths = {"moe.intermediate_size": moe.intermediate_size} if moe else {}
     sizes = {
         "num_attention_heads": text.num_attention_heads,
         "intermediate_size": text.intermediate_size,
         "vocab_size": text.vocab_size,
-        **({"moe.intermediate_size": text.moe.intermediate_size} if text.moe else {}),
+        **(experts if ep else widths),
     }
     keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
 

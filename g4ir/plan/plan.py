@@ -463,12 +463,13 @@ def make_plan(
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
     tp: int = 1,
+    ep: bool = False,
 ) -> Plan:
     """Make the plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as
     the model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
-    every row on every device of `memory`. `tp` ranks share the model; `memory` is of one that has
-    it whole.
+    every row on every device of `memory`. `tp` ranks share the model, with `ep` some experts each;
+    `memory` is of one that has it whole.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
     kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv, ple_placement and
@@ -521,8 +522,8 @@ def make_plan(
         media.kinds,
         media_plan(spec),
         _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
-        plan_ranks(spec, tp, dtype, [(r.ctx, r.batch) for r in rows], skip, passes, recipe)
-        if tp != 1
+        plan_ranks(spec, tp, dtype, [(r.ctx, r.batch) for r in rows], skip, passes, recipe, ep)
+        if tp != 1 or ep
         else None,
     )
 

@@ -53,13 +53,14 @@ def plan_ranks(
     skip: Sequence[str],
     options: Mapping[str, Mapping[str, Any]],
     recipe: Recipe | None = None,
+    ep: bool = False,
 ) -> Ranks:
     """Return what each of `count` ranks needs at every (context, batch) of `shape`, by the graph
     that it runs. InputError where they cannot share the model, or for weights in codes, which are
     not cut yet."""
     if recipe:
         raise InputError(f"--tp {count}: weights of {recipe.name} are not cut yet; plan it without")
-    plain = shard(build_graph(spec, "decode", dtype=dtype), spec, count)
+    plain = shard(build_graph(spec, "decode", dtype=dtype), spec, count, ep)
     g = split_prologue(run_passes(plain, skip=skip, options=options))[1]
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
