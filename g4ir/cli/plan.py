@@ -164,6 +164,8 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
     from g4ir.model.media import offered
     from g4ir.plan.plan import make_plan
 
+    from .show_kernels import step_model
+
     longest = spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
     if several and ctx:
@@ -174,7 +176,8 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         media = options.media if offered(spec) else "none"
         options = replace(options, ple_placement=placement, media=media)
     batch = parse_counts(args.batch, "--batch")
-    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, tp=args.tp, ep=args.ep)
+    how = {"tp": args.tp, "ep": args.ep, "steps": None if args.tp == 1 else step_model(gpus)}
+    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
 
 
 def _plot(plans: list[Plan], path: str) -> None:

@@ -61,7 +61,7 @@ OF_ENGINE = (
     "ep",
 )
 #: views that do not take `--tp`
-WITHOUT_RANKS = ("kernels", "timeline", "against")
+WITHOUT_RANKS = ("against",)
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it

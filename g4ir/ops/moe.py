@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from math import comb
 from typing import Any
 
 from .base import Sample, Traffic, every_operand, op, require, wide
@@ -71,6 +73,26 @@ def distinct_experts(count: int, top_k: int, tokens: int) -> float:
     each, all choices equally likely: count * (1 - (1 - top_k / count)^tokens), since each token
     passes an expert over with probability 1 - top_k / count."""
     return count * (1 - (1 - top_k / count) ** tokens)
+
+
+@cache
+def busiest(total: int, held: int, chosen: int) -> float:
+    """Return the expected number of `chosen` different experts of `total` that the rank with most
+    of them has, all choices equally likely and `held` on each rank: everybody waits for it."""
+    ranks, every = total // held, comb(total, chosen)
+
+    def choices(most: int) -> int:
+        """Count the choices in which no rank has more: a coefficient of a product of sums."""
+        ways = [1] + [0] * chosen
+        own = [comb(held, n) for n in range(most + 1)]
+        for _ in range(ranks):
+            ways = [
+                sum(ways[at - n] * own[n] for n in range(min(at, most) + 1))
+                for at in range(chosen + 1)
+            ]
+        return ways[chosen]
+
+    return sum(1 - choices(most) / every for most in range(held))
 
 
 def own_index(index: Any, first: Any, count: int) -> Any:
@@ -165,12 +187,15 @@ class experts:
     ) -> Traffic:
         """Count the weights of the experts that some token chose: `distinct` of them where they
         were counted, else `distinct_experts`, an upper bound for routers that have favourites. Of a
-        part of them as large a share."""
+        part of them as many as on the busiest rank."""
         reads, writes = every_operand(ins, outs)
-        count, k = total or int(ins[3].shape[0]), int(ins[2].shape[-1])
+        held, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
+        count = total or held
         if distinct is None:
             distinct = distinct_experts(count, k, ins[2].numel() // k)
-        weights = (round(size * min(distinct, count) / count) for size in reads[3:5])
+        if total:
+            distinct = busiest(total, held, round(min(distinct, total)))
+        weights = (round(size * min(distinct, held) / held) for size in reads[3:5])
         return (*reads[:3], *weights, *reads[5:]), writes
 
     @staticmethod

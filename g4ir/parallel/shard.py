@@ -15,12 +15,12 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.draft import DRAFT
+from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
 from .table import FIRST, HEAD, TABLE, check_ranks, key_heads, part_of
 
-COLLECTIVES = ("all_reduce", "all_gather")
 #: values that are sums of what every rank has
 _SUMS = re.compile(r"L(\d+)\.(attn\.o|mlp\.down|moe\.out)")
 #: the first of a rank's experts

@@ -112,15 +112,33 @@ def key_heads(layer: Layer, ranks: int) -> int:
     return max(1, layer.attention.num_key_value_heads // ranks)
 
 
+def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
+    """Whether a model can be cut so."""
+    return _uneven(spec, ranks, ep) is None
+
+
 def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
     """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
     if ranks < 1:
         raise InputError(f"--tp {ranks}: expected at least 1")
-    text, moe = spec.text, spec.text.moe
     if ep and ranks == 1:
         raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
-    if ep and not moe:
+    if ep and not spec.text.moe:
         raise InputError(f"--ep: {spec.name} has no experts to share out; leave it out")
+    if uneven := _uneven(spec, ranks, ep):
+        most = spec.text.num_attention_heads
+        fine = ", ".join(str(n) for n in range(1, most + 1) if not _uneven(spec, n, ep))
+        key, size = uneven
+        raise InputError(
+            f"--tp {ranks}: {spec.name} has {key} {size}, which {ranks} ranks cannot share; one of "
+            f"{fine}"
+        )
+
+
+def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
+    """Return a key and its number that ranks cannot share: none has a whole number of units, nor
+    several ranks the same one."""
+    text, moe = spec.text, spec.text.moe
     experts = {"moe.num_experts": moe.num_experts} if moe else {}
     widths = {"moe.intermediate_size": moe.intermediate_size} if moe else {}
     sizes = {
@@ -130,15 +148,6 @@ def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
         **(experts if ep else widths),
     }
     keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
-
-    def wrong(n: int) -> str | None:
-        uneven = (key for key, size in sizes.items() if size % n)
-        apart = (key for key, heads in keys.items() if heads % n and n % heads)
-        return next(uneven, None) or next(apart, None)
-
-    if key := wrong(ranks):
-        fine = ", ".join(str(n) for n in range(1, text.num_attention_heads + 1) if not wrong(n))
-        raise InputError(
-            f"--tp {ranks}: {spec.name} has {key} {(sizes | keys)[key]}, which {ranks} ranks "
-            f"cannot share; one of {fine}"
-        )
+    uneven = (item for item in sizes.items() if item[1] % ranks)
+    apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])
+    return next(uneven, None) or next(apart, None)

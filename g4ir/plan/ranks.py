@@ -1,8 +1,9 @@
-"""Plans a model on several ranks: the bytes that each has, and what they say to each other."""
+"""Plans a model on several ranks: the bytes that each has, what they say to each other, and how
+long a step is expected to take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,12 +11,15 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import collectives, shard
+from g4ir.parallel.table import can_share, check_ranks
 from g4ir.passes import run_passes
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
 
 from .formats import capacity
 
+#: numbers of ranks that are compared
+COUNTS = (1, 2, 4, 8)
 #: a token of one row
 ONE = {"B": 1, "S": 1, "M": 1}
 
@@ -30,15 +34,37 @@ class RankRow:
 
 
 @dataclass(frozen=True)
+class StepModel:
+    """Predicts steps on a GPU: from the decode graph of a rank, a context and a batch, by the way
+    to exchange the least and the most microseconds."""
+
+    gpu: str
+    us: Callable[[Graph, int, int], Mapping[str, tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A decode step on so many ranks: the least and the most microseconds by how they exchange."""
+
+    ranks: int
+    ctx: int
+    batch: int
+    us: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
 class Ranks:
     """One rank of `count`, all of which are alike: bytes of its weights, without the tables that
-    are only gathered from; messages of a decode step, and the bytes that a rank gives for a row."""
+    are only gathered from; messages of a decode step, and the bytes that a rank gives for a row;
+    on a GPU predicted steps, on other numbers of ranks too."""
 
     count: int
     weights: int
     rows: tuple[RankRow, ...]
     messages: int
     message_bytes: int
+    gpu: str | None = None
+    steps: tuple[RankStep, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -54,14 +80,21 @@ def plan_ranks(
     options: Mapping[str, Mapping[str, Any]],
     recipe: Recipe | None = None,
     ep: bool = False,
+    model: StepModel | None = None,
 ) -> Ranks:
     """Return what each of `count` ranks needs at every (context, batch) of `shape`, by the graph
     that it runs. InputError where they cannot share the model, or for weights in codes, which are
     not cut yet."""
     if recipe:
         raise InputError(f"--tp {count}: weights of {recipe.name} are not cut yet; plan it without")
-    plain = shard(build_graph(spec, "decode", dtype=dtype), spec, count, ep)
-    g = split_prologue(run_passes(plain, skip=skip, options=options))[1]
+    check_ranks(spec, count, ep)
+
+    def of(ranks: int) -> Graph:
+        plain = shard(build_graph(spec, "decode", dtype=dtype), spec, ranks, ep and ranks > 1)
+        return run_passes(plain, skip=skip, options=options)
+
+    whole = of(count)
+    g = split_prologue(whole)[1]
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
         count,
@@ -69,7 +102,26 @@ def plan_ranks(
         tuple(RankRow(ctx, batch, _cache(g, ctx, batch)) for ctx, batch in shape),
         len(list(collectives(g))),
         sum(sent),
+        model.gpu if model else None,
+        tuple(_steps(spec, {count: whole}, of, ep, shape, model)) if model else (),
     )
+
+
+def _steps(
+    spec: Spec,
+    made: Mapping[int, Graph],
+    of: Callable[[int], Graph],
+    ep: bool,
+    shape: Sequence[tuple[int, int]],
+    model: StepModel,
+) -> Iterator[RankStep]:
+    """Yield the steps of every number of ranks that can share the model, as far as it is known how
+    long they exchange."""
+    counts = {*made, *(n for n in COUNTS if can_share(spec, n, ep))}
+    for ranks in sorted(n for n in counts if n <= COUNTS[-1]):
+        g = made[ranks] if ranks in made else of(ranks)
+        for ctx, batch in shape:
+            yield RankStep(ranks, ctx, batch, model.us(g, ctx, batch))
 
 
 def _cache(g: Graph, ctx: int, batch: int) -> int:
