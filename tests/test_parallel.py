@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import count, islice
+from itertools import count, islice, product
 from zlib import crc32
 
 import pytest
@@ -14,19 +14,20 @@ import torch
 
 from g4ir.cli import main
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Program, Value, split_prologue
-from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue
+from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.text import parse_graph
 from g4ir.model.draft import shipped_drafter
 from g4ir.model.text import build_graph, build_program
+from g4ir.ops.quant import dequantized
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.passes import run_passes, run_program
-from g4ir.plan.plan import make_plan
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, random_spec
 
@@ -95,29 +96,50 @@ def valid_logits(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch
 @cache
 def alone(name: str, dtype: torch.dtype) -> torch.Tensor:
     """Logits of every valid token on one rank."""
-    state, out = empty_state(plain(name).graphs["prefill"], {"B": 2, "C": SLOTS}, dtype), []
+    return of_one(plain(name), name, weights(name, dtype), dtype)
+
+
+def of_one(
+    p: Program, name: str, params: dict[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Those of a program with its params."""
+    state, out = empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype), []
     for phase, inputs in chunks(name, dtype):
-        made, state = interpret(plain(name).graphs[phase], inputs, weights(name, dtype), state)
+        made, state = interpret(p.graphs[phase], inputs, params, state)
         out.append(valid_logits(inputs, made["logits"]))
     return torch.cat(out)
 
 
-def together(p: Program, name: str, ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same of each rank of a sharded program."""
-    spec, given = spec_of(name), weights(name, dtype)
+def together(
+    p: Program,
+    name: str,
+    ranks: int,
+    dtype: torch.dtype,
+    params: dict[str, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The same of each rank of a sharded program; `params` of the whole model."""
+    spec, given = spec_of(name), params or weights(name, dtype)
+    graphs = {phase: split_prologue(g) for phase, g in p.graphs.items() if g.state}
     own = {
-        phase: [rank_params(g, spec, given, r, ranks) for r in range(ranks)]
-        for phase, g in p.graphs.items()
-        if g.state
+        phase: [
+            packed(prologue, rank_params(p.graphs[phase], spec, given, r, ranks))
+            for r in range(ranks)
+        ]
+        for phase, (prologue, _) in graphs.items()
     }
     state = [empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
     out: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for phase, inputs in chunks(name, dtype):
-        results = lockstep(p.graphs[phase], inputs, own[phase], state)
+        results = lockstep(graphs[phase][1], inputs, own[phase], state)
         state = [after for _, after in results]
         for mine, (made, _) in zip(out, results, strict=True):
             mine.append(valid_logits(inputs, made["logits"]))
     return [torch.cat(mine) for mine in out]
+
+
+def packed(prologue: Graph, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Params, and what is made of them once."""
+    return params | interpret(prologue, {}, params, {})[0]
 
 
 def sharded(name: str, ranks: int, ep: bool = False) -> Program:
@@ -192,6 +214,107 @@ def test_a_number_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "first_expert", lambda spec, rank, ranks: 0)
     got = together(sharded("tiny-moe", 2, ep=True), "tiny-moe", 2, torch.float64)
     assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
+
+
+# --- weights in codes -------------------------------------------------------------------------
+
+RECIPES = ("int8", "int4", "fp8")
+TYPES = {torch.float32: "f32", torch.float64: "f64"}
+
+
+def in_codes(name: str, recipe: str, dtype: torch.dtype) -> Program:
+    spec, kind = spec_of(name), TYPES[dtype]
+    found = find_recipe(recipe)
+    assert found
+    rules = tuple(replace(r, group=8) if r.form == "int4" else r for r in found.rules)
+    p = build_program(spec, all_logits=True, dtype=kind)
+    return quantised(p, spec, replace(found, rules=rules), kind)
+
+
+def divisible(p: Program, name: str, ranks: int, ep: bool) -> bool:
+    try:
+        shard_program(p, spec_of(name), ranks, ep)
+    except InputError as e:
+        assert "in groups of 8, which" in str(e)
+        return False
+    return True
+
+
+CODED = [
+    (name, recipe, ranks, ep)
+    for name in TINY
+    for recipe in RECIPES
+    for ranks, ep in ((2, False), (2, True), (4, False), (4, True))
+    if shareable(spec_of(name), ranks, ep)
+    and divisible(in_codes(name, recipe, torch.float32), name, ranks, ep)
+]
+
+
+def test_codes_are_cut_in_every_form() -> None:
+    """Groups of 8 numbers, since tiny models have narrow layers; with those of 32 they are refused
+    below."""
+    cases = {(name, recipe) for name, recipe, _, _ in CODED}
+    assert cases >= {(n, r) for n in TINY for r in RECIPES}
+    assert {(recipe, ranks) for _, recipe, ranks, _ in CODED} == {*product(RECIPES, RANKS)}
+    assert any(ep for _, recipe, _, ep in CODED if recipe == "int4")
+
+
+def codes_of(p: Program, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Params, and codes and scales of those that the program quantises, each as a whole."""
+    made = dict(params)
+    for n in quantising(p):
+        results = run_node(n, [params[n["w"].name]])
+        made |= {v.name: t for v, t in zip(n.outputs, results, strict=True)}
+    return made
+
+
+def quantising(p: Program) -> list[Node]:
+    """What makes the codes of each weight."""
+    return list({n["w"].name: n for g in p.graphs.values() for n in g.find("quantize")}.values())
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_codes_of_the_whole_are_cut(
+    name: str, recipe: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
+) -> None:
+    """As a checkpoint in codes has them: a rank has its part of the codes, and the scales of its
+    rows or groups, which are a row's own where its columns are cut."""
+    made = in_codes(name, recipe, dtype)
+    params, held = codes_of(made, weights(name, dtype)), made.map(from_codes)
+    want = of_one(held, name, params, dtype)
+    own = shard_program(held, spec_of(name), ranks, ep)
+    for p in (own, run_program(own)):
+        assert distance(together(p, name, ranks, dtype, params)[0], want) < most
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
+def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool) -> None:
+    """At build: of rows and groups that is the same; of a row whose columns are cut, each rank's
+    part has a scale of its own."""
+    spec, dtype = spec_of(name), torch.float64
+    made, params = in_codes(name, recipe, dtype), dict(weights(name, dtype))
+    for n in quantising(made):
+        w, part = params[n["w"].name], part_of(spec, n["w"].name, ep)
+        apart = part is not None and part.axis == w.dim() - 1
+        pieces = [part.cut(w, r, ranks) for r in range(ranks)] if part and apart else [w]
+        back = (dequantized(*run_node(n, [x]), dtype) for x in pieces)
+        params[n["w"].name] = torch.cat(list(back), -1)
+    want = of_one(plain(name), name, params, dtype)
+    own = shard_program(made, spec, ranks, ep)
+    for p in (own, run_program(own)):
+        assert distance(together(p, name, ranks, dtype)[0], want) < 1e-12
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_groups_are_not_cut(held: bool) -> None:
+    spec = spec_of("tiny-dense")
+    p = quantised(build_program(spec), spec, find_recipe("int4"), "f32")
+    said = r"--tp 4: L0\.mlp\.w_down has rows of 96 in groups of 32, which 4 ranks cannot share"
+    with pytest.raises(InputError, match=said):
+        shard_program(p.map(from_codes) if held else p, spec, 4)
 
 
 #: messages of a decode step: two for each layer, and the head's
@@ -312,14 +435,11 @@ def test_experts_that_cannot_be_shared_out_are_refused() -> None:
         check_ranks(odd, 4, ep=True)
 
 
-def test_what_is_not_cut_yet_is_refused() -> None:
+def test_drafters_are_refused() -> None:
     spec = load_spec("tiny-ple")
     drafting = build_program(spec, drafter=shipped_drafter(spec), verifies=True)
     with pytest.raises(InputError, match="--tp 2: drafters are not cut yet"):
         shard_program(drafting, spec, 2)
-    coded = quantised(build_program(spec), spec, find_recipe("int8"), "f32")
-    with pytest.raises(InputError, match="--tp 2: weights in codes are not cut yet"):
-        shard_program(coded, spec, 2)
 
 
 def test_ranks_of_another_number_are_refused() -> None:
@@ -344,17 +464,20 @@ def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name, ranks, ep", [c for c in CASES if c[0] in TINY])
-def test_planned_bytes_are_those_of_a_rank(name: str, ranks: int, ep: bool) -> None:
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_planned_bytes_are_those_of_a_rank(
+    name: str, ranks: int, ep: bool, quant: str | None
+) -> None:
     """Weights as its prologue packs them, caches as its sessions have them."""
-    spec = spec_of(name)
-    planned = make_plan(spec, ctx=[64, 256], batch=[1, 3], tp=ranks, ep=ep).ranks
+    spec, options = spec_of(name), replace(PLANNED, quant=quant)
+    planned = make_plan(spec, options, ctx=[64, 256], batch=[1, 3], tp=ranks, ep=ep).ranks
     assert planned
-    g = run_program(shard_program(build_program(spec), spec, ranks, ep)).graphs["decode"]
+    whole = quantised(build_program(spec), spec, find_recipe(quant), "f32")
+    g = run_program(shard_program(whole, spec, ranks, ep)).graphs["decode"]
     prologue, main = split_prologue(g)
     params = rank_params(g, spec, weights(name, torch.float32), 0, ranks)
-    packed, _ = interpret(prologue, {}, params, {})
-    held = {v.name: packed.get(v.name, params.get(v.name)) for v in main.params}
-    assert planned.weights == sum(t.nbytes for t in held.values())
+    held = packed(prologue, params)
+    assert planned.weights == sum(held[v.name].nbytes for v in main.params)
     for row in planned.rows:
         state = empty_state(g, {"B": row.batch, "C": row.ctx}, torch.float32)
         assert row.cache == sum(t.nbytes for t in state.values())

@@ -81,11 +81,11 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     spec = spec_of(args)
     if args.engine is None:
         plain = plain_graph(spec, args.phase, args.all_logits)
+        recipe = find_recipe(args.quant)
+        held = quantised(Program({args.phase: plain}), spec, recipe, spec.dtype).graphs[args.phase]
         if args.tp is not None or args.ep:
-            plain = _rank_graph(args, plain, spec)
-        program = Program({args.phase: plain})
-        held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
-        return held.graphs[args.phase], set(args.skip)
+            held = _rank_graph(args, held, spec)
+        return held, set(args.skip)
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
@@ -94,17 +94,15 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
 
-def _rank_graph(args: argparse.Namespace, plain: Graph, spec: Spec) -> Graph:
-    """Return the graph of one rank of `--tp`; InputError for what ranks cannot share yet."""
+def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
+    """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
     from g4ir.model.text import TEXT_GRAPHS
     from g4ir.parallel.shard import shard
 
     phases = (*TEXT_GRAPHS, VERIFY)
     if args.phase not in phases:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
-    if args.quant not in (None, "none"):
-        raise InputError(f"--tp: weights of --quant {args.quant} are not cut yet; leave it out")
-    return shard(plain, spec, 1 if args.tp is None else args.tp, args.ep)
+    return shard(graph, spec, 1 if args.tp is None else args.tp, args.ep)
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.draft import DRAFT
+from g4ir.model.names import CODES
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
@@ -43,14 +44,15 @@ def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
     check_ranks(spec, ranks, ep)
     if ranks == 1:
         return g
-    if any(g.find("dequantize")):
-        raise InputError(f"--tp {ranks}: weights in codes are not cut yet; leave out --quant")
+    for n in g.find("dequantize"):
+        _check_groups(n, spec, ranks, ep)
     params = {v.name: _param(v, spec, ranks, ep) for v in g.params}
     state = {v.name: _cache(v, spec, ranks) for v in g.state}
     sums = _sums(g)
     nodes: list[Node] = []
     for n in g.nodes:
-        n = replace(n, inputs=tuple(state.get(v.name, params.get(v.name, v)) for v in n.inputs))
+        inputs = (state.get(v.name, params.get(v.name, _named(v))) for v in n.inputs)
+        n = replace(n, inputs=tuple(inputs), outputs=tuple(map(_named, n.outputs)))
         n = _heads(n, spec, ranks) if n.op == "heads" else _partial(n, sums)
         nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
     first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
@@ -73,7 +75,7 @@ def collectives(g: Graph) -> Iterator[Node]:
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the table that
     tokens are looked up in stays whole."""
-    name = HEAD if v.name == TABLE else v.name
+    name = _named(v).name
     part = part_of(spec, name, ep)
     if part is None:
         return v
@@ -82,6 +84,26 @@ def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     assert isinstance(whole, int)
     shape[part.axis] = part.size(whole, ranks)
     return Value(name, v.type.with_shape(*shape))
+
+
+def _named(v: Value) -> Value:
+    """Return a value of the head by its own name where it is tied; any other as it is."""
+    return Value(v.name.replace(TABLE, HEAD, 1), v.type) if v.name.startswith(TABLE) else v
+
+
+def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
+    """Raise InputError where ranks would share numbers of a weight that have one scale, or codes
+    that lie in one element."""
+    weight = n["codes"].name.removesuffix(CODES)
+    part = part_of(spec, HEAD if weight == TABLE else weight, ep)
+    if part is None or all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
+        return
+    each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
+    raise InputError(
+        f"--tp {ranks}: {weight} has rows of {n.out.type.shape[-1]} in groups of {each}, which "
+        f"{ranks} ranks cannot share; take another number of them, or a recipe that leaves it out "
+        f"or holds it in a form with a scale for each row"
+    )
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
@@ -129,7 +151,7 @@ def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
 
 
 def _is_head(n: Node) -> bool:
-    return n.op == "linear" and n["w"].name == HEAD
+    return n.op == "linear" and n["w"].name.startswith((HEAD, TABLE))
 
 
 def _part(v: Value) -> Value:
@@ -143,7 +165,7 @@ def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> t
         parts = [_part(made[name]) for name in names]
         b.emit_all("all_reduce", *parts, ranks=ranks, name=names)
     for n in g.find("linear"):
-        if n["w"].name in (HEAD, TABLE):
+        if _is_head(n):
             *rows, vocab = n.out.type.shape
             assert isinstance(vocab, int)
             own = Value(n.out.name, n.out.type.with_shape(*rows, vocab // ranks))

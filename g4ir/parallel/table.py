@@ -5,16 +5,18 @@ where the next one takes it, so that a layer needs one sum over ranks behind att
 behind its MLP. Heads are never cut; where there are fewer key heads than ranks, several ranks hold
 the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
 With expert parallelism (`ep`) a rank has some of the experts, whole, and a number says which.
+Codes and scales are cut as the weights that they are of; a scale of a whole row is on every rank.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.model.names import CODES, SCALES
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
@@ -41,7 +43,8 @@ _WEIGHT = re.compile(r"L(\d+)\.(.+)")
 @dataclass(frozen=True)
 class Part:
     """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
-    every block as many units as there are for each rank, but at least one."""
+    every block as many units as there are for each rank, but at least one. An axis of 1 is that of
+    a row's own scale, which every rank has."""
 
     source: str
     axis: int
@@ -54,14 +57,21 @@ class Part:
 
     def size(self, whole: int, ranks: int) -> int:
         """Return what an axis of `whole` numbers has on a rank."""
-        return whole // self.units * self.share(ranks)
+        return whole if whole == 1 else whole * self.share(ranks) // self.units
+
+    def divides(self, whole: int, ranks: int) -> bool:
+        """Whether an axis of `whole` elements, several numbers each, can be cut so."""
+        return whole == 1 or whole * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
         """Yield (first, count) of the numbers along the axis that a rank has."""
-        unit = whole // (self.blocks * self.units)
+        if whole == 1:
+            yield 0, 1
+            return
+        units = self.blocks * self.units
         for block in range(self.blocks):
             first = block * self.units + rank * self.units // ranks
-            yield first * unit, self.share(ranks) * unit
+            yield first * whole // units, self.share(ranks) * whole // units
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
         """Return a rank's part of a tensor: a view where it is one piece."""
@@ -75,7 +85,12 @@ class Part:
 
 
 def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
-    """Return what a rank has of a param of a sharded graph; None: all of it."""
+    """Return what a rank has of a param of a sharded graph, or of its codes or scales; None: all of
+    it."""
+    for suffix in (CODES, SCALES):
+        if param.endswith(suffix):
+            part = part_of(spec, param.removesuffix(suffix), ep)
+            return part and replace(part, source=f"{part.source}{suffix}")
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
         return Part(source, 0, spec.text.vocab_size)

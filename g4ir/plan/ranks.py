@@ -4,16 +4,18 @@ long a step is expected to take."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, split_prologue
+from g4ir.ir.graph import Graph, Program, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import collectives, shard
 from g4ir.parallel.table import can_share, check_ranks
 from g4ir.passes import run_passes
 from g4ir.quant.recipe import Recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from .formats import capacity
@@ -83,15 +85,14 @@ def plan_ranks(
     model: StepModel | None = None,
 ) -> Ranks:
     """Return what each of `count` ranks needs at every (context, batch) of `shape`, by the graph
-    that it runs. InputError where they cannot share the model, or for weights in codes, which are
-    not cut yet."""
-    if recipe:
-        raise InputError(f"--tp {count}: weights of {recipe.name} are not cut yet; plan it without")
+    that it runs. InputError where they cannot share the model."""
     check_ranks(spec, count, ep)
 
     def of(ranks: int) -> Graph:
-        plain = shard(build_graph(spec, "decode", dtype=dtype), spec, ranks, ep and ranks > 1)
-        return run_passes(plain, skip=skip, options=options)
+        plain = Program({"decode": build_graph(spec, "decode", dtype=dtype)})
+        held = quantised(plain, spec, recipe, dtype).graphs["decode"]
+        own = shard(held, spec, ranks, ep and ranks > 1)
+        return run_passes(own, skip=skip, options=options)
 
     whole = of(count)
     g = split_prologue(whole)[1]
@@ -103,23 +104,27 @@ def plan_ranks(
         len(list(collectives(g))),
         sum(sent),
         model.gpu if model else None,
-        tuple(_steps(spec, {count: whole}, of, ep, shape, model)) if model else (),
+        tuple(_steps(_compared(spec, {count: whole}, of, ep), shape, model)) if model else (),
     )
 
 
-def _steps(
-    spec: Spec,
-    made: Mapping[int, Graph],
-    of: Callable[[int], Graph],
-    ep: bool,
-    shape: Sequence[tuple[int, int]],
-    model: StepModel,
-) -> Iterator[RankStep]:
-    """Yield the steps of every number of ranks that can share the model, as far as it is known how
+def _compared(
+    spec: Spec, made: Mapping[int, Graph], of: Callable[[int], Graph], ep: bool
+) -> dict[int, Graph]:
+    """Return the graph of each number of ranks that can share the model, as far as it is known how
     long they exchange."""
-    counts = {*made, *(n for n in COUNTS if can_share(spec, n, ep))}
-    for ranks in sorted(n for n in counts if n <= COUNTS[-1]):
-        g = made[ranks] if ranks in made else of(ranks)
+    found = {n: g for n, g in made.items() if n <= COUNTS[-1]}
+    for ranks in COUNTS:
+        if ranks not in found and can_share(spec, ranks, ep):
+            with suppress(InputError):  # groups of a recipe that so many would cut
+                found[ranks] = of(ranks)
+    return dict(sorted(found.items()))
+
+
+def _steps(
+    graphs: Mapping[int, Graph], shape: Sequence[tuple[int, int]], model: StepModel
+) -> Iterator[RankStep]:
+    for ranks, g in graphs.items():
         for ctx, batch in shape:
             yield RankStep(ranks, ctx, batch, model.us(g, ctx, batch))
 
