@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
-from g4ir.model.decoder import VERIFY
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import slack_of
 from g4ir.plan.settings import find_activations, find_draft_tokens, find_kv_dtype, find_latent
@@ -96,10 +96,11 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
 
 def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
     """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
+    from g4ir.model.draft import DRAFT
     from g4ir.model.text import TEXT_GRAPHS
     from g4ir.parallel.shard import shard
 
-    phases = (*TEXT_GRAPHS, VERIFY)
+    phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
     if args.phase not in phases:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
     return shard(graph, spec, 1 if args.tp is None else args.tp, args.ep)

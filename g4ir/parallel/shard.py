@@ -22,8 +22,9 @@ from g4ir.spec.record import Spec
 
 from .table import FIRST, HEAD, TABLE, check_ranks, key_heads, part_of
 
-#: values that are sums of what every rank has
-_SUMS = re.compile(r"L(\d+)\.(attn\.o|mlp\.down|moe\.out)")
+#: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
+_SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
+_HEADS = re.compile(r"(draft\.)?L(\d+)\.attn\.([qkv])\.heads")
 #: the first of a rank's experts
 _FIRST = Value(FIRST, Type("i64", (1,)))
 _CACHE = re.compile(r"L(\d+)\.[kv]")
@@ -34,7 +35,7 @@ def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Progr
     towers stay whole. InputError where `ranks` cannot share the model."""
     check_ranks(spec, ranks, ep)
     if DRAFT in p.graphs:
-        raise InputError(f"--tp {ranks}: drafters are not cut yet; leave out the drafter")
+        raise InputError(f"--tp {ranks}: no engine of ranks drafts yet; leave out the drafter")
     return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)
 
 
@@ -116,11 +117,15 @@ def _cache(v: Value, spec: Spec, ranks: int) -> Value:
 
 def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     """Return the split of a projection into the heads that a rank has of it."""
-    match = re.fullmatch(r"L(\d+)\.attn\.([qkv])\.heads", n.out.name)
+    match, count = _HEADS.fullmatch(n.out.name), n.whole("n")
     if not match:
         return n  # of per-layer embeddings, which are whole
-    layer = spec.layers()[int(match[1])]
-    own = spec.text.num_attention_heads // ranks if match[2] == "q" else key_heads(layer, ranks)
+    if match[3] == "q" and count % ranks:
+        raise InputError(
+            f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
+            f"{ranks} ranks cannot share"
+        )
+    own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})
 
 
@@ -135,10 +140,10 @@ def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
     """Return value -> those that travel with it, itself included: the sums of the MLP and of the
     experts beside it are one message."""
     names = [v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)]
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        layer, place = name.split(".", 1)
-        groups.setdefault((layer, place == "attn.o"), []).append(name)
+        place = name if name.endswith(".attn.o") else name.partition(".")[0]
+        groups.setdefault(place, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
 
 

@@ -6,6 +6,7 @@ behind its MLP. Heads are never cut; where there are fewer key heads than ranks,
 the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
 With expert parallelism (`ep`) a rank has some of the experts, whole, and a number says which.
 Codes and scales are cut as the weights that they are of; a scale of a whole row is on every rank.
+Of a drafter the attention is cut, since it reads caches that are; its rest is small, and whole.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ CUTS = {
 #: in the place of these, where experts are shared out
 EXPERT_CUTS = {"moe.gate_up": (0, "experts"), "moe.down": (0, "experts")}
 _WEIGHT = re.compile(r"L(\d+)\.(.+)")
+#: of a drafter: its heads read the caches of a rank, whose heads they go with
+DRAFT_CUTS = {"attn.wq": 0, "attn.wo": 1}
+_DRAFT_WEIGHT = re.compile(r"draft\.L\d+\.(attn\.w[qo])")
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
         return Part(source, 0, spec.text.vocab_size)
+    if match := _DRAFT_WEIGHT.fullmatch(param):  # shared evenly, as the heads of the model are
+        return Part(param, DRAFT_CUTS[match[1]], spec.text.num_attention_heads)
     match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
     if not match or match[2] not in cuts:
         return None
