@@ -15,7 +15,7 @@ MOST = {
     "passes": 1720,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
-    "g4ir/parallel": 455,
+    "g4ir/parallel": 475,
     "g4ir/quant": 305,
     "g4ir/weights": 3210,
     "g4ir/weights/gguf": 1600,

@@ -20,7 +20,7 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .table import FIRST, HEAD, TABLE, check_ranks, key_heads, part_of
+from .table import FIRST, HEAD, TABLE, Part, check_ranks, key_heads, part_of
 
 #: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
 _SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
@@ -80,11 +80,13 @@ def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     part = part_of(spec, name, ep)
     if part is None:
         return v
-    shape = list(v.type.shape)
-    whole = shape[part.axis]
-    assert isinstance(whole, int)
-    shape[part.axis] = part.size(whole, ranks)
-    return Value(name, v.type.with_shape(*shape))
+    return Value(name, _cut(v.type, part, ranks))
+
+
+def _cut(t: Type, part: Part, ranks: int) -> Type:
+    shape = list(t.shape)
+    shape[part.axis] = part.size(int(shape[part.axis]), ranks)
+    return t.with_shape(*shape)
 
 
 def _named(v: Value) -> Value:
@@ -97,7 +99,7 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
     that lie in one element."""
     weight = n["codes"].name.removesuffix(CODES)
     part = part_of(spec, HEAD if weight == TABLE else weight, ep)
-    if part is None or all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
+    if part is None or _divides(n, part, ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
     raise InputError(
@@ -105,6 +107,17 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
         f"{ranks} ranks cannot share; take another number of them, or a recipe that leaves it out "
         f"or holds it in a form with a scale for each row"
     )
+
+
+def _divides(n: Node, part: Part, ranks: int) -> bool:
+    """Whether a rank's codes and scales are those of its part of a weight."""
+    if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
+        return False
+    try:
+        made = n.definition.infer_types(tuple(_cut(v.type, part, ranks) for v in n.inputs), n.attrs)
+    except ValueError:
+        return False  # elements of several groups, or half of what belongs to one
+    return made == (_cut(n.out.type, part, ranks),)
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
