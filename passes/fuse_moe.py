@@ -47,18 +47,18 @@ class _Match:
         return [self.glu, self.down, self.router, self.experts]
 
     def fused(self) -> list[Node]:
-        b = Builder()
+        b, own = Builder(), self.experts
         b.emit_all(
             "moe_mlp",
             self.glu["x"],
-            self.experts["x"],
+            own["x"],
             *self.router.inputs,
             self.glu["w"],
             self.down["w"],
-            *self.experts.inputs[3:],
-            **self.experts.attrs,
+            *own.inputs[3:],
+            **self.glu.attrs,
             **self.router.attrs,
-            name=[self.down.out.name, self.experts.out.name],
+            name=[self.down.out.name, own.out.name],
         )
         return b.nodes
 
@@ -69,7 +69,7 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
     experts = routed[0]
     if len(glu.inputs) > 2:
         raise Left("its gate and up are not packed")
-    if glu.attrs != experts.attrs:
+    if glu.attrs["act"] != experts.attrs["act"]:
         raise Left(f"its activation is not that of {experts.out}")
     down = only_user(g, glu.out, "linear")
     if down["x"] != glu.out or down.out.type != experts.out.type:
@@ -95,7 +95,7 @@ def left(g: Graph, n: Node) -> bool:
     routed = {normed(g, m["x"]) for m in (n, router)}
     return any(
         len(m.inputs) == 2
-        and m.attrs == n.attrs
+        and m.attrs["act"] == n.attrs["act"]
         and {normed(g, m["x"])} == routed
         and [(u.op, [v.type for v in u.outputs]) for u in g.users()[m.out.name]]
         == [("linear", [n.out.type])]

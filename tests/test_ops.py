@@ -373,7 +373,7 @@ EXPANSIONS = {
     "linear_clipped": [["clip", "linear", "clip"]],
     "linear_glu": [["linear", "glu_packed"], ["linear", "glu"]],
     "dual_norm_residual": [["rms_norm", "norm_residual", "norm_residual"]] * 3,
-    "moe_mlp": [["linear_glu", "linear", "router", "experts"]] * 2,
+    "moe_mlp": [["linear_glu", "linear", "router", "experts"]] * 3,
     "qkv_write": [
         ["split", "heads", "norm_rope", "heads", "heads", "norm_rope", "rms_norm", *CACHE_WRITES],
         ["split", "heads", "norm_rope", "heads", "norm_rope", "rms_norm", *CACHE_WRITES],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import count, islice
+from itertools import count, islice, product
 from zlib import crc32
 
 import pytest
@@ -14,32 +14,47 @@ import torch
 
 from g4ir.cli import main
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Program, Value, split_prologue
-from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue
+from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.text import parse_graph
-from g4ir.model.draft import shipped_drafter
-from g4ir.model.text import build_graph, build_program
+from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT, shipped_drafter
+from g4ir.model.media import find_media
+from g4ir.model.text import build_graph, build_program, has_blocks
+from g4ir.ops.quant import dequantized
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
-from g4ir.parallel.table import check_ranks, part_of
+from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.passes import run_passes, run_program
-from g4ir.plan.plan import make_plan
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import find_recipe
-from g4ir.quant.rewrite import quantised
+from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, random_spec
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 RANKS = (2, 4)
-#: chunks of two ragged rows past three windows of 8, then single tokens: (size, valid tokens)
-CHUNKS = ((13, (13, 7)), (9, (6, 9)), (8, (8, 8)), (1, (1, 1)), (1, (0, 1)), (1, (1, 1)))
+#: chunks of two ragged rows past three windows of 8, one with a picture in each row where a variant
+#: sees these both ways, one to be verified, and single tokens: (phase, size, valid tokens)
+CHUNKS = (
+    ("prefill", 13, (13, 7)),
+    (BLOCKS, 9, (6, 9)),
+    ("prefill", 8, (8, 8)),
+    ("decode", 1, (1, 1)),
+    (VERIFY, 3, (2, 3)),
+    ("decode", 1, (0, 1)),
+    ("decode", 1, (1, 1)),
+)
+PICTURES = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1], [-1, -1, -1, 1, 1, 1, 1, -1, -1]])
 SLOTS = 40
+#: room in rings for what is verified
+SLACK = {"plan_cache": {"slack": 2}}
 
 
-def shareable(spec: Spec, ranks: int) -> bool:
+def shareable(spec: Spec, ranks: int, ep: bool = False) -> bool:
     try:
-        check_ranks(spec, ranks)
+        check_ranks(spec, ranks, ep)
     except InputError:
         return False
     return True
@@ -60,30 +75,43 @@ def spec_of(name: str) -> Spec:
 
 @cache
 def plain(name: str) -> Program:
-    return build_program(spec_of(name), all_logits=True)
+    return whole_program(spec_of(name))
+
+
+def whole_program(spec: Spec, dtype: str | None = None) -> Program:
+    p = build_program(spec, all_logits=True, dtype=dtype, verifies=True)
+    blocks = {BLOCKS: build_graph(spec, BLOCKS, True, dtype)} if has_blocks(spec) else {}
+    return Program(p.graphs | blocks)
 
 
 @cache
 def weights(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    def made(v: Value) -> torch.Tensor:
-        g = torch.Generator().manual_seed(crc32(v.name.encode()))
-        x = torch.randn([int(d) for d in v.type.shape], generator=g, dtype=torch.float64)
-        return (1 + 0.3 * x if x.dim() == 1 else x * x.shape[-1] ** -0.5).to(dtype)
+    return {n: made_weight(v, dtype) for n, v in plain(name).params().items()}
 
-    return {n: made(v) for n, v in plain(name).params().items()}
+
+def made_weight(v: Value, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(crc32(v.name.encode()))
+    shape = [int(d) for d in v.type.shape]
+    if v.type.dtype == "i64":  # the order of a drafter's head
+        return torch.randperm(shape[0], generator=g)
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    return (1 + 0.3 * x if x.dim() == 1 else x * x.shape[-1] ** -0.5).to(dtype)
 
 
 @cache
 def chunks(name: str, dtype: torch.dtype) -> list[tuple[str, dict[str, torch.Tensor]]]:
     """The phase of each chunk, and what it feeds."""
     g, held, out = torch.Generator().manual_seed(5), torch.zeros(2, dtype=torch.int64), []
-    for size, valid in CHUNKS:
+    for phase, size, valid in CHUNKS:
         tokens = torch.randint(spec_of(name).text.vocab_size, (2, size), generator=g)
         rows, _ = interpret(
             plain(name).graphs["embed"], {"tokens": tokens}, weights(name, dtype), {}
         )
         places = {"positions": held[:, None] + torch.arange(size), "lengths": torch.tensor(valid)}
-        out.append(("decode" if size == 1 else "prefill", {**rows, **places}))
+        if phase == BLOCKS:
+            phase = BLOCKS if BLOCKS in plain(name).graphs else "prefill"
+            places |= {"block_ids": PICTURES} if phase == BLOCKS else {}
+        out.append((phase, {**rows, **places}))
         held = held + places["lengths"]
     return out
 
@@ -95,57 +123,152 @@ def valid_logits(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch
 @cache
 def alone(name: str, dtype: torch.dtype) -> torch.Tensor:
     """Logits of every valid token on one rank."""
-    state, out = empty_state(plain(name).graphs["prefill"], {"B": 2, "C": SLOTS}, dtype), []
+    return of_one(plain(name), name, weights(name, dtype), dtype)
+
+
+def of_one(
+    p: Program, name: str, params: dict[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Those of a program with its params."""
+    state, out = empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype), []
     for phase, inputs in chunks(name, dtype):
-        made, state = interpret(plain(name).graphs[phase], inputs, weights(name, dtype), state)
+        made, state = interpret(p.graphs[phase], inputs, params, state)
         out.append(valid_logits(inputs, made["logits"]))
     return torch.cat(out)
 
 
-def together(p: Program, name: str, ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same of each rank of a sharded program."""
-    spec, given = spec_of(name), weights(name, dtype)
-    own = {
-        phase: [rank_params(g, spec, given, r, ranks) for r in range(ranks)]
-        for phase, g in p.graphs.items()
-        if g.state
-    }
+def together(
+    p: Program,
+    name: str,
+    ranks: int,
+    dtype: torch.dtype,
+    params: dict[str, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The same of each rank of a sharded program; `params` of the whole model."""
+    spec, given = spec_of(name), params or weights(name, dtype)
+    graphs = {phase: g for phase, g in p.graphs.items() if g.state}
+    own = [
+        packed(graphs, lambda g, r=r: rank_params(g, spec, given, r, ranks)) for r in range(ranks)
+    ]
     state = [empty_state(p.graphs["prefill"], {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
     out: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for phase, inputs in chunks(name, dtype):
-        results = lockstep(p.graphs[phase], inputs, own[phase], state)
+        results = lockstep(split_prologue(graphs[phase])[1], inputs, own, state)
         state = [after for _, after in results]
         for mine, (made, _) in zip(out, results, strict=True):
             mine.append(valid_logits(inputs, made["logits"]))
     return [torch.cat(mine) for mine in out]
 
 
-def sharded(name: str, ranks: int) -> Program:
-    return shard_program(plain(name), spec_of(name), ranks)
+def packed(
+    graphs: dict[str, Graph], params_of: Callable[[Graph], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Params of all graphs, and what is made of them, once for all."""
+    made: dict[str, torch.Tensor] = {}
+    for g in graphs.values():
+        (prologue, _), given = split_prologue(g), params_of(g)
+        if not {v.name for v in prologue.outputs} <= made.keys():
+            made |= interpret(prologue, {}, given, {})[0]
+        made |= given
+    return made
+
+
+def sharded(name: str, ranks: int, ep: bool = False) -> Program:
+    return shard_program(plain(name), spec_of(name), ranks, ep)
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).abs() / want.pow(2).mean(-1, keepdim=True).sqrt()).max())
 
 
-CASES = [(n, r) for n in (*TINY, *RANDOM) for r in RANKS if shareable(spec_of(n), r)]
+#: name, ranks, and whether each has some of the experts
+CASES = [
+    (name, ranks, ep)
+    for name in (*TINY, *RANDOM)
+    for ranks in RANKS
+    for ep in (False, True)
+    if shareable(spec_of(name), ranks, ep)
+]
 
 
 def test_the_cases_cover_both_numbers_of_ranks() -> None:
-    assert {r for _, r in CASES} == set(RANKS) and len(RANDOM) == 20
-    assert {(n, r) for n in TINY for r in RANKS} <= set(CASES)
+    assert {r for _, r, _ in CASES} == set(RANKS) and len(RANDOM) == 20
+    assert {(n, r, False) for n in TINY for r in RANKS} <= set(CASES)
+    shared_out = {(n, r) for n, r, ep in CASES if ep}
+    assert {("tiny-moe", r) for r in RANKS} < shared_out and {r for _, r in shared_out} == {*RANKS}
+    assert len({n for n, _ in shared_out}) > 3
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, ranks", CASES)
+@pytest.mark.parametrize("name, ranks, ep", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-def test_ranks_agree_with_one(name: str, ranks: int, dtype: torch.dtype, most: float) -> None:
+def test_ranks_agree_with_one(
+    name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
+) -> None:
     """With all passes and without any; every rank has the same logits, bit for bit."""
     want = alone(name, dtype)
-    for p in (sharded(name, ranks), run_program(sharded(name, ranks))):
+    own = sharded(name, ranks, ep)
+    for p in (own, run_program(own, options=SLACK)):
         got = together(p, name, ranks, dtype)
         assert all(torch.equal(x, got[0]) for x in got)
         assert distance(got[0], want) < most
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("form", ["value", "raw"])
+def test_latent_caches_of_ranks(name: str, ranks: int, form: str) -> None:
+    """The pass makes them of a rank's key heads."""
+    options = {**SLACK, "latent_kv": {"form": form}}
+    p = run_program(sharded(name, ranks), options=options)
+    assert any(p.graphs["decode"].find("attention_latent"))
+    got = together(p, name, ranks, torch.float64)
+    assert distance(got[0], alone(name, torch.float64)) < 1e-12
+
+
+def test_pictures_and_what_is_verified_are_among_the_chunks() -> None:
+    phases = {name: {phase for phase, _ in chunks(name, torch.float64)} for name in TINY}
+    assert phases["tiny-dense"] == {"prefill", BLOCKS, VERIFY, "decode"} > phases["tiny-ple"]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name, ranks", [(n, r) for n in TINY for r in RANKS])
+@pytest.mark.parametrize("passes", [False, True])
+def test_ranks_draft_as_one(name: str, ranks: int, passes: bool) -> None:
+    """A drafter's heads read a rank's part of the caches; tokens and states are the same."""
+    spec, dtype = spec_of(name), torch.float64
+    p = build_program(spec, all_logits=True, verifies=True, drafter=shipped_drafter(spec))
+    given = {n: made_weight(v, dtype) for n, v in p.params().items()}
+    own = Program({k: shard(g, spec, ranks) for k, g in p.graphs.items() if g.state})
+    own = run_program(own, options=SLACK) if passes else own
+    (phase, inputs), at = chunks(name, dtype)[0], {"B": 2, "C": SLOTS}
+    _, state = interpret(p.graphs[phase], inputs, given, empty_state(p.graphs[phase], at, dtype))
+    params = {
+        k: [rank_params(g, spec, given, r, ranks) for r in range(ranks)]
+        for k, g in own.graphs.items()
+    }
+    begun = [empty_state(own.graphs[phase], at, dtype)] * ranks
+    states = [after for _, after in lockstep(own.graphs[phase], inputs, params[phase], begun)]
+    held, hidden = inputs["lengths"], inputs["embeds"][:, :1]
+    feeds = {"embeds": hidden.roll(1), "hidden": hidden, "positions": held[:, None]}
+    feeds |= {"last": held[:, None] - 1, "written": held}
+    one, _ = interpret(p.graphs[DRAFT], feeds, given, state)
+    for made, _ in lockstep(own.graphs[DRAFT], feeds, params[DRAFT], states):
+        assert torch.equal(made["draft.token"], one["draft.token"])
+        assert distance(made["draft.hidden"], one["draft.hidden"]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
+def test_towers_are_whole(name: str) -> None:
+    """So are the rows of tables; text is of a rank."""
+    spec = load_spec(name)
+    p = build_program(spec, media=find_media(spec))
+    own = shard_program(p, spec, 2)
+    alike = {phase for phase, g in p.graphs.items() if own.graphs[phase] == g}
+    towers = {phase for phase in p.graphs if phase.startswith(("vision", "audio"))}
+    assert towers and alike == {"embed", *towers}
+    assert all(any(collectives(g)) for phase, g in own.graphs.items() if phase not in alike)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
@@ -160,6 +283,137 @@ def test_a_collective_that_is_left_out_shows(op: str, monkeypatch: pytest.Monkey
     assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_experts_that_are_shared_out_are_all_there(ranks: int) -> None:
+    """Ranks run one graph; a number says which experts they have, whose fused block stays one."""
+    spec = spec_of("tiny-moe")
+    assert spec.text.moe
+    g = run_passes(sharded("tiny-moe", ranks, ep=True).graphs["decode"])
+    assert len(list(g.find("moe_mlp"))) == spec.text.num_hidden_layers and not [*g.find("experts")]
+    own = [rank_params(g, spec, weights("tiny-moe", torch.float32), r, ranks) for r in range(ranks)]
+    firsts, held = [int(p[FIRST]) for p in own], len(own[0]["L0.moe.down"])
+    assert firsts == [*range(0, spec.text.moe.num_experts, held)] and len(firsts) == ranks
+    whole = weights("tiny-moe", torch.float32)["L0.moe.down"]
+    assert torch.equal(torch.cat([p["L0.moe.down"] for p in own]), whole)
+
+
+def test_a_number_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4ir.parallel import lockstep as module
+
+    monkeypatch.setattr(module, "first_expert", lambda spec, rank, ranks: 0)
+    got = together(sharded("tiny-moe", 2, ep=True), "tiny-moe", 2, torch.float64)
+    assert distance(got[0], alone("tiny-moe", torch.float64)) > 1e-2
+
+
+# --- weights in codes -------------------------------------------------------------------------
+
+RECIPES = ("int8", "int4", "fp8")
+TYPES = {torch.float32: "f32", torch.float64: "f64"}
+
+
+def in_codes(name: str, recipe: str, dtype: torch.dtype) -> Program:
+    spec, kind = spec_of(name), TYPES[dtype]
+    found = find_recipe(recipe)
+    assert found
+    rules = tuple(replace(r, group=8) if r.form == "int4" else r for r in found.rules)
+    return quantised(whole_program(spec, kind), spec, replace(found, rules=rules), kind)
+
+
+def divisible(p: Program, name: str, ranks: int, ep: bool) -> bool:
+    try:
+        shard_program(p, spec_of(name), ranks, ep)
+    except InputError as e:
+        assert "in groups of 8, which" in str(e)
+        return False
+    return True
+
+
+CODED = [
+    (name, recipe, ranks, ep)
+    for name in TINY
+    for recipe in RECIPES
+    for ranks, ep in ((2, False), (2, True), (4, False), (4, True))
+    if shareable(spec_of(name), ranks, ep)
+    and divisible(in_codes(name, recipe, torch.float32), name, ranks, ep)
+]
+
+
+#: the others with `--full`
+FEW_CODED = [
+    pytest.param(
+        *c, marks=[pytest.mark.full] * (c[0] != "tiny-moe" or c[2:] not in ((2, False), (4, True)))
+    )
+    for c in CODED
+]
+
+
+def test_codes_are_cut_in_every_form() -> None:
+    """Groups of 8 numbers, since tiny models have narrow layers; with those of 32 they are refused
+    below."""
+    cases = {(name, recipe) for name, recipe, _, _ in CODED}
+    assert cases >= {(n, r) for n in TINY for r in RECIPES}
+    assert {(recipe, ranks) for _, recipe, ranks, _ in CODED} == {*product(RECIPES, RANKS)}
+    assert any(ep for _, recipe, _, ep in CODED if recipe == "int4")
+
+
+def codes_of(p: Program, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Params, and codes and scales of those that the program quantises, each as a whole."""
+    made = dict(params)
+    for n in quantising(p):
+        results = run_node(n, [params[n["w"].name]])
+        made |= {v.name: t for v, t in zip(n.outputs, results, strict=True)}
+    return made
+
+
+def quantising(p: Program) -> list[Node]:
+    """What makes the codes of each weight."""
+    return list({n["w"].name: n for g in p.graphs.values() for n in g.find("quantize")}.values())
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name, recipe, ranks, ep", FEW_CODED)
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_codes_of_the_whole_are_cut(
+    name: str, recipe: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
+) -> None:
+    """As a checkpoint in codes has them: a rank has its part of the codes, and the scales of its
+    rows or groups, which are a row's own where its columns are cut."""
+    made = in_codes(name, recipe, dtype)
+    params, held = codes_of(made, weights(name, dtype)), made.map(from_codes)
+    want = of_one(held, name, params, dtype)
+    own = shard_program(held, spec_of(name), ranks, ep)
+    for p in (own, run_program(own, options=SLACK)):
+        assert distance(together(p, name, ranks, dtype, params)[0], want) < most
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name, recipe, ranks, ep", FEW_CODED)
+def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool) -> None:
+    """At build: of rows and groups that is the same; of a row whose columns are cut, each rank's
+    part has a scale of its own."""
+    spec, dtype = spec_of(name), torch.float64
+    made, params = in_codes(name, recipe, dtype), dict(weights(name, dtype))
+    for n in quantising(made):
+        w, part = params[n["w"].name], part_of(spec, n["w"].name, ep)
+        apart = part is not None and part.axis == w.dim() - 1
+        pieces = [part.cut(w, r, ranks) for r in range(ranks)] if part and apart else [w]
+        back = (dequantized(*run_node(n, [x]), dtype) for x in pieces)
+        params[n["w"].name] = torch.cat(list(back), -1)
+    want = of_one(plain(name), name, params, dtype)
+    own = shard_program(made, spec, ranks, ep)
+    for p in (own, run_program(own, options=SLACK)):
+        assert distance(together(p, name, ranks, dtype)[0], want) < 1e-12
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_groups_are_not_cut(held: bool) -> None:
+    spec = spec_of("tiny-dense")
+    p = quantised(build_program(spec), spec, find_recipe("int4"), "f32")
+    said = r"--tp 4: L0\.mlp\.w_down has rows of 96 in groups of 32, which 4 ranks cannot share"
+    with pytest.raises(InputError, match=said):
+        shard_program(p.map(from_codes) if held else p, spec, 4)
+
+
 #: messages of a decode step: two for each layer, and the head's
 MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
 
@@ -169,8 +423,9 @@ MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
 @pytest.mark.parametrize("ranks", RANKS)
 def test_messages_of_a_step(name: str, ranks: int) -> None:
     spec = load_spec(name)
-    g = run_passes(shard(build_graph(spec, "decode"), spec, ranks))
-    assert len(list(collectives(g))) == MESSAGES[name]
+    for ep in (False, True) if spec.text.moe else (False,):
+        g = run_passes(shard(build_graph(spec, "decode"), spec, ranks, ep))
+        assert len(list(collectives(g))) == MESSAGES[name]
 
 
 @pytest.mark.covering
@@ -267,14 +522,21 @@ def test_key_heads_that_no_rank_can_have_whole_are_refused() -> None:
         check_ranks(replace(spec, text=text), 4)
 
 
-def test_what_is_not_cut_yet_is_refused() -> None:
+def test_experts_that_cannot_be_shared_out_are_refused() -> None:
+    spec = load_spec("tiny-moe")
+    assert spec.text.moe
+    odd = replace(spec, text=replace(spec.text, moe=replace(spec.text.moe, num_experts=6)))
+    check_ranks(odd, 2, ep=True)
+    check_ranks(odd, 4)
+    with pytest.raises(InputError, match=r"--tp 4: .* moe\.num_experts 6, .* one of 1, 2$"):
+        check_ranks(odd, 4, ep=True)
+
+
+def test_drafters_are_refused() -> None:
     spec = load_spec("tiny-ple")
     drafting = build_program(spec, drafter=shipped_drafter(spec), verifies=True)
-    with pytest.raises(InputError, match="--tp 2: drafters are not cut yet"):
+    with pytest.raises(InputError, match="--tp 2: no engine of ranks drafts yet"):
         shard_program(drafting, spec, 2)
-    coded = quantised(build_program(spec), spec, find_recipe("int8"), "f32")
-    with pytest.raises(InputError, match="--tp 2: weights in codes are not cut yet"):
-        shard_program(coded, spec, 2)
 
 
 def test_ranks_of_another_number_are_refused() -> None:
@@ -298,18 +560,21 @@ def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name, ranks", [(n, r) for n in TINY for r in RANKS])
-def test_planned_bytes_are_those_of_a_rank(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("name, ranks, ep", [c for c in CASES if c[0] in TINY])
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_planned_bytes_are_those_of_a_rank(
+    name: str, ranks: int, ep: bool, quant: str | None
+) -> None:
     """Weights as its prologue packs them, caches as its sessions have them."""
-    spec = spec_of(name)
-    planned = make_plan(spec, ctx=[64, 256], batch=[1, 3], tp=ranks).ranks
+    spec, options = spec_of(name), replace(PLANNED, quant=quant)
+    planned = make_plan(spec, options, ctx=[64, 256], batch=[1, 3], tp=ranks, ep=ep).ranks
     assert planned
-    g = run_program(shard_program(build_program(spec), spec, ranks)).graphs["decode"]
-    prologue, main = split_prologue(g)
-    params = rank_params(g, spec, weights(name, torch.float32), 0, ranks)
-    packed, _ = interpret(prologue, {}, params, {})
-    held = {v.name: packed.get(v.name, params.get(v.name)) for v in main.params}
-    assert planned.weights == sum(t.nbytes for t in held.values())
+    whole = quantised(build_program(spec), spec, find_recipe(quant), "f32")
+    g = run_program(shard_program(whole, spec, ranks, ep)).graphs["decode"]
+    _, main = split_prologue(g)
+    given = weights(name, torch.float32)
+    held = packed({"decode": g}, lambda g: rank_params(g, spec, given, 0, ranks))
+    assert planned.weights == sum(held[v.name].nbytes for v in main.params)
     for row in planned.rows:
         state = empty_state(g, {"B": row.batch, "C": row.ctx}, torch.float32)
         assert row.cache == sum(t.nbytes for t in state.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from g4ir.backends.torch_compile.step_model import (
     AROUND,
     LIBRARY,
     TABLE,
+    WAYS,
     Prediction,
     measured_text,
     predict,
@@ -25,8 +27,12 @@ from g4ir.backends.torch_compile.step_model import (
 )
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
-from g4ir.ir.graph import split_prologue
+from g4ir.ir.graph import Builder, split_prologue
 from g4ir.model.text import build_graph
+from g4ir.ops.collective import COLLECTIVES
+from g4ir.ops.moe import busiest
+from g4ir.ops.types import Type
+from g4ir.parallel.shard import shard
 from g4ir.passes import run_passes
 from g4ir.plan.cost import graph_costs
 from g4ir.spec.record import load_spec
@@ -134,6 +140,58 @@ def test_constants_refused(tmp_path: Path) -> None:
                 read_constants(path)
 
 
+# --- of several ranks -----------------------------------------------------------------------------
+
+
+def of_ranks(name: str, ranks: int, way: str, ep: bool = False) -> Prediction:
+    spec = load_spec(name)
+    g = run_passes(shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks, ep))
+    costs = graph_costs(g, B=1, S=1, C=1023)
+    s = schedule(split_prologue(g)[1], Target("cuda", "h200", 1))
+    return predict(s, {c.node: c.cost.needed_bytes for c in costs}, 1024, way=way)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("31b", 2), ("26b-a4b", 4), ("e2b", 8)])
+def test_messages_are_launches(name: str, ranks: int) -> None:
+    """As many as the graph has; the rest is a step that moves less."""
+    shot, nccl = (of_ranks(name, ranks, way) for way in WAYS)
+    sent = [x for x in shot.launches if x.kernel in COLLECTIVES]
+    assert len(sent) == 2 * load_spec(name).text.num_hidden_layers + 1
+    assert all(x.us[0] == x.us[1] > 3 and x.nbytes == 0 for x in sent)
+    assert shot.us < nccl.us and shot.us < predicted(name).us
+    kept = [x for x in nccl.launches if x.kernel not in COLLECTIVES]
+    assert kept == [x for x in shot.launches if x.kernel not in COLLECTIVES]
+
+
+def test_the_time_of_a_message() -> None:
+    """As in the file, in between by a straight line; more ranks than a line of the file has take
+    those of the next."""
+    g = build_graph(load_spec("tiny-dense"), "decode")
+    for ranks, size, want in (
+        (2, 1, 3.9),
+        (2, 4096, 3.9),
+        (2, 18432, 4.2),
+        (3, 32768, 4.8),
+        (8, 2 << 20, 67.6),
+    ):
+        b = Builder()
+        b.emit("all_reduce", b.input("x", Type("bf16", (size // 2, 1))), ranks=ranks, name="y")
+        s = Schedule(replace(g, nodes=tuple(b.nodes)), Target("cuda", "h200", 1), {})
+        (sent,) = (x for x in predict(s, {}, 1).launches if x.kernel == "all_reduce")
+        assert sent.us == pytest.approx((want, want))
+
+
+def test_experts_of_the_busiest_rank() -> None:
+    """A row's 8 of 128 experts lie unevenly; a part of each expert is the same for all ranks."""
+    for ranks, most in ((2, 5.05), (4, 3.49), (8, 2.53)):
+        assert busiest(128, 128 // ranks, 8) == pytest.approx(most, abs=0.01)
+        assert busiest(128, 128 // ranks, 128) == 128 // ranks
+    assert busiest(6, 3, 1) == 1 and busiest(4, 2, 2) == pytest.approx(4 / 3)
+    even, uneven = (of_ranks("26b-a4b", 2, WAYS[0], ep).nbytes for ep in (False, True))
+    expert = 3 * 704 * 2816 * 2
+    assert uneven - even == pytest.approx(30 * 1.0589 * expert, rel=1e-3)
+
+
 # --- the command --------------------------------------------------------------------------------
 
 WORDS = ("show", "--variant", "e2b", "--timeline")
@@ -179,3 +237,38 @@ def test_it_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_command_of_ranks() -> None:
+    words = ("show", "--variant", "26b-a4b", "--tp", "4", "--timeline")
+    told = json.loads(g4ir(*words, "--json").out)
+    shot, nccl = (of_ranks("26b-a4b", 4, way).us for way in WAYS)
+    assert told["us"] == told["us_by"]["one-shot"] == pytest.approx(shot, abs=0.1)
+    assert told["us_by"]["nccl"] == pytest.approx(nccl, abs=0.1) and told["ranks"] == 4
+    text = g4ir(*words).out
+    assert "26b-a4b decode on one of 4 h200, 1 row of 1K tokens\n349 launches" in text
+    assert f"by NCCL {nccl[0] / 1e3:.2f} to {nccl[1] / 1e3:.2f} ms" in text
+    kernels = json.loads(g4ir(*words[:-1], "--kernels", "--json").out)["rows"]
+    assert {r["op"]: r["nodes"] for r in kernels if r["kernel"] == "message"} == {
+        "all_reduce": 60,
+        "all_gather": 1,
+    }
+
+
+def test_planned_steps_are_predicted() -> None:
+    """The same numbers for 1, 2, 4 and 8 ranks, where they can share the model."""
+    words = ("plan", "--variant", "26b-a4b", "--tp", "2", "--ctx", "1K", "--batch", "1,8")
+    told = json.loads(g4ir(*words, "--json").out)["ranks"]
+    assert told["gpu"] == "h200"
+    assert [(s["ranks"], s["batch"]) for s in told["steps"]] == [
+        (n, b) for n in (1, 2, 4, 8) for b in (1, 8)
+    ]
+    us = {s["ranks"]: s["us"] for s in told["steps"] if s["batch"] == 1}
+    assert us[4] == {way: pytest.approx(of_ranks("26b-a4b", 4, way).us) for way in WAYS}
+    assert us[1]["nccl"] == us[1]["one-shot"] == pytest.approx(predicted("26b-a4b").us)
+    text = g4ir(*words, "--ep", "--gpu", "h100-80gb").out
+    assert "predicted decode steps on h100, ms with messages by one-shot kernels (by NCCL)" in text
+    few = json.loads(
+        g4ir("plan", "--variant", "tiny-moe", "--tp", "4", "--ctx", "64", "--json").out
+    )
+    assert [s["ranks"] for s in few["ranks"]["steps"]] == [1, 2, 4]

@@ -33,10 +33,13 @@ def experts(
     index: Operand,
     gate_up: Operand,
     down: Operand,
+    first: Operand | None = None,
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
     their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
     act = n.word("act")
+    if first is not None:
+        weights, index = own_choices(net.e, weights, index, first, int(gate_up.shape[0]))
 
     def gathered() -> Operand:
         return _gathered(net, x, weights, index, gate_up, down, act)
@@ -49,6 +52,16 @@ def experts(
     if x.shape[1] == 1:
         return gathered()
     return net.e.when_one(x, 1, gathered, every)
+
+
+def own_choices(
+    e: Emitter, weights: Operand, index: Operand, first: Operand, count: int
+) -> tuple[Operand, Operand]:
+    """Return the choices among `count` experts from `first` on: those of others weigh nothing and
+    are of one that is there."""
+    index = e.binary("sub", index, e.unsqueeze(first, 1, 2))
+    held = e.binary("and", e.binary("gt", index, -1), e.binary("lt", index, count))
+    return e.where(held, weights, 0.0), e.where(held, index, 0)
 
 
 def _gated(net: Network, y: Operand, act: str) -> Operand:

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from g4ir.ops.base import nothing
+from g4ir.ops.collective import COLLECTIVES
 
 from .kernels.base import Schedule
 
 #: a node that the compiler turns into kernels of its own, or hands to the library
 OTHER = "compiler"
+#: an exchange with other ranks, between compiled programs
+MESSAGE = "message"
 SHOWN = 3
 Pairs = tuple[tuple[str, int], ...]
 _Key = tuple[str, str, Pairs, Pairs, bool, int]
@@ -42,7 +45,7 @@ def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row
             continue  # a view, or codes that a kernel takes
         size = (moved or {}).get(n.outputs[0].name, 0)
         if not choice:
-            key: _Key = (n.op, OTHER, (), (), False, 0)
+            key: _Key = (n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), False, 0)
             counted[key] += 1
             nbytes[key] += size
             continue
@@ -57,7 +60,7 @@ def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row
 
 def unmeasured(s: Schedule) -> str | None:
     """Return one sentence on kernels whose settings are estimates, or None."""
-    rows = [r for r in kernel_rows(s) if r.kernel != OTHER and not r.measured]
+    rows = [r for r in kernel_rows(s) if r.use and not r.measured]
     if not rows:
         return None
     names = list(dict.fromkeys(r.kernel for r in rows))

@@ -11,6 +11,7 @@ from g4ir.ir.graph import Node, Value
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
+from g4ir.ops.moe import own_index
 from g4ir.ops.quant import dequantized, fake_quantized, quantized
 from g4ir.ops.types import Type, torch_dtype
 
@@ -132,17 +133,18 @@ def _experts(
     index: torch.Tensor,
     gate_up: torch.Tensor | Coded,
     down: torch.Tensor | Coded,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     act = n.word("act")
     if m.device == "cpu" and isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
-        made: torch.Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act)
+        made: torch.Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, first)
         return made
-    w_gate_up, w_down = dense(gate_up), dense(down)
+    operands = (x, weights, index, dense(gate_up), dense(down), act, first)
     if m.device == "cpu":
-        out: torch.Tensor = torch.ops.g4ir.experts(x, weights, index, w_gate_up, w_down, act)
+        out: torch.Tensor = torch.ops.g4ir.experts(*operands)
         return out
-    return grouped_experts(x, weights, index, w_gate_up, w_down, act)
+    return grouped_experts(*operands)
 
 
 def grouped_experts(
@@ -152,14 +154,16 @@ def grouped_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     act: str,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     from g4ir.ops.mlp import activate
 
-    tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
-    k = slots.shape[1]
     experts = gate_up.shape[0]
+    own = index if first is None else own_index(index, first, experts)  # others come last
+    tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
+    k = slots.shape[1]
     ids = slots.flatten().to(torch.int16 if experts < 2**15 else torch.int64)  # fewer bits to sort
     order = ids.argsort(stable=True)
     bounds = torch.arange(1, experts + 1, device=x.device, dtype=ids.dtype)
@@ -169,6 +173,8 @@ def grouped_experts(
     rows = torch.ops.g4ir.grouped_mm(activate(gate, act) * up, down, ends)
     out = wide(torch.empty_like(rows)).index_copy(0, order, wide(rows))
     out = out.view(*slots.shape, -1) * weights.flatten(0, -2)[..., None]
+    if first is not None:
+        out = torch.where((slots < experts)[..., None], out, 0)  # no product wrote these
     return out.sum(1).to(x.dtype).view_as(x)
 
 

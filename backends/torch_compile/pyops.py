@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
+from g4ir.ops.moe import own_index
 from g4ir.ops.quant import dequantized, fake_quantized, numbers_in
 
 from .scratch import empty_f32
@@ -198,6 +199,7 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     act: str,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the op `experts`: each hit expert once; weighting and the sum over slots in fp32 and
     in rank order."""
@@ -206,7 +208,7 @@ def experts(
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
         return linear(activate(gate, act) * up, down[e])
 
-    return _each_expert(x, weights, index, gate_up.shape[0], one)
+    return _each_expert(x, weights, index, first, gate_up.shape[0], one)
 
 
 def experts_coded(
@@ -218,6 +220,7 @@ def experts_coded(
     down: torch.Tensor,
     down_scales: torch.Tensor,
     act: str,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the op `experts` on codes, as `linear_coded` does."""
 
@@ -225,18 +228,21 @@ def experts_coded(
         gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e]).chunk(2, -1)
         return linear_coded(activate(gate, act) * up, down[e], down_scales[e])
 
-    return _each_expert(x, weights, index, gate_up.shape[0], one)
+    return _each_expert(x, weights, index, first, gate_up.shape[0], one)
 
 
 def _each_expert(
     x: torch.Tensor,
     weights: torch.Tensor,
     index: torch.Tensor,
+    first: torch.Tensor | None,
     experts: int,
     one: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
     tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
     scale = weights.flatten(0, -2)
+    if first is not None:
+        return _own_experts(x, scale, own_index(slots, first, experts), experts, one)
     if tokens.shape[0] == 1:
         made = torch.cat([one(tokens, e) for e in slots[0].tolist()])
         return (wide(made) * scale[0, :, None]).sum(0).to(x.dtype).view_as(x)
@@ -249,6 +255,22 @@ def _each_expert(
     out[order] = wide(made)
     out = out.view(*slots.shape, -1) * scale[..., None]
     return out.sum(1).to(x.dtype).view_as(x)
+
+
+def _own_experts(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    slots: torch.Tensor,
+    experts: int,
+    one: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """Compute the part of some experts: slots [tokens, k] of others hold `experts`."""
+    tokens = x.flatten(0, -2)
+    out = wide(tokens).new_zeros((*slots.shape, x.shape[-1]))
+    for e in slots[slots < experts].unique().tolist():
+        token, slot = torch.where(slots == e)
+        out[token, slot] = wide(one(tokens[token], e))
+    return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -302,12 +324,12 @@ _LIBRARY.define("linear_rounded(Tensor x, Tensor codes, Tensor scales) -> Tensor
 _LIBRARY.impl("linear_rounded", linear_rounded, "CPU")
 _LIBRARY.define(
     "experts_coded(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor gate_up_scales,"
-    " Tensor down, Tensor down_scales, str act) -> Tensor"
+    " Tensor down, Tensor down_scales, str act, Tensor? first=None) -> Tensor"
 )
 _LIBRARY.impl("experts_coded", experts_coded, "CPU")
 _LIBRARY.define(
-    "experts(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor down, str act)"
-    " -> Tensor"
+    "experts(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor down, str act,"
+    " Tensor? first=None) -> Tensor"
 )
 _LIBRARY.impl("experts", experts, "CPU")
 _LIBRARY.define(
@@ -330,6 +352,7 @@ def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
+@torch.library.register_fake("g4ir::experts")
 @torch.library.register_fake("g4ir::experts_coded")
 def _(x: torch.Tensor, *operands: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
@@ -340,18 +363,6 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("g4ir::experts")
-def _(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    act: str,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("g4ir::grouped_mm")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ops.collective import COLLECTIVES
 
 from .kernels import KERNELS
 from .kernels.base import Choice, Schedule, both_in_codes
@@ -45,7 +46,7 @@ def _choose_all(
         choice = _choose(g, n, target)
         if choice:
             choices[n.outputs[0].name] = choice
-        elif n.definition.expand:
+        elif n.definition.expand and n.op not in COLLECTIVES:
             _choose_all(g, n.expanded[0], target, choices)
 
 

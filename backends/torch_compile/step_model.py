@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import isqrt
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +21,7 @@ import yaml
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node
 from g4ir.ops.base import nothing
+from g4ir.ops.collective import COLLECTIVES
 from g4ir.spec.reader import Count, Length, build, read_tree
 
 from .kernel_table import OTHER
@@ -31,6 +32,8 @@ TABLE = Path(__file__).with_suffix(".yaml")
 AROUND, LIBRARY = "around the graph", "library"
 #: partial results above this many are added in groups
 FAN = 32
+#: how ranks exchange: each reads what the others have, in one kernel; or by NCCL
+ONE_SHOT, NCCL = WAYS = ("one-shot", "nccl")
 
 #: an optimistic and a pessimistic number
 Pair = tuple[float, float]
@@ -76,6 +79,15 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Message:
+    """Microseconds that ranks take to exchange so many bytes of each."""
+
+    ranks: Count
+    nbytes: Count
+    us: float
+
+
+@dataclass(frozen=True)
 class Constants:
     """The file."""
 
@@ -92,6 +104,7 @@ class Constants:
     library_rate: tuple[Reached, ...]
     attention: Attending
     kernels: dict[str, Part]
+    messages: dict[str, tuple[Message, ...]]
 
 
 @dataclass(frozen=True)
@@ -150,15 +163,22 @@ def read_constants(path: Path = TABLE) -> Constants:
     return made
 
 
-def predict(s: Schedule, moved: Mapping[str, int], context: int, path: Path = TABLE) -> Prediction:
+def predict(
+    s: Schedule,
+    moved: Mapping[str, int],
+    context: int,
+    path: Path = TABLE,
+    way: str = ONE_SHOT,
+) -> Prediction:
     """Return the predicted step by the constants of a file; `moved`: bytes of weights and caches by
-    a node's first result. InputError for a GPU without constants."""
+    a node's first result; `way` of WAYS: how ranks exchange. InputError for a GPU or a number of
+    ranks without constants."""
     c = read_constants(path)
     if s.target.gpu not in c.gpus:
         known = ", ".join(c.gpus)
         raise InputError(f"{path}: nothing on {s.target.gpu or 'this device'}, only on {known}")
     card = c.gpus[s.target.gpu]
-    model = _Model(c, card, s, moved, context)
+    model = _Model(c, card, s, moved, context, path, way)
     return Prediction(tuple(model.launches()), sum(moved.values()), card.copy, s.target.gpu)
 
 
@@ -169,6 +189,8 @@ class _Model:
     s: Schedule
     moved: Mapping[str, int]
     context: int
+    path: Path
+    way: str
 
     def launches(self) -> Iterator[Launch]:
         around = self._times(self.c.pointwise)
@@ -189,11 +211,14 @@ class _Model:
         return bool(self.s.find(n)) or n.definition.traffic is not nothing
 
     def _is_pointwise(self, n: Node) -> bool:
-        return not self.s.find(n) and n.op not in self.c.library
+        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES)
 
     def _node(self, n: Node) -> Iterator[Launch]:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
+        if n.op in COLLECTIVES:
+            yield Launch(n.op, name, 0, self._message(n))
+            return
         if choice is None:
             yield from self._library(n.op, name, nbytes)
             return
@@ -203,6 +228,18 @@ class _Model:
             for i in range(starts):
                 own = size if i == 0 else 0
                 yield Launch(kernel, name, own, self._kernel(choice, kernel, part, own))
+
+    def _message(self, n: Node) -> Pair:
+        """Return the times of a message: those of the file, with straight lines in between."""
+        rows = {"B": self.s.target.rows}
+        size, ranks = sum(v.type.bind(rows).nbytes() for v in n.inputs), n.whole("ranks")
+        table = self.c.messages.get(self.way, ())
+        found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
+        if found is None:
+            raise InputError(f"{self.path}: nothing on {self.way} messages among {ranks} ranks")
+        points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
+        us = _between(points, size)
+        return us, us
 
     def _library(self, op: str, name: str, nbytes: int) -> Iterator[Launch]:
         share = max(r.share for r in self.c.library_rate if nbytes >= r.nbytes)
@@ -260,3 +297,15 @@ class _Model:
     @staticmethod
     def _sum(*pairs: Pair) -> Pair:
         return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+
+
+def _between(points: list[tuple[int, float]], x: float) -> float:
+    """Return y at x by ascending points (x, y): as at the first before it, and in proportion behind
+    the last."""
+    (first, y), (last, most) = points[0], points[-1]
+    if x <= first:
+        return y
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return most * x / last

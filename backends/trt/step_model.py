@@ -39,7 +39,7 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
 def chosen_parts(g: Graph) -> dict[str, float]:
     """Return the part of each weight of experts that one token takes, by name."""
     return {
-        n[w].name: _chosen(n) / int(n[w].type.shape[0])
+        n[w].name: _chosen(n) / _routed(n)
         for n in g.find("experts", "moe_mlp")
         for w in ("gate_up", "down")
     }
@@ -47,6 +47,13 @@ def chosen_parts(g: Graph) -> dict[str, float]:
 
 def _chosen(n: Node) -> int:
     return n.whole("top_k") if "top_k" in n.attrs else int(n["index"].type.shape[-1])
+
+
+def _routed(n: Node) -> int:
+    """Count the experts that tokens choose among."""
+    if n.op == "moe_mlp":
+        return int(n["router_proj"].type.shape[0])
+    return n.whole("total") if "total" in n.attrs else int(n["gate_up"].type.shape[0])
 
 
 def roof_bytes(g: Graph, limits: Limits, parts: Mapping[str, float]) -> int:

@@ -107,6 +107,15 @@ def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = 
         parser.add_argument(how.pop("name", f"--{name.replace('_', '-')}"), **how)
 
 
+def add_expert_parallel(parser: Parser) -> None:
+    """Add the flag of verbs that show or plan one of several ranks."""
+    parser.add_argument(
+        "--ep",
+        action="store_true",
+        help="with --tp: each rank has some of the experts, not a part of each",
+    )
+
+
 def given_options(args: argparse.Namespace) -> BuildOptions:
     """Return the options of a command line."""
     names = {f.name for f in fields(BuildOptions)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
-from g4ir.model.decoder import VERIFY
+from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import slack_of
 from g4ir.plan.settings import find_activations, find_draft_tokens, find_kv_dtype, find_latent
@@ -81,11 +81,11 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     spec = spec_of(args)
     if args.engine is None:
         plain = plain_graph(spec, args.phase, args.all_logits)
-        if args.tp is not None:
-            plain = _rank_graph(args, plain, spec)
-        program = Program({args.phase: plain})
-        held = quantised(program, spec, find_recipe(args.quant), spec.dtype)
-        return held.graphs[args.phase], set(args.skip)
+        recipe = find_recipe(args.quant)
+        held = quantised(Program({args.phase: plain}), spec, recipe, spec.dtype).graphs[args.phase]
+        if args.tp is not None or args.ep:
+            held = _rank_graph(args, held, spec)
+        return held, set(args.skip)
     found = stored(args)
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
@@ -94,17 +94,16 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
 
-def _rank_graph(args: argparse.Namespace, plain: Graph, spec: Spec) -> Graph:
-    """Return the graph of one rank of `--tp`; InputError for what ranks cannot share yet."""
+def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
+    """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
+    from g4ir.model.draft import DRAFT
     from g4ir.model.text import TEXT_GRAPHS
     from g4ir.parallel.shard import shard
 
-    phases = (*TEXT_GRAPHS, VERIFY)
+    phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
     if args.phase not in phases:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
-    if args.quant not in (None, "none"):
-        raise InputError(f"--tp: weights of --quant {args.quant} are not cut yet; leave it out")
-    return shard(plain, spec, args.tp)
+    return shard(graph, spec, 1 if args.tp is None else args.tp, args.ep)
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

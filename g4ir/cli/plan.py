@@ -12,7 +12,7 @@ from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.units import parse_counts
 
-from .common import add_options, add_source, add_verb, emit, given_options
+from .common import add_expert_parallel, add_options, add_source, add_verb, emit, given_options
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
@@ -67,6 +67,7 @@ def add_plan(verbs: Any) -> None:
         default=1,
         help="what each of N ranks has that share the model, and what they exchange",
     )
+    add_expert_parallel(p)
     p.add_argument(
         "--nominal",
         action="store_true",
@@ -163,6 +164,8 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
     from g4ir.model.media import offered
     from g4ir.plan.plan import make_plan
 
+    from .show_kernels import step_model
+
     longest = spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
     if several and ctx:
@@ -173,7 +176,8 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         media = options.media if offered(spec) else "none"
         options = replace(options, ple_placement=placement, media=media)
     batch = parse_counts(args.batch, "--batch")
-    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, tp=args.tp)
+    how = {"tp": args.tp, "ep": args.ep, "steps": None if args.tp == 1 else step_model(gpus)}
+    return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
 
 
 def _plot(plans: list[Plan], path: str) -> None:

@@ -12,7 +12,7 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
-from .common import Parser, add_options, add_source, add_verb, emit
+from .common import Parser, add_expert_parallel, add_options, add_source, add_verb, emit
 from .graphs import (
     drafted_tokens,
     found_graph,
@@ -58,9 +58,10 @@ OF_ENGINE = (
     "latent_kv",
     "draft_tokens",
     "tp",
+    "ep",
 )
 #: views that do not take `--tp`
-WITHOUT_RANKS = ("kernels", "timeline", "against")
+WITHOUT_RANKS = ("against",)
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command", "stored")
 #: phase -> options that say nothing about it
@@ -97,6 +98,7 @@ def add_show(verbs: Any) -> None:
         type=int,
         help="the graph of one rank of N, the same for all; no engine has several yet",
     )
+    add_expert_parallel(p)
     p.add_argument(
         "--collectives",
         action="store_true",

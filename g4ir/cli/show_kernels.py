@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
-from g4ir.plan.cost import graph_costs
-from g4ir.plan.gpus import find_gpu
+from g4ir.plan.cost import Step, graph_costs
+from g4ir.plan.gpus import Gpu, find_gpu
+from g4ir.plan.ranks import StepModel
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, parse_count, si
 
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
     from g4ir.backends.torch_compile.kernel_table import Row
     from g4ir.backends.torch_compile.kernels.base import Schedule
     from g4ir.ir.graph import Graph
-    from g4ir.plan.cost import Step
     from g4ir.spec.record import Spec
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
+#: and those that kernels are written for
+CARDS = ("h100", "h200")
 
 
 def show_kernels(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
@@ -59,21 +62,46 @@ def scheduled(
 ) -> tuple[Schedule, Step, dict[str, int]]:
     """Return the kernels of a graph, the step that the options describe, and the bytes of weights
     and caches that it moves by a node's first result."""
+    rows = parse_count(args.batch, "--batch") if args.batch else 1
+    step = step_of(args, spec)
+    s, moved = _placed(graph, _gpu(args.gpu or GPU), rows, step)
+    return s, step, moved
+
+
+def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
+    """Return the kernels of a graph for up to `rows` rows, and what it moves in a step."""
     from g4ir.backends.torch_compile.schedule import schedule
     from g4ir.backends.torch_compile.target import Target
     from g4ir.ir.graph import split_prologue
 
-    rows = parse_count(args.batch, "--batch") if args.batch else 1
-    target, step = Target("cuda", _gpu(args.gpu or GPU), rows), step_of(args, spec)
-    costs = graph_costs(graph, B=step.B, S=step.S, C=step.C)
+    costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
-    return schedule(split_prologue(graph)[1], target), step, moved
+    return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
+
+
+def step_model(gpus: Iterable[Gpu]) -> StepModel:
+    """Return what predicts the steps of ranks, on the first of these that kernels are for."""
+    from g4ir.backends.torch_compile.step_model import WAYS, predict
+
+    names = (_short(gpu.name) for gpu in gpus)
+    gpu = next((name for name in names if name in CARDS), GPU)
+
+    def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
+        s, moved = _placed(g, gpu, rows, Step(rows, 1, context - 1))
+        return {way: predict(s, moved, context, way=way).us for way in WAYS}
+
+    return StepModel(gpu, us)
+
+
+def _short(name: str) -> str:
+    """h200-141gb -> h200"""
+    return name.partition("-")[0]
 
 
 def _gpu(name: str) -> str:
     """h200-141gb -> h200; only cards that the kernels are written for."""
-    found = find_gpu(name).name.partition("-")[0]
-    if found not in ("h100", "h200"):
+    found = _short(find_gpu(name).name)
+    if found not in CARDS:
         raise InputError(f"--gpu {name}: the kernels are for h100 and h200")
     return found
 

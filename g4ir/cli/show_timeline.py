@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     """Print the kernels of a decode step with their predicted times, and the share of the roof;
     draw them where a file is named."""
-    from g4ir.backends.torch_compile.step_model import TABLE, predict
+    from g4ir.backends.torch_compile.step_model import NCCL, TABLE, WAYS, predict
     from g4ir.ui.plots import check_plot, plot_launches
 
     if graph.name != "decode":
@@ -32,16 +32,24 @@ def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
         check_plot(args.plot)
     s, step, moved = scheduled(args, graph, spec)
     path = Path(args.constants) if args.constants else TABLE
-    found = predict(s, moved, step.C + step.S, path)
+    ways = {way: predict(s, moved, step.C + step.S, path, way) for way in WAYS}
+    found = ways[WAYS[0]]
     if args.plot:
         kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
         plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
     if args.json:
-        emit(_plain(found, spec.name, step.B, step.C + step.S))
+        said = _plain(found, spec.name, step.B, step.C + step.S)
+        if args.tp is not None:
+            said |= {"ranks": args.tp, "us_by": {way: _us(p) for way, p in ways.items()}}
+        emit(said)
         return 0
     rows = "1 row" if step.B == 1 else f"{step.B} rows"
-    print(f"{spec.name} decode on {found.gpu}, {rows} of {count_text(step.C + step.S)} tokens")
+    on = found.gpu if args.tp is None else f"one of {args.tp} {found.gpu}"
+    print(f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens")
     print(_summary(found, step.B))
+    if args.tp is not None:
+        fast, slow = ways[NCCL].us
+        print(f"messages by one-shot kernels; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
     head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
     print(aligned([head, *_lines(found)]), end="")
     return 0
@@ -56,6 +64,10 @@ def _summary(p: Prediction, rows: int) -> str:
         f"roof {p.roof_us / 1e3:.2f} ms: {si(p.nbytes, 'B')} at {p.rate / 1e6:.2f} TB/s, of which "
         f"it reaches {100 * low:.0f} to {100 * high:.0f} %"
     )
+
+
+def _us(p: Prediction) -> list[float]:
+    return [round(t, 1) for t in p.us]
 
 
 def _lines(p: Prediction) -> list[Line]:
@@ -90,7 +102,7 @@ def _plain(p: Prediction, variant: str, rows: int, context: int) -> dict[str, An
         "batch": rows,
         "context": context,
         "bytes": p.nbytes,
-        "us": [round(t, 1) for t in p.us],
+        "us": _us(p),
         "roof_us": round(p.roof_us, 1),
         "share": [round(x, 4) for x in p.share],
         "launches": launches,

@@ -13,6 +13,9 @@ from .base import Sample, op, require
 from .budgets import MOVES, Budget
 from .types import Type
 
+#: ops that need what other ranks have
+COLLECTIVES = ("all_reduce", "all_gather")
+
 
 def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
     require(ranks == 1, f"{op}: a rank of {ranks} alone has not what the others computed")

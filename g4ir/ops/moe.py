@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from math import comb
 from typing import Any
 
 from .base import Sample, Traffic, every_operand, op, require, wide
@@ -73,13 +75,43 @@ def distinct_experts(count: int, top_k: int, tokens: int) -> float:
     return count * (1 - (1 - top_k / count) ** tokens)
 
 
+@cache
+def busiest(total: int, held: int, chosen: int) -> float:
+    """Return the expected number of `chosen` different experts of `total` that the rank with most
+    of them has, all choices equally likely and `held` on each rank: everybody waits for it."""
+    ranks, every = total // held, comb(total, chosen)
+
+    def choices(most: int) -> int:
+        """Count the choices in which no rank has more: a coefficient of a product of sums."""
+        ways = [1] + [0] * chosen
+        own = [comb(held, n) for n in range(most + 1)]
+        for _ in range(ranks):
+            ways = [
+                sum(ways[at - n] * own[n] for n in range(min(at, most) + 1))
+                for at in range(chosen + 1)
+            ]
+        return ways[chosen]
+
+    return sum(1 - choices(most) / every for most in range(held))
+
+
+def own_index(index: Any, first: Any, count: int) -> Any:
+    """Return each choice's place among the `count` experts from `first` on; `count`: it is none of
+    them."""
+    import torch
+
+    place = index - first
+    return torch.where((place >= 0) & (place < count), place, count)
+
+
 @op
 class experts:
     """y = sum over slots of weight * down[e] @ (act(gate) * up), gate, up = gate_up[e] @ x
 
     Products are rounded to x's dtype; weighting and the sum over the slots, in top-k rank
     order, are fp32 and cast once (rules 24, 25: the reference's grouped form).
-    gate_up [E, 2I, D] holds the gate rows first; down [E, D, I].
+    gate_up [E, 2I, D] holds the gate rows first; down [E, D, I]. With `first`, i64[1], they are
+    experts first .. first + E - 1 of `total`, and choices of others add nothing.
     """
 
     budget = Budget(2, 512, "two products and the activation between them, each rounded")
@@ -87,7 +119,17 @@ class experts:
     rows = (0, 1, 2)
 
     @staticmethod
-    def infer(x: Type, weights: Type, index: Type, gate_up: Type, down: Type, *, act: str) -> Type:
+    def infer(
+        x: Type,
+        weights: Type,
+        index: Type,
+        gate_up: Type,
+        down: Type,
+        first: Type | None = None,
+        *,
+        act: str,
+        total: int = 0,
+    ) -> Type:
         require(gate_up.rank == 3, f"experts: gate_up {gate_up} is not [E, 2I, D]; x {x}")
         experts, double, hidden = gate_up.shape
         require(hidden == x.shape[-1], f"experts: gate_up {gate_up} does not fit {x}")
@@ -101,15 +143,28 @@ class experts:
         fits = weights.shape == index.shape and weights.shape[:-1] == x.shape[:-1]
         fits = fits and index.dtype == "i64"
         require(fits, f"experts: weights {weights} and index {index} do not fit {x}")
+        _require_part("experts", gate_up, first, total)
         return x
 
     @staticmethod
-    def reference(x: Any, weights: Any, index: Any, gate_up: Any, down: Any, *, act: str) -> Any:
+    def reference(
+        x: Any,
+        weights: Any,
+        index: Any,
+        gate_up: Any,
+        down: Any,
+        first: Any = None,
+        *,
+        act: str,
+        total: int = 0,
+    ) -> Any:
         import torch
 
-        tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
+        count = len(gate_up)
+        own = index if first is None else own_index(index, first, count)
+        tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
         out = wide(tokens).new_zeros(*slots.shape, tokens.shape[-1])
-        for e in slots.unique().tolist():
+        for e in slots[slots < count].unique().tolist():
             token, slot = torch.where(slots == e)
             gate, up = torch.nn.functional.linear(tokens[token], gate_up[e]).chunk(2, -1)
             y = torch.nn.functional.linear(activate(gate, act) * up, down[e])
@@ -123,22 +178,31 @@ class experts:
 
     @staticmethod
     def traffic(
-        ins: tuple[Type, ...], outs: tuple[Type, ...], *, distinct: float | None = None, **_: Any
+        ins: tuple[Type, ...],
+        outs: tuple[Type, ...],
+        *,
+        distinct: float | None = None,
+        total: int = 0,
+        **_: Any,
     ) -> Traffic:
         """Count the weights of the experts that some token chose: `distinct` of them where they
-        were counted, else `distinct_experts`, an upper bound for routers that have favourites."""
+        were counted, else `distinct_experts`, an upper bound for routers that have favourites. Of a
+        part of them as many as on the busiest rank."""
         reads, writes = every_operand(ins, outs)
-        count, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
+        held, k = int(ins[3].shape[0]), int(ins[2].shape[-1])
+        count = total or held
         if distinct is None:
             distinct = distinct_experts(count, k, ins[2].numel() // k)
-        weights = (round(size * min(distinct, count) / count) for size in reads[3:])
-        return (*reads[:3], *weights), writes
+        if total:
+            distinct = busiest(total, held, round(min(distinct, total)))
+        weights = (round(size * min(distinct, held) / held) for size in reads[3:5])
+        return (*reads[:3], *weights, *reads[5:]), writes
 
     @staticmethod
     def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
         """Count the rows gathered, gate and up, their product, the result; it and its weighted form
         in fp32."""
-        x, _weights, index, gate_up, _down = ins
+        x, _weights, index, gate_up = ins[:4]
         double, hidden = map(int, gate_up.shape[1:])
         width = ITEMSIZE[x.dtype]
         return index.numel() * (2 * hidden * width + double * 3 // 2 * width + 2 * hidden * 4)
@@ -154,7 +218,26 @@ class experts:
             {"act": "silu"},
             {2: (1, 2)},
         ),
+        Sample(
+            (
+                *("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[3,24,16]", "f32[3,16,12]"),
+                "i64[1]",
+            ),
+            {"act": "silu", "total": 8},
+            {2: (0, 8), 5: (3, 4)},
+        ),
     ]
+
+
+def _require_part(op: str, gate_up: Type, first: Type | None, total: int) -> None:
+    held = gate_up.shape[0]
+    if first is None:
+        require(total == 0, f"{op}: {total} experts in all need an operand first; {gate_up}")
+        return
+    fits = (first.dtype, first.shape) == ("i64", (1,))
+    require(fits, f"{op}: first {first} is not i64[1]; gate_up {gate_up}")
+    fits = isinstance(held, int) and held <= total
+    require(fits, f"{op}: gate_up {gate_up} is no part of {total} experts; first {first}")
 
 
 @op
@@ -162,8 +245,9 @@ class moe_mlp:
     """dense, moe: the gated MLP of x_dense; the experts of x_moe that x_router asks for (rule 7)
 
     dense = linear(linear_glu(x_dense, w_dense), w_dense_down);
-    moe = experts(x_moe, *router(x_router, router_scale, router_proj, per_expert), gate_up, down).
-    The inputs are norms of one residual, [B,S,D]. One op, so that both can run in the same grids.
+    moe = experts(x_moe, *router(x_router, router_scale, router_proj, per_expert), gate_up, down),
+    of which `first` says what part they are. The inputs are norms of one residual, [B,S,D]. One op,
+    so that both can run in the same grids.
     """
 
     budget = Budget(9, 576, "as router, then as experts; the dense MLP is off by less")
@@ -182,6 +266,7 @@ class moe_mlp:
         w_dense_down: Type,
         gate_up: Type,
         down: Type,
+        first: Type | None = None,
         *,
         act: str,
         top_k: int,
@@ -192,8 +277,10 @@ class moe_mlp:
             x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
         )
         moe = experts.infer(x_moe, *routed, gate_up, down, act=act)
-        fits = gate_up.shape[0] == router_proj.shape[0]
+        total = int(router_proj.shape[0])
+        fits = first is not None or gate_up.shape[0] == total
         require(fits, f"moe_mlp: router_proj {router_proj} does not fit gate_up {gate_up}")
+        _require_part("moe_mlp", gate_up, first, total if first else 0)
         require(dense == moe, f"moe_mlp: dense {dense} and moe {moe} differ")
         return dense, moe
 
@@ -210,7 +297,7 @@ class moe_mlp:
         w_dense_down: Any,
         gate_up: Any,
         down: Any,
-        *,
+        *first: Any,
         act: str,
         top_k: int,
         root: float,
@@ -220,7 +307,9 @@ class moe_mlp:
         weights, index = b.emit_all(
             "router", x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
         )
-        return dense, b.emit("experts", x_moe, weights, index, gate_up, down, act=act)
+        part = {"total": router_proj.type.shape[0]} if first else {}
+        moe = b.emit("experts", x_moe, weights, index, gate_up, down, *first, act=act, **part)
+        return dense, moe
 
     samples = [
         Sample(
@@ -248,5 +337,20 @@ class moe_mlp:
                 "f32[4,16,12]",
             ),
             {"act": "silu", "top_k": 4, "root": 0.25},
+        ),
+        Sample(
+            ("f32[2,3,16]",) * 3
+            + (
+                "f32[16]",
+                "f32[8,16]",
+                "f32[8]",
+                "f32[40,16]",
+                "f32[16,20]",
+                "f32[4,24,16]",
+                "f32[4,16,12]",
+                "i64[1]",
+            ),
+            {"act": "gelu_pytorch_tanh", "top_k": 3, "root": 0.25},
+            {10: (4, 5)},
         ),
     ]

@@ -15,7 +15,7 @@ from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.base import wide
 from g4ir.spec.record import Spec
 
-from .table import part_of
+from .table import FIRST, first_expert, part_of
 
 #: a tensor of each rank, in order of rank
 Ranks = tuple[Any, ...]
@@ -25,9 +25,14 @@ def rank_params(
     g: Graph, spec: Spec, params: Mapping[str, Any], rank: int, ranks: int
 ) -> dict[str, Any]:
     """Return a rank's params of a sharded graph, cut from those of the whole model."""
+    ep = any(v.name == FIRST for v in g.params)
 
     def own(name: str) -> Any:
-        part = part_of(spec, name)
+        if name == FIRST:
+            import torch
+
+            return torch.tensor([first_expert(spec, rank, ranks)])
+        part = part_of(spec, name, ep)
         return part.cut(params[part.source], rank, ranks) if part else params[name]
 
     return {v.name: own(v.name) for v in g.params}

@@ -15,42 +15,51 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.draft import DRAFT
+from g4ir.model.names import CODES
+from g4ir.ops.collective import COLLECTIVES
+from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .table import HEAD, TABLE, check_ranks, key_heads, part_of
+from .table import FIRST, HEAD, TABLE, Part, check_ranks, key_heads, part_of
 
-COLLECTIVES = ("all_reduce", "all_gather")
-#: values that are sums of what every rank has
-_SUMS = re.compile(r"L(\d+)\.(attn\.o|mlp\.down|moe\.out)")
+#: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
+_SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
+_HEADS = re.compile(r"(draft\.)?L(\d+)\.attn\.([qkv])\.heads")
+#: the first of a rank's experts
+_FIRST = Value(FIRST, Type("i64", (1,)))
 _CACHE = re.compile(r"L(\d+)\.[kv]")
 
 
-def shard_program(p: Program, spec: Spec, ranks: int) -> Program:
+def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Program:
     """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
     towers stay whole. InputError where `ranks` cannot share the model."""
-    check_ranks(spec, ranks)
+    check_ranks(spec, ranks, ep)
     if DRAFT in p.graphs:
-        raise InputError(f"--tp {ranks}: drafters are not cut yet; leave out the drafter")
-    return p.map(lambda g: shard(g, spec, ranks) if g.state else g)
+        raise InputError(f"--tp {ranks}: no engine of ranks drafts yet; leave out the drafter")
+    return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)
 
 
-def shard(g: Graph, spec: Spec, ranks: int) -> Graph:
-    """Return the graph of one rank of `ranks`, the same for each; see the module."""
-    check_ranks(spec, ranks)
+def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
+    """Return the graph of one rank of `ranks`, the same for each; see the module. With `ep` a rank
+    has some of the experts, else a part of each."""
+    check_ranks(spec, ranks, ep)
     if ranks == 1:
         return g
-    if any(g.find("dequantize")):
-        raise InputError(f"--tp {ranks}: weights in codes are not cut yet; leave out --quant")
-    params = {v.name: _param(v, spec, ranks) for v in g.params}
+    for n in g.find("dequantize"):
+        _check_groups(n, spec, ranks, ep)
+    params = {v.name: _param(v, spec, ranks, ep) for v in g.params}
     state = {v.name: _cache(v, spec, ranks) for v in g.state}
     sums = _sums(g)
     nodes: list[Node] = []
     for n in g.nodes:
-        n = replace(n, inputs=tuple(state.get(v.name, params.get(v.name, v)) for v in n.inputs))
-        nodes += [_heads(n, spec, ranks)] if n.op == "heads" else [_partial(n, sums)]
+        inputs = (state.get(v.name, params.get(v.name, _named(v))) for v in n.inputs)
+        n = replace(n, inputs=tuple(inputs), outputs=tuple(map(_named, n.outputs)))
+        n = _heads(n, spec, ranks) if n.op == "heads" else _partial(n, sums)
+        nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
+    first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
         g,
-        params=tuple(params.values()),
+        params=(*params.values(), *first),
         state=tuple(state.values()),
         nodes=(*nodes, *_collectives(g, sums, ranks)),
     )
@@ -64,18 +73,51 @@ def collectives(g: Graph) -> Iterator[Node]:
     return g.find(*COLLECTIVES)
 
 
-def _param(v: Value, spec: Spec, ranks: int) -> Value:
+def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the table that
     tokens are looked up in stays whole."""
-    name = HEAD if v.name == TABLE else v.name
-    part = part_of(spec, name)
+    name = _named(v).name
+    part = part_of(spec, name, ep)
     if part is None:
         return v
-    shape = list(v.type.shape)
-    whole = shape[part.axis]
-    assert isinstance(whole, int)
-    shape[part.axis] = part.size(whole, ranks)
-    return Value(name, v.type.with_shape(*shape))
+    return Value(name, _cut(v.type, part, ranks))
+
+
+def _cut(t: Type, part: Part, ranks: int) -> Type:
+    shape = list(t.shape)
+    shape[part.axis] = part.size(int(shape[part.axis]), ranks)
+    return t.with_shape(*shape)
+
+
+def _named(v: Value) -> Value:
+    """Return a value of the head by its own name where it is tied; any other as it is."""
+    return Value(v.name.replace(TABLE, HEAD, 1), v.type) if v.name.startswith(TABLE) else v
+
+
+def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
+    """Raise InputError where ranks would share numbers of a weight that have one scale, or codes
+    that lie in one element."""
+    weight = n["codes"].name.removesuffix(CODES)
+    part = part_of(spec, HEAD if weight == TABLE else weight, ep)
+    if part is None or _divides(n, part, ranks):
+        return
+    each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
+    raise InputError(
+        f"--tp {ranks}: {weight} has rows of {n.out.type.shape[-1]} in groups of {each}, which "
+        f"{ranks} ranks cannot share; take another number of them, or a recipe that leaves it out "
+        f"or holds it in a form with a scale for each row"
+    )
+
+
+def _divides(n: Node, part: Part, ranks: int) -> bool:
+    """Whether a rank's codes and scales are those of its part of a weight."""
+    if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
+        return False
+    try:
+        made = n.definition.infer_types(tuple(_cut(v.type, part, ranks) for v in n.inputs), n.attrs)
+    except ValueError:
+        return False  # elements of several groups, or half of what belongs to one
+    return made == (_cut(n.out.type, part, ranks),)
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
@@ -88,22 +130,33 @@ def _cache(v: Value, spec: Spec, ranks: int) -> Value:
 
 def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     """Return the split of a projection into the heads that a rank has of it."""
-    match = re.fullmatch(r"L(\d+)\.attn\.([qkv])\.heads", n.out.name)
+    match, count = _HEADS.fullmatch(n.out.name), n.whole("n")
     if not match:
         return n  # of per-layer embeddings, which are whole
-    layer = spec.layers()[int(match[1])]
-    own = spec.text.num_attention_heads // ranks if match[2] == "q" else key_heads(layer, ranks)
+    if match[3] == "q" and count % ranks:
+        raise InputError(
+            f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
+            f"{ranks} ranks cannot share"
+        )
+    own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})
+
+
+def _some(n: Node, spec: Spec) -> Node:
+    """Return experts of which a rank has some: an operand says which, so that no graph does."""
+    assert spec.text.moe
+    attrs = {**n.attrs, "total": spec.text.moe.num_experts}
+    return replace(n, inputs=(*n.inputs, _FIRST), attrs=attrs)
 
 
 def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
     """Return value -> those that travel with it, itself included: the sums of the MLP and of the
     experts beside it are one message."""
     names = [v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)]
-    groups: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        layer, place = name.split(".", 1)
-        groups.setdefault((layer, place == "attn.o"), []).append(name)
+        place = name if name.endswith(".attn.o") else name.partition(".")[0]
+        groups.setdefault(place, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
@@ -116,7 +169,7 @@ def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
 
 
 def _is_head(n: Node) -> bool:
-    return n.op == "linear" and n["w"].name == HEAD
+    return n.op == "linear" and n["w"].name.startswith((HEAD, TABLE))
 
 
 def _part(v: Value) -> Value:
@@ -130,7 +183,7 @@ def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> t
         parts = [_part(made[name]) for name in names]
         b.emit_all("all_reduce", *parts, ranks=ranks, name=names)
     for n in g.find("linear"):
-        if n["w"].name in (HEAD, TABLE):
+        if _is_head(n):
             *rows, vocab = n.out.type.shape
             assert isinstance(vocab, int)
             own = Value(n.out.name, n.out.type.with_shape(*rows, vocab // ranks))

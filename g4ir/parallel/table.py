@@ -4,20 +4,26 @@ Columns first, rows second (tensor parallel as in Megatron-LM): what comes out o
 where the next one takes it, so that a layer needs one sum over ranks behind attention and one
 behind its MLP. Heads are never cut; where there are fewer key heads than ranks, several ranks hold
 the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
+With expert parallelism (`ep`) a rank has some of the experts, whole, and a number says which.
+Codes and scales are cut as the weights that they are of; a scale of a whole row is on every rank.
+Of a drafter the attention is cut, since it reads caches that are; its rest is small, and whole.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.model.names import CODES, SCALES
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
 HEAD, TABLE = "head.w", "embed.table"
+#: i64[1]: the first of a rank's experts, a param of graphs that are cut so
+FIRST = "moe.first"
 #: a layer's weight -> the axis that is cut, and what it is cut by
 CUTS = {
     "attn.wq": (0, "heads"),
@@ -30,13 +36,19 @@ CUTS = {
     "moe.gate_up": (1, "expert widths"),
     "moe.down": (2, "expert width"),
 }
+#: in the place of these, where experts are shared out
+EXPERT_CUTS = {"moe.gate_up": (0, "experts"), "moe.down": (0, "experts")}
 _WEIGHT = re.compile(r"L(\d+)\.(.+)")
+#: of a drafter: its heads read the caches of a rank, whose heads they go with
+DRAFT_CUTS = {"attn.wq": 0, "attn.wo": 1}
+_DRAFT_WEIGHT = re.compile(r"draft\.L\d+\.(attn\.w[qo])")
 
 
 @dataclass(frozen=True)
 class Part:
     """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
-    every block as many units as there are for each rank, but at least one."""
+    every block as many units as there are for each rank, but at least one. An axis of 1 is that of
+    a row's own scale, which every rank has."""
 
     source: str
     axis: int
@@ -49,14 +61,21 @@ class Part:
 
     def size(self, whole: int, ranks: int) -> int:
         """Return what an axis of `whole` numbers has on a rank."""
-        return whole // self.units * self.share(ranks)
+        return whole if whole == 1 else whole * self.share(ranks) // self.units
+
+    def divides(self, whole: int, ranks: int) -> bool:
+        """Whether an axis of `whole` elements, several numbers each, can be cut so."""
+        return whole == 1 or whole * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
         """Yield (first, count) of the numbers along the axis that a rank has."""
-        unit = whole // (self.blocks * self.units)
+        if whole == 1:
+            yield 0, 1
+            return
+        units = self.blocks * self.units
         for block in range(self.blocks):
             first = block * self.units + rank * self.units // ranks
-            yield first * unit, self.share(ranks) * unit
+            yield first * whole // units, self.share(ranks) * whole // units
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
         """Return a rank's part of a tensor: a view where it is one piece."""
@@ -69,22 +88,29 @@ class Part:
         return torch.cat(pieces, self.axis)
 
 
-def part_of(spec: Spec, param: str) -> Part | None:
-    """Return what a rank has of a param of a sharded graph; None: all of it."""
+def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
+    """Return what a rank has of a param of a sharded graph, or of its codes or scales; None: all of
+    it."""
+    for suffix in (CODES, SCALES):
+        if param.endswith(suffix):
+            part = part_of(spec, param.removesuffix(suffix), ep)
+            return part and replace(part, source=f"{part.source}{suffix}")
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
         return Part(source, 0, spec.text.vocab_size)
-    match = _WEIGHT.fullmatch(param)
-    if not match or match[2] not in CUTS:
+    if match := _DRAFT_WEIGHT.fullmatch(param):  # shared evenly, as the heads of the model are
+        return Part(param, DRAFT_CUTS[match[1]], spec.text.num_attention_heads)
+    match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
+    if not match or match[2] not in cuts:
         return None
-    axis, by = CUTS[match[2]]
+    axis, by = cuts[match[2]]
     return Part(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
 
 
 def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
     """Return the units of a block that may not be cut, and the blocks."""
     moe = spec.text.moe
-    expert = moe.intermediate_size if moe else 0
+    expert, count = (moe.intermediate_size, moe.num_experts) if moe else (0, 0)
     return {
         "heads": (spec.text.num_attention_heads, 1),
         "key heads": (layer.attention.num_key_value_heads, 1),
@@ -92,7 +118,14 @@ def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
         # gate and up lie one behind the other
         "expert widths": (expert, 2),
         "expert width": (expert, 1),
+        "experts": (count, 1),
     }[by]
+
+
+def first_expert(spec: Spec, rank: int, ranks: int) -> int:
+    """Return the first of the experts that a rank has."""
+    assert spec.text.moe
+    return rank * spec.text.moe.num_experts // ranks
 
 
 def key_heads(layer: Layer, ranks: int) -> int:
@@ -100,27 +133,42 @@ def key_heads(layer: Layer, ranks: int) -> int:
     return max(1, layer.attention.num_key_value_heads // ranks)
 
 
-def check_ranks(spec: Spec, ranks: int) -> None:
+def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
+    """Whether a model can be cut so."""
+    return _uneven(spec, ranks, ep) is None
+
+
+def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
     """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
     if ranks < 1:
         raise InputError(f"--tp {ranks}: expected at least 1")
-    text = spec.text
+    if ep and ranks == 1:
+        raise InputError("--ep needs --tp N, of 2 at least: one rank has all experts")
+    if ep and not spec.text.moe:
+        raise InputError(f"--ep: {spec.name} has no experts to share out; leave it out")
+    if uneven := _uneven(spec, ranks, ep):
+        most = spec.text.num_attention_heads
+        fine = ", ".join(str(n) for n in range(1, most + 1) if not _uneven(spec, n, ep))
+        key, size = uneven
+        raise InputError(
+            f"--tp {ranks}: {spec.name} has {key} {size}, which {ranks} ranks cannot share; one of "
+            f"{fine}"
+        )
+
+
+def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
+    """Return a key and its number that ranks cannot share: none has a whole number of units, nor
+    several ranks the same one."""
+    text, moe = spec.text, spec.text.moe
+    experts = {"moe.num_experts": moe.num_experts} if moe else {}
+    widths = {"moe.intermediate_size": moe.intermediate_size} if moe else {}
     sizes = {
         "num_attention_heads": text.num_attention_heads,
         "intermediate_size": text.intermediate_size,
         "vocab_size": text.vocab_size,
-        **({"moe.intermediate_size": text.moe.intermediate_size} if text.moe else {}),
+        **(experts if ep else widths),
     }
     keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
-
-    def wrong(n: int) -> str | None:
-        uneven = (key for key, size in sizes.items() if size % n)
-        apart = (key for key, heads in keys.items() if heads % n and n % heads)
-        return next(uneven, None) or next(apart, None)
-
-    if key := wrong(ranks):
-        fine = ", ".join(str(n) for n in range(1, text.num_attention_heads + 1) if not wrong(n))
-        raise InputError(
-            f"--tp {ranks}: {spec.name} has {key} {(sizes | keys)[key]}, which {ranks} ranks "
-            f"cannot share; one of {fine}"
-        )
+    uneven = (item for item in sizes.items() if item[1] % ranks)
+    apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])
+    return next(uneven, None) or next(apart, None)

@@ -57,7 +57,7 @@ from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
-from .ranks import Ranks, plan_ranks
+from .ranks import Ranks, StepModel, plan_ranks
 from .settings import (
     KV_NAMES,
     NO_DRAFTER,
@@ -113,7 +113,8 @@ KEYS = {
     "drafter (null: drafts cost nothing) and drafter_bytes of its weights, on the device",
     "ranks": "null, or with --tp: count; of each rank weights (beside tables that are only "
     "gathered from), rows (context, batch, cache as built); messages of a decode step, "
-    "message_bytes that a rank gives in them for a row",
+    "message_bytes that a rank gives in them for a row; gpu, and on it steps (ranks, context, "
+    "batch, us: least and most microseconds by the way to exchange), predicted",
     "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
     "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
@@ -463,12 +464,14 @@ def make_plan(
     batch: int | Sequence[int] = 1,
     memory: Gpu | int | Sequence[Gpu | int] | None = None,
     tp: int = 1,
+    ep: bool = False,
+    steps: StepModel | None = None,
 ) -> Plan:
     """Make the plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as
     the model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
-    every row on every device of `memory`. `tp` ranks share the model; `memory` is of one that has
-    it whole.
+    every row on every device of `memory`. `tp` ranks share the model, with `ep` some experts each;
+    `memory` is of one that has it whole. `steps` predicts how long theirs are.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
     kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv, ple_placement and
@@ -496,6 +499,7 @@ def make_plan(
         *(spec, dtype, device, placement, form, kv, every, skip, media, recipe, drafted, drafter)
     )
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
+    shape = [(r.ctx, r.batch) for r in rows]
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     if options.ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
         placement = DEFAULT_PLACEMENT
@@ -521,8 +525,8 @@ def make_plan(
         media.kinds,
         media_plan(spec),
         _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
-        plan_ranks(spec, tp, dtype, [(r.ctx, r.batch) for r in rows], skip, passes, recipe)
-        if tp != 1
+        plan_ranks(spec, tp, dtype, shape, skip, passes, recipe, ep, steps)
+        if tp != 1 or ep
         else None,
     )
 

@@ -13,6 +13,7 @@ from .drafting import gains_text
 
 if TYPE_CHECKING:
     from .plan import Fit, Most, Plan
+    from .ranks import Ranks, RankStep
 
 
 def plan_text(plan: Plan, nominal: bool = False) -> str:
@@ -48,7 +49,34 @@ def _ranks(plan: Plan) -> list[str]:
     lines: list[Line] = [["context", *(count_text(row.ctx) for row in r.rows)]]
     lines.append(["rows", *(str(row.batch) for row in r.rows)])
     lines.append(["K and V of a rank", *(size_text(row.cache) for row in r.rows)])
-    return [head + aligned(lines)]
+    return [head + aligned(lines), *_steps(r)]
+
+
+def _steps(r: Ranks) -> list[str]:
+    """List predicted steps, if any: rows are numbers of ranks."""
+    if not r.steps:
+        return []
+    head = f"predicted decode steps on {r.gpu}, ms with messages by one-shot kernels (by NCCL)\n"
+    tables = (_step_table([s for s in r.steps if s.batch == b]) for b in _batches(r))
+    return [head + "".join(tables)]
+
+
+def _step_table(steps: Sequence[RankStep]) -> str:
+    contexts = dict.fromkeys(s.ctx for s in steps)
+    lines: list[Line] = [["context", *map(count_text, contexts)]]
+    for ranks in dict.fromkeys(s.ranks for s in steps):
+        cells = [_step_text(s) for s in steps if s.ranks == ranks]
+        lines.append(["1 rank" if ranks == 1 else f"{ranks} ranks", *cells])
+    return f"  {_rows(steps[0].batch)}\n{aligned(lines, indent=4)}"
+
+
+def _step_text(s: RankStep) -> str:
+    first, *others = (f"{sum(us) / 2e3:.2f}" for us in s.us.values())
+    return first if s.ranks == 1 else f"{first} ({', '.join(others)})"
+
+
+def _batches(r: Ranks) -> list[int]:
+    return sorted({s.batch for s in r.steps})
 
 
 def _drafts(plan: Plan) -> list[str]:

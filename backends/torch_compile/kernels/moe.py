@@ -42,11 +42,12 @@ def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return (dense, experts): the dense MLP in the grids of the experts."""
     from .moe_triton import moe_down, moe_gate_up
 
-    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
-    scores = _scores(n, choice, given)
+    scores, part = _scores(n, choice, given), {"first": next(iter(given[10:]), None)}
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
+    ups_scales, downs_scales = ups_scales | part, downs_scales | part
     inner = moe_gate_up(x_dense, x, scores, *ups, top_k, act, **use["moe_gate_up"], **ups_scales)
     return moe_down(inner, scores, per_expert, *downs, top_k, **use["moe_down"], **downs_scales)
 
@@ -55,9 +56,11 @@ def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return the results of `_by_row`, with each expert in use read once for all rows."""
     from .moe_triton import moe_down_sorted, moe_gate_up_sorted, moe_sort
 
-    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:]
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
-    weights, *chosen = moe_sort(_scores(n, choice, given), per_expert, top_k, **use["moe_sort"])
+    part = (*given[10:], size(n["gate_up"].type, 0)) if given[10:] else ()
+    scores, warps = _scores(n, choice, given), use["moe_sort"]["warps"]
+    weights, *chosen = moe_sort(scores, per_expert, top_k, warps, *part)
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
     inner = moe_gate_up_sorted(
@@ -92,14 +95,18 @@ def _sample(
     act: str,
     dense_form: Form | None = None,
     form: Form | None = None,
+    held: int = 0,
 ) -> Sample:
+    """Return a block; with `held`, of as many experts, those in the middle."""
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
-    packed = (f"*T[{experts},{2 * inner},{d}]", f"*T[{experts},{d},{inner}]")
+    own, first = held or experts, (experts - held) // 2
+    packed = (f"*T[{own},{2 * inner},{d}]", f"*T[{own},{d},{inner}]", *["i64[1]"] * bool(held))
     return Sample(
         (x, x, x, w, f"*T[{experts},{d}]", f"*T[{experts}]", *mlp, *packed),
         {"top_k": top_k, "root": d**-0.5, "act": act},
         use,
+        {10: [first]} if held else {},
         packed=True,
         coded={i: f for i, f in zip((6, 7, 8, 9), (dense_form, dense_form, form, form)) if f},
     )
@@ -127,6 +134,9 @@ CODED_SORTED = [
     (16, 40, 16, 24, 5, 1, FP8, INT8),
     (17, 40, 24, 32, 4, 2, None, FP8),
 ]
+#: parts of the experts: sizes, and how many there are
+PARTS = [((2, 32, 16, 48, 8, 4), 4), ((3, 37, 11, 29, 6, 2), 2), ((1, 37, 11, 29, 6, 1), 1)]
+PARTS_SORTED = [((5, 38, 11, 29, 9, 3), 3), ((17, 20, 11, 29, 12, 2), 6), ((4, 37, 8, 16, 6, 1), 1)]
 ACTS = (*ACTIVATIONS, *ACTIVATIONS)
 SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
 ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
@@ -145,7 +155,9 @@ KERNELS = (
         rule=_few,
         call=_by_row,
         samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS))
-        + tuple(_sample(ROWS, *sizes[:6], "silu", *sizes[6:]) for sizes in CODED),
+        + tuple(_sample(ROWS, *sizes[:6], "silu", *sizes[6:]) for sizes in CODED)
+        + tuple(_sample(ROWS, *sizes, "silu", held=held) for sizes, held in PARTS)
+        + (_sample(ROWS, *CODED[0][:6], "silu", *CODED[0][6:], held=3),),
         error=1e-5,
         differ=0.05,
         coded=True,
@@ -162,7 +174,9 @@ KERNELS = (
         + tuple(
             _sample(LARGE if sizes[0] > 16 else TILES, *sizes[:6], "silu", *sizes[6:])
             for sizes in CODED_SORTED
-        ),
+        )
+        + tuple(_sample(LARGE, *sizes, "silu", held=held) for sizes, held in PARTS_SORTED)
+        + (_sample(TILES, *CODED_SORTED[0][:6], "silu", *CODED_SORTED[0][6:], held=3),),
         error=1e-5,
         differ=0.05,
         coded=True,

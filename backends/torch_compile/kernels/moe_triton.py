@@ -11,6 +11,9 @@ five rows on rows share experts: then `moe_sort` does the top-k of all rows and 
 that are in use, and the kernels named `*_sorted` read each of these once, for all rows together. A
 row chooses an expert at most once, so an expert never has more rows than there are rows.
 
+Where a rank holds HELD experts from `first` on, choices of others are passed over: no weight is
+read for them, and what lies in their slots is not looked at.
+
 Order of the experts: by score, equal scores by lower index. (`torch.topk` promises no order among
 equals: the op is matched up to that.) Weights are exp(s - max s) / sum over the chosen ones: the
 denominator of the softmax over all experts cancels.
@@ -32,6 +35,7 @@ from torch.library import triton_op
 
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate as activation
+from g4ir.ops.moe import own_index
 
 from .codes_triton import (
     bits_of_16,
@@ -50,6 +54,8 @@ Tensor = torch.Tensor
 
 #: rows of scores that a program of the top-k takes at a time
 ROWS = 16
+#: index of a choice that another rank holds: less than what ends the list, and than padding
+OTHERS = tl.constexpr(-3)
 
 # ---- order of the experts ------------------------------------------------------------------------
 # A key is an integer whose order is (score, then lower index), so that one integer maximum finds
@@ -147,15 +153,21 @@ def _topk(
     index,
     listed,
     rows,
+    first,
     EXPERTS: tl.constexpr,
     E_P: tl.constexpr,
     TOP_K: tl.constexpr,
     S: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """The routing of all rows, and the list of experts in use, by one program."""
     i = tl.arange(0, E_P)
+    own = i
+    if HELD:
+        own = i - tl.load(first).to(tl.int32)
+    here = (own >= 0) & (own < (HELD if HELD else EXPERTS))
     slots = tl.arange(0, S)[None, :]
     used = tl.zeros([E_P], tl.int32)
     for r0 in range(0, rows, ROWS):
@@ -172,13 +184,18 @@ def _topk(
         ids, e = _decoded(chosen, highest, slots < TOP_K, WIDE)
         scale = tl.load(per_expert + ids).to(tl.float32)
         weight = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None]) * scale
+        if HELD:
+            ids -= tl.load(first)
+            mine = (ids >= 0) & (ids < HELD)
+            weight, ids = tl.where(mine, weight, 0.0), tl.where(mine, ids, OTHERS)
         inside = (r < rows) & (slots < TOP_K)
         tl.store(weights + r * TOP_K + slots, weight, mask=inside)
         tl.store(index + r * TOP_K + slots, ids, mask=inside)
         used = tl.maximum(used, tl.max((key >= best).to(tl.int32), 0))  # best: the last rank's
+    used = tl.where(here, used, 0)
     before = tl.cumsum(used, 0) - used
-    place = tl.where(used == 1, before, tl.sum(used, 0) + i - before)
-    tl.store(listed + place, tl.where(used == 1, i, -1), mask=i < EXPERTS)
+    place = tl.where(used == 1, before, tl.sum(used, 0) + own - before)
+    tl.store(listed + place, tl.where(used == 1, own, -1), mask=here)
 
 
 # ---- products of one row -------------------------------------------------------------------------
@@ -237,6 +254,7 @@ def _gate_up(
     dense_scales,
     gate_up,
     scales,
+    first,
     out,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -248,6 +266,7 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
     WIDE: tl.constexpr,
+    HELD: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_FORM: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
@@ -281,22 +300,27 @@ def _gate_up(
         per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
         slot = (block - dense_blocks) // per_slot
         expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-        _row_glu(
-            x_moe + row * HIDDEN,
-            gate_up,
-            scales,
-            expert * (2 * INNER),
-            out + slot * INNER,
-            (block - dense_blocks) % per_slot * BLOCK_N,
-            INNER,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-            FORM,
-            GROUP,
-        )
+        live = True
+        if HELD:
+            expert -= tl.load(first)
+            live = (expert >= 0) & (expert < HELD)
+        if live:
+            _row_glu(
+                x_moe + row * HIDDEN,
+                gate_up,
+                scales,
+                expert * (2 * INNER),
+                out + slot * INNER,
+                (block - dense_blocks) % per_slot * BLOCK_N,
+                INNER,
+                HIDDEN,
+                BLOCK_N,
+                BLOCK_K,
+                ACT,
+                STAGES,
+                FORM,
+                GROUP,
+            )
 
 
 @triton.jit
@@ -308,6 +332,7 @@ def _down(
     dense_scales,
     down,
     scales,
+    first,
     dense,
     moe,
     HIDDEN: tl.constexpr,
@@ -320,6 +345,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
+    HELD: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_FORM: tl.constexpr,
     DENSE_GROUP: tl.constexpr,
@@ -358,15 +384,20 @@ def _down(
         n0 = (block - dense_blocks) * BLOCK_N
         slots = tl.arange(0, S)
         ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
+        if HELD:
+            ids -= tl.load(first)
         r = tl.arange(0, R)
         slot, i = r // BLOCK_N, n0 + r % BLOCK_N
         expert = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,))
+        inside = (slot < TOP_K) & (i < HIDDEN)
+        if HELD:
+            inside = inside & (expert >= 0) & (expert < HELD)
         sums = row_sums(
             act + tl.minimum(slots, TOP_K - 1) * INNER,
             down,
             scales,
             expert * HIDDEN + i,
-            (slot < TOP_K) & (i < HIDDEN),
+            inside,
             0,
             INNER,
             INNER,
@@ -378,6 +409,8 @@ def _down(
             S,
         )
         y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
+        if HELD:
+            y = tl.where(((ids >= 0) & (ids < HELD))[:, None], y, 0.0)
         n = n0 + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_N], tl.float32)
         for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
@@ -629,14 +662,16 @@ def _down_sorted(
 
 @triton.jit
 def _sum_slots(parts, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = sum over the slots of weight * part, in the order of rank."""
+    """out[row] = sum over the slots of weight * part, in the order of rank; nobody has written the
+    part of a slot that weighs nothing."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         slot = row * TOP_K + j
         y = tl.load(parts + slot * HIDDEN + n, mask=n < HIDDEN, other=0.0)
-        total += tl.load(weights + slot) * y.to(tl.float32)
+        weight = tl.load(weights + slot)
+        total += tl.where(weight == 0.0, 0.0, weight * y.to(tl.float32))
     tl.store(out + row * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
 
 
@@ -669,21 +704,33 @@ def _forms(w_dense: Tensor, dense_scales: Tensor | None, w: Tensor, scales: Tens
     return {**form_of(w_dense, dense_scales, "DENSE_"), **form_of(w, scales)}
 
 
+def _part(first: Tensor | None, held: int) -> Any:
+    """Return the constant HELD: how many experts of a part there are; 0: all."""
+    return {"HELD": 0 if first is None else held}
+
+
 # ---- references ----------------------------------------------------------------------------------
 
 
-def _topk_reference(logits: Tensor, per_expert: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Compute the second half of the op `router`, with an order among equals."""
+def _topk_reference(
+    logits: Tensor, per_expert: Tensor, top_k: int, first: Tensor | None = None, held: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Compute the second half of the op `router`, with an order among equals; of a part of the
+    experts their places in it."""
     scores, index = wide(logits).sort(dim=-1, descending=True, stable=True)
     index = index[..., :top_k].contiguous()
-    return scores[..., :top_k].softmax(-1) * per_expert[index], index
+    weights = scores[..., :top_k].softmax(-1) * per_expert[index]
+    if first is None:
+        return weights, index
+    own = own_index(index, first, held)
+    return torch.where(own < held, weights, 0), torch.where(own < held, own, OTHERS.value)
 
 
 def _sort_reference(
-    logits: Tensor, per_expert: Tensor, top_k: int
+    logits: Tensor, per_expert: Tensor, top_k: int, first: Tensor | None, held: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights, index = _topk_reference(logits, per_expert, top_k)
-    experts = torch.arange(logits.shape[-1], device=logits.device)
+    weights, index = _topk_reference(logits, per_expert, top_k, first, held)
+    experts = torch.arange(held or logits.shape[-1], device=logits.device)
     used = (index.flatten()[:, None] == experts).any(0)
     order = (~used).to(torch.int8).argsort(dim=0, stable=True)
     return weights, index, torch.where(used[order], order, -1).to(torch.int32)
@@ -693,6 +740,11 @@ def _per_slot(x: Tensor, w: Tensor) -> Tensor:
     """Return products per slot: x [rows, slots or 1, k], w [rows, slots, n, k] -> [rows, slots, n],
     rounded once."""
     return (wide(w) @ wide(x)[..., None])[..., 0].to(x.dtype)
+
+
+def _held(index: Tensor) -> Tensor:
+    """Return [rows, slots] of experts that are there: any, for a choice that weighs nothing."""
+    return index.flatten(0, -2).clamp(min=0)
 
 
 def _gate_up_reference(
@@ -707,7 +759,7 @@ def _gate_up_reference(
         return out
 
     dense = glu(torch.nn.functional.linear(x_dense.flatten(0, -2), w_dense))
-    slots = glu(_per_slot(x_moe.flatten(0, -2)[:, None], gate_up[index.flatten(0, -2)]))
+    slots = glu(_per_slot(x_moe.flatten(0, -2)[:, None], gate_up[_held(index)]))
     return torch.cat((slots.flatten(1), dense), 1)
 
 
@@ -718,7 +770,7 @@ def _down_reference(
     lead, top_k = index.shape[:-1], index.shape[-1]
     _, hidden, inner = down.shape
     dense = torch.nn.functional.linear(act[:, top_k * inner :], w_dense)
-    y = _per_slot(act[:, : top_k * inner].unflatten(1, (top_k, inner)), down[index.flatten(0, -2)])
+    y = _per_slot(act[:, : top_k * inner].unflatten(1, (top_k, inner)), down[_held(index)])
     moe = (wide(y) * weights.flatten(0, -2)[..., None]).sum(1).to(act.dtype)
     return dense.reshape(*lead, hidden), moe.reshape(*lead, hidden)
 
@@ -759,27 +811,34 @@ def router_logits(
 
 @triton_op("g4ir::moe_sort", mutates_args={})
 def moe_sort(
-    logits: Tensor, per_expert: Tensor, top_k: int, warps: int
+    logits: Tensor,
+    per_expert: Tensor,
+    top_k: int,
+    warps: int,
+    first: Tensor | None = None,
+    held: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights f32 and index i64 [..., top_k] of the op `router`, from scores [..., E], and
-    i32[E]: the experts that some row chose, ascending, then -1."""
+    i32[E]: the experts that some row chose, ascending, then -1. With `first` of `held` experts from
+    there on, and their places among these; choices of others weigh 0."""
     if not takes(logits):
-        return _sort_reference(logits, per_expert, top_k)
+        return _sort_reference(logits, per_expert, top_k, first, held)
     experts, rows = logits.shape[-1], _rows(logits)
     shape = (*logits.shape[:-1], top_k)
     weights = logits.new_empty(shape, dtype=torch.float32)
     index = logits.new_empty(shape, dtype=torch.int64)
-    listed = logits.new_empty((experts,), dtype=torch.int32)
+    listed = logits.new_empty((held or experts,), dtype=torch.int32)
     start(
         _topk,
         (1,),
-        (logits, per_expert, weights, index, listed, rows),
+        (logits, per_expert, weights, index, listed, rows, index if first is None else first),
         EXPERTS=experts,
         E_P=power_of_2(experts),
         TOP_K=top_k,
         S=power_of_2(top_k),
         ROWS=ROWS,
         WIDE=_is_wide(logits),
+        **_part(first, held),
         num_warps=warps,
         num_stages=1,
     )
@@ -801,16 +860,19 @@ def moe_gate_up(
     stages: int,
     dense_scales: Tensor | None = None,
     scales: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Return act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
 
-    x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first.
+    x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first. With
+    `first` gate_up is of experts from there on, and nothing is written for others.
     """
     if not takes(x_moe):
-        _, index = _topk_reference(logits, logits.new_ones(logits.shape[-1]), top_k)
+        ones, part = logits.new_ones(logits.shape[-1]), (first, gate_up.shape[0])
+        _, index = _topk_reference(logits, ones, top_k, *part)
         weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
         return _gate_up_reference(x_dense, x_moe, index, *weights, act)
-    experts, double, hidden = *gate_up.shape[:2], x_moe.shape[-1]
+    experts, double, hidden = logits.shape[-1], gate_up.shape[1], x_moe.shape[-1]
     inner, width, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + width))
     programs = blocks(width, block_n) + top_k * blocks(inner, block_n)
@@ -822,6 +884,7 @@ def moe_gate_up(
             x_moe,
             logits,
             *_operands(w_dense, dense_scales, gate_up, scales),
+            logits if first is None else first,
             out,
         ),
         HIDDEN=hidden,
@@ -832,6 +895,7 @@ def moe_gate_up(
         E_P=power_of_2(experts),
         ACT=act,
         WIDE=_is_wide(logits),
+        **_part(first, gate_up.shape[0]),
         **_forms(w_dense, dense_scales, gate_up, scales),
         **tile(block_n, block_k, warps, stages),
     )
@@ -852,16 +916,17 @@ def moe_down(
     stages: int,
     dense_scales: Tensor | None = None,
     scales: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
     act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
     """
     if not takes(act):
-        weights, index = _topk_reference(logits, per_expert, top_k)
+        weights, index = _topk_reference(logits, per_expert, top_k, first, down.shape[0])
         matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
         return _down_reference(act, weights, index, *matrices)
-    experts, hidden = down.shape[:2]
+    experts, hidden = logits.shape[-1], down.shape[1]
     inner, width = columns(down), columns(w_dense)
     slots = power_of_2(top_k)
     y_dense, y_moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
@@ -874,6 +939,7 @@ def moe_down(
             logits,
             per_expert,
             *_operands(w_dense, dense_scales, down, scales),
+            logits if first is None else first,
             y_dense,
             y_moe,
         ),
@@ -885,6 +951,7 @@ def moe_down(
         S=slots,
         E_P=power_of_2(experts),
         WIDE=_is_wide(logits),
+        **_part(first, down.shape[0]),
         **_forms(w_dense, dense_scales, down, scales),
         **tile(block_n, block_k, warps, stages),
     )

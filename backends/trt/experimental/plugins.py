@@ -27,6 +27,7 @@ from g4ir.ops.types import Type
 
 from ...primitives import attention as plain
 from ...primitives.emitter import Operand
+from ...primitives.moe import own_choices
 from ...primitives.network import SLOTS, Lowering, Network, is_ring
 from ...torch_compile.tunings import find_tuning
 from ..emitter import TrtEmitter
@@ -278,14 +279,17 @@ def experts(
     index: Operand,
     gate_up: Operand,
     down: Operand,
+    first: Operand | None = None,
 ) -> Operand:
     """Lower experts, sorted by expert, whatever the number of tokens: a step with a conditional,
     which could choose another form for single tokens, cannot be recorded."""
+    if first is not None:
+        weights, index = own_choices(net.e, weights, index, first, int(gate_up.shape[0]))
     e = _emitter(net)
-    sort, first, second, combine = experts_of(net, n, x.dtype).plans()
+    sort, ups, downs, combine = experts_of(net, n, x.dtype).plans()
     listed = add_plugin(e, sort, e.cast(index, "i32"))
-    (act,) = add_plugin(e, first, x, *listed, gate_up)
-    (parts,) = add_plugin(e, second, act, *listed, down)
+    (act,) = add_plugin(e, ups, x, *listed, gate_up)
+    (parts,) = add_plugin(e, downs, act, *listed, down)
     return add_plugin(e, combine, parts, weights)[0]
 
 
