@@ -369,6 +369,11 @@ EXPANSIONS = {
         ["rms_norm", "add", "rms_norm", "rms_norm", "rms_norm"],
         ["rms_norm", "add"],
     ],
+    "norm_linear": [
+        ["norm_residual", "linear"],
+        ["norm_residual", "linear_glu"],
+        ["norm_residual", "linear_glu"],
+    ],
     "glu_packed": [["split", "glu"]],
     "linear_clipped": [["clip", "linear", "clip"]],
     "linear_glu": [["linear", "glu_packed"], ["linear", "glu"]],

@@ -29,13 +29,15 @@ from g4ir.ir.graph import split_prologue
 from g4ir.model.text import build_graph
 from g4ir.passes import run_passes
 from g4ir.plan.cost import graph_costs
+from g4ir.plan.settings import for_gpu
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 
 
 @cache
 def scheduled(name: str, rows: int, gpu: str = "h200") -> Schedule:
-    g = run_passes(build_graph(load_spec(name), "decode", dtype="bf16"))
+    plain = build_graph(load_spec(name), "decode", dtype="bf16")
+    g = run_passes(plain, options=for_gpu(rows))
     return schedule(split_prologue(g)[1], Target("cuda", gpu, rows))
 
 

@@ -216,10 +216,15 @@ class _Model:
         if "splits" in use:
             return self._attention(shape, use, nbytes)
         rate = self.card.copy * part.share
+        extra = part.extra
         if "n" in shape and "block_n" in use:
-            blocks = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            blocks = min(tiles, use.get("programs", tiles))
             rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
-        own = (part.extra, part.extra)
+            if "programs" in use:  # its first tiles arrive while it makes its row
+                ahead = min(1.0, blocks * (use["stages"] - 1) / tiles) * nbytes
+                extra = max(0.0, extra - ahead / rate)
+        own = (extra, extra)
         return self._sum(self.c.first_load, self.c.last_sum, self._times(own, nbytes, rate=rate))
 
     def _attention(self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ir.names import layer_of
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
     from ..run import Run
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
-SUMS = {"norm_residual": (0,), "dual_norm_residual": (0, 2)}
+SUMS = {"norm_residual": (0,), "norm_linear": (0,), "dual_norm_residual": (0, 2)}
 
 
 def _sum(g: Graph, n: Node) -> Node | None:
-    """Return the op that can add up partial sums, where the node's result goes nowhere else."""
+    """Return the op that can add up partial sums, where the node's result goes nowhere else, and not
+    to another layer: that is another program."""
     users = g.users().get(n.out.name, [])
     if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
+        return None
+    if layer_of(n.out.name) != layer_of(users[0].outputs[0].name):
         return None
     summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
     return users[0] if summed else None

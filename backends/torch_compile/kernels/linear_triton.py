@@ -122,15 +122,15 @@ def _skinny(
     if PACKED:
         halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
         sums, by = tl.split(halves)
-        sums = _gated(sums, rounded(by, y), y, ACT)
+        sums = gated(sums, rounded(by, y), y, ACT)
     elif ACT != "":
         by = tl.load(up + at, mask=mask, other=0).to(tl.float32)
-        sums = _gated(sums, by, y, ACT)
+        sums = gated(sums, by, y, ACT)
     tl.store(y + part.to(tl.int64) * rows * N + at, sums.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gated(gate, up, like, ACT):
+def gated(gate, up, like, ACT):
     """act(gate) * up with the roundings of the ops `linear` and `glu`, all but the last."""
     return rounded(activate(rounded(gate, like), ACT), like) * up
 

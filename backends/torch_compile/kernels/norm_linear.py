@@ -1,0 +1,113 @@
+"""A product of one row behind the norm that makes the row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from g4ir.ir.graph import Graph, Node
+from g4ir.ops.norm_linear import cut
+
+from ..target import Target
+from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_row, size
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+#: most numbers of a row that a program keeps in its registers
+LONGEST = 8192
+
+
+def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None for several rows, which would be made again by each program."""
+    n_rows, k = (size(n["w"].type, axis) for axis in (0, 1))
+    fits = target.rows == 1 and is_row(n["x"].type) and k <= LONGEST
+    return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
+
+
+def _norm_linear(
+    run: Run, n: Node, choice: Choice, x: Any, residual: Any, w_post: Any, w: Any, *rest: Any
+) -> tuple[Any, Any]:
+    from .norm_linear_triton import norm_linear
+
+    scaled, weighted = bool(n.attrs["scaled"]), n.attrs["weighted"]
+    assert isinstance(weighted, tuple)
+    more, up = cut(rest, scaled, tuple(map(bool, weighted)))
+    scalar, given = more[:scaled], more[scaled:]
+    weights = [*given, *[None] * (len(weighted) - len(given))]
+    w, scales = held(w)
+    made: tuple[Any, Any] = norm_linear(
+        *(x, residual, w_post, *(scalar or (None,)), weights, w, *(up or (None,))),
+        n.word("act"),
+        n.number("eps"),
+        **choice.use,
+        scales=scales,
+    )
+    return made
+
+
+def _use(block_n: int, programs: int = 3, stages: int = 2) -> dict[str, int]:
+    return {"programs": programs, "block_n": block_n, "warps": 1, "stages": stages}
+
+
+#: k, n, activation, whether an up is given, scalar, pre-norms, partial sums of x; settings: fewer
+#: and more programs than tiles, whole tiles and not, and one tile for each
+CASES: list[tuple[int, int, str, bool, bool, tuple[bool, ...], int, dict[str, int]]] = [
+    (8, 5, "", False, False, (True,), 0, _use(2)),
+    (33, 17, "", False, True, (True,), 3, _use(4, 2)),
+    (64, 16, "", False, True, (False,), 1, _use(4, 99)),
+    (100, 7, "silu", False, False, (True,), 0, _use(4, 1)),
+    (45, 12, "gelu_pytorch_tanh", False, False, (True,), 4, _use(8, 2, 3)),
+    (33, 9, "gelu_pytorch_tanh", True, False, (), 1, _use(2)),
+    (16, 3, "relu", True, True, (), 0, _use(1, 2)),
+    (96, 6, "", False, True, (), 0, _use(4, 2)),
+    (1536, 24, "gelu", False, False, (True,), 1, _use(4, 3, 4)),
+]
+#: the same of weights in codes, and the codes
+CODED = [
+    (96, 6, "", False, True, (True,), 0, _use(4, 2), ("int4", 32)),
+    (104, 5, "silu", False, False, (True,), 1, _use(4, 2), ("int8", 0)),
+    (40, 7, "", False, True, (True,), 0, _use(4, 2), ("int4", 0)),
+    (40, 9, "relu", True, False, (), 2, _use(2, 3), ("fp8", 0)),
+    (128, 6, "", False, True, (True,), 0, _use(2, 2), ("int8", 16)),
+]
+
+
+def _sample(
+    k: int,
+    n: int,
+    act: str,
+    up: bool,
+    scaled: bool,
+    weighted: tuple[bool, ...],
+    parts: int,
+    use: dict[str, int],
+    codes: tuple[str, int] | None = None,
+) -> Sample:
+    row, w = f"T[1,1,{k}]", f"*T[{k}]"
+    packed = 2 if act and not up else 1
+    return Sample(
+        (
+            *(row, row, w, f"*T[{n * packed},{k}]"),
+            *["*T[1]"] * scaled,
+            *[w] * sum(weighted),
+            *[f"T[1,1,{n}]"] * up,
+        ),
+        {"eps": 1e-6, "scaled": scaled, "weighted": weighted, "act": act},
+        use,
+        parts={0: parts} if parts else {},
+        coded={3: codes} if codes else {},
+    )
+
+
+KERNELS = (
+    Kernel(
+        op="norm_linear",
+        starts={"norm_linear": 1},
+        rule=_shape,
+        call=_norm_linear,
+        samples=tuple(_sample(*case) for case in (*CASES, *CODED)),
+        error=2e-5,
+        differ=0.02,
+        coded=True,
+    ),
+)
