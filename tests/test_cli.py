@@ -784,7 +784,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_text())
     kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
-    kept |= {"fuse_norm_linear": {"on": False}}
+    kept |= dict.fromkeys(("fuse_norm_linear", "fuse_attention"), {"on": False})
     assert manifest["options"] == kept
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
         "show", out, "--after", "latent_kv"

@@ -374,6 +374,8 @@ EXPANSIONS = {
         ["norm_residual", "linear_glu"],
         ["norm_residual", "linear_glu"],
     ],
+    "qkv_attention": [["qkv_write", "attention"]] * 2,
+    "q_attention": [["norm_rope", "attention"]],
     "glu_packed": [["split", "glu"]],
     "linear_clipped": [["clip", "linear", "clip"]],
     "linear_glu": [["linear", "glu_packed"], ["linear", "glu"]],

@@ -391,6 +391,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
             ActivationOptions(**p.options["quantize_activations"]),
             RingOptions(**p.options["plan_cache"]),
             ChainOptions(**p.options["fuse_norm_linear"]),
+            ChainOptions(**p.options["fuse_attention"]),
         ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,

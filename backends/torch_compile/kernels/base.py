@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import RESULT, Graph, Node, Value
 from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 
@@ -263,3 +263,27 @@ def attention_sample(
 def arrivals(name: str) -> str:
     """Return the name, in a run's `env`, of the counters that came with these queries."""
     return f"{name}/arrivals"
+
+
+def counters(run: Any, n: Node, made: Value, like: Any) -> Any:
+    """Return the zeros that came with `made`, for an attention's node, or fresh ones."""
+    import torch
+
+    found = run.env.get(arrivals(made.name))
+    return like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
+
+
+def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
+    """Return room for the counters of the attention that reads a product's result, which its kernel
+    sets to zero; None where none does."""
+    import torch
+
+    (made, *_), users = n.outputs, run.graph.users()
+    after = [u for u in users.get(made.name, []) if u != RESULT]
+    if [u.op for u in after] == ["heads"]:
+        after, made = users.get(after[0].out.name, []), after[0].out
+    if [u.op for u in after] not in (["qkv_attention"], ["q_attention"]):
+        return None
+    room = like.new_empty((like.shape[0], kv_heads(after[0])), dtype=torch.int64)
+    run.env[arrivals(made.name)] = room
+    return room

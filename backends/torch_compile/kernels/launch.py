@@ -90,6 +90,14 @@ def blocks(n: Any, size: int) -> Any:
 
 
 @triton.jit
+def zero(words, COUNT: tl.constexpr, first):
+    """Set COUNT words to zero, where this program is the first; none where there are none."""
+    if words is not None:
+        i = tl.arange(0, triton.next_power_of_2(COUNT))
+        tl.store(words + i, 0, mask=(i < COUNT) & first)
+
+
+@triton.jit
 def tanh(x):
     """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
     return 2 * tl.sigmoid(2 * x) - 1

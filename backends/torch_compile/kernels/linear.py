@@ -9,7 +9,7 @@ from g4ir.ir.names import layer_of
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size, to_be_zeroed
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -44,7 +44,7 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
     from .linear_triton import skinny_linear
 
     w, scales = held(w)
-    return skinny_linear(x, w, **choice.use, scales=scales)
+    return skinny_linear(x, w, **choice.use, scales=scales, zeroed=to_be_zeroed(run, n, x))
 
 
 def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:

@@ -8,7 +8,7 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.norm_linear import cut
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_row, size
+from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_row, size, to_be_zeroed
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -41,6 +41,7 @@ def _norm_linear(
         n.number("eps"),
         **choice.use,
         scales=scales,
+        zeroed=to_be_zeroed(run, n, residual),
     )
     return made
 

@@ -22,7 +22,7 @@ from g4ir.ops.mlp import glu
 
 from .codes_triton import bits_of_16, columns, dense, form_of, products, row_scaled, rows_of
 from .codes_triton import scales_of
-from .launch import activate, blocks, power_of_2, rounded, start, takes
+from .launch import activate, blocks, power_of_2, rounded, start, takes, zero
 from .linear_triton import gated
 from .norms_triton import after_residual, factor, reciprocal_rms, reference, weight
 
@@ -56,6 +56,7 @@ def _norm_linear(
     up,
     h,
     y,
+    zeroed,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -68,14 +69,16 @@ def _norm_linear(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """x, residual, h [K], x [PARTS, K] if PARTS > 0; w [N, K], or [2N, K] if PACKED: gate rows,
-    then up rows; up, y [N]. R rows of w a tile. Grid: programs."""
+    then up rows; up, y [N]; zeroed [COUNT] or None. R rows of w a tile. Grid: programs."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
     OUT: tl.constexpr = R // 2 if PACKED else R
     exponent = bits_of_16(w)
     own = tl.program_id(0)
+    zero(zeroed, COUNT, own == 0)
     j, r, o = tl.arange(0, W), tl.arange(0, R), tl.arange(0, OUT)
     row = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
@@ -102,7 +105,7 @@ def _norm_linear(
         tl.store(y + i, sums.to(y.dtype.element_ty), mask=i < N)
 
 
-@triton_op("g4ir::norm_linear", mutates_args={})
+@triton_op("g4ir::norm_linear", mutates_args={"zeroed"})
 def norm_linear(
     x: Tensor,
     residual: Tensor,
@@ -118,15 +121,18 @@ def norm_linear(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
+    zeroed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the op `norm_linear` of one row: the product [1,1,n] and the residual [1,1,k]
 
     x, residual, w_post, scalar as in `norm_residual`; weights: of the one pre-norm, or empty; w
     [n, k], or [2n, k] with `act` and without `up`, [1,1,n]; codes where there are scales. programs:
-    the most that are started; block_n: rows of w at a time.
+    the most that are started; block_n: rows of w at a time; zeroed: what is set to zeros.
     """
     k, packed = residual.shape[-1], bool(act) and up is None
     if not takes(residual):
+        if zeroed is not None:
+            zeroed.zero_()
         h, *normed = reference(x, residual, w_post, scalar, weights, eps)
         y = linear.reference(normed[0] if normed else h, dense(w, scales, x.dtype))
         return _activated(y, up, act) if act else y, h
@@ -147,6 +153,7 @@ def norm_linear(
             w if up is None else up.contiguous(),
             h,
             y,
+            zeroed,
             eps,
         ),
         N=n,
@@ -159,6 +166,7 @@ def norm_linear(
         PACKED=packed,
         ACT=act,
         **form_of(w, scales),
+        COUNT=0 if zeroed is None else zeroed.numel(),
         num_warps=warps,
     )
     return y, h
