@@ -1,4 +1,5 @@
 """h, n = norm_residual(..); linear(n, w), or linear_glu(n, w, ..)  ->  y, h = norm_linear(..)
+the same of dual_norm_residual  ->  dual_norm_linear
 
 For a device on which each kernel of a step waits for the one before (`on`), and for one token of a
 row: the product makes its row itself. Without a pre-norm the product reads h. The product's result
@@ -14,25 +15,26 @@ from .match import Left, Note, after, ignore
 AFTER = "fuse_cache_write"  # products have their activations
 
 PRODUCTS = ("linear", "linear_glu")
+#: a norm -> what it becomes with its product, and its inputs before the weight of that
+FUSED = {"norm_residual": ("norm_linear", 3), "dual_norm_residual": ("dual_norm_linear", 6)}
 
 
 def fuse_norm_linear(g: Graph, note: Note = ignore, on: bool = False) -> Graph:
     """Fuse a residual, its norm and the one product of that norm into one op."""
     edits: list[tuple[list[Node], list[Node]]] = []
-    for n in g.find("norm_residual") if on else ():
+    for n in g.find(*FUSED) if on else ():
         try:
             product = _product(g, n)
         except Left as reason:
             note(n.outputs[0].name, f"left: {reason}")
             continue
-        b = Builder()
-        x, w, *up = product.inputs
+        b, (fused, at) = Builder(), FUSED[n.op]
         b.emit_all(
-            "norm_linear",
-            *n.inputs[:3],
-            w,
-            *n.inputs[3:],
-            *up,
+            fused,
+            *n.inputs[:at],
+            product["w"],
+            *n.inputs[at:],
+            *product.inputs[2:],
             **n.attrs,
             act=product.attrs.get("act", ""),
             name=[product.out.name, n.outputs[0].name],
@@ -74,7 +76,7 @@ def left(g: Graph, n: Node, on: bool = False) -> bool:
     made = g.producers().get(n["x"].name) if on and n.op in PRODUCTS else None
     return bool(
         made
-        and made.op == "norm_residual"
+        and made.op in FUSED
         and len(made.outputs) == 2
         and n["x"] == made.outputs[1]
         and n["x"].type.shape[1:-1] == (1,)

@@ -20,12 +20,31 @@ LONGEST = 8192
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     """Return the shape; None for several rows, which would be made again by each program."""
     n_rows, k = (size(n["w"].type, axis) for axis in (0, 1))
-    fits = target.rows == 1 and is_row(n["x"].type) and k <= LONGEST
+    fits = target.rows == 1 and is_row(n["residual"].type) and k <= LONGEST
     return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
 
 
 def _norm_linear(
     run: Run, n: Node, choice: Choice, x: Any, residual: Any, w_post: Any, w: Any, *rest: Any
+) -> tuple[Any, Any]:
+    return _start(run, n, choice, (x, residual, w_post), w, rest)
+
+
+def _dual_norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
+    """Start the kernel; the first seven inputs are a, w_a, b, w_b, w_sum, the residual and w."""
+    a, w_a, b, w_b, w_sum, residual, w, *rest = given
+    both = {"w_x": w_a, "b": b, "w_b": w_b}
+    return _start(run, n, choice, (a, residual, w_sum), w, tuple(rest), **both)
+
+
+def _start(
+    run: Run,
+    n: Node,
+    choice: Choice,
+    norm: tuple[Any, Any, Any],
+    w: Any,
+    rest: tuple[Any, ...],
+    **both: Any,
 ) -> tuple[Any, Any]:
     from .norm_linear_triton import norm_linear
 
@@ -36,12 +55,13 @@ def _norm_linear(
     weights = [*given, *[None] * (len(weighted) - len(given))]
     w, scales = held(w)
     made: tuple[Any, Any] = norm_linear(
-        *(x, residual, w_post, *(scalar or (None,)), weights, w, *(up or (None,))),
+        *(*norm, *(scalar or (None,)), weights, w, *(up or (None,))),
         n.word("act"),
         n.number("eps"),
         **choice.use,
         scales=scales,
-        zeroed=to_be_zeroed(run, n, residual),
+        zeroed=to_be_zeroed(run, n, norm[1]),
+        **both,
     )
     return made
 
@@ -83,20 +103,22 @@ def _sample(
     parts: int,
     use: dict[str, int],
     codes: tuple[str, int] | None = None,
+    dual: bool = False,
 ) -> Sample:
     row, w = f"T[1,1,{k}]", f"*T[{k}]"
     packed = 2 if act and not up else 1
+    norm = (row, w, row, w, w, row) if dual else (row, row, w)
     return Sample(
         (
-            *(row, row, w, f"*T[{n * packed},{k}]"),
+            *(*norm, f"*T[{n * packed},{k}]"),
             *["*T[1]"] * scaled,
             *[w] * sum(weighted),
             *[f"T[1,1,{n}]"] * up,
         ),
         {"eps": 1e-6, "scaled": scaled, "weighted": weighted, "act": act},
         use,
-        parts={0: parts} if parts else {},
-        coded={3: codes} if codes else {},
+        parts={0: parts} if parts and not dual else {},
+        coded={len(norm): codes} if codes else {},
     )
 
 
@@ -107,6 +129,17 @@ KERNELS = (
         rule=_shape,
         call=_norm_linear,
         samples=tuple(_sample(*case) for case in (*CASES, *CODED)),
+        error=2e-5,
+        differ=0.02,
+        coded=True,
+    ),
+    Kernel(
+        op="dual_norm_linear",
+        starts={"dual_norm_linear": 1},
+        rule=_shape,
+        call=_dual_norm_linear,
+        samples=tuple(_sample(*case, None, True) for case in CASES[::2])
+        + tuple(_sample(*case, True) for case in CODED[:2]),
         error=2e-5,
         differ=0.02,
         coded=True,

@@ -24,19 +24,30 @@ from .codes_triton import bits_of_16, columns, dense, form_of, products, row_sca
 from .codes_triton import scales_of
 from .launch import activate, blocks, power_of_2, rounded, start, takes, zero
 from .linear_triton import gated
-from .norms_triton import after_residual, factor, reciprocal_rms, reference, weight
+from .norms_triton import (
+    after_both,
+    after_residual,
+    dual_norm_residual,
+    factor,
+    norm_residual,
+    reciprocal_rms,
+    weight,
+)
 
 Tensor = torch.Tensor
 
 
 @triton.jit
-def _normed(x, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE):
+def _normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE):
     """fp32 [BLOCK]: the row that is multiplied; the residual behind the norm goes to h, which the
     first program stores."""
     i = tl.arange(0, BLOCK)
     keep = i < K
     g, by = weight(w_pre, i, keep), factor(scalar)
-    row = after_residual(x, residual, w_post, h, 0, i, keep, eps, K, K, PARTS)
+    if b is None:
+        row = after_residual(x, residual, w_post, h, 0, i, keep, eps, K, K, PARTS)
+    else:
+        row = after_both(x, w_x, b, w_b, w_post, residual, h, 0, i, keep, eps, K, K, 0, 0)
     row = rounded(row * by, h)
     tl.store(h + i, row.to(h.dtype.element_ty), mask=keep & (tl.program_id(0) == 0))
     if PRE:
@@ -47,6 +58,9 @@ def _normed(x, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE):
 @triton.jit
 def _norm_linear(
     x,
+    w_x,
+    b,
+    w_b,
     residual,
     w_post,
     scalar,
@@ -71,7 +85,8 @@ def _norm_linear(
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """x, residual, h [K], x [PARTS, K] if PARTS > 0; w [N, K], or [2N, K] if PACKED: gate rows,
+    """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its own,
+    w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows,
     then up rows; up, y [N]; zeroed [COUNT] or None. R rows of w a tile. Grid: programs."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
@@ -83,7 +98,9 @@ def _norm_linear(
     row = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
         if tile == own:
-            row = _normed(x, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE)
+            row = _normed(
+                x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE
+            )
         i = tile * OUT + r % OUT
         live, at = i < N, i + r // OUT * N
         t = tl.load(
@@ -122,8 +139,12 @@ def norm_linear(
     stages: int,
     scales: Tensor | None = None,
     zeroed: Tensor | None = None,
+    w_x: Tensor | None = None,
+    b: Tensor | None = None,
+    w_b: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op `norm_linear` of one row: the product [1,1,n] and the residual [1,1,k]
+    """Compute the op `norm_linear` of one row: the product [1,1,n] and the residual [1,1,k]; of
+    rms_norm(x, w_x) + rms_norm(b, w_b) instead of x the op `dual_norm_linear`
 
     x, residual, w_post, scalar as in `norm_residual`; weights: of the one pre-norm, or empty; w
     [n, k], or [2n, k] with `act` and without `up`, [1,1,n]; codes where there are scales. programs:
@@ -133,7 +154,11 @@ def norm_linear(
     if not takes(residual):
         if zeroed is not None:
             zeroed.zero_()
-        h, *normed = reference(x, residual, w_post, scalar, weights, eps)
+        if b is None:
+            h, *normed = norm_residual(x, residual, w_post, scalar, weights, eps, 1)
+        else:
+            both = (x, w_x, b, w_b, w_post, residual)
+            h, *normed = dual_norm_residual(*both, scalar, weights, eps, 1)
         y = linear.reference(normed[0] if normed else h, dense(w, scales, x.dtype))
         return _activated(y, up, act) if act else y, h
     n = w.shape[0] // 2 if packed else w.shape[0]
@@ -144,6 +169,9 @@ def norm_linear(
         (blocks(tiles, blocks(tiles, programs)),),
         (
             x.contiguous(),
+            w_x,
+            b if b is None else b.contiguous(),
+            w_b,
             residual.contiguous(),
             w_post,
             scalar,

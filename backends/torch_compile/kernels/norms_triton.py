@@ -111,6 +111,22 @@ def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS):
 
 
 @triton.jit
+def after_both(a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PARTS_A, PARTS_B):
+    """fp32 row of residual + rms_norm(rms_norm(a, w_a) + rms_norm(b, w_b), w) from `at` on, rounded
+    through the type of `like`."""
+    g_a, g_b, g = weight(w_a, i, keep), weight(w_b, i, keep), weight(w, i, keep)
+    r = tl.load(residual + at + i, mask=keep, other=0)
+    h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
+    h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
+    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
+    h_a *= reciprocal_rms(squares_a, eps, D)
+    h_b *= reciprocal_rms(squares_b, eps, D)
+    h = rounded(rounded(h_a * g_a, like) + rounded(h_b * g_b, like), like)
+    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
+
+
+@triton.jit
 def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     """x, y [rows, D]; w [D] or None. Grid: rows."""
     at = tl.program_id(0).to(tl.int64) * D
@@ -179,18 +195,11 @@ def _dual_norm_residual(
     at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
-    g_a, g_b, g = weight(w_a, i, keep), weight(w_b, i, keep), weight(w, i, keep)
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
-    h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
-    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
-    h_a *= reciprocal_rms(squares_a, eps, D)
-    h_b *= reciprocal_rms(squares_b, eps, D)
-    h = rounded(rounded(h_a * g_a, y) + rounded(h_b * g_b, y), y)
-    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
-    h = rounded(r.to(tl.float32) + rounded(h * g, y), y)
+    h = after_both(
+        a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B
+    )
     _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
