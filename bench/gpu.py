@@ -229,8 +229,8 @@ def rates_cell() -> dict[str, Any]:
 
 
 def programs(variants: list[str], rows: int) -> Iterator[Program]:
-    """Yield the programs of every variant for so many rows, with latent caches too where it has any; behind a + is
-    its recipe of weights in fewer bits, as in e2b+int4."""
+    """Yield the programs of every variant for so many rows, with latent caches too where it has
+    any; behind a + is its recipe of weights in fewer bits, as in e2b+int4."""
     for variant in variants:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)

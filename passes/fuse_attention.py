@@ -11,7 +11,7 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Left, Note, ignore, made_by
 
-AFTER = "fuse_norm_linear"  # it takes what writes the caches
+AFTER = "fuse_norm_moe"  # it takes what writes the caches
 
 
 def fuse_attention(g: Graph, note: Note = ignore, on: bool = False) -> Graph:
@@ -40,12 +40,15 @@ def _fused(g: Graph, n: Node) -> tuple[Node, list[Node]]:
     if before is not None and before.op == "qkv_write":
         _check_alone(g, before, n)
         given, names = before.inputs, [n.out.name, *(v.name for v in before.outputs[1:])]
-        attrs = {k: v for k, v in before.attrs.items() if k not in ("form", "pairs")} | n.attrs
+        attrs = {k: v for k, v in before.attrs.items() if k not in ("form", "pairs")}
+        attrs |= n.attrs
         b.emit_all("qkv_attention", *given[:7], *seen, *given[7:], **attrs, name=names)
     else:
         before = made_by(g, q, "norm_rope")
         _check_alone(g, before, n)
-        b.emit("q_attention", *before.inputs, *seen, *held, **before.attrs | n.attrs, name=n.out.name)
+        b.emit(
+            "q_attention", *before.inputs, *seen, *held, **before.attrs, **n.attrs, name=n.out.name
+        )
     return before, b.nodes
 
 

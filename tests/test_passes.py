@@ -197,6 +197,7 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
         "fuse_norm_linear": form != GPU,
+        "fuse_norm_moe": form != GPU or not routed or phase == "prefill",
         "fuse_attention": form != GPU or phase == "prefill",
     }
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
@@ -471,6 +472,7 @@ FIRST_LEFT = {
     "fuse_dual_norm": "%L1.ffn.out = norm_residual",
     "fuse_cache_write": "%L0.attn.q = split",
     "fuse_norm_linear": "%L0.mlp.act = linear_glu",
+    "fuse_norm_moe": "%L1.mlp.down = moe_mlp",
     "fuse_attention": "%L0.attn.out = attention",
 }
 

@@ -164,6 +164,7 @@ class PassOptions:
     quantize_activations: ActivationOptions = ActivationOptions()
     plan_cache: RingOptions = RingOptions()
     fuse_norm_linear: ChainOptions = ChainOptions()
+    fuse_norm_moe: ChainOptions = ChainOptions()
     fuse_attention: ChainOptions = ChainOptions()
 
 

@@ -44,6 +44,7 @@ from g4ir.plan.settings import (
     find_kv_dtype,
     find_latent,
     find_placement,
+    for_gpu,
     pass_options,
 )
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -390,8 +391,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
             NarrowOptions(**p.options["narrow_kv"]),
             ActivationOptions(**p.options["quantize_activations"]),
             RingOptions(**p.options["plan_cache"]),
-            ChainOptions(**p.options["fuse_norm_linear"]),
-            ChainOptions(**p.options["fuse_attention"]),
+            *(ChainOptions(**p.options[name]) for name in for_gpu(0)),
         ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,

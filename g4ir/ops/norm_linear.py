@@ -12,12 +12,13 @@ from .norm import dual_norm_residual, norm_residual
 from .types import Type
 
 
-def cut(
+def _cut(
     rest: tuple[Any, ...], scaled: bool, weighted: tuple[bool, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return what `norm_residual` takes behind w_post, and the rest: up, or nothing."""
     end = scaled + sum(weighted)
     return rest[:end], rest[end:]
+
 
 def _product(x: Type, w: Type, up: tuple[Type, ...], act: str) -> Type:
     """Return the type of the product of a norm's last result."""
@@ -59,9 +60,9 @@ class norm_linear:
         weighted: tuple[bool, ...],
         act: str,
     ) -> tuple[Type, Type]:
-        more, up = cut(rest, scaled, weighted)
+        more, up = _cut(rest, scaled, weighted)
         _check("norm_linear", weighted, up, act)
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
         h = norm_residual.infer(x, residual, w_post, *more, **norm)[0]
         return _product(h, w, up, act), h
 
@@ -78,8 +79,8 @@ class norm_linear:
         weighted: tuple[bool, ...],
         act: str,
     ) -> tuple[Any, Any]:
-        more, up = cut(rest, scaled, weighted)
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        more, up = _cut(rest, scaled, weighted)
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
         made = b.emit_all("norm_residual", x, residual, w_post, *more, **norm)
         return _multiplied(b, made, w, up, act), made[0]
 
@@ -123,9 +124,9 @@ class dual_norm_linear:
         weighted: tuple[bool, ...],
         act: str,
     ) -> tuple[Type, Type]:
-        more, up = cut(rest, scaled, weighted)
+        more, up = _cut(rest, scaled, weighted)
         _check("dual_norm_linear", weighted, up, act)
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
         h = dual_norm_residual.infer(a, w_a, b, w_b, w_sum, residual, *more, **norm)[0]
         return _product(h, w, up, act), h
 
@@ -145,8 +146,8 @@ class dual_norm_linear:
         weighted: tuple[bool, ...],
         act: str,
     ) -> tuple[Any, Any]:
-        more, up = cut(rest, scaled, weighted)
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        more, up = _cut(rest, scaled, weighted)
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
         given = (a, w_a, b, w_b, w_sum, residual, *more)
         made = make.emit_all("dual_norm_residual", *given, **norm)
         return _multiplied(make, made, w, up, act), made[0]

@@ -103,7 +103,8 @@ def _given_drafter(path: Path) -> Spec:
 def for_gpu(rows: int) -> Options:
     """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
     rows; 0: for all others."""
-    return {"fuse_norm_linear": {"on": rows == 1}, "fuse_attention": {"on": rows > 0}}
+    one = {"on": rows == 1}
+    return {"fuse_norm_linear": one, "fuse_norm_moe": one, "fuse_attention": {"on": rows > 0}}
 
 
 def pass_options(

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
 from g4ir.backends.torch_compile.kernels.base import attention_sample
-from g4ir.backends.torch_compile.kernels.decode_attention_triton import _cos_sin, span, tree
+from g4ir.backends.torch_compile.kernels.decode_attention_triton import _cos_sin, _span, tree
 from g4ir.backends.torch_compile.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called
@@ -29,7 +29,7 @@ def _turn(x, cos, sin, N: tl.constexpr):
 @triton.jit
 def _shares(seen, used, SPLITS: tl.constexpr, N: tl.constexpr):
     i = tl.program_id(0)
-    _, _, _, shares = span(tl.load(seen + i), 1 << 30, 0, 0, SPLITS, N)
+    _, _, _, shares = _span(tl.load(seen + i), 1 << 30, 0, 0, SPLITS, N)
     tl.store(used + i, shares)
 
 

@@ -55,7 +55,7 @@ def _counts_before_it_stores(
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`finish` of one group, in which the last to count adds up what others have yet to store."""
+    """`_finish` of one group, in which the last to count adds up what others have yet to store."""
     out += pair * (GROUP * D)
     parts += pair * ((SPLITS + 1) * GROUP * D)
     stats += pair * ((SPLITS + 1) * GROUP * 2)
@@ -96,7 +96,7 @@ def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, order: str, splits
     ("name", "broken"),
     [
         ("_last", _last_without_an_atomic),
-        ("finish", _counts_before_it_stores),
+        ("_finish", _counts_before_it_stores),
     ],
 )
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:

@@ -10,7 +10,7 @@ kernels, and tunings.yaml has the settings; no other file knows a kernel by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from ..tunings import Tuning, find_tuning
 SKINNY = 32
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
+#: most numbers of a row that a program keeps in its registers
+LONGEST = 8192
 #: most candidates of a row that are found at once
 CANDIDATES = 64
 
@@ -221,6 +223,15 @@ def masking(n: Node) -> dict[str, Any]:
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
+def norm_end(n: Node, given: Sequence[Any]) -> tuple[Any, list[Any], float]:
+    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
+    left = list(given)
+    scalar = left.pop(0) if n.attrs["scaled"] else None
+    weighted = n.attrs["weighted"]
+    assert isinstance(weighted, tuple)
+    return scalar, [left.pop(0) if has else None for has in weighted], n.number("eps")
+
+
 def attention_sample(
     lengths: tuple[int, ...],
     slots: int,
@@ -270,7 +281,9 @@ def counters(run: Any, n: Node, made: Value, like: Any) -> Any:
     import torch
 
     found = run.env.get(arrivals(made.name))
-    return like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
+    return (
+        like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
+    )
 
 
 def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:

@@ -117,8 +117,8 @@ def _beside(x, A):
 
 @triton.jit
 def products(t, a, scales, live, at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A: tl.constexpr):
-    """fp32 [R, W]: what t [R, W], read of rows of a weight from column `at`, adds to their sums with
-    a [A, BLOCK_K], of int4 eight products each; a row's own scale is not applied.
+    """fp32 [R, W]: what t [R, W], read of rows of a weight from column `at`, adds to their sums
+    with a [A, BLOCK_K], of int4 eight products each; a row's own scale is not applied.
 
     scales: pointers to rows, of `scales_of`; exponent: of `bits_of_16`."""
     if A > 1:

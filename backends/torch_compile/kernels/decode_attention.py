@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Shape, attention_shape, counters, is_row, kv_heads, masking
+from .base import Choice, Kernel, Shape, attention_shape, counters, is_row, masking
 from .base import attention_sample as sample
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def _attention(
 ) -> Any:
     from .decode_attention_triton import decode_attention
 
-    return decode_attention(q, written, *held, counters(run, n, n["q"], q), **masking(n), **choice.use)
+    return decode_attention(
+        q, written, *held, counters(run, n, n["q"], q), **masking(n), **choice.use
+    )
 
 
 def _latent(

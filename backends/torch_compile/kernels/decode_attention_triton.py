@@ -65,7 +65,7 @@ def tree(splits: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def span(end, slots, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
+def _span(end, slots, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
     """The query sees the keys of positions first .. end - 1: `first`, the keys lo .. hi - 1 of this
     split, counted from there, and how many splits have keys (one, if there are none)."""
     seen = tl.minimum(end, slots)
@@ -175,7 +175,7 @@ def _merge(
 
 
 @triton.jit
-def finish(
+def _finish(
     o,
     top,
     total,
@@ -221,7 +221,7 @@ def finish(
 
 
 @triton.jit
-def attended(
+def _attended(
     query,
     keys,
     values,
@@ -288,7 +288,7 @@ def _decode(
 ):
     """One share of one row and key head, grid (SPLITS, n, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
+    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
         h, cols = tl.arange(0, M), tl.arange(0, DP)
@@ -299,7 +299,7 @@ def _decode(
         o = tl.zeros([M, DP], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M, N], tl.float32)
-        o, top, total = attended(
+        o, top, total = _attended(
             query,
             keys,
             values,
@@ -319,7 +319,7 @@ def _decode(
             D,
             N,
         )
-        finish(
+        _finish(
             o,
             top,
             tl.sum(total, 1),
@@ -382,7 +382,7 @@ def _decode_value(
 ):
     """`_decode` over rows of V and K's 2 P rotated dims (P2: padded): one tile of V is both."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
+    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
         h, cols, both = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, P2)
@@ -406,7 +406,7 @@ def _decode_value(
                 s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
-        finish(
+        _finish(
             o,
             top,
             tl.sum(total, 1),
@@ -505,7 +505,7 @@ def _decode_raw(
     """`_decode` over raw rows, V = raw * rms: the reciprocal rms multiplies scores and
     probabilities, and K's P rotated pairs (PP: padded) are made again."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, lo, hi, used = span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
+    first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
         h, cols, pair = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PP)
@@ -533,7 +533,7 @@ def _decode_raw(
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             p = (p * factor[None, :]).to(raw.dtype)
             o = tl.dot(p, raw, o * fade[:, None], input_precision="ieee")
-        finish(
+        _finish(
             o,
             top,
             tl.sum(total, 1),
@@ -553,9 +553,7 @@ def _decode_raw(
         )
 
 
-def _workspace(
-    out: Tensor, kv_heads: int, splits: int
-) -> tuple[Tensor, Tensor, dict[str, int]]:
+def _workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
     """Return partial results, their maxima and sums, and the constants of the sums."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
@@ -580,7 +578,7 @@ def _constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[
     }
 
 
-def prepared(
+def _prepared(
     out: Tensor,
     strides: tuple[int, ...],
     caches: list[Tensor],
@@ -652,7 +650,7 @@ def decode_attention(
         return out
     rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
     made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
-    grid, operands, constants = prepared(made, strides, [k, v], arrivals, rules, use)
+    grid, operands, constants = _prepared(made, strides, [k, v], arrivals, rules, use)
     start(_decode, grid, (q, end, k, v, *operands), **constants)
     return made
 
@@ -692,7 +690,7 @@ def decode_attention_latent(
         return out
     rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
     made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
-    grid, operands, constants = prepared(made, strides, caches, arrivals, rules, use)
+    grid, operands, constants = _prepared(made, strides, caches, arrivals, rules, use)
     if form == "value":
         pairs = (caches[0].shape[3] - q.shape[3]) // 2
         constants |= {"P": pairs, "P2": max(16, power_of_2(2 * pairs))}

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from ..run import Run
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
-SUMS = {"norm_residual": (0,), "norm_linear": (0,), "dual_norm_residual": (0, 2)}
+SUMS = {
+    "norm_residual": (0,),
+    "norm_linear": (0,),
+    "norm_moe_mlp": (0,),
+    "dual_norm_residual": (0, 2),
+}
 
 
 def _sum(g: Graph, n: Node) -> Node | None:
-    """Return the op that can add up partial sums, where the node's result goes nowhere else, and not
-    to another layer: that is another program."""
+    """Return the op that can add up partial sums, where the node's result goes nowhere else, and
+    not to another layer: that is another program."""
     users = g.users().get(n.out.name, [])
     if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
         return None

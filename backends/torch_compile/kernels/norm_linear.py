@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.ops.norm_linear import cut
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_row, size, to_be_zeroed
+from .base import (
+    LONGEST,
+    Choice,
+    Kernel,
+    Sample,
+    Shape,
+    codes_of,
+    held,
+    is_row,
+    norm_end,
+    size,
+    to_be_zeroed,
+)
 
 if TYPE_CHECKING:
     from ..run import Run
-
-#: most numbers of a row that a program keeps in its registers
-LONGEST = 8192
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -48,16 +56,12 @@ def _start(
 ) -> tuple[Any, Any]:
     from .norm_linear_triton import norm_linear
 
-    scaled, weighted = bool(n.attrs["scaled"]), n.attrs["weighted"]
-    assert isinstance(weighted, tuple)
-    more, up = cut(rest, scaled, tuple(map(bool, weighted)))
-    scalar, given = more[:scaled], more[scaled:]
-    weights = [*given, *[None] * (len(weighted) - len(given))]
+    scalar, weights, eps = norm_end(n, rest)
+    behind = (scalar is not None) + sum(x is not None for x in weights)
+    up = rest[behind] if len(rest) > behind else None
     w, scales = held(w)
     made: tuple[Any, Any] = norm_linear(
-        *(*norm, *(scalar or (None,)), weights, w, *(up or (None,))),
-        n.word("act"),
-        n.number("eps"),
+        *(*norm, scalar, weights, w, up, n.word("act"), eps),
         **choice.use,
         scales=scales,
         zeroed=to_be_zeroed(run, n, norm[1]),
@@ -84,7 +88,7 @@ CASES: list[tuple[int, int, str, bool, bool, tuple[bool, ...], int, dict[str, in
     (1536, 24, "gelu", False, False, (True,), 1, _use(4, 3, 4)),
 ]
 #: the same of weights in codes, and the codes
-CODED = [
+CODED: list[tuple[Any, ...]] = [
     (96, 6, "", False, True, (True,), 0, _use(4, 2), ("int4", 32)),
     (104, 5, "silu", False, False, (True,), 1, _use(4, 2), ("int8", 0)),
     (40, 7, "", False, True, (True,), 0, _use(4, 2), ("int4", 0)),
@@ -138,8 +142,8 @@ KERNELS = (
         starts={"dual_norm_linear": 1},
         rule=_shape,
         call=_dual_norm_linear,
-        samples=tuple(_sample(*case, None, True) for case in CASES[::2])
-        + tuple(_sample(*case, True) for case in CODED[:2]),
+        samples=tuple(_sample(*case, dual=True) for case in CASES[::2])
+        + tuple(_sample(*case, dual=True) for case in CODED[:2]),
         error=2e-5,
         differ=0.02,
         coded=True,

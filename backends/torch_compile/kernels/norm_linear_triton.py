@@ -20,9 +20,16 @@ from torch.library import triton_op
 from g4ir.ops.linear import linear
 from g4ir.ops.mlp import glu
 
-from .codes_triton import bits_of_16, columns, dense, form_of, products, row_scaled, rows_of
-from .codes_triton import scales_of
-from .launch import activate, blocks, power_of_2, rounded, start, takes, zero
+from .codes_triton import (
+    bits_of_16,
+    dense,
+    form_of,
+    products,
+    row_scaled,
+    rows_of,
+    scales_of,
+)
+from .launch import blocks, power_of_2, rounded, start, takes, zero
 from .linear_triton import gated
 from .norms_triton import (
     after_both,
@@ -30,6 +37,7 @@ from .norms_triton import (
     dual_norm_residual,
     factor,
     norm_residual,
+    parts_of,
     reciprocal_rms,
     weight,
 )
@@ -85,9 +93,9 @@ def _norm_linear(
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its own,
-    w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows,
-    then up rows; up, y [N]; zeroed [COUNT] or None. R rows of w a tile. Grid: programs."""
+    """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its
+    own, w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up, y [N];
+    zeroed [COUNT] or None. R rows of w a tile. Grid: programs."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
     OUT: tl.constexpr = R // 2 if PACKED else R
@@ -186,7 +194,7 @@ def norm_linear(
         ),
         N=n,
         K=k,
-        PARTS=x.shape[0] if x.dim() > residual.dim() else 0,
+        PARTS=parts_of(x, residual),
         R=block_n,
         BLOCK=power_of_2(k),
         STAGES=stages,

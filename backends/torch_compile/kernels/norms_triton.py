@@ -197,13 +197,11 @@ def _dual_norm_residual(
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    h = after_both(
-        a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B
-    )
+    h = after_both(a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B)
     _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
-def _parts(x: Tensor, like: Tensor) -> int:
+def parts_of(x: Tensor, like: Tensor) -> int:
     """Count the partial sums of which x [P, *like.shape] is a stack; 0: x is like `like`."""
     return x.shape[0] if x.dim() > like.dim() else 0
 
@@ -217,7 +215,7 @@ def _three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _whole(x: Tensor, like: Tensor) -> Tensor:
     """Add partial sums in their order and round; return anything else as it is."""
-    return reduce(operator.add, x.unbind()).to(like.dtype) if _parts(x, like) else x
+    return reduce(operator.add, x.unbind()).to(like.dtype) if parts_of(x, like) else x
 
 
 def reference(
@@ -274,7 +272,7 @@ def norm_residual(
         (residual.numel() // d,),
         (x.contiguous(), residual, w_post, scalar, *pre, y, *_three(norms), eps),
         D=d,
-        PARTS=_parts(x, residual),
+        PARTS=parts_of(x, residual),
         BLOCK=power_of_2(d),
         num_warps=warps,
     )
@@ -322,8 +320,8 @@ def dual_norm_residual(
             eps,
         ),
         D=d,
-        PARTS_A=_parts(a, residual),
-        PARTS_B=_parts(b, residual),
+        PARTS_A=parts_of(a, residual),
+        PARTS_B=parts_of(b, residual),
         BLOCK=power_of_2(d),
         num_warps=warps,
     )

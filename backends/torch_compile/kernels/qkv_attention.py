@@ -28,7 +28,7 @@ def _qkv_attention(
     """Return the result and the caches, which follow nine other inputs, written in place."""
     from .qkv_attention_triton import qkv_attention
 
-    *rest, positions, written, k, v = given
+    *rest, _, written, k, v = given
     zeros = counters(run, n, n["qkv"], qkv)
     attrs = {name: n.attrs[name] for name in ("heads", "kv_heads", "values", "eps")}
     options = {**attrs, **masking(n), **choice.use}
@@ -38,7 +38,7 @@ def _qkv_attention(
 def _q_attention(run: Run, n: Node, choice: Choice, x: Any, *given: Any) -> Any:
     from .qkv_attention_triton import q_attention
 
-    *rest, positions, written, k, v = given
+    *rest, _, written, k, v = given
     zeros = counters(run, n, n["x"], x)
     options = {"eps": n.number("eps"), **masking(n), **choice.use}
     return q_attention(x, *rest, written, [k, v], zeros, **options)
@@ -94,7 +94,7 @@ def _sample(values: bool, case: Any) -> Sample:
 
 
 def _of_queries(case: Any) -> Sample:
-    heads, kv, d, slots, window, before, new, softcap, use = case
+    heads, kv, d, slots, window, before, _, softcap, use = case
     b = len(before)
     held = [max(1, at) for at in before]
     return Sample(

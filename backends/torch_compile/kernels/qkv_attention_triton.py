@@ -13,18 +13,16 @@ Numerics: the roundings of `qkv_write`, then those of `decode_attention`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch.library import triton_op
 
 from .decode_attention_triton import (
-    attended,
-    finish,
-    prepared,
-    span,
+    _attended,
+    _finish,
+    _prepared,
+    _span,
     decode_attention,
 )
 from .launch import rounded, start, takes, tanh
@@ -117,7 +115,7 @@ def _qkv_decode(
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     end = tl.load(ends + row)
-    first, lo, hi, used = span(end, slots, split, WINDOW, SPLITS, N)
+    first, lo, hi, used = _span(end, slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
         h, cols = tl.arange(0, M)[:, None], tl.arange(0, DP)
@@ -133,7 +131,8 @@ def _qkv_decode(
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M, N], tl.float32)
         if NEW > 0:
-            if (split == used - 1) & (tl.load(lengths + row) > 0):
+            last = (split == used - 1) & (tl.load(lengths + row) > 0)
+            if last:
                 hi -= 1
                 at = x + ((tl.num_programs(1) * GROUP + head) * D + tl.zeros([1, 1], tl.int32))
                 line, real = cols[None, :], tl.full([1, 1], 1, tl.int1)
@@ -146,7 +145,7 @@ def _qkv_decode(
                 tl.store(keys + slot * k_slot + line, k, mask=line < D)
                 tl.store(values + slot * v_slot + line, v, mask=line < D)
                 o, top, total = _begun(query, k, v, inner, outer, o, top, total, CAPPED)
-        o, top, total = attended(
+        o, top, total = _attended(
             query,
             keys,
             values,
@@ -166,7 +165,7 @@ def _qkv_decode(
             D,
             N,
         )
-        finish(
+        _finish(
             o,
             top,
             tl.sum(total, 1),
@@ -204,7 +203,7 @@ def _start(
     stages."""
     d = norms[0].shape[0]
     out = x.new_empty((x.shape[0], 1, heads, d))
-    grid, operands, constants = prepared(out, (), caches, arrivals, rules, use)
+    grid, operands, constants = _prepared(out, (), caches, arrivals, rules, use)
     start(
         _qkv_decode,
         grid,
@@ -257,9 +256,7 @@ def qkv_attention(
         given = (qkv, norm_q, norm_k, cos, sin, begin, lengths, caches)
         q, _ = qkv_write(*given, heads, kv_heads, values, "plain", 0, eps, 1)
         use = (splits, block_n, warps, stages)
-        out: Tensor = decode_attention(
-            q, written, *caches, arrivals, window, scale, softcap, *use
-        )
+        out: Tensor = decode_attention(q, written, *caches, arrivals, window, scale, softcap, *use)
         return out
     return _start(
         qkv,
