@@ -197,8 +197,8 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
         "fuse_norm_linear": form != GPU,
-        "fuse_norm_moe": form != GPU or not routed or phase == "prefill",
-        "fuse_attention": form != GPU or phase == "prefill",
+        "fuse_norm_moe": form != GPU or not routed,
+        "fuse_attention": form != GPU,
     }
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
         assert interface(after) == interface(before)

@@ -143,7 +143,7 @@ KERNELS = (
         rule=_shape,
         call=_dual_norm_linear,
         samples=tuple(_sample(*case, dual=True) for case in CASES[::2])
-        + tuple(_sample(*case, dual=True) for case in CODED[:2]),
+        + tuple(_sample(*case[:8], codes=case[8], dual=True) for case in CODED[:2]),
         error=2e-5,
         differ=0.02,
         coded=True,
