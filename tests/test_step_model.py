@@ -26,6 +26,7 @@ from g4ir.backends.torch_compile.step_model import (
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
 from g4ir.ir.graph import split_prologue
+from g4ir.ir.names import layer_of
 from g4ir.model.text import build_graph
 from g4ir.passes import run_passes
 from g4ir.plan.cost import graph_costs
@@ -101,6 +102,23 @@ def test_the_table_of_the_docs() -> None:
         shares = [predicted(name, rows).share for rows in (1, 8, 32)]
         cells = " | ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in shares)
         assert f"| {name} | {cells} |" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "more"), [("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 7, 10)]
+)
+def test_kernels_of_a_layer(name: str, one: int, more: int) -> None:
+    """Of one in the middle; with fewer rows than experts need to be sorted."""
+    for rows, want in ((1, one), (2, more)):
+        made = Counter(layer_of(x.node) for x in predicted(name, rows).launches)
+        assert made[3] == want, rows
+
+
+def test_fewer_kernels_are_faster() -> None:
+    for name in ("31b", "12b", "26b-a4b", "e4b", "e2b"):
+        for rows in (1, 8, 32):
+            both = [predicted(name, rows, fused=fused).us for fused in (True, False)]
+            assert all(a < b for a, b in zip(*both, strict=True))
 
 
 def test_more_context_takes_longer() -> None:
