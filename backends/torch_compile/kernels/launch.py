@@ -90,11 +90,12 @@ def blocks(n: Any, size: int) -> Any:
 
 
 @triton.jit
-def zero(words, COUNT: tl.constexpr, first):
-    """Set COUNT words to zero, where this program is the first; none where there are none."""
+def zero(words, count, first):
+    """Set `count` words to zero, where this program is the first; none where there are none."""
     if words is not None:
-        i = tl.arange(0, triton.next_power_of_2(COUNT))
-        tl.store(words + i, 0, mask=(i < COUNT) & first)
+        for at in range(0, tl.where(first, count, 0), 64):
+            i = at + tl.arange(0, 64)
+            tl.store(words + i, 0, mask=i < count)
 
 
 @triton.jit

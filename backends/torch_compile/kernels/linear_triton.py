@@ -67,6 +67,7 @@ def _skinny(
     up,
     y,
     zeroed,
+    count,
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -79,15 +80,14 @@ def _skinny(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
 ):
     """Columns of y for BLOCK_M rows, over one CHUNK of K.
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
     each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
-    rows, N]; zeroed [COUNT] or None. Grid: columns, chunks, rows.
+    rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
     """
-    zero(zeroed, COUNT, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+    zero(zeroed, count, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
@@ -164,6 +164,7 @@ def _start(
             x if up is None else up.contiguous(),
             y,
             zeroed,
+            0 if zeroed is None else zeroed.numel(),
             rows,
         ),
         N=n,
@@ -176,7 +177,6 @@ def _start(
         PACKED=packed,
         ACT=act,
         **form_of(w, scales),
-        COUNT=0 if zeroed is None else zeroed.numel(),
         num_warps=warps,
     )
 

@@ -88,7 +88,9 @@ CASES: list[tuple[int, int, str, bool, bool, tuple[bool, ...], int, dict[str, in
     (1536, 24, "gelu", False, False, (True,), 1, _use(4, 3, 4)),
 ]
 #: the same of weights in codes, and the codes
-CODED: list[tuple[Any, ...]] = [
+CODED: list[
+    tuple[int, int, str, bool, bool, tuple[bool, ...], int, dict[str, int], tuple[str, int]]
+] = [
     (96, 6, "", False, True, (True,), 0, _use(4, 2), ("int4", 32)),
     (104, 5, "silu", False, False, (True,), 1, _use(4, 2), ("int8", 0)),
     (40, 7, "", False, True, (True,), 0, _use(4, 2), ("int4", 0)),
@@ -143,7 +145,7 @@ KERNELS = (
         rule=_shape,
         call=_dual_norm_linear,
         samples=tuple(_sample(*case, dual=True) for case in CASES[::2])
-        + tuple(_sample(*case[:8], codes=case[8], dual=True) for case in CODED[:2]),
+        + tuple(_sample(*case, dual=True) for case in CODED[:2]),
         error=2e-5,
         differ=0.02,
         coded=True,

@@ -79,6 +79,7 @@ def _norm_linear(
     h,
     y,
     zeroed,
+    count,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -91,17 +92,16 @@ def _norm_linear(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
 ):
     """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its
     own, w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up, y [N];
-    zeroed [COUNT] or None. R rows of w a tile. Grid: programs."""
+    zeroed [count] or None. R rows of w a tile. Grid: programs."""
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
     OUT: tl.constexpr = R // 2 if PACKED else R
     exponent = bits_of_16(w)
     own = tl.program_id(0)
-    zero(zeroed, COUNT, own == 0)
+    zero(zeroed, count, own == 0)
     j, r, o = tl.arange(0, W), tl.arange(0, R), tl.arange(0, OUT)
     row = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
@@ -190,6 +190,7 @@ def norm_linear(
             h,
             y,
             zeroed,
+            0 if zeroed is None else zeroed.numel(),
             eps,
         ),
         N=n,
@@ -202,7 +203,6 @@ def norm_linear(
         PACKED=packed,
         ACT=act,
         **form_of(w, scales),
-        COUNT=0 if zeroed is None else zeroed.numel(),
         num_warps=warps,
     )
     return y, h

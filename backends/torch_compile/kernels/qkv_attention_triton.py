@@ -216,7 +216,7 @@ def _start(
             eps,
         ),
         NEW=new,
-        HEADS=x.numel() // (x.shape[0] * d),
+        HEADS=x.shape[1:].numel() // d,
         **constants,
     )
     return out
