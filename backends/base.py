@@ -154,6 +154,8 @@ class Backend(ABC):
     #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
+    #: whether its steps on a GPU are chains of kernels, which the fewer of them the shorter wait
+    chains: bool = False
     #: whether it can round the rows of products (ops/quant.py: fake_quantize)
     rounds_activations: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has

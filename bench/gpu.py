@@ -74,6 +74,7 @@ from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.settings import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
@@ -227,9 +228,9 @@ def rates_cell() -> dict[str, Any]:
 # --- kernels ----------------------------------------------------------------------------------
 
 
-def programs(variants: list[str]) -> Iterator[Program]:
-    """Yield the programs of every variant, with latent caches too where it has any; behind a + is
-    its recipe of weights in fewer bits, as in e2b+int4."""
+def programs(variants: list[str], rows: int) -> Iterator[Program]:
+    """Yield the programs of every variant for so many rows, with latent caches too where it has
+    any; behind a + is its recipe of weights in fewer bits, as in e2b+int4."""
     for variant in variants:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)
@@ -237,7 +238,7 @@ def programs(variants: list[str]) -> Iterator[Program]:
         graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
         latent = spec.text.full.k_eq_v and not quant
         for form in ("off", "value", "raw") if latent else ("off",):
-            done = run_program(graphs, options={"latent_kv": {"form": form}})
+            done = run_program(graphs, options={"latent_kv": {"form": form}, **for_gpu(rows)})
             yield split_program(done).program
 
 
@@ -245,9 +246,12 @@ def kernels(args: argparse.Namespace) -> None:
     report = report_at(args, f"gpu-kernels{'-interpreted' if args.interpret else ''}")
     device, gpu = ("cpu", "h200") if args.interpret else ("cuda", find_target("cuda", 1).gpu)
     tokens, rows = (48, (1, 3)) if args.interpret else (4096, ROWS)
-    targets = [Target(device, gpu, n) for n in rows]
     chunk = 16 if args.interpret else 1024
-    cases = {cell_name(c): c for c in all_cases(programs(args.variants), targets, tokens, chunk)}
+    cases = {
+        cell_name(c): c
+        for n in rows
+        for c in all_cases(programs(args.variants, n), [Target(device, gpu, n)], tokens, chunk)
+    }
     open_cases = {k: c for k, c in cases.items() if k not in report.body["cells"]}
     if not args.interpret:
         compile_ahead(list(open_cases.values()))

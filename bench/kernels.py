@@ -35,8 +35,12 @@ their kernels are near the limit there. Everything else between these kernels is
 def rows_of(variants: list[str]) -> list[dict[str, Any]]:
     """Return one row for each different launch."""
     found: dict[str, dict[str, Any]] = {}
-    targets = [Target("cuda", "h200", n) for n in ROWS]
-    for case in all_cases(programs(variants), targets, 4096, chunk=1024):
+    cases = (
+        case
+        for n in ROWS
+        for case in all_cases(programs(variants, n), [Target("cuda", "h200", n)], 4096, chunk=1024)
+    )
+    for case in cases:
         for launch in launches_of_case(case):
             kernel, grid, args, meta = launch
             types = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args]

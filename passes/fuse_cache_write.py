@@ -30,7 +30,7 @@ def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Gr
                 raise Left(f"another layer writes {caches[0]}")
             match = _match(g, n, caches, form, several)
         except Left as reason:
-            note(n.out.name, f"left: {reason}")
+            note(n.outputs[0].name, f"left: {reason}")
             continue
         finally:
             seen.add(caches)

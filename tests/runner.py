@@ -22,6 +22,7 @@ from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.options import BuildOptions
+from g4ir.plan.settings import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -83,11 +84,12 @@ def built_program(
     dtype: str | None = None,
     latent_kv: str = "off",
     quant: str = "",
+    gpu_rows: int = 0,
 ) -> Program:
     """The graphs after the passes, kept for the next test."""
-    key = (spec, all_logits, skip, dtype, latent_kv, quant)
+    key = (spec, all_logits, skip, dtype, latent_kv, quant, gpu_rows)
     if key not in _PROGRAMS:
-        options = {"latent_kv": {"form": latent_kv}}
+        options = {"latent_kv": {"form": latent_kv}, **for_gpu(gpu_rows)}
         plain = build_program(spec, all_logits, dtype)
         plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)

@@ -146,7 +146,7 @@ def test_cells_keep_their_names_beside_others(gpu: ModuleType) -> None:
     targets = [Target("cpu", "h200", n) for n in (1, 3)]
 
     def names(*variants: str) -> list[str]:
-        cases = all_cases(gpu.programs(list(variants)), targets, 48, 16)
+        cases = all_cases(gpu.programs(list(variants), 1), targets, 48, 16)
         return [gpu.cell_name(c) for c in cases]
 
     alone, beside = names("tiny-moe"), names("tiny-dense", "tiny-moe")

@@ -37,6 +37,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
+from g4ir.plan.settings import for_gpu
 from g4ir.spec.record import load_spec, spec_names
 from g4ir.ui import console
 from tests.cli_tools import (
@@ -784,6 +785,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_text())
     kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
+    kept |= for_gpu(0)
     assert manifest["options"] == kept
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
         "show", out, "--after", "latent_kv"

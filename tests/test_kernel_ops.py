@@ -48,20 +48,22 @@ CODED = ("tiny-moe+int4", "tiny-ple+int8", "tiny-dense+fp8")
 
 
 @cache
-def program(name: str, form: str = "off") -> Program:
-    """The program of a model; behind a + its recipe of weights in fewer bits."""
+def program(name: str, form: str = "off", rows: int = 1) -> Program:
+    """The program of a model for so many rows; behind a + its recipe of weights in fewer bits."""
     model, _, quant = name.partition("+")
-    spec, how = spec_called(model), {"latent_kv": form, "dtype": "bf16", "quant": quant}
-    return split_program(built_program(spec, **how)).program
+    how = {"latent_kv": form, "dtype": "bf16", "quant": quant, "gpu_rows": rows}
+    return split_program(built_program(spec_called(model), **how)).program
 
 
-def tiny_cases(rows: int, models: tuple[tuple[str, str], ...] = MODELS) -> list[Case]:
-    """Every kernel that the tiny models use, once."""
+def tiny_cases(
+    rows: int, models: tuple[tuple[str, str], ...] = MODELS, fused: bool = True
+) -> list[Case]:
+    """Every kernel that the tiny models use, once; with the passes for a GPU or without them."""
     found: dict[str, Case] = {}
     for name, form in models:
         for phase in ("decode", "prefill"):
             target = Target("cpu", "h200", rows)
-            for case in find_cases(program(name, form), phase, target, 24, chunk=5):
+            for case in find_cases(program(name, form, rows * fused), phase, target, 24, chunk=5):
                 found.setdefault("+".join(case.choice.tunings), case)
     return list(found.values())
 
@@ -92,7 +94,8 @@ def test_ops_keep_the_rules() -> None:
     """Schemas and fake tensors of every kernel's op, on its reference."""
     checked = set()
     coded = tuple((name, "off") for name in CODED[:1])
-    for case in (*tiny_cases(1), *tiny_cases(8), *tiny_cases(1, coded)):
+    plain = tiny_cases(1, MODELS[:2], fused=False)
+    for case in (*tiny_cases(1), *tiny_cases(8), *tiny_cases(1, coded), *plain):
         with Calls() as calls:
             run_case(case, operands(case, "cpu"))
         for op, args, kwargs in calls.seen:
@@ -102,7 +105,7 @@ def test_ops_keep_the_rules() -> None:
                 checked.add(held)
     expected = {
         "moe_gate_up",
-        "decode_attention",
+        *("decode_attention", "qkv_attention", "q_attention", "norm_linear", "norm_router"),
         "skinny_linear_parts",
         "moe_gate_up_sorted",
         "moe_sort",
@@ -110,7 +113,7 @@ def test_ops_keep_the_rules() -> None:
     }
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
-    takers = {"skinny_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"}
+    takers = {"skinny_linear", "norm_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"}
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 
@@ -166,7 +169,7 @@ def test_every_step_exports_for_a_gpu(
     brackets_without_a_device: None, name: str, form: str, rows: int
 ) -> None:
     """Whole decode and prefill steps, dynamic sizes and all; kernels appear as themselves."""
-    p = program(name, form)
+    p = program(name, form, rows)
     limits, target = Limits(max_batch=rows), Target("cuda", "h200", rows)
     steps = phase_steps(p, limits)
     texts = {s.text for many in steps.values() for s in many if isinstance(s, Segment)}
@@ -175,7 +178,8 @@ def test_every_step_exports_for_a_gpu(
         with FakeTensorMode():
             graph = exported(text, target).graph
         called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
-    assert {"norm_residual", "decode_attention" + "_latent" * (form != "off")} <= called
+    norm = "norm_linear" if rows == 1 else "norm_residual"
+    assert {norm, "decode_attention_latent" if form != "off" else "qkv_attention"} <= called
     assert ("dequantize" in called) == ("+" in name)
 
 
@@ -217,12 +221,13 @@ def latent(name: str) -> bool:
 
 def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Case]:
     """Every kernel of the variants at their sizes, for decode over 4096 tokens."""
-    programs = (
-        program(name, form)
-        for name in variants
-        for form in (("off", "value", "raw") if latent(name) else ("off",))
-    )
-    return all_cases(programs, [Target("cuda", "h200", n) for n in rows], 4096, chunk=1024)
+    for n in rows:
+        programs = (
+            program(name, form, n)
+            for name in variants
+            for form in (("off", "value", "raw") if latent(name) else ("off",))
+        )
+        yield from all_cases(programs, [Target("cuda", "h200", n)], 4096, chunk=1024)
 
 
 #: kernel and constants -> what its compiled form takes, for all tests

@@ -21,8 +21,18 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.narrow import NARROW
 from g4ir.ops.quant import ACTIVATIONS
-from g4ir.passes import CHANGES_STATE, PASSES, _leaves, _ordered, find_pass, run_passes, run_program
+from g4ir.passes import (
+    CHANGES_STATE,
+    PASSES,
+    Options,
+    _leaves,
+    _ordered,
+    find_pass,
+    run_passes,
+    run_program,
+)
 from g4ir.passes.match import Note
+from g4ir.plan.settings import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe
@@ -104,6 +114,8 @@ SPECS: dict[str, Callable[[], Spec]] = {
     "combined": combined,
 }
 LATENT = ("value", "raw")
+#: passes for steps that are a chain of kernels on a GPU, of one row here
+GPU, CHAINED = "gpu", for_gpu(1)
 SKIPS = {
     "none": (),
     "all": PASSES,
@@ -112,12 +124,21 @@ SKIPS = {
     **dict.fromkeys(LATENT, ()),
     **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
     **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
+    GPU: (),
+    **{f"{GPU} without {p}": (p,) for p in ("fuse_norm_residual", "fuse_glu", *CHAINED)},
 }
 
 
-def options(skip: str) -> dict[str, dict[str, str]]:
-    """The form of the K=V caches in a pipeline of SKIPS, or what caches or rows are rounded to."""
-    form = skip.partition(" ")[0]
+def form_of(skip: str) -> str:
+    return skip.partition(" ")[0]
+
+
+def options(skip: str) -> Options:
+    """The form of the K=V caches in a pipeline of SKIPS, or what caches or rows are rounded to, or
+    what is asked for a GPU."""
+    form = form_of(skip)
+    if form == GPU:
+        return CHAINED
     if form in NARROW:
         return {"narrow_kv": {"to": form}}
     if form in ACTIVATIONS:
@@ -149,7 +170,7 @@ def test_a_pipeline_keeps_the_laws(spec: str, skip: str) -> None:
         assert interface(out) == interface(g)
         assert set(out.params) <= set(g.params)
         assert run_passes(out, skip=SKIPS[skip], options=options(skip)) == out
-        idle = {"narrow_kv"} if options(skip) else {"latent_kv", "narrow_kv"}
+        idle = {"narrow_kv"} if form_of(skip) in LATENT else {"latent_kv", "narrow_kv"}
         if not CHANGES_STATE - set(SKIPS[skip]) - idle:
             assert out.state == g.state and out.next.keys() == g.next.keys()
 
@@ -159,7 +180,7 @@ def coded(spec: str) -> Program:
     return quantised(program(spec), SPECS[spec](), find_recipe("int8"), SPECS[spec]().dtype)
 
 
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8"])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", GPU])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -175,6 +196,9 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "fuse_moe": not routed or form in ACTIVATIONS,
         "fuse_dual_norm": not routed,
         "fuse_cache_write": phase == "prefill",
+        "fuse_norm_linear": form != GPU,
+        "fuse_norm_moe": form != GPU or not routed,
+        "fuse_attention": form != GPU,
     }
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
         assert interface(after) == interface(before)
@@ -447,6 +471,9 @@ FIRST_LEFT = {
     "fuse_moe": "%L1.moe.out = experts",
     "fuse_dual_norm": "%L1.ffn.out = norm_residual",
     "fuse_cache_write": "%L0.attn.q = split",
+    "fuse_norm_linear": "%L0.mlp.act = linear_glu",
+    "fuse_norm_moe": "%L1.mlp.down = moe_mlp",
+    "fuse_attention": "%L0.attn.out = attention",
 }
 
 
@@ -454,6 +481,7 @@ FIRST_LEFT = {
 FOR_PASS: dict[str, tuple[Callable[[str], Program], str]] = {
     "narrow_kv": (program, "i8"),
     "quantize_activations": (coded, "int8"),
+    **dict.fromkeys(CHAINED, (program, GPU)),
 }
 
 
@@ -461,7 +489,7 @@ FOR_PASS: dict[str, tuple[Callable[[str], Program], str]] = {
 def test_a_pass_that_stops_matching_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the pass, the graph, those that ran before, and the value left."""
     break_pass(monkeypatch, name, lambda g: g)
-    phase = "decode" if name == "fuse_cache_write" else "prefill"
+    phase = "decode" if name in ("fuse_cache_write", *CHAINED) else "prefill"
     made, form = FOR_PASS.get(name, (program, "raw"))
     g = made("combined").graphs[phase]
     before = PASSES[: PASSES.index(name)]

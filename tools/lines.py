@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 75,
     "g4ir/ui": 812,
-    "g4ir/ops": 4145,
+    "g4ir/ops": 4450,
     "g4ir/ir": 1265,
-    "passes": 1720,
+    "passes": 1935,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
     "g4ir/parallel": 475,
@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3210,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3210,
-    "backends": 16540,
+    "backends": 17500,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2940,
     "backends/trt/experimental": 1280,

@@ -44,6 +44,7 @@ class TorchBackend(Backend):
     devices = ("cpu", "cuda")
     dtypes = DTYPES
     native = True
+    chains = True
     record = Programs
 
     def check(self, device: str) -> None:

@@ -69,7 +69,8 @@ def find_cases(
     for n in s.graph.nodes:
         choice = s.find(n)
         if choice:
-            alone = replace(s, graph=_alone(s.graph, _with_weights(s.graph, n), choice))
+            g = _alone(s.graph, _with_weights(s.graph, n), choice)
+            alone = Schedule(g, target, {**schedule(g, target).choices, **s.choices})
             key = f"{choice.name}\n{print_graph(canonical(alone.graph))}"
             found.setdefault(key, Case(choice, alone, tokens))
     return list(found.values())

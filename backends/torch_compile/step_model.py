@@ -251,17 +251,25 @@ class _Model:
         """Return the times of a kernel of ours."""
         use, shape = choice.uses[kernel], choice.shape
         if "splits" in use:
-            return self._attention(shape, use, nbytes)
+            return self._attention(shape, use, nbytes, part.extra)
         rate = self.card.copy * part.share
+        extra = part.extra
         if "n" in shape and "block_n" in use:
-            blocks = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            blocks = min(tiles, use.get("programs", tiles))
             rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
-        own = (part.extra, part.extra)
+            if "programs" in use:  # its first tiles arrive while it makes its row
+                ahead = min(1.0, blocks * (use["stages"] - 1) / tiles) * nbytes
+                extra = max(0.0, extra - ahead / rate)
+        own = (extra, extra)
         return self._sum(self.c.first_load, self.c.last_sum, self._times(own, nbytes, rate=rate))
 
-    def _attention(self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int) -> Pair:
-        """Return the times of attention over a cache: blocks of keys one after the other, by cycles
-        or by bytes, and the sum of what the shares have made."""
+    def _attention(
+        self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int, extra: float
+    ) -> Pair:
+        """Return the times of attention over a cache: what comes before keys are read, blocks of
+        keys one after the other, by cycles or by bytes, and the sum of what the shares have
+        made."""
         a, block = self.c.attention, use["block_n"]
         keys = min(self.context, shape["window"] or self.context)
         splits = use["splits"]
@@ -278,10 +286,10 @@ class _Model:
             read = max(size * live / (self.card.copy * self.c.stream[i]), size / a.rate)
             return rounds * -(-each // block) * max(cycles, read)
 
-        merged = 0.0
+        merged = extra
         if shares > 1:
             fan = shares if shares <= FAN else isqrt(shares - 1) + 1
-            merged = a.merge + fan * a.partial
+            merged += a.merge + fan * a.partial
             merged += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
         own = (body(0) + merged, body(1) + merged)
         return self._sum(self.c.first_load, self.c.last_sum, self.c.gap, own)

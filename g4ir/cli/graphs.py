@@ -13,9 +13,16 @@ from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import slack_of
-from g4ir.plan.settings import find_activations, find_draft_tokens, find_kv_dtype, find_latent
+from g4ir.plan.settings import (
+    find_activations,
+    find_draft_tokens,
+    find_kv_dtype,
+    find_latent,
+    for_gpu,
+)
 from g4ir.plan.settings import pass_options as pass_arguments
 from g4ir.spec.record import Spec, spec_names
+from g4ir.ui.units import parse_count
 
 from .common import given_spec
 
@@ -153,8 +160,17 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         kv = find_kv_dtype(args.kv_dtype, spec.dtype)
         form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
         activations = find_activations(args.quant_activations)
-        return dict(pass_arguments(form, kv, activations, drafted_tokens(args)))
+        drafted, rows = drafted_tokens(args), _gpu_rows(args)
+        return dict(pass_arguments(form, kv, activations, drafted, gpu_rows=rows))
     return dict(stored(args).manifest.pass_options)
+
+
+def _gpu_rows(args: argparse.Namespace) -> int:
+    """Return the rows of a step as a GPU runs it, where its kernels are shown or a pass for them; 0
+    otherwise."""
+    if not (args.kernels or args.timeline or {args.why, args.after} & for_gpu(1).keys()):
+        return 0
+    return parse_count(args.batch, "--batch") if args.batch else 1
 
 
 def drafted_tokens(args: argparse.Namespace) -> int:

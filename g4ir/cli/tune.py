@@ -34,8 +34,8 @@ def add_tune(verbs: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    program = _program(args)
     rows, tokens = parse_count(args.batch, "--batch"), parse_count(args.context, "--context")
+    program = _program(args, rows)
     import torch
 
     from g4ir.backends.torch_compile.compile import check_toolchain
@@ -62,10 +62,11 @@ def _tune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _program(args: argparse.Namespace) -> Program:
+def _program(args: argparse.Namespace, rows: int) -> Program:
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.passes.latent_kv import FORMS
+    from g4ir.plan.settings import for_gpu
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
     from g4ir.weights.pack import split_program
@@ -75,7 +76,7 @@ def _program(args: argparse.Namespace) -> Program:
         raise InputError("tune: give --variant or --spec")
     if args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
-    options = {"latent_kv": {"form": args.latent_kv}}
+    options = {"latent_kv": {"form": args.latent_kv}, **for_gpu(rows)}
     plain = build_program(spec, args.all_logits, "bf16")
     plain = quantised(plain, spec, find_recipe(args.quant), "bf16")
     return split_program(run_program(plain, skip=args.skip, options=options)).program

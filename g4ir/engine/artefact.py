@@ -151,6 +151,11 @@ class RingOptions:
 
 
 @dataclass(frozen=True)
+class ChainOptions:
+    on: bool = False
+
+
+@dataclass(frozen=True)
 class PassOptions:
     """Arguments of the passes that have any."""
 
@@ -158,6 +163,9 @@ class PassOptions:
     narrow_kv: NarrowOptions = NarrowOptions()
     quantize_activations: ActivationOptions = ActivationOptions()
     plan_cache: RingOptions = RingOptions()
+    fuse_norm_linear: ChainOptions = ChainOptions()
+    fuse_norm_moe: ChainOptions = ChainOptions()
+    fuse_attention: ChainOptions = ChainOptions()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from g4ir.plan.settings import (
     find_kv_dtype,
     find_latent,
     find_placement,
+    for_gpu,
     pass_options,
 )
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -73,6 +74,7 @@ from .artefact import (
     SPEC,
     WEIGHT_FILES,
     ActivationOptions,
+    ChainOptions,
     Grid,
     LatentOptions,
     LinkedWeights,
@@ -186,6 +188,7 @@ def _resolved(
             _activations(backend, o.quant_activations),
             _draft_tokens(backend, o.draft_tokens, limits, drafter),
             layers_read(spec, drafter),
+            limits.max_batch if backend.chains and device == "cuda" else 0,
         ),
         find_placement(o.ple_placement, spec, device),
         media,
@@ -388,6 +391,7 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
             NarrowOptions(**p.options["narrow_kv"]),
             ActivationOptions(**p.options["quantize_activations"]),
             RingOptions(**p.options["plan_cache"]),
+            *(ChainOptions(**p.options[name]) for name in for_gpu(0)),
         ),
         settings=dict(p.settings),
         ple_placement=p.ple_placement,

@@ -10,6 +10,7 @@ from .base import Sample, Traffic, every_operand, op, require, wide
 from .budgets import Budget
 from .linear import linear
 from .mlp import activate, linear_glu
+from .norm import norm_residual
 from .types import ITEMSIZE, Type
 
 
@@ -352,5 +353,89 @@ class moe_mlp:
             ),
             {"act": "gelu_pytorch_tanh", "top_k": 3, "root": 0.25},
             {10: (4, 5)},
+        ),
+    ]
+
+
+@op
+class norm_moe_mlp:
+    """h, n1, n2, n3 = norm_residual(x, residual, w_post, ..); dense, moe = moe_mlp(n1, n2, n3, ..)
+
+    Results: dense, moe, h. Behind the weights of `moe_mlp` the inputs of `norm_residual` after
+    w_post; `weighted` has three entries.
+    """
+
+    budget = Budget(11, 576, "as norm_residual, then as moe_mlp")
+
+    @staticmethod
+    def infer(
+        x: Type,
+        residual: Type,
+        w_post: Type,
+        router_scale: Type,
+        router_proj: Type,
+        per_expert: Type,
+        w_dense: Type,
+        w_dense_down: Type,
+        gate_up: Type,
+        down: Type,
+        *rest: Type,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+        act: str,
+        top_k: int,
+        root: float,
+    ) -> tuple[Type, Type, Type]:
+        require(len(weighted) == 3, f"norm_moe_mlp: {len(weighted)} pre-norms, expected 3")
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        h, x1, x2, x3 = norm_residual.infer(x, residual, w_post, *rest, **norm)
+        weights = (router_scale, router_proj, per_expert, w_dense, w_dense_down, gate_up, down)
+        dense, moe = moe_mlp.infer(x1, x2, x3, *weights, act=act, top_k=top_k, root=root)
+        return dense, moe, h
+
+    @staticmethod
+    def expand(
+        b: Any,
+        x: Any,
+        residual: Any,
+        w_post: Any,
+        router_scale: Any,
+        router_proj: Any,
+        per_expert: Any,
+        w_dense: Any,
+        w_dense_down: Any,
+        gate_up: Any,
+        down: Any,
+        *rest: Any,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+        act: str,
+        top_k: int,
+        root: float,
+    ) -> tuple[Any, Any, Any]:
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        h, *rows = b.emit_all("norm_residual", x, residual, w_post, *rest, **norm)
+        weights = (router_scale, router_proj, per_expert, w_dense, w_dense_down, gate_up, down)
+        dense, moe = b.emit_all("moe_mlp", *rows, *weights, act=act, top_k=top_k, root=root)
+        return dense, moe, h
+
+    samples = [
+        Sample(
+            ("f32[2,3,16]",) * 2
+            + (
+                *("f32[16]", "f32[16]", "f32[8,16]", "f32[8]"),
+                *("f32[40,16]", "f32[16,20]", "f32[8,24,16]", "f32[8,16,12]"),
+                *("f32[1]", "f32[16]", "f32[16]"),
+            ),
+            {
+                "eps": 1e-6,
+                "scaled": True,
+                "weighted": (True, True, False),
+                "act": "gelu_pytorch_tanh",
+                "top_k": 2,
+                "root": 0.25,
+            },
         ),
     ]

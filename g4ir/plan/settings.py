@@ -100,17 +100,30 @@ def _given_drafter(path: Path) -> Spec:
     return Spec.from_hf(path / CONFIG)
 
 
+def for_gpu(rows: int) -> Options:
+    """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
+    rows; 0: for all others."""
+    one = {"on": rows == 1}
+    return {"fuse_norm_linear": one, "fuse_norm_moe": one, "fuse_attention": {"on": rows > 0}}
+
+
 def pass_options(
-    latent: str, kv: str, activations: str = OFF, drafted: int = 0, keep: Sequence[int] = ()
+    latent: str,
+    kv: str,
+    activations: str = OFF,
+    drafted: int = 0,
+    keep: Sequence[int] = (),
+    gpu_rows: int = 0,
 ) -> Options:
     """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, what
-    rows are rounded to, how many tokens rings can lose again, and the layers that `keep` K and
-    V."""
+    rows are rounded to, how many tokens rings can lose again, the layers that `keep` K and V, and
+    the rows of steps that are a chain of kernels on a GPU, 0 elsewhere."""
     return {
         "plan_cache": {"slack": drafted},
         "latent_kv": {"form": latent, "keep": tuple(keep)},
         "narrow_kv": {"to": kv},
         "quantize_activations": {"to": activations},
+        **for_gpu(gpu_rows),
     }
 
 

@@ -145,7 +145,7 @@ def programs(
 
     spec = load_spec(variant)
     plain = quantised(build_program(spec, dtype="bf16"), spec, find_recipe(quant), "bf16")
-    options = pass_options(form, "off", find_activations(activations))
+    options = pass_options(form, "off", find_activations(activations), gpu_rows=rows)
     program = split_program(run_program(plain, options=options)).program
     limits = Limits(max_batch=rows)
     seen: set[str] = set()

@@ -15,6 +15,7 @@ from g4ir.backends.torch_compile.kernels.moe_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, ORDERS, interleaved, poisoned
+from .samples import Try, kernel_called
 
 
 @triton.jit
@@ -112,6 +113,18 @@ def is_wrong(seed: int) -> bool:
             return not decode(3) < 1e-5
         except AssertionError:  # a counter was left behind
             return True
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_router"])
+def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
+    """Rows, and queries; the newest key by one program, which others do not wait for."""
+    kernel = kernel_called(name)
+    for i, sample in enumerate(kernel.samples[:3]):
+        one = Try(kernel, sample, "f32")
+        with ORDERS[order](i), poisoned():
+            got = one.run()
+        one.check(got)
 
 
 @pytest.mark.parametrize("order", ORDERS)

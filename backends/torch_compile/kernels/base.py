@@ -10,11 +10,11 @@ kernels, and tunings.yaml has the settings; no other file knows a kernel by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import RESULT, Graph, Node, Value
 from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 
@@ -25,6 +25,8 @@ from ..tunings import Tuning, find_tuning
 SKINNY = 32
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
+#: most numbers of a row that a program keeps in its registers
+LONGEST = 8192
 #: most candidates of a row that are found at once
 CANDIDATES = 64
 
@@ -221,6 +223,15 @@ def masking(n: Node) -> dict[str, Any]:
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
 
 
+def norm_end(n: Node, given: Sequence[Any]) -> tuple[Any, list[Any], float]:
+    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
+    left = list(given)
+    scalar = left.pop(0) if n.attrs["scaled"] else None
+    weighted = n.attrs["weighted"]
+    assert isinstance(weighted, tuple)
+    return scalar, [left.pop(0) if has else None for has in weighted], n.number("eps")
+
+
 def attention_sample(
     lengths: tuple[int, ...],
     slots: int,
@@ -263,3 +274,29 @@ def attention_sample(
 def arrivals(name: str) -> str:
     """Return the name, in a run's `env`, of the counters that came with these queries."""
     return f"{name}/arrivals"
+
+
+def counters(run: Any, n: Node, made: Value, like: Any) -> Any:
+    """Return the zeros that came with `made`, for an attention's node, or fresh ones."""
+    import torch
+
+    found = run.env.get(arrivals(made.name))
+    return (
+        like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
+    )
+
+
+def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
+    """Return room for the counters of the attention that reads a product's result, which its kernel
+    sets to zero; None where none does."""
+    import torch
+
+    (made, *_), users = n.outputs, run.graph.users()
+    after = [u for u in users.get(made.name, []) if u != RESULT]
+    if [u.op for u in after] == ["heads"]:
+        after, made = users.get(after[0].out.name, []), after[0].out
+    if [u.op for u in after] not in (["qkv_attention"], ["q_attention"]):
+        return None
+    room = like.new_empty((like.shape[0], kv_heads(after[0])), dtype=torch.int64)
+    run.env[arrivals(made.name)] = room
+    return room

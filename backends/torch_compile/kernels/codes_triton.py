@@ -116,6 +116,25 @@ def _beside(x, A):
 
 
 @triton.jit
+def products(t, a, scales, live, at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A: tl.constexpr):
+    """fp32 [R, W]: what t [R, W], read of rows of a weight from column `at`, adds to their sums
+    with a [A, BLOCK_K], of int4 eight products each; a row's own scale is not applied.
+
+    scales: pointers to rows, of `scales_of`; exponent: of `bits_of_16`."""
+    if A > 1:
+        t = tl.reshape(t, (A, R // A, W))
+    if FORM == "int4":
+        t = _word_products(t, a, exponent, A, W)
+    else:
+        t = t.to(tl.float32) * _beside(a, A)
+    if A > 1:
+        t = tl.reshape(t, (R, W))
+    if GROUP:
+        t = _scaled(t, scales, live, at, K, W, BLOCK_K, R, GROUP, 0)
+    return t
+
+
+@triton.jit
 def row_sums(
     x,
     w,
@@ -157,16 +176,7 @@ def row_sums(
             other=0.0,
             eviction_policy="evict_first",
         )
-        if A > 1:
-            t = tl.reshape(t, (A, R // A, W))
-        if FORM == "int4":
-            t = _word_products(t, a, exponent, A, W)
-        else:
-            t = t.to(tl.float32) * _beside(a, A)
-        if A > 1:
-            t = tl.reshape(t, (R, W))
-        if GROUP:
-            t = _scaled(t, scales, live, first + at, K, W, BLOCK_K, R, GROUP, 0)
+        t = products(t, a, scales, live, first + at, exponent, K, W, BLOCK_K, R, FORM, GROUP, A)
         sums += t
     return row_scaled(tl.sum(sums, 1), scales, live, FORM, GROUP)
 

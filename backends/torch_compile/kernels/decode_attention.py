@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Shape, arrivals, attention_shape, is_row, kv_heads, masking
+from .base import Choice, Kernel, Shape, attention_shape, counters, is_row, masking
 from .base import attention_sample as sample
 
 if TYPE_CHECKING:
@@ -21,22 +21,14 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return shape | {"programs": target.rows * shape["kv_heads"]}
 
 
-def _counters(run: Run, n: Node, q: Any) -> Any:
-    """Return the zeros that came with the queries, or fresh ones."""
-    import torch
-
-    made = run.env.get(arrivals(n["q"].name))
-    if made is None:
-        made = q.new_zeros((q.shape[0], kv_heads(n)), dtype=torch.int64)
-    return made
-
-
 def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
 ) -> Any:
     from .decode_attention_triton import decode_attention
 
-    return decode_attention(q, written, *held, _counters(run, n, q), **masking(n), **choice.use)
+    return decode_attention(
+        q, written, *held, counters(run, n, n["q"], q), **masking(n), **choice.use
+    )
 
 
 def _latent(
@@ -46,10 +38,8 @@ def _latent(
     from .decode_attention_triton import decode_attention_latent
 
     options = {"form": n.word("form"), **masking(n), **choice.use}
-    counters = _counters(run, n, q)
-    return decode_attention_latent(
-        q, written, w, list(held), counters, frequencies(n, q.device), **options
-    )
+    zeros, freqs = counters(run, n, n["q"], q), frequencies(n, q.device)
+    return decode_attention_latent(q, written, w, list(held), zeros, freqs, **options)
 
 
 def _use(splits: int, block_n: int = 4) -> dict[str, int]:

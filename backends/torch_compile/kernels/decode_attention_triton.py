@@ -221,6 +221,39 @@ def _finish(
 
 
 @triton.jit
+def _attended(
+    query,
+    keys,
+    values,
+    lo,
+    hi,
+    origin,
+    slots,
+    k_slot,
+    v_slot,
+    o,
+    top,
+    total,
+    cols,
+    inner,
+    outer,
+    CAPPED: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """o [M, DP], maximum [M] and sums [M, N] of a share, with the keys lo .. hi - 1 added."""
+    for at in range(lo, hi, N):
+        i = at + tl.arange(0, N)
+        slot = _slots(i, origin, slots)
+        k = _tile(keys + slot * k_slot, i < hi, cols, D)
+        v = _tile(values + slot * v_slot, i < hi, cols, D)
+        s = tl.dot(query, tl.trans(k), input_precision="ieee")
+        p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
+        o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
+    return o, top, total
+
+
+@triton.jit
 def _decode(
     q,
     ends,
@@ -266,14 +299,26 @@ def _decode(
         o = tl.zeros([M, DP], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M, N], tl.float32)
-        for at in range(lo, hi, N):
-            i = at + tl.arange(0, N)
-            slot = _slots(i, origin, slots)
-            k = _tile(keys + slot * k_slot, i < hi, cols, D)
-            v = _tile(values + slot * v_slot, i < hi, cols, D)
-            s = tl.dot(query, tl.trans(k), input_precision="ieee")
-            p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
-            o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
+        o, top, total = _attended(
+            query,
+            keys,
+            values,
+            lo,
+            hi,
+            origin,
+            slots,
+            k_slot,
+            v_slot,
+            o,
+            top,
+            total,
+            cols,
+            inner,
+            outer,
+            CAPPED,
+            D,
+            N,
+        )
         _finish(
             o,
             top,
@@ -508,24 +553,21 @@ def _decode_raw(
         )
 
 
-def _workspace(
-    q: Tensor, kv_heads: int, splits: int
-) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
-    """Return partial results, their maxima and sums, the result, and the constants of the sums."""
-    b, _, heads, d = q.shape
+def _workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Return partial results, their maxima and sums, and the constants of the sums."""
+    b, _, heads, d = out.shape
     group = heads // kv_heads
     size = 4 * group * d
     fan, bits = tree(splits, size)
     ahead = max(2, min(AHEAD, fan, ON_THE_WAY // size))
     held = splits + blocks(splits, fan) if splits > 1 else 0
-    parts = torch.empty((b, kv_heads, held, group, d), dtype=torch.float32, device=q.device)
-    stats = torch.empty((b, kv_heads, held, 2, group), dtype=torch.float32, device=q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return parts, stats, out, {"SPLITS": splits, "FAN": fan, "BITS": bits, "STAGES": ahead + 1}
+    parts = torch.empty((b, kv_heads, held, group, d), dtype=torch.float32, device=out.device)
+    stats = torch.empty((b, kv_heads, held, 2, group), dtype=torch.float32, device=out.device)
+    return parts, stats, {"SPLITS": splits, "FAN": fan, "BITS": bits, "STAGES": ahead + 1}
 
 
-def _constants(q: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
-    d, group = q.shape[3], q.shape[2] // kv_heads
+def _constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
+    d, group = out.shape[3], out.shape[2] // kv_heads
     return {
         "WINDOW": window,
         "CAPPED": softcap > 0,
@@ -537,20 +579,26 @@ def _constants(q: Tensor, kv_heads: int, window: int, softcap: float) -> dict[st
 
 
 def _prepared(
-    q: Tensor,
+    out: Tensor,
+    strides: tuple[int, ...],
     caches: list[Tensor],
     arrivals: Tensor,
     rules: tuple[int, float, float],
     use: tuple[int, int, int, int],
-) -> tuple[tuple[int, int, int], tuple[Any, ...], Tensor, dict[str, Any]]:
-    """Return the grid, the operands behind the caches, the result among them, and the constants."""
+) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid, the operands behind the caches, and the constants, of a result `out`
+    [B,1,nq,d]; strides: those that come before the caches'."""
     (window, scale, softcap), (splits, block_n, warps, stages) = rules, use
     slots, b, n, _ = caches[0].shape
-    parts, stats, out, sums = _workspace(q, n, splits)
-    strides = (q.stride(0), q.stride(2), *(s for cache in caches for s in cache.stride()[:3]))
+    parts, stats, sums = _workspace(out, n, splits)
+    strides = (*strides, *(s for cache in caches for s in cache.stride()[:3]))
     operands = (arrivals, parts, stats, out, slots, *strides, *_factors(scale, softcap))
     constants = {"N": block_n, "num_warps": warps, "num_stages": stages}
-    return (splits, n, b), operands, out, constants | _constants(q, n, window, softcap) | sums
+    return (splits, n, b), operands, constants | _constants(out, n, window, softcap) | sums
+
+
+def _strides(q: Tensor) -> tuple[int, int]:
+    return q.stride(0), q.stride(2)
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -601,7 +649,8 @@ def decode_attention(
         )
         return out
     rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
-    grid, operands, made, constants = _prepared(q, [k, v], arrivals, rules, use)
+    made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
+    grid, operands, constants = _prepared(made, strides, [k, v], arrivals, rules, use)
     start(_decode, grid, (q, end, k, v, *operands), **constants)
     return made
 
@@ -640,7 +689,8 @@ def decode_attention_latent(
         )
         return out
     rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
-    grid, operands, made, constants = _prepared(q, caches, arrivals, rules, use)
+    made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
+    grid, operands, constants = _prepared(made, strides, caches, arrivals, rules, use)
     if form == "value":
         pairs = (caches[0].shape[3] - q.shape[3]) // 2
         constants |= {"P": pairs, "P2": max(16, power_of_2(2 * pairs))}

@@ -90,6 +90,15 @@ def blocks(n: Any, size: int) -> Any:
 
 
 @triton.jit
+def zero(words, count, first):
+    """Set `count` words to zero, where this program is the first; none where there are none."""
+    if words is not None:
+        for at in range(0, tl.where(first, count, 0), 64):
+            i = at + tl.arange(0, 64)
+            tl.store(words + i, 0, mask=i < count)
+
+
+@triton.jit
 def tanh(x):
     """tanh of fp32: off by at most 1.2e-7, absolute; no overflow."""
     return 2 * tl.sigmoid(2 * x) - 1

@@ -5,25 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ir.names import layer_of
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size
+from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size, to_be_zeroed
 
 if TYPE_CHECKING:
     from ..run import Run
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
-SUMS = {"norm_residual": (0,), "dual_norm_residual": (0, 2)}
+SUMS = {
+    "norm_residual": (0,),
+    "norm_linear": (0,),
+    "norm_moe_mlp": (0,),
+    "dual_norm_residual": (0, 2),
+}
 
 
 def _sum(g: Graph, n: Node) -> Node | None:
-    """Return the op that can add up partial sums, where the node's result goes nowhere else."""
+    """Return the op that can add up partial sums, where the node's result goes nowhere else, and
+    not to another layer: that is another program."""
     users = g.users().get(n.out.name, [])
     if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
         return None
+    if layer_of(n.out.name) != layer_of(users[0].outputs[0].name):
+        return None
     summed = any(users[0].inputs[i] == n.out for i in SUMS[users[0].op])
     return users[0] if summed else None
+
+
+def _ending(g: Graph, n: Node) -> Node | None:
+    """Return the norm that adds up partial sums, by itself where it is a part of its op."""
+    user = _sum(g, n)
+    return user if user is None or user.op.endswith("norm_residual") else user.expanded[0][0]
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -40,7 +55,7 @@ def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
     from .linear_triton import skinny_linear
 
     w, scales = held(w)
-    return skinny_linear(x, w, **choice.use, scales=scales)
+    return skinny_linear(x, w, **choice.use, scales=scales, zeroed=to_be_zeroed(run, n, x))
 
 
 def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
@@ -130,7 +145,7 @@ KERNELS = (
         ),
         error=5e-6,
         coded=True,
-        ending=_sum,
+        ending=_ending,
     ),
     Kernel(
         op="linear",

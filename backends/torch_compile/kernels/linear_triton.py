@@ -35,7 +35,7 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, blocks, rounded, start, takes
+from .launch import activate, blocks, rounded, start, takes, zero
 
 Tensor = torch.Tensor
 
@@ -66,6 +66,8 @@ def _skinny(
     scales,
     up,
     y,
+    zeroed,
+    count,
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -83,8 +85,9 @@ def _skinny(
 
     x [rows, K]; w [N, K], or [2N, K] if PACKED: gate rows, then up rows, in a FORM with scales in
     each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
-    rows, N]. Grid: columns, chunks, rows.
+    rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
     """
+    zero(zeroed, count, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
@@ -122,15 +125,15 @@ def _skinny(
     if PACKED:
         halves = tl.permute(tl.reshape(sums, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
         sums, by = tl.split(halves)
-        sums = _gated(sums, rounded(by, y), y, ACT)
+        sums = gated(sums, rounded(by, y), y, ACT)
     elif ACT != "":
         by = tl.load(up + at, mask=mask, other=0).to(tl.float32)
-        sums = _gated(sums, by, y, ACT)
+        sums = gated(sums, by, y, ACT)
     tl.store(y + part.to(tl.int64) * rows * N + at, sums.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gated(gate, up, like, ACT):
+def gated(gate, up, like, ACT):
     """act(gate) * up with the roundings of the ops `linear` and `glu`, all but the last."""
     return rounded(activate(rounded(gate, like), ACT), like) * up
 
@@ -145,8 +148,9 @@ def _start(
     sizes: tuple[int, int, int, int, int],
     packed: bool = False,
     act: str = "",
+    zeroed: Tensor | None = None,
 ) -> None:
-    """Fill y; `sizes`: block_m, block_n, block_k, warps, stages."""
+    """Fill y, and `zeroed` with zeros; `sizes`: block_m, block_n, block_k, warps, stages."""
     block_m, block_n, block_k, warps, stages = sizes
     n, k = y.shape[-1], x.shape[-1]
     rows = x.numel() // k
@@ -159,6 +163,8 @@ def _start(
             w if scales is None else scales,
             x if up is None else up.contiguous(),
             y,
+            zeroed,
+            0 if zeroed is None else zeroed.numel(),
             rows,
         ),
         N=n,
@@ -180,7 +186,7 @@ def chunk(k: int, split: int, block_k: int) -> int:
     return int(blocks(blocks(k, block_k), split) * block_k)
 
 
-@triton_op("g4ir::skinny_linear", mutates_args={})
+@triton_op("g4ir::skinny_linear", mutates_args={"zeroed"})
 def skinny_linear(
     x: Tensor,
     w: Tensor,
@@ -190,13 +196,17 @@ def skinny_linear(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
+    zeroed: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; here and below w may be codes, and
-    has scales then."""
+    has scales then. zeroed: what is set to zeros."""
     if not takes(x):
+        if zeroed is not None:
+            zeroed.zero_()
         return _linear(x, dense(w, scales, x.dtype))
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
-    _start(x, w, scales, None, y, 1, (block_m, block_n, block_k, warps, stages))
+    sizes = (block_m, block_n, block_k, warps, stages)
+    _start(x, w, scales, None, y, 1, sizes, zeroed=zeroed)
     return y
 
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, Use, codes_of, held, is_skinny, size
+from .base import (
+    LONGEST,
+    Choice,
+    Kernel,
+    Sample,
+    Shape,
+    Use,
+    codes_of,
+    held,
+    is_skinny,
+    norm_end,
+    size,
+)
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -19,7 +32,7 @@ UNSORTED = 3
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape:
-    x, dense, gate_up = n["x_moe"].type, n["w_dense"].type, n["gate_up"].type
+    x, dense, gate_up = n.outputs[0].type, n["w_dense"].type, n["gate_up"].type
     return {
         "rows": target.rows,
         "d": size(x, -1),
@@ -38,13 +51,35 @@ def _many(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if is_skinny(n, target) and target.rows > UNSORTED else None
 
 
+def _alone(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None for several rows, which would be made again by each program."""
+    one = target.rows == 1 and is_skinny(n, target) and size(n["x"].type, -1) <= LONGEST
+    return _shape(g, n, target) if one else None
+
+
 def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return (dense, experts): the dense MLP in the grids of the experts."""
+    return _experts(n, choice, given[:2], _scores(n, choice, given), given[5:])
+
+
+def _behind_norm(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+    """Return the results of `_by_row`, and the residual."""
+    from .moe_triton import norm_router
+
+    scalar, weights, eps = norm_end(n, given[10:])
+    routed = (*given[3:5], n.number("root"), eps)
+    use = choice.uses["norm_router"]
+    h, *rows, scores = norm_router(*given[:3], scalar, weights, *routed, **use)
+    return *_experts(n, choice, rows, scores, given[5:10]), h
+
+
+def _experts(n: Node, choice: Choice, rows: Any, scores: Any, given: tuple[Any, ...]) -> Any:
+    """Start gate and up, then down; rows: of the dense MLP and of the experts."""
     from .moe_triton import moe_down, moe_gate_up
 
-    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
+    (x_dense, x), (per_expert, w_dense, w_dense_down, gate_up, down, *first) = rows, given
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
-    scores, part = _scores(n, choice, given), {"first": next(iter(given[10:]), None)}
+    part = {"first": next(iter(first), None)}
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
     ups_scales, downs_scales = ups_scales | part, downs_scales | part
@@ -109,6 +144,19 @@ def _sample(
         {10: [first]} if held else {},
         packed=True,
         coded={i: f for i, f in zip((6, 7, 8, 9), (dense_form, dense_form, form, form)) if f},
+    )
+
+
+def _behind(scaled: bool, weighted: tuple[bool, ...], parts: int, sample: Sample) -> Sample:
+    """Return a sample of one row with the norm that makes its rows."""
+    x, w = sample.inputs[0], sample.inputs[3]
+    norm = {"eps": 1e-6, "scaled": scaled, "weighted": weighted}
+    return replace(
+        sample,
+        inputs=(x, x, w, *sample.inputs[3:], *["*T[1]"] * scaled, *[w] * sum(weighted)),
+        attrs={**sample.attrs, **norm},
+        use={**sample.use, "norm_router": {"block_n": 4, "warps": 4}},
+        parts={0: parts} if parts else {},
     )
 
 
@@ -178,6 +226,22 @@ KERNELS = (
         + tuple(_sample(LARGE, *sizes, "silu", held=held) for sizes, held in PARTS_SORTED)
         + (_sample(TILES, *CODED_SORTED[0][:6], "silu", *CODED_SORTED[0][6:], held=3),),
         error=1e-5,
+        differ=0.05,
+        coded=True,
+    ),
+    Kernel(
+        op="norm_moe_mlp",
+        starts={"norm_router": 1, "moe_gate_up": 1, "moe_down": 1},
+        rule=_alone,
+        call=_behind_norm,
+        samples=(
+            _behind(False, (True, True, False), 1, _sample(ROWS, *SIZES[0], "silu")),
+            _behind(True, (True, False, True), 3, _sample(ROWS, 1, 40, 8, 12, 5, 3, "relu")),
+            _behind(
+                False, (True, True, False), 0, _sample(ROWS, *CODED[0][:6], "silu", *CODED[0][6:])
+            ),
+        ),
+        error=2e-5,
         differ=0.05,
         coded=True,
     ),

@@ -49,6 +49,14 @@ from .codes_triton import (
     weight_tile,
 )
 from .launch import activate, blocks, power_of_2, rounded, start, takes, tile
+from .norms_triton import (
+    after_residual,
+    factor,
+    norm_residual,
+    parts_of,
+    reciprocal_rms,
+    weight,
+)
 
 Tensor = torch.Tensor
 
@@ -230,6 +238,54 @@ def _router_logits(
         )
         acc += a[None, :] * w.to(tl.float32)
     tl.store(out + row * EXPERTS + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < EXPERTS)
+
+
+@triton.jit
+def _norm_router(
+    x,
+    residual,
+    w_post,
+    scalar,
+    w1,
+    w2,
+    w3,
+    scale,
+    proj,
+    h,
+    y1,
+    y2,
+    out,
+    eps,
+    root,
+    HIDDEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK_N scores of one row, of the third pre-norm behind a residual; each program makes the
+    row, and the first one stores the residual h and the other two, y1 and y2.
+
+    x, residual, h, y1, y2 [HIDDEN], x [PARTS, HIDDEN] if PARTS > 0.
+    """
+    k, n = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keep, own = k < HIDDEN, tl.program_id(0) == 0
+    w = tl.load(
+        proj + n[:, None] * HIDDEN + k[None, :],
+        mask=(n < EXPERTS)[:, None] & keep[None, :],
+        other=0.0,
+    )
+    g1, g2, g3 = weight(w1, k, keep), weight(w2, k, keep), weight(w3, k, keep)
+    by, s = factor(scalar), weight(scale, k, keep)
+    row = after_residual(x, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS)
+    row = rounded(row * by, h)
+    tl.store(h + k, row.to(h.dtype.element_ty), mask=keep & own)
+    row *= reciprocal_rms(tl.sum(row * row, 0), eps, HIDDEN)
+    tl.store(y1 + k, (row * g1).to(h.dtype.element_ty), mask=keep & own)
+    tl.store(y2 + k, (row * g2).to(h.dtype.element_ty), mask=keep & own)
+    a = rounded(rounded(rounded(row * g3, h) * s, h) * root, h)
+    scores = tl.sum(a[None, :] * w.to(tl.float32), 1)
+    tl.store(out + n, scores.to(out.dtype.element_ty), mask=n < EXPERTS)
 
 
 @triton.jit
@@ -807,6 +863,56 @@ def router_logits(
         num_stages=stages,
     )
     return out
+
+
+@triton_op("g4ir::norm_router", mutates_args={})
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    scale: Tensor,
+    proj: Tensor,
+    root: float,
+    eps: float,
+    block_n: int,
+    warps: int,
+) -> list[Tensor]:
+    """Return of one row the residual and the first two pre-norms of `norm_residual`, which takes
+    what comes before the router's scale, and the `router_logits` of the third."""
+    if not takes(residual):
+        h, y1, y2, y3 = norm_residual(x, residual, w_post, scalar, weights, eps, warps)
+        return [h, y1, y2, torch.nn.functional.linear(y3 * scale * root, proj)]
+    experts, hidden = proj.shape
+    h, y1, y2 = (torch.empty_like(residual) for _ in range(3))
+    out = residual.new_empty((*residual.shape[:-1], experts))
+    start(
+        _norm_router,
+        (blocks(experts, block_n),),
+        (
+            x.contiguous(),
+            residual.contiguous(),
+            w_post,
+            scalar,
+            *weights,
+            scale,
+            proj,
+            h,
+            y1,
+            y2,
+            out,
+            eps,
+            root,
+        ),
+        HIDDEN=hidden,
+        PARTS=parts_of(x, residual),
+        EXPERTS=experts,
+        BLOCK_N=block_n,
+        BLOCK=power_of_2(hidden),
+        num_warps=warps,
+    )
+    return [h, y1, y2, out]
 
 
 @triton_op("g4ir::moe_sort", mutates_args={})

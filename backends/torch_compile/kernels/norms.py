@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, is_row, size
+from .base import Choice, Kernel, Sample, Shape, is_row, norm_end, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     x = n.inputs[0].type
     return {"d": size(x, -1)} if is_row(x) else None
-
-
-def _end(n: Node, given: tuple[Any, ...]) -> tuple[Any, list[Any], float]:
-    """Return the scalar, the weights of the pre-norms and eps, of a norm's last inputs."""
-    left = list(given)
-    scalar = left.pop(0) if n.attrs["scaled"] else None
-    weighted = n.attrs["weighted"]
-    assert isinstance(weighted, tuple)
-    return scalar, [left.pop(0) if has else None for has in weighted], n.number("eps")
 
 
 def _rms_norm(run: Run, n: Node, choice: Choice, x: Any, w: Any = None) -> Any:
@@ -38,14 +29,14 @@ def _norm_residual(
 ) -> tuple[Any, ...]:
     from .norms_triton import norm_residual
 
-    return tuple(norm_residual(x, residual, w, *_end(n, rest), **choice.use))
+    return tuple(norm_residual(x, residual, w, *norm_end(n, rest), **choice.use))
 
 
 def _dual_norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
     """Start the kernel; the first six inputs are a, w_a, b, w_b, w and the residual."""
     from .norms_triton import dual_norm_residual
 
-    return tuple(dual_norm_residual(*given[:6], *_end(n, given[6:]), **choice.use))
+    return tuple(dual_norm_residual(*given[:6], *norm_end(n, given[6:]), **choice.use))
 
 
 #: leading dims, d, warps

@@ -32,7 +32,7 @@ PRE_NORMS = 3
 
 
 @triton.jit
-def _weight(w, i, keep):
+def weight(w, i, keep):
     """Elements i of a weight in its own type, or 1 where there is none.
 
     The weights of all norms are a few MB, read once a step: worth keeping in L2.
@@ -45,7 +45,7 @@ def _weight(w, i, keep):
 
 
 @triton.jit
-def _factor(scalar):
+def factor(scalar):
     """The scalar in fp32, or 1."""
     if scalar is None:
         s = tl.full([], 1.0, tl.float32)
@@ -55,14 +55,15 @@ def _factor(scalar):
 
 
 @triton.jit
-def _row(x, like, at, i, keep, D, PARTS):
-    """fp32 row of x [rows, D] from `at` on; of partial sums [PARTS, rows, D] that of their sum.
+def _row(x, like, at, i, keep, apart, PARTS):
+    """fp32 row of x [rows, D] from `at` on; of partial sums [PARTS, rows, D], `apart` elements from
+    each other, that of their sum.
 
     The sum is taken in the order of the parts and rounded through the type of `like`.
     """
     h = tl.load(x + at + i, mask=keep, other=0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
-        at += tl.num_programs(0).to(tl.int64) * D
+        at += apart
         h += tl.load(x + at + i, mask=keep, other=0)
     if PARTS > 0:
         h = rounded(h, like)
@@ -70,7 +71,7 @@ def _row(x, like, at, i, keep, D, PARTS):
 
 
 @triton.jit
-def _reciprocal_rms(square, eps, D):
+def reciprocal_rms(square, eps, D):
     """(square / D + eps)^-0.5 of a sum of squares"""
     return tl.rsqrt(square / D + eps)
 
@@ -88,15 +89,41 @@ def _store_product(y, h, g, at, i, keep):
 
 
 @triton.jit
-def _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
-    """Store y = h * factor and its pre-norms; h is rounded already, g1 to g3 are weights."""
-    h = rounded(h * factor, y)
+def _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
+    """Store y = h * by and its pre-norms; h is rounded already, g1 to g3 are weights."""
+    h = rounded(h * by, y)
     tl.store(y + at + i, h.to(y.dtype.element_ty), mask=keep)
     if y1 is not None:
-        h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+        h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
         _store_product(y1, h, g1, at, i, keep)
         _store_product(y2, h, g2, at, i, keep)
         _store_product(y3, h, g3, at, i, keep)
+
+
+@triton.jit
+def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS):
+    """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`."""
+    g = weight(w, i, keep)
+    r = tl.load(residual + at + i, mask=keep, other=0)
+    h = _row(x, residual, at, i, keep, apart, PARTS)
+    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
+
+
+@triton.jit
+def after_both(a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PARTS_A, PARTS_B):
+    """fp32 row of residual + rms_norm(rms_norm(a, w_a) + rms_norm(b, w_b), w) from `at` on, rounded
+    through the type of `like`."""
+    g_a, g_b, g = weight(w_a, i, keep), weight(w_b, i, keep), weight(w, i, keep)
+    r = tl.load(residual + at + i, mask=keep, other=0)
+    h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
+    h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
+    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
+    h_a *= reciprocal_rms(squares_a, eps, D)
+    h_b *= reciprocal_rms(squares_b, eps, D)
+    h = rounded(rounded(h_a * g_a, like) + rounded(h_b * g_b, like), like)
+    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
 
 
 @triton.jit
@@ -105,9 +132,9 @@ def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
-    g = _weight(w, i, keep)
-    h = _row(x, x, at, i, keep, D, 0)
-    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    g = weight(w, i, keep)
+    h = _row(x, x, at, i, keep, 0, 0)
+    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
     _store_product(y, h, g, at, i, keep)
 
 
@@ -133,17 +160,13 @@ def _norm_residual(
 
     y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
     """
-    at = tl.program_id(0).to(tl.int64) * D
+    at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
-    g = _weight(w, i, keep)
-    g1, g2, g3 = _weight(w1, i, keep), _weight(w2, i, keep), _weight(w3, i, keep)
-    factor = _factor(scalar)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    h = _row(x, residual, at, i, keep, D, PARTS)
-    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
-    h = rounded(r.to(tl.float32) + rounded(h * g, y), y)
-    _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+    g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
+    by = factor(scalar)
+    h = after_residual(x, residual, w, y, at, i, keep, eps, apart, D, PARTS)
+    _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
 @triton.jit
@@ -169,25 +192,16 @@ def _dual_norm_residual(
     BLOCK: tl.constexpr,
 ):
     """As _norm_residual with x = norm of a + norm of b; PARTS_A and PARTS_B as PARTS there."""
-    at = tl.program_id(0).to(tl.int64) * D
+    at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
-    g_a, g_b, g = _weight(w_a, i, keep), _weight(w_b, i, keep), _weight(w, i, keep)
-    g1, g2, g3 = _weight(w1, i, keep), _weight(w2, i, keep), _weight(w3, i, keep)
-    factor = _factor(scalar)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    h_a = _row(a, residual, at, i, keep, D, PARTS_A)
-    h_b = _row(b, residual, at, i, keep, D, PARTS_B)
-    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
-    h_a *= _reciprocal_rms(squares_a, eps, D)
-    h_b *= _reciprocal_rms(squares_b, eps, D)
-    h = rounded(rounded(h_a * g_a, y) + rounded(h_b * g_b, y), y)
-    h *= _reciprocal_rms(tl.sum(h * h, 0), eps, D)
-    h = rounded(r.to(tl.float32) + rounded(h * g, y), y)
-    _end(h, factor, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+    g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
+    by = factor(scalar)
+    h = after_both(a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B)
+    _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
-def _parts(x: Tensor, like: Tensor) -> int:
+def parts_of(x: Tensor, like: Tensor) -> int:
     """Count the partial sums of which x [P, *like.shape] is a stack; 0: x is like `like`."""
     return x.shape[0] if x.dim() > like.dim() else 0
 
@@ -201,10 +215,10 @@ def _three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _whole(x: Tensor, like: Tensor) -> Tensor:
     """Add partial sums in their order and round; return anything else as it is."""
-    return reduce(operator.add, x.unbind()).to(like.dtype) if _parts(x, like) else x
+    return reduce(operator.add, x.unbind()).to(like.dtype) if parts_of(x, like) else x
 
 
-def _reference(
+def reference(
     x: Tensor,
     residual: Tensor,
     w_post: Tensor,
@@ -249,7 +263,7 @@ def norm_residual(
     ValueError for more than three pre-norms on a GPU.
     """
     if not takes(residual):
-        return _reference(x, residual, w_post, scalar, weights, eps)
+        return reference(x, residual, w_post, scalar, weights, eps)
     residual, d = residual.contiguous(), residual.shape[-1]
     pre = _three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
@@ -258,7 +272,7 @@ def norm_residual(
         (residual.numel() // d,),
         (x.contiguous(), residual, w_post, scalar, *pre, y, *_three(norms), eps),
         D=d,
-        PARTS=_parts(x, residual),
+        PARTS=parts_of(x, residual),
         BLOCK=power_of_2(d),
         num_warps=warps,
     )
@@ -284,8 +298,8 @@ def dual_norm_residual(
     """
     if not takes(residual):
         first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
-        (total,) = _reference(b, first, w_b, None, [], eps)
-        return _reference(total, residual, w_sum, scalar, weights, eps)
+        (total,) = reference(b, first, w_b, None, [], eps)
+        return reference(total, residual, w_sum, scalar, weights, eps)
     residual, d = residual.contiguous(), residual.shape[-1]
     pre = _three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
@@ -306,8 +320,8 @@ def dual_norm_residual(
             eps,
         ),
         D=d,
-        PARTS_A=_parts(a, residual),
-        PARTS_B=_parts(b, residual),
+        PARTS_A=parts_of(a, residual),
+        PARTS_B=parts_of(b, residual),
         BLOCK=power_of_2(d),
         num_warps=warps,
     )
