@@ -65,6 +65,7 @@ BANNED_NAMES = {
     "exec",
 }
 ALLOWED = {
+    "g4ir.parallel.group": {"os.environ"},  # where torchrun says which rank a process is
     "g4ir.ui.places": {"os.environ"},  # where the user's caches and decisions lie is said there
 }
 

@@ -753,6 +753,7 @@ def check(name: str, memory: int, **changes: Any) -> None:
         media=media,
         recipe=None,
         drafter=None,
+        ranks=1,
         **given,
     )
     require_fit(program, r, memory)

@@ -44,6 +44,7 @@ class TorchBackend(Backend):
     devices = ("cpu", "cuda")
     dtypes = DTYPES
     native = True
+    shares = True
     record = Programs
 
     def check(self, device: str) -> None:
@@ -107,6 +108,7 @@ class TorchBackend(Backend):
             task.params,
             task.progress,
             cuda_graph,
+            task.group,
         )
 
 
