@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from g4ir import __version__
+from g4ir.parallel.group import launched
 from g4ir.ui import console
 
 from .bench import add_bench, add_bench_compare
@@ -41,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except (Exception, KeyboardInterrupt, console.Ended) as e:
-        return console.report(e, "--trace" in words)
+        code = console.report(e, "--trace" in words)
+        if launched():
+            console.leave(code)
+        return code
 
 
 def _parser() -> Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from g4ir.errors import InputError
+from g4ir.errors import G4Error, InputError
 from g4ir.parallel.group import join, launched
 from g4ir.ui import console
 
@@ -43,8 +43,8 @@ def _led(args: argparse.Namespace, group: Group) -> int:
         code = _own(args)
         group.check()
         return code
-    except console.Ended:
-        group.check()  # torchrun ends all where one has died
+    except (G4Error, console.Ended):
+        group.check()  # the reason of the others, and torchrun ends all where one has died
         raise
     finally:
         end(group)

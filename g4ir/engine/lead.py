@@ -21,6 +21,7 @@ from g4ir.backends.base import Runtime, Tensors, Watch
 from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
 from g4ir.parallel.group import Group
+from g4ir.ui.console import put_off
 
 from .parts import EngineParts
 
@@ -58,7 +59,7 @@ class Leader:
     def together(self) -> Iterator[None]:
         """A context for a call that all make: one at a time. An error of this rank's own leaves the
         others in the middle of it, so that nothing can follow."""
-        with self.group.turn:
+        with put_off(), self.group.turn:
             try:
                 yield
             except BaseException:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -94,8 +94,9 @@ class Group:
         import torch.distributed as dist
 
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
-        #: whether the ranks no longer do the same
+        #: whether the ranks no longer do the same, and why, where one is lost
         self.broken = False
+        self.lost: RankError | None = None
         #: for what all ranks have; held by the thread of rank 0 that tells a call
         self.numbers, self.turn = itertools.count(1), threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
@@ -157,6 +158,7 @@ class Group:
         """Send the followers a call, of plain values, and tensors with it."""
         import torch
 
+        wait = timedelta(seconds=self.timeout_s)
         held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
         text = json.dumps([call, types]).encode()
@@ -166,9 +168,9 @@ class Group:
         message = torch.cat([sizes.view(torch.uint8), words, *data])
         frame = torch.zeros(FRAME, dtype=torch.uint8)
         frame[: len(message)] = message[:FRAME]
-        self._broadcast(frame)
+        self._broadcast(frame, wait)
         if len(message) > FRAME:
-            self._broadcast(message[FRAME:])
+            self._broadcast(message[FRAME:], wait)
 
     def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Wait for the leader's next call; return it and its tensors, on the host."""
@@ -190,11 +192,13 @@ class Group:
             tensors[name], at = made, at + made.nbytes
         return call, tensors
 
-    def _broadcast(self, x: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
         import torch.distributed as dist
 
         with self._watched():
-            dist.broadcast(x, 0, group=self._calls)
+            work = dist.broadcast(x, 0, group=self._calls, async_op=True)
+            assert work
+            work.wait(wait)
         return x
 
     def gathered(self, value: Any) -> list[Any]:
@@ -219,12 +223,11 @@ class Group:
     def _watched(self) -> Iterator[None]:
         """A context in which an exchange that fails is a RankError that says who is gone."""
         if self.broken:
-            raise RankError(f"rank {self.rank}: an exchange with the others failed before")
+            raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
         try:
             yield
         except RuntimeError as e:
-            self.broken = True
-            raise RankError(f"rank {self.rank}: {self._why(str(e))}") from e
+            raise self._failed(self._why(str(e))) from e
 
     def _others(self) -> list[Process]:
         return [p for p in self._processes if p.rank != self.rank]
@@ -236,10 +239,16 @@ class Group:
         return said if gone else None
 
     def check(self) -> None:
-        """Raise RankError where another rank is known to have ended."""
+        """Raise RankError where another rank is lost."""
+        if self.lost:
+            raise self.lost
         if gone := self._gone():
-            self.broken = True
-            raise RankError(f"rank {self.rank}: {gone}")
+            raise self._failed(gone)
+
+    def _failed(self, why: str) -> RankError:
+        self.broken = True
+        self.lost = RankError(f"rank {self.rank}: {why}")
+        return self.lost
 
     def _why(self, error: str) -> str:
         for _ in range(SETTLED):
@@ -249,17 +258,21 @@ class Group:
         others = self._others()
         first = error.splitlines()[0].removeprefix("[")[:200]
         if "imed out" in error or "imeout" in error:
-            waited = f"no answer within {self.timeout_s:g} s (--rank-timeout) from"
-            return f"{waited} one of {', '.join(map(str, others))}; start all ranks again"
+            who = " or ".join(map(str, others))
+            return (
+                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {who}; start all "
+                f"ranks again"
+            )
         far = ", ".join(map(str, others)) or "the others"
         return f"the connection to {far} broke: {first}; start all ranks again"
 
     def close(self) -> None:
-        """Leave the group; others that still wait for this rank see that it is gone."""
+        """Leave the group, unless an exchange may still be under way, which would be waited for:
+        that ends with the process."""
         import torch.distributed as dist
 
-        self.broken = True
-        with suppress(RuntimeError):
+        if not self.broken:
+            self.broken = True
             dist.destroy_process_group()
 
 
