@@ -37,8 +37,6 @@ def _followed(group: Group) -> int:
 
 
 def _led(args: argparse.Namespace, group: Group) -> int:
-    from g4ir.engine.lead import end
-
     try:
         code = _own(args)
         group.check()
@@ -46,5 +44,3 @@ def _led(args: argparse.Namespace, group: Group) -> int:
     except (G4Error, console.Ended):
         group.check()  # the reason of the others, and torchrun ends all where one has died
         raise
-    finally:
-        end(group)

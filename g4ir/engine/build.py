@@ -91,7 +91,7 @@ from .artefact import (
 from .digests import remembered_digest
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
-from .load import linked_files, load_engine
+from .load import described, linked_files, load_engine
 from .prompts import read_defaults
 from .trust import record_built
 
@@ -287,7 +287,8 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory, load it, and return the engine.
+    """Build an engine directory, load it, and return the engine; one of several ranks only tells
+    what it is, since several processes load it together.
 
     spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
@@ -303,6 +304,8 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
+    if prepared.ranks > 1:
+        return described(out)
     # Where it is kept what was built, something else that lies there by now is not believed.
     return load_engine(out, trust=not written.known, progress=progress)
 

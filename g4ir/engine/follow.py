@@ -13,7 +13,7 @@ from g4ir.parallel.group import Group
 from g4ir.ui.progress import no_progress
 
 from .artefact import open_artefact
-from .lead import END, LOAD, beside, opened
+from .lead import LOAD, beside, opened
 from .load import open_runtime
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ class _Followed:
 
     def next(self) -> bool:
         """Make the next call; whether there was one."""
-        (of, name, args, makes, gone), tensors = self.group.heard()
+        call, tensors = self.group.heard()
+        if not call:
+            return False
+        of, name, args, makes, gone = call
         for number in gone:
             self.things.pop(number, None)
-        if name == END:
-            return False
         given = [self.things[a["thing"]] if _is_thing(a) else a for a in args]
         made = self._call(None if of is None else self.things[of], name, given, tensors)
         if makes is not None:

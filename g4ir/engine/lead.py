@@ -25,8 +25,8 @@ from g4ir.ui.console import put_off
 
 from .parts import EngineParts
 
-#: what a call to rank 0's runtime, or to the caches that it made, is called on both sides
-LOAD, END = "load", "end"
+#: the call by which a rank opens its part of an engine; others are called as what they call is
+LOAD = "load"
 
 
 class Leader:
@@ -233,10 +233,3 @@ def opened(group: Group, opens: Callable[[], tuple[str, Any]]) -> tuple[Any, lis
     if error is not None and group.rank == 0:
         raise error
     return made, said
-
-
-def end(group: Group) -> None:
-    """Tell the others that nothing more comes, where they can be told."""
-    if not group.broken:
-        with group.turn:
-            Leader(group).tell(None, END)

@@ -35,7 +35,7 @@ from .artefact import (
     rebuild,
 )
 from .digests import has_digest
-from .engine import Engine
+from .engine import Engine, Refusing
 from .lead import lead
 from .trust import require_trust
 
@@ -91,6 +91,19 @@ def load_artefact(
     tables = {
         v.name: _table(runtime, params, v, placed, m.device) for v in program.graphs["embed"].params
     }
+    return _engine(found, runtime, tables)
+
+
+def described(path: Path) -> Engine:
+    """Return an engine of several ranks as one process can have it: it says what it is, and refuses
+    to run."""
+    found = open_artefact(path)
+    refuses: Any = Refusing(_of_ranks(found, 1))
+    return _engine(found, refuses, {})
+
+
+def _engine(found: Artefact, runtime: Runtime, tables: dict[str, Any]) -> Engine:
+    m = found.manifest
     return Engine(
         found.path,
         json.loads(m.text()),
@@ -99,7 +112,7 @@ def load_artefact(
         m.all_logits,
         m.device,
         m.dtype,
-        program,
+        found.packing.program,
         runtime,
         tables,
         m.media,
@@ -133,13 +146,19 @@ def _group_of(found: Artefact) -> Group | None:
     group, ranks = current(), found.manifest.ranks
     here = group.ranks if group else 1
     if here != ranks:
-        how = f"torchrun --nproc-per-node {ranks} -m g4ir.cli ..." if ranks > 1 else "g4ir ..."
-        raise EngineError(
-            f"{found.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
-            f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
-            f"--tp {here}"
-        )
+        raise EngineError(_of_ranks(found, here))
     return group
+
+
+def _of_ranks(found: Artefact, here: int) -> str:
+    """Return why so many processes cannot run an engine, and which command can."""
+    ranks = found.manifest.ranks
+    how = f"torchrun --nproc-per-node {ranks} -m g4ir.cli ..." if ranks > 1 else "g4ir ..."
+    return (
+        f"{found.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
+        f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
+        f"--tp {here}"
+    )
 
 
 def _backend_of(found: Artefact) -> Backend:

@@ -3,8 +3,9 @@
     with join() as group:
         follow(group) if group.rank else lead()
 
-Rank 0 leads: it reads and prints, and tells the others what to compute (`tell`, `heard`). What a
-step exchanges goes through torch's own process group, NCCL on CUDA and gloo elsewhere.
+Rank 0 leads: it reads and prints, and tells the others what to compute (`tell`, `heard`), at last
+that nothing more comes. What a step exchanges goes through torch's own process group, NCCL on CUDA
+and gloo elsewhere.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ class Group:
             self._broadcast(message[FRAME:], wait)
 
     def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for the leader's next call; return it and its tensors, on the host."""
+        """Wait for the leader's next call; return it and its tensors, on the host. The last is an
+        empty one."""
         import torch
 
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
@@ -272,6 +274,8 @@ class Group:
         import torch.distributed as dist
 
         if not self.broken:
+            if self.rank == 0:
+                self.tell([], {})
             self.broken = True
             dist.destroy_process_group()
 
