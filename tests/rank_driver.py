@@ -18,6 +18,10 @@ from g4ir.check.logits import verify_engine
 from g4ir.engine.engine import Engine
 from g4ir.engine.slots import Job, Slots
 from g4ir.errors import RankError
+from g4ir.ir.graph import Node, Value
+from g4ir.ops.types import Type, dtype_name
+from g4ir.parallel.group import FRAME, GATHERED, Group
+from g4ir.parallel.lockstep import _all_reduce
 from tests.uncompiled import uncompiled
 
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
@@ -25,6 +29,30 @@ PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
 STEPS = 5
 #: said when a prompt or an answer is under way
 BEGUN = "begun"
+
+
+def check_exchanges(group: Group) -> None:
+    """Sums are those that the definition makes, whichever way they take; a call arrives whole."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for size in (12, GATHERED):
+            g = torch.Generator().manual_seed(size)
+            parts = torch.randn(group.ranks, 2, size, generator=g, dtype=torch.float64).to(dtype)
+            ours, words = parts[group.rank], {"ranks": group.ranks}
+            values = [Value(f"x{i}", Type(dtype_name(dtype), (size,))) for i in range(2)]
+            n = Node("all_reduce", tuple(values), tuple(values), words)
+            wants = _all_reduce(n, [[*p] for p in parts])[group.rank]
+            for got, want in zip(group.run_node(n, [*ours]), wants, strict=True):
+                assert torch.equal(got, want) or size > 12, (dtype, size)
+                assert torch.allclose(got, want, 2**-7 if dtype.itemsize == 2 else 1e-5, 1e-5)
+            (joined,) = group.all_gather([ours])
+            assert torch.equal(joined, torch.cat([*parts], -1))
+    sent = {"a": torch.arange(FRAME), "b": torch.ones(2, 3, dtype=torch.bool), "c": torch.zeros(0)}
+    if group.rank == 0:
+        group.tell(["x", 1, None], sent)
+        return
+    call, tensors = group.heard()
+    assert call == ["x", 1, None] and tensors.keys() == sent.keys()
+    assert all(torch.equal(t, sent[name]) for name, t in tensors.items())
 
 
 def logits(engine: Engine) -> dict[str, torch.Tensor]:
@@ -95,13 +123,15 @@ TASKS: dict[str, Callable[[Engine, Path], None]] = {
 
 
 def main(path: str, task: str, out: str, *flags: str) -> int:
-    with nullcontext() if "--compiled" in flags else uncompiled():
-        with g4ir.join(timeout_s=20) as group:
-            if group.rank:
-                g4ir.follow(group)
-                return 0
-            with g4ir.load_engine(path, trust=True) as engine:
-                TASKS[task](engine, Path(out))
+    programs = nullcontext() if "--compiled" in flags else uncompiled()
+    with programs, g4ir.join(timeout_s=20) as group:
+        if task == "all":
+            check_exchanges(group)
+        if group.rank:
+            g4ir.follow(group)
+            return 0
+        with g4ir.load_engine(path, trust=True) as engine:
+            TASKS[task](engine, Path(out))
     return 0
 
 

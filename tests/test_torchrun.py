@@ -278,13 +278,17 @@ def test_what_torchrun_says(said: Sequence[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="this process is alone; start several: torchrun"):
-        with join():
-            pass
+    with pytest.raises(InputError, match="this process is alone; start several"), join():
+        pass
     set_launch(monkeypatch, "0", "2")
-    with pytest.raises(InputError, match="--rank-timeout 0: expected seconds above 0"):
-        with join(timeout_s=0):
-            pass
+    with pytest.raises(InputError, match="--rank-timeout 0: expected seconds"), join(timeout_s=0):
+        pass
+
+
+def test_a_verb_of_one_process_is_not_run_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch, "1", "2")
+    monkeypatch.setattr("g4ir.ui.console.leave", lambda code: None)  # it ends the process
+    assert "this verb is for one: call g4ir" in refused("plan", "--variant", "e2b")
 
 
 def test_an_end_is_known_of_processes_here_alone() -> None:

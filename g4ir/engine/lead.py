@@ -115,8 +115,8 @@ class LedState:
             self.own.copy(source.own, start, row, context)
 
     def kept(self, context: int) -> LedKept:
+        made = LedKept(self.own.kept(context))
         with self.leader.together():
-            made = LedKept(self.own.kept(context))
             made.number = self.leader.number(made)
             self.leader.tell(self.number, "kept", [context], made.number)
         return made
@@ -135,8 +135,9 @@ class LedRuntime:
         self.source = own.source
 
     def new_state(self, batch: int) -> LedState:
+        own = self.own.new_state(batch)  # there may be no room for it, which ends nothing
         with self.leader.together():
-            state = LedState(self.leader, self.own.new_state(batch))
+            state = LedState(self.leader, own)
             self.leader.tell(self.number, "new_state", [batch], state.number)
         return state
 
