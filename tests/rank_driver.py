@@ -17,7 +17,6 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.engine.engine import Engine
 from g4ir.engine.slots import Job, Slots
-from g4ir.errors import RankError
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
@@ -138,6 +137,6 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:]))
-    except RankError as e:
+    except g4ir.G4Error as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(e.exit_code)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from safetensors.torch import load_file
 import g4ir
 from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
-from g4ir.errors import EngineError, InputError
+from g4ir.engine.load import _check_gpu
+from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.parallel.group import Launch, Process, join, launched
 from g4ir.plan.plan import make_plan
 from g4ir.spec.record import load_spec
@@ -60,7 +63,7 @@ def free_port() -> int:
 
 def surroundings(**more: str) -> dict[str, str]:
     """The environment of a process that talks on this machine alone."""
-    return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **more}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def torchrun(ranks: int, *words: str | Path) -> str:
@@ -97,15 +100,18 @@ class Started:
 
 
 @contextmanager
-def started(ranks: int, *words: str | Path) -> Iterator[Started]:
+def started(
+    ranks: int, *words: str | Path, places: Sequence[Path] = (), **more: str
+) -> Iterator[Started]:
     """The driver in so many processes, as torchrun would start them: but none is ended with
-    another, and each has an exit code to look at."""
+    another, and each has an exit code to look at. `places`: the folder of each."""
     port, command = str(free_port()), [sys.executable, "-m", "tests.rank_driver", *map(str, words)]
     made = [
         subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=places[rank] if places else ROOT,
             env=surroundings(
+                **more,
                 RANK=str(rank),
                 WORLD_SIZE=str(ranks),
                 LOCAL_RANK=str(rank),
@@ -260,6 +266,50 @@ def test_a_rank_that_hangs_is_given_up(engine_of_two: Path, tmp_path: Path) -> N
     assert "error: rank 0: no answer within 20 s (--rank-timeout) from rank 1 (process" in said
 
 
+# --- ranks that do not go together ----------------------------------------------------------------
+
+
+def codes_and_words(*words: str | Path, **more: Any) -> tuple[list[int], str]:
+    """Exit codes of two ranks, and what both say."""
+    with started(2, *words, **more) as ranks:
+        return ranks.ended(), ranks.said(0) + ranks.said(1)
+
+
+@pytest.mark.full
+def test_an_interface_that_is_not_there(engine_of_two: Path, tmp_path: Path) -> None:
+    words = engine_of_two, "decode", tmp_path / "out"
+    codes, said = codes_and_words(*words, GLOO_SOCKET_IFNAME="nope0")
+    assert (
+        codes == [3, 3] and "nope0; name a network interface that they share: GLOO_SOCKET" in said
+    )
+
+
+@pytest.mark.full
+def test_ranks_of_different_engines(engine_of_two: Path, tmp_path: Path) -> None:
+    """Each machine has its own folder, of the same name."""
+    words, folder = ("engine", "decode", tmp_path / "out"), tmp_path / "here"
+    places = [folder / str(rank) for rank in range(2)]
+    shutil.copytree(engine_of_two, places[0] / "engine")
+    places[1].mkdir()
+    codes, said = codes_and_words(*words, places=places)
+    assert codes == [2, 0] and "error: rank 1: engine is no engine directory" in said
+    options = {"backend": "reference", "random_weights": 1, **LIMITS}
+    g4ir.build("tiny-dense", places[1] / "engine", tp=2, **options)
+    codes, said = codes_and_words(*words, places=places)
+    assert codes == [2, 0] and "error: engine: rank 1 has another engine there, of digest" in said
+
+
+def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
+    found = open_artefact(engine_of_two)
+    on_cuda = replace(found, manifest=replace(found.manifest, device="cuda"))
+    alone = SimpleNamespace(rank=1, on_gpus=False)
+    with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
+        _check_gpu(on_cuda, alone)  # type: ignore[arg-type]
+    for group in (SimpleNamespace(rank=1, on_gpus=True), None):
+        _check_gpu(on_cuda, group)  # type: ignore[arg-type]
+    _check_gpu(found, alone)  # type: ignore[arg-type]
+
+
 # --- what starts them -----------------------------------------------------------------------------
 
 
@@ -300,3 +350,23 @@ def test_an_end_is_known_of_processes_here_alone() -> None:
     assert Process(1, here, child.pid).ended
     assert not Process(1, here, os.getpid()).ended
     assert not Process(1, "elsewhere", child.pid).ended
+
+
+@pytest.mark.full
+def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun prints there is what it prints."""
+    text = (ROOT / "docs" / "guide.md").read_text()
+    found = re.search(r"^\$ torchrun (.*)\n(.*)$", text, re.M)
+    assert found
+    monkeypatch.chdir(tmp_path)
+    options = {"backend": "reference", "random_weights": 0}
+    g4ir.build("tiny-moe", "engine-of-two", tp=2, **options)
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+    done = subprocess.run(
+        [*command, *found[1].split()],
+        env=surroundings(),
+        capture_output=True,
+        text=True,
+        timeout=ENDED_S,
+    )
+    assert done.stdout == f"{found[2]}\n", done.stderr

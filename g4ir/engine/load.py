@@ -10,7 +10,7 @@ from typing import Any
 
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Runtime, Task, checked_settings
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
@@ -134,6 +134,7 @@ def open_runtime(
     backend = _backend_of(found)
     kept = read_compiled(found, backend.record)
     _check_machine(found, backend)
+    _check_gpu(found, group)
     if backend.native and not trust:
         require_trust(found)
     params, told = _open_params(found), prefixed(progress, "load")
@@ -148,6 +149,15 @@ def _group_of(found: Artefact) -> Group | None:
     if here != ranks:
         raise EngineError(_of_ranks(found, here))
     return group
+
+
+def _check_gpu(found: Artefact, group: Group | None) -> None:
+    """Raise MissingError where a rank of an engine for CUDA has no GPU of its own, or no NCCL."""
+    if found.manifest.device == "cuda" and group and not group.on_gpus:
+        raise MissingError(
+            f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
+            f"its torch no NCCL; start as many ranks on a machine as it has GPUs"
+        )
 
 
 def _of_ranks(found: Artefact, here: int) -> str:

@@ -91,10 +91,12 @@ class Process:
 class Group:
     """All ranks, this one among them. One thread at a time, and the same calls on every rank."""
 
-    def __init__(self, launch: Launch, timeout_s: float) -> None:
+    def __init__(self, launch: Launch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
 
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
+        #: whether this rank has a GPU of its own, and NCCL
+        self.on_gpus = on_gpus
         #: whether the ranks no longer do the same, and why, where one is lost
         self.broken = False
         self.lost: RankError | None = None
@@ -306,8 +308,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
         raise InputError(f"--rank-timeout {timeout_s:g}: expected seconds above 0")
     if _joined:
         raise InputError("this process has joined its group already")
-    _connect(launch, timeout_s)
-    group = Group(launch, timeout_s)
+    group = Group(launch, timeout_s, _connect(launch, timeout_s))
     _joined.append(group)
     try:
         yield group
@@ -316,17 +317,18 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
         group.close()
 
 
-def _connect(launch: Launch, timeout_s: float) -> None:
-    """Make torch's default group: gloo, and NCCL for what lies on a GPU of this rank's own."""
+def _connect(launch: Launch, timeout_s: float) -> bool:
+    """Make torch's default group: gloo, and NCCL for what lies on a GPU of this rank's own. Return
+    whether it has one."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
         raise MissingError("this torch has no gloo, by which ranks talk; install one that has")
-    backend, wait = "gloo", timedelta(seconds=timeout_s)
-    if launch.local < torch.cuda.device_count() and dist.is_nccl_available():
+    on_gpus = launch.local < torch.cuda.device_count() and dist.is_nccl_available()
+    if on_gpus:
         torch.cuda.set_device(launch.local)
-        backend = "cpu:gloo,cuda:nccl"
+    backend, wait = "cpu:gloo,cuda:nccl" if on_gpus else "gloo", timedelta(seconds=timeout_s)
     who = f"rank {launch.rank} of {launch.ranks}"
     try:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=wait))
@@ -339,6 +341,7 @@ def _connect(launch: Launch, timeout_s: float) -> None:
             f"{who}: the ranks cannot reach each other: {_first(e)}; name a network interface that "
             f"they share: GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
         ) from e
+    return on_gpus
 
 
 def _first(error: Exception) -> str:
