@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.ops.narrow import NARROW
+from g4ir.parallel.group import Group
+from g4ir.parallel.share import Share
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.pack import Packing, ParamSource
+from g4ir.weights.pack import Packing, ParamSource, own_params
 
 from .sampling import Sampling
 
@@ -69,6 +71,17 @@ class State(Protocol):
         """Count the allocated bytes."""
 
     def zero(self) -> None: ...
+
+    def clear(self, row: int, context: int) -> None:
+        """Write zeros over what one row has of these parts."""
+
+    def copy(self, source: Any, start: int, row: int, context: int) -> None:
+        """Give a row the parts that row `start` of another state has, or of this one."""
+
+    def kept(self, context: int) -> Any:
+        """Return a copy of these parts, which `put` writes back."""
+
+    def put(self, kept: Any) -> None: ...
 
 
 class Runtime(Protocol):
@@ -134,6 +147,8 @@ class Task:
     folder: Path
     params: ParamSource
     progress: Progress
+    #: the processes that run it together, once it is loaded; None: it runs alone
+    group: Group | None = None
 
 
 class Backend(ABC):
@@ -160,6 +175,8 @@ class Backend(ABC):
     rounds_activations: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has
     verifies_in_chunks: bool = False
+    #: whether several ranks can share what it runs
+    shares: bool = False
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
@@ -222,6 +239,16 @@ class Prepared(Resolved):
     def param_bytes(self) -> int:
         """Count the bytes of the packed params, tables included."""
         return sum(v.type.nbytes() for v in self.packing.program.params().values())
+
+    def share(self, rank: int) -> Share:
+        """Return what a rank has of the weights."""
+        return Share(self.spec, rank, self.ranks, self.ep)
+
+    def written_bytes(self) -> int:
+        """Count the bytes of the packed params of all ranks; what they share counts once."""
+        sizes = {name: v.type.nbytes() for name, v in self.packing.program.params().items()}
+        own = own_params(self.packing, self.share(0))
+        return sum(size * (self.ranks if name in own else 1) for name, size in sizes.items())
 
     def cache_bytes(self) -> int:
         """Count the bytes of the caches of a session of max_batch rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,7 +14,42 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.formats import cache_types, capacity, context_slots
 
 
-class Caches:
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A copy of the parts of caches that `context` tokens use."""
+
+    context: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Parts:
+    """Copies parts of caches, in whatever form a backend has them."""
+
+    def views(self, context: int) -> Mapping[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def row(self, index: int, context: int) -> Mapping[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def clear(self, row: int, context: int) -> None:
+        for t in self.row(row, context).values():
+            t.zero_()
+
+    def copy(self, source: Any, start: int, row: int, context: int) -> None:
+        mine = self.row(row, context)
+        for name, t in source.row(start, context).items():
+            mine[name].copy_(t)
+
+    def kept(self, context: int) -> Kept:
+        return Kept(context, {name: t.clone() for name, t in self.views(context).items()})
+
+    def put(self, kept: Kept) -> None:
+        views = self.views(kept.context)
+        for name, t in kept.tensors.items():
+            views[name].copy_(t)
+
+
+class Caches(Parts):
     """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:

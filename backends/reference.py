@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import WideProducts
+from g4ir.model.towers import is_tower
+from g4ir.parallel.group import Group
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
@@ -24,8 +26,17 @@ from .caches import Caches
 class ReferenceRuntime:
     """Runs each graph through the ops' references."""
 
-    def __init__(self, program: Program, limits: Limits, device: str, params: ParamSource) -> None:
+    def __init__(
+        self,
+        program: Program,
+        limits: Limits,
+        device: str,
+        params: ParamSource,
+        group: Group | None = None,
+    ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
+        #: how a node is run where it is not by itself: ranks exchange
+        self._run = group.run_node if group else None
         # The tables of `embed` are the engine's own.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
@@ -45,7 +56,8 @@ class ReferenceRuntime:
     ) -> Tensors | None:
         views = state.views(context)
         show = (lambda v, t: watch(v.name, t)) if watch else None
-        outputs, after = interpret(self.program.graphs[phase], feeds, self.params, views, show)
+        g = self.program.graphs[phase]
+        outputs, after = interpret(g, feeds, self.params, views, show, self._run)
         for name, t in after.items():
             views[name].copy_(t)
         return outputs if logits else None
@@ -72,8 +84,8 @@ class WideRuntime(ReferenceRuntime):
     """The text graphs in float64 on the same params: what goes in is, and products are; the rest
     follows."""
 
-    def __init__(self, program: Program, limits: Limits, device: str, params: ParamSource) -> None:
-        super().__init__(_wide_program(program), limits, device, params)
+    def __init__(self, program: Program, *rest: Any) -> None:
+        super().__init__(_wide_program(program), *rest)
 
     def new_state(self, batch: int) -> Caches:
         state = super().new_state(batch)
@@ -122,19 +134,47 @@ class Resident:
     def close(self) -> None: ...
 
 
+def text_graphs(program: Program) -> Program:
+    """Return the program without towers."""
+    return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})
+
+
+#: runtimes that interpret what another one runs: on params from its source, or on those it holds
+INTERPRETERS: dict[str, tuple[type[ReferenceRuntime], Callable[[Any], ParamSource]]] = {
+    "made": (ReferenceRuntime, lambda runtime: runtime.source),
+    "held": (ReferenceRuntime, Resident),
+    "wide": (WideRuntime, Resident),
+}
+
+
+def interpreter(
+    kind: str,
+    runtime: Runtime,
+    program: Program,
+    limits: Limits,
+    device: str,
+    group: Group | None = None,
+) -> ReferenceRuntime:
+    """Return what interprets the text graphs of the program that a runtime runs; `kind` is of
+    INTERPRETERS."""
+    made, source = INTERPRETERS[kind]
+    return made(text_graphs(program), limits, device, source(runtime), group)
+
+
 class ReferenceBackend(Backend):
     """`--backend reference`."""
 
     name = "reference"
     devices = ("cpu", "cuda")
     dtypes = DTYPES
+    shares = True
 
     def check(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
-        return ReferenceRuntime(task.program, task.limits, task.device, task.params)
+        return ReferenceRuntime(task.program, task.limits, task.device, task.params, task.group)
 
 
 BACKEND = ReferenceBackend()

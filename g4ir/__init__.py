@@ -34,6 +34,8 @@ _EXPORTS = {
     "load_engine": "engine.load",
     "Engine": "engine.engine",
     "Session": "engine.session",
+    "join": "parallel.group",
+    "follow": "engine.follow",
     "G4Error": "errors",
 }
 

@@ -7,7 +7,7 @@ class G4Error(Exception):
     """Base of every expected error; the command line prints it without a traceback.
 
     `exit_code` is what the command line returns: 1 a check failed, 2 wrong usage or bad
-    input, 3 the environment lacks something.
+    input, 3 the environment lacks something, 4 another rank ended or does not answer.
     """
 
     exit_code = 2
@@ -63,6 +63,12 @@ class CheckError(G4Error):
     """A numeric check failed."""
 
     exit_code = 1
+
+
+class RankError(G4Error):
+    """A process that shares the model ended, or does not answer: which, if that is known."""
+
+    exit_code = 4
 
 
 class MissingError(G4Error):

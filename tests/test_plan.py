@@ -753,6 +753,8 @@ def check(name: str, memory: int, **changes: Any) -> None:
         media=media,
         recipe=None,
         drafter=None,
+        ranks=1,
+        ep=False,
         **given,
     )
     require_fit(program, r, memory)

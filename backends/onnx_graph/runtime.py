@@ -20,6 +20,7 @@ from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
+from ..caches import Parts
 from ..primitives.graph import network_graph
 from ..primitives.network import (
     BLOCK_IDS,
@@ -48,7 +49,7 @@ PRODUCTS_OF_CODES = {
 SEVERITY = 4
 
 
-class OnnxCaches:
+class OnnxCaches(Parts):
     """The network's caches, zeroed, and how far rings are turned. Caches that cannot be written in
     place have a second buffer, and the two change places after every step."""
 

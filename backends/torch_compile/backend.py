@@ -45,6 +45,7 @@ class TorchBackend(Backend):
     dtypes = DTYPES
     native = True
     chains = True
+    shares = True
     record = Programs
 
     def check(self, device: str) -> None:
@@ -108,6 +109,7 @@ class TorchBackend(Backend):
             task.params,
             task.progress,
             cuda_graph,
+            task.group,
         )
 
 

@@ -14,10 +14,12 @@ from g4ir.backends.sampling import Sampling, draw
 from g4ir.backends.sampling import choose as choose_token
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
+from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
+from g4ir.parallel.group import Group
 from g4ir.plan.limits import Limits
 from g4ir.ui.places import unpacking
 from g4ir.ui.progress import Progress
@@ -76,6 +78,7 @@ class TorchRuntime:
         params: ParamSource,
         progress: Progress,
         cuda_graph: bool = True,
+        group: Group | None = None,
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: makes of a decode step what replays it; None: steps run launch by launch
@@ -97,7 +100,7 @@ class TorchRuntime:
         for phase, many in steps.items():
             alias = {v.name: n for n, v in program.graphs[phase].next.items()}
             bound = {
-                id(s): _bind(s, calls.get(f or ""), self.weights, alias)
+                id(s): _bind(s, calls.get(f or ""), self.weights, alias, group)
                 for s, f in zip(many, files[phase], strict=True)
             }
             feeds = {v.name for v in program.graphs[phase].inputs}
@@ -343,11 +346,15 @@ def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
 
 
 def _bind(
-    s: Step, call: Call | None, weights: Mapping[str, torch.Tensor], alias: Mapping[str, str]
+    s: Step,
+    call: Call | None,
+    weights: Mapping[str, torch.Tensor],
+    alias: Mapping[str, str],
+    group: Group | None = None,
 ) -> Bound:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
     if isinstance(s, Glue):
-        return _bind_glue(s, alias)
+        return _bind_glue(s, alias, group)
     assert call
     names = [*s.inputs, *s.params, *s.state]
     operands = tuple(weights.get(n, NOTHING) for n in names)
@@ -355,12 +362,11 @@ def _bind(
     return Bound(call, operands, slots, s.outputs)
 
 
-def _bind_glue(s: Glue, alias: Mapping[str, str]) -> Bound:
-    reference, attrs = s.node.definition.reference, s.node.attrs
-    assert reference
+def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> Bound:
+    run = group.run_node if group else run_node
 
     def call(operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return as_tuple(reference(*operands, **attrs))
+        return run(s.node, operands)
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
     return Bound(call, (NOTHING,) * len(slots), slots, s.outputs)

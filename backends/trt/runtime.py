@@ -20,6 +20,7 @@ from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
+from ..caches import Parts
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, turn
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
 from .interface import MOST_VERIFIED, Interface
@@ -44,7 +45,7 @@ def step_slots(tokens: int, max_seq: int) -> int:
 
 
 @dataclass
-class TrtState:
+class TrtState(Parts):
     """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
 
     tensors: dict[str, torch.Tensor]

@@ -85,6 +85,7 @@ def verify_each_pass(
     InputError for a wrong request, PassError where a pass breaks its contract, CheckError where
     values are NaN or infinite before it.
     """
+    engine.check_whole("--each-pass")
     window = _window(engine)
     ids = given_tokens(engine, tokens)
     if ids is None:

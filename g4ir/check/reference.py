@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from g4ir.backends.reference import ReferenceRuntime, Resident, WideRuntime
+from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.engine.engine import Engine
-from g4ir.ir.graph import Program
-from g4ir.model.towers import is_tower
+from g4ir.engine.lead import interpreted
 from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
 
 
 def reference_engine(engine: Engine, held: bool = False) -> Engine:
     """Return an engine that interprets the same text graphs; it holds no towers. Its params are
     made from the engine's source, or `held`: those that the engine holds."""
-    source = Resident(engine.runtime) if held else engine.runtime.source
-    runtime = ReferenceRuntime(text_graphs(engine.program), engine.limits, engine.device, source)
-    return replace(engine, runtime=runtime)
+    return replace(engine, runtime=interpreted(engine, "held" if held else "made"))
 
 
 def wide_engine(engine: Engine) -> Engine:
     """Return an engine that interprets the text graphs in float64, on params of the engine."""
-    runtime = WideRuntime(
-        text_graphs(engine.program), engine.limits, engine.device, Resident(engine.runtime)
-    )
-    return replace(engine, runtime=runtime)
+    return replace(engine, runtime=interpreted(engine, "wide"))
 
 
 def plain_packing(engine: Engine) -> Packing:
@@ -47,8 +41,3 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
         for v in program.graphs["embed"].params
     }
     return replace(engine, program=program, runtime=runtime, tables=tables, recipe=None)
-
-
-def text_graphs(program: Program) -> Program:
-    """Return the program without towers."""
-    return Program({name: g for name, g in program.graphs.items() if not is_tower(name)})

@@ -2,9 +2,9 @@
 
 stdout carries the result (`--json` for machines), stderr progress and logs. Exit codes: 0 ok;
 1 a check failed, or some of many requests; 2 wrong usage or bad input; 3 the environment lacks
-something; 70 a bug in g4ir and 74 stdout cannot be written (as in sysexits.h); 128 + N ended by
-signal N, so 130 interrupted; 141 the reader of stdout went away. Nothing here imports torch before
-a verb needs it.
+something; 4 another rank ended or does not answer; 70 a bug in g4ir and 74 stdout cannot be
+written (as in sysexits.h); 128 + N ended by signal N, so 130 interrupted; 141 the reader of stdout
+went away. Nothing here imports torch before a verb needs it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from g4ir import __version__
+from g4ir.parallel.group import launched
 from g4ir.ui import console
 
 from .bench import add_bench, add_bench_compare
@@ -21,6 +22,7 @@ from .build import add_build
 from .chat import add_chat
 from .common import Parser
 from .plan import add_plan
+from .ranks import run_command
 from .run import add_run, add_verify
 from .serve import add_serve
 from .show import add_show
@@ -36,11 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with console.logs(), console.endings(), console.output():
             args = _parser().parse_args(words, argparse.Namespace(json=False))
-            code: int = args.command(args)
+            code: int = run_command(args)
             sys.stdout.flush()
             return code
     except (Exception, KeyboardInterrupt, console.Ended) as e:
-        return console.report(e, "--trace" in words)
+        code = console.report(e, "--trace" in words)
+        if launched():
+            console.leave(code)
+        return code
 
 
 def _parser() -> Parser:
@@ -48,8 +53,9 @@ def _parser() -> Parser:
         prog="g4ir",
         description="Build, inspect and run Gemma 4 engines.",
         epilog="exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment\n"
-        "lacks something, 70 a bug in g4ir, 74 stdout cannot be written, 128 + N ended by signal\n"
-        "N (130 interrupted), 141 the reader of stdout went away",
+        "lacks something, 4 another rank ended or does not answer, 70 a bug in g4ir,\n"
+        "74 stdout cannot be written, 128 + N ended by signal N (130 interrupted),\n"
+        "141 the reader of stdout went away",
     )
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)

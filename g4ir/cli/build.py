@@ -50,6 +50,11 @@ def _build(args: argparse.Namespace) -> int:
 
     if args.dry_run and args.verify:
         raise InputError("--dry-run builds nothing that --verify could check")
+    if args.verify and args.tp > 1:
+        raise InputError(
+            f"--verify runs the engine, which takes {args.tp} processes: build it, then verify it "
+            f"by torchrun --nproc-per-node {args.tp} -m g4ir verify ENGINE"
+        )
     spec = given_spec(args)
     find_backend(args.backend)
     if args.out or spec:
@@ -70,6 +75,8 @@ def _build(args: argparse.Namespace) -> int:
         console.say(f"compiled in {seconds:.0f} s; loading the engine compiles nothing")
     if written.grid:
         console.say(f"int4: {written.grid}")
+    if args.tp > 1:
+        console.say(f"run it by torchrun --nproc-per-node {args.tp} -m g4ir run {out} ...")
     if args.verify:
         return verified(str(out), args, trust=not written.known)
     made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
@@ -146,6 +153,8 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "backend": p.backend.name,
         "device": p.device,
         "dtype": p.dtype,
+        "ranks": p.ranks,
+        "ep": p.ep,
         **asdict(p.limits),
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),

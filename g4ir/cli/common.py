@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
+from g4ir.parallel.group import TIMEOUT_S
 from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
@@ -107,15 +108,6 @@ def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = 
         parser.add_argument(how.pop("name", f"--{name.replace('_', '-')}"), **how)
 
 
-def add_expert_parallel(parser: Parser) -> None:
-    """Add the flag of verbs that show or plan one of several ranks."""
-    parser.add_argument(
-        "--ep",
-        action="store_true",
-        help="with --tp: each rank has some of the experts, not a part of each",
-    )
-
-
 def given_options(args: argparse.Namespace) -> BuildOptions:
     """Return the options of a command line."""
     names = {f.name for f in fields(BuildOptions)}
@@ -181,6 +173,19 @@ def add_trust_once(parser: Parser) -> None:
         action="store_true",
         help="run native code that this user did not build here (see `g4ir show ENGINE\n"
         "--provenance`; `g4ir trust ENGINE` keeps the decision)",
+    )
+    add_rank_timeout(parser)
+
+
+def add_rank_timeout(parser: Parser) -> None:
+    """Add the flag of verbs that several ranks may run together."""
+    parser.add_argument(
+        "--rank-timeout",
+        metavar="S",
+        type=float,
+        default=TIMEOUT_S,
+        help="under torchrun: seconds after which a rank that does not answer is given up\n"
+        f"(default {TIMEOUT_S:g})",
     )
 
 

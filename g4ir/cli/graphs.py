@@ -82,6 +82,7 @@ def _of_part(media: Media, part: str) -> Media:
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
     from g4ir.ir.graph import Program
+    from g4ir.parallel.shard import shard
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
 
@@ -97,6 +98,8 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     m = found.manifest
     found_graph(found.packing.program, args.phase, spec)
     plain = plain_graph(spec, args.phase, m.all_logits, m.dtype, m.media, found.drafter)
+    if plain.state:
+        plain = shard(plain, spec, m.ranks, m.ep)
     graph = quantised(Program({args.phase: plain}), spec, m.quant, m.dtype)
     return graph.graphs[args.phase], {*m.skipped_passes, *args.skip}
 
@@ -111,6 +114,15 @@ def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
     if args.phase not in phases:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
     return shard(graph, spec, 1 if args.tp is None else args.tp, args.ep)
+
+
+def ranks_of(args: argparse.Namespace) -> int | None:
+    """Return how many ranks share the model: --tp, or those of an engine; None for one."""
+    if args.engine is None:
+        given: int | None = args.tp
+        return given
+    ranks = stored(args).manifest.ranks
+    return ranks if ranks > 1 else None
 
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:

@@ -12,7 +12,7 @@ from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui.units import parse_counts
 
-from .common import add_expert_parallel, add_options, add_source, add_verb, emit, given_options
+from .common import add_options, add_source, add_verb, emit, given_options
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
@@ -67,7 +67,7 @@ def add_plan(verbs: Any) -> None:
         default=1,
         help="what each of N ranks has that share the model, and what they exchange",
     )
-    add_expert_parallel(p)
+    add_options(p, ("ep",))
     p.add_argument(
         "--nominal",
         action="store_true",

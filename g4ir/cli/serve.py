@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +106,6 @@ def _serve(args: argparse.Namespace) -> int:
 
     if serve(server, Address(args.host, args.port, args.drain), loader, console.say):
         console.say("ended while the engine was being loaded")
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
         # A library still works in a thread: what Python takes down behind it would end in a crash.
-        os._exit(0)
+        console.leave(0)
     return 0

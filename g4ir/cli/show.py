@@ -12,7 +12,7 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
-from .common import Parser, add_expert_parallel, add_options, add_source, add_verb, emit
+from .common import Parser, add_options, add_source, add_verb, emit
 from .graphs import (
     drafted_tokens,
     found_graph,
@@ -20,6 +20,7 @@ from .graphs import (
     in_layer,
     no_layer,
     pass_options,
+    ranks_of,
     spec_of,
     stored,
 )
@@ -96,13 +97,14 @@ def add_show(verbs: Any) -> None:
         "--tp",
         metavar="N",
         type=int,
-        help="the graph of one rank of N, the same for all; no engine has several yet",
+        help="the graph of one rank of N, the same for all",
     )
-    add_expert_parallel(p)
+    add_options(p, ("ep",))
     p.add_argument(
         "--collectives",
         action="store_true",
-        help="with --tp: the messages between ranks in a step, and their bytes",
+        help="with --tp, or of an engine of several ranks: the messages between ranks in a step,\n"
+        "and their bytes",
     )
     p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
     p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
@@ -187,11 +189,13 @@ def _check_cost(args: argparse.Namespace) -> None:
     for name in TIMELINE_OPTIONS:
         if getattr(args, name) is not None and not args.timeline:
             raise InputError(f"--{name} needs --timeline")
-    if args.collectives and args.tp is None:
+    if args.collectives and ranks_of(args) is None:
         raise InputError("--collectives needs --tp N: one rank has nobody to talk to")
     for name in WITHOUT_RANKS:
-        if args.tp is not None and getattr(args, name):
-            raise InputError(f"--{name} knows one rank alone: leave out --tp")
+        if getattr(args, name) and ranks_of(args) is not None:
+            raise InputError(
+                f"--{name} knows one rank alone: leave out --tp, or take an engine of one"
+            )
     if len(views) > 1:
         raise InputError(f"give --{views[0]} or --{views[1]}, not both")
     for name in MEANINGLESS[args.phase]:

@@ -10,6 +10,7 @@ from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
 
 from .common import emit
+from .graphs import ranks_of
 
 if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
@@ -33,12 +34,12 @@ def show_collectives(args: argparse.Namespace, graph: Graph) -> int:
         }
         for (op, types), count in found.items()
     ]
-    total = sum(found.values())
+    total, ranks = sum(found.values()), ranks_of(args)
     if args.json:
-        said = {"phase": graph.name, "ranks": args.tp, "messages": total, "rows": rows}
+        said = {"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows}
         emit(said)
         return 0
-    print(f"{graph.name} on {args.tp} ranks: {total} messages a step")
+    print(f"{graph.name} on {ranks} ranks: {total} messages a step")
     head = ("op", "messages", "tensors of a rank", "each")
     table = [
         (op, str(count), " ".join(map(str, types)), size_text(sum(t.nbytes() for t in types)))

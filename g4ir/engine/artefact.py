@@ -4,7 +4,8 @@
     manifest.sig             optional: an Ed25519 signature of manifest.json (see trust.py)
     spec.yaml                the variant; drafter.yaml, its drafter
     graph.PHASE.g4ir         the graphs that run, and prologue.g4ir, which made their params
-    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint)
+    weights-*.safetensors    packed params (or the manifest names a seed, or a checkpoint); those of
+                             rank R of N alone in weights-rankRofN-*.safetensors
     programs/                compiled files of the backend
     tokenizer.json ...       copied from the checkpoint, or made of a GGUF file's metadata
 
@@ -32,6 +33,7 @@ from g4ir.errors import EngineError, G4Error, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
+from g4ir.parallel.table import check_ranks
 from g4ir.passes import Options, find_pass
 from g4ir.passes.latent_kv import FORMS
 from g4ir.passes.match import OFF
@@ -63,7 +65,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 11
+FORMAT = 12
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: what an unfinished directory is called beside its final name
@@ -214,6 +216,10 @@ class Manifest:
     device: Annotated[str, OneOf(DEVICES)]
     machine: Line
     dtype: Annotated[str, OneOf(DTYPES)]
+    #: how many share the model; all run the same programs
+    ranks: Annotated[int, Range(1, 1 << 16)]
+    #: whether each has some of the experts, not a part of each
+    ep: bool
     limits: Limits
     all_logits: bool
     skipped_passes: tuple[str, ...]
@@ -261,6 +267,8 @@ class Artefact:
     #: whether digests of weight files count too
     whole: bool = True
     drafter: Spec | None = None
+    #: whose params they are
+    rank: int = 0
 
 
 def manifest_text(values: Mapping[str, Any]) -> str:
@@ -282,26 +290,27 @@ def graph_texts(packing: packings.Packing) -> dict[str, str]:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def open_artefact(path: Path, check_weights: bool = False) -> Artefact:
+def open_artefact(path: Path, check_weights: bool = False, rank: int | None = None) -> Artefact:
     """Check an engine directory as far as that needs neither its device nor its backend: every
     field of the manifest, every file's digest (weight files on request), the graphs against the
-    spec, the headers of packed params against the graphs.
+    spec, the headers of packed params against the graphs. `rank` is the one that reads it: what
+    others alone read is not compared with its digest.
 
     Raises EngineError that names the file, the field, and the fix.
     """
     try:
-        return _open(path, check_weights)
+        return _open(path, check_weights, rank)
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
 
 
-def _open(path: Path, check_weights: bool) -> Artefact:
+def _open(path: Path, check_weights: bool, rank: int | None) -> Artefact:
     manifest = read_manifest(path)
     wanted = {SPEC, "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
     wanted |= {DRAFTER} if manifest.drafter_digest else set()
     if absent := sorted(wanted - manifest.files.keys()):
         raise EngineError(f"{path / MANIFEST}: {absent[0]} is not among its files; build it again")
-    _check_files(path, manifest.files, check_weights)
+    _check_files(path, manifest.files, check_weights, rank)
     try:
         spec = _read_spec(path / SPEC)
         _check_spec(path, manifest, spec)
@@ -310,7 +319,8 @@ def _open(path: Path, check_weights: bool) -> Artefact:
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
     stored = _stored_params(path, manifest, packing)
-    return Artefact(path, manifest, spec, packing, stored, check_weights, drafter)
+    own = stored[rank or 0] if stored else None
+    return Artefact(path, manifest, spec, packing, own, check_weights, drafter, rank or 0)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -417,9 +427,13 @@ def _read_spec(file: Path) -> Spec:
     return load_spec(file)
 
 
-def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> None:
+def _check_files(
+    path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
+) -> None:
     """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
     _check_inside(path, files)
+    stored = [path / name for name in files if name.endswith(WEIGHT_FILES)]
+    read = stored if rank is None else packings.rank_files(stored, rank)
     for name, kept in files.items():
         file = path / name
         if not file.is_file():
@@ -428,7 +442,7 @@ def _check_files(path: Path, files: Mapping[str, StoredFile], weights: bool) -> 
             raise EngineError(
                 f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
             )
-        if name.endswith(WEIGHT_FILES) and not weights:
+        if name.endswith(WEIGHT_FILES) and not (weights and file in read):
             continue
         # Compiled programs are read each time.
         same = has_digest if name.endswith(WEIGHT_FILES) else _reads_as
@@ -477,6 +491,7 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
     if (grid := m.notes.grid) and grid.exact > grid.groups:
         raise fail(where, "notes.grid.exact", f"expected at most groups, {grid.groups}")
     try:
+        check_ranks(spec, m.ranks, m.ep)
         if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")
         check_media(m.media, spec, MOST_SIZES)
@@ -516,6 +531,8 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
     packing = packings.make_packing(
         *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout),
         drafter=drafter,
+        ranks=m.ranks,
+        ep=m.ep,
     )
     if tuple(packing.program.graphs) != m.graphs:
         names = ", ".join(packing.program.graphs)
@@ -538,8 +555,9 @@ def _first_difference(one: bytes, two: bytes) -> int:
 
 def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
-) -> packings.StoredParams | None:
-    """Return the packed params, if there are any; EngineError where the graphs take others."""
+) -> list[packings.StoredParams]:
+    """Return the packed params of each rank, if there are any; EngineError where the graphs take
+    others."""
     files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
@@ -547,11 +565,11 @@ def _stored_params(
             f"{path / MANIFEST}: weights are {m.weights.kind}, and {len(files)} weight files are "
             f"named; build the engine again"
         )
-    if not packed:
-        return None
-    params = packings.StoredParams.open(files)
-    params.check(packing.program)
-    return params
+    ranks = range(m.ranks if packed else 0)
+    found = [packings.StoredParams.open(packings.rank_files(files, rank)) for rank in ranks]
+    for params in found:
+        params.check(packing.program)
+    return found
 
 
 def _activation_words(m: Manifest) -> list[str]:
@@ -579,6 +597,8 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "--prefill-chunk",
         m.limits.prefill_chunk,
     ]
+    words += ["--tp", m.ranks] if m.ranks > 1 else []
+    words += ["--ep"] if m.ep else []
     words += ["--all-logits"] if m.all_logits else []
     words += [w for name in m.skipped_passes for w in ("--skip", name)]
     words += ["--latent-kv", m.options.latent_kv.form]

@@ -93,11 +93,9 @@ from .artefact import (
 from .digests import remembered_digest
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
-from .load import linked_files, load_engine
+from .load import described, linked_files, load_engine
 from .prompts import read_defaults
 from .trust import record_built
-
-SHARD_BYTES = 4 << 30
 
 #: room for what an engine directory holds beside weights
 OTHER_BYTES = 64 << 20
@@ -138,6 +136,8 @@ def prepare(
         *(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, stored),
         dump=dump,
         drafter=r.drafter,
+        ranks=r.ranks,
+        ep=r.ep,
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source = checkpoint or _random(resolved, options)
@@ -194,6 +194,8 @@ def _resolved(
         media,
         find_recipe(o.quant),
         drafter,
+        _ranks(backend, o.tp),
+        o.ep,
     )
 
 
@@ -290,7 +292,8 @@ def build(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
-    """Build an engine directory, load it, and return the engine.
+    """Build an engine directory, load it, and return the engine; one of several ranks only tells
+    what it is, since several processes load it together.
 
     spec: a Spec, a name, a path, or None to take it from the checkpoint. Options:
 
@@ -306,6 +309,8 @@ def build(
     prepared = prepare(spec, BuildOptions(**options))
     written = write_engine(prepared, out, progress)
     prepared.source.close()
+    if prepared.ranks > 1:
+        return described(out)
     # Where it is kept what was built, something else that lies there by now is not believed.
     return load_engine(out, trust=not written.known, progress=progress)
 
@@ -358,16 +363,17 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
 def _pack(p: Prepared, folder: Path, progress: Progress) -> Grid | None:
     """Write the params; return how 4-bit codes fit the weights, where any were made."""
     grids: dict[str, tuple[int, int]] = {}
-    params = packings.MadeParams(p.packing, p.source, grids)
-    packings.write_params(p.packing, params, folder, SHARD_BYTES, progress)
+    params = packings.MadeParams(p.packing, p.source, grids, p.share(0))
+    packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
     return Grid(groups, exact) if groups else None
 
 
 def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
     """Return the params as they will be found at load."""
-    files = sorted(folder.glob("*.safetensors"))
-    return packings.StoredParams.open(files) if files else packings.MadeParams(p.packing, p.source)
+    files = packings.rank_files(folder.glob("*.safetensors"), 0)
+    made = packings.MadeParams(p.packing, p.source, share=p.share(0))
+    return packings.StoredParams.open(files) if files else made
 
 
 def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | None) -> Manifest:
@@ -383,6 +389,8 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         device=p.device,
         machine=Line(p.backend.machine(p.device)),
         dtype=p.dtype,
+        ranks=p.ranks,
+        ep=p.ep,
         limits=p.limits,
         all_logits=p.all_logits,
         skipped_passes=p.skip,
@@ -532,6 +540,16 @@ def _check_activations(r: Resolved) -> None:
         )
 
 
+def _ranks(backend: Backend, given: int) -> int:
+    """Return how many ranks share the model; InputError where the backend has one alone."""
+    if given != 1 and not backend.shares:
+        raise InputError(
+            f"--tp {given}: engines of backend {backend.name} run as one rank; leave the option "
+            f"out, or build with --backend torch"
+        )
+    return given
+
+
 def _memory(device: str, dry: bool) -> int | None:
     """Return the bytes that the device has; None in a dry run without one."""
     import torch
@@ -638,7 +656,7 @@ def disk_bytes(p: Prepared) -> int:
     """Return the bytes of weights that the engine directory will hold."""
     if isinstance(p.weights, RandomWeights | LinkedWeights):
         return 0
-    return p.param_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
+    return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
 
 
 def free_bytes(out: Path) -> int:

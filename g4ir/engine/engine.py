@@ -158,18 +158,18 @@ class Engine(EngineParts):
         """Free what the runtime holds."""
         self._idle = None
         self.runtime.close()
-        closed: Any = _Closed(self.path)
+        closed: Any = Refusing(f"{self.path}: this engine was closed; load it again")
         self.runtime = closed
 
 
-class _Closed:
-    """A runtime that was closed, and refuses everything."""
+class Refusing:
+    """A runtime that does nothing but to say why."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __getattr__(self, name: str) -> Any:
-        raise InputError(f"{self.path}: this engine was closed; load it again")
+        raise InputError(self._why)
 
     def close(self) -> None:
         """Do nothing: nothing is left to free."""

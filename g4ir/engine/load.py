@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Runtime, Task, checked_settings
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
+from g4ir.parallel.group import Group, current
+from g4ir.parallel.share import Share
 from g4ir.plan.settings import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
@@ -32,7 +35,8 @@ from .artefact import (
     rebuild,
 )
 from .digests import has_digest
-from .engine import Engine
+from .engine import Engine, Refusing
+from .lead import lead
 from .trust import require_trust
 
 
@@ -53,9 +57,12 @@ def load_engine(
     ple_placement puts the table of per-layer embeddings elsewhere than the build said;
     cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
+    An engine of several ranks is loaded by the first of the processes that torchrun started, once
+    it has joined its group; the others follow (follow.py).
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
-    found = open_artefact(Path(path), check_weights)
+    group = current()
+    found = open_artefact(Path(path), check_weights, group.rank if group else None)
     return load_artefact(
         found, ple_placement=ple_placement, cuda_graph=cuda_graph, trust=trust, progress=progress
     )
@@ -70,21 +77,33 @@ def load_artefact(
     progress: Progress = no_progress,
 ) -> Engine:
     """Load a checked engine directory; arguments as those of `load_engine`."""
-    m = found.manifest
-    backend = _backend_of(found)
-    kept = read_compiled(found, backend.record)
-    _check_machine(found, backend)
-    if backend.native and not trust:
-        require_trust(found)
-    params = _open_params(found)
-    program = found.packing.program
-    told = prefixed(progress, "load")
-    task = Task(program, m.limits, m.device, found.path, params, told)
-    runtime = backend.load(task, kept, cuda_graph)
+    m, program = found.manifest, found.packing.program
+    group = _group_of(found)
+    opens = partial(open_runtime, found, cuda_graph, trust, progress)
+    options = {"check_weights": found.whole, "cuda_graph": cuda_graph, "trust": trust}
+    runtime: Runtime = (
+        lead(group, str(found.path), m.digest, options, partial(opens, group=group))
+        if group
+        else opens()
+    )
+    params = runtime.source
     placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
     tables = {
         v.name: _table(runtime, params, v, placed, m.device) for v in program.graphs["embed"].params
     }
+    return _engine(found, runtime, tables)
+
+
+def described(path: Path) -> Engine:
+    """Return an engine of several ranks as one process can have it: it says what it is, and refuses
+    to run."""
+    found = open_artefact(path)
+    refuses: Any = Refusing(_of_ranks(found, 1))
+    return _engine(found, refuses, {})
+
+
+def _engine(found: Artefact, runtime: Runtime, tables: dict[str, Any]) -> Engine:
+    m = found.manifest
     return Engine(
         found.path,
         json.loads(m.text()),
@@ -93,13 +112,62 @@ def load_artefact(
         m.all_logits,
         m.device,
         m.dtype,
-        program,
+        found.packing.program,
         runtime,
         tables,
         m.media,
         m.quant,
         found.packing.prologue,
         found.drafter,
+    )
+
+
+def open_runtime(
+    found: Artefact,
+    cuda_graph: bool,
+    trust: bool,
+    progress: Progress,
+    group: Group | None = None,
+) -> Runtime:
+    """Return what runs a checked engine's graphs on params of its rank."""
+    m = found.manifest
+    backend = _backend_of(found)
+    kept = read_compiled(found, backend.record)
+    _check_machine(found, backend)
+    _check_gpu(found, group)
+    if backend.native and not trust:
+        require_trust(found)
+    params, told = _open_params(found), prefixed(progress, "load")
+    task = Task(found.packing.program, m.limits, m.device, found.path, params, told, group)
+    return backend.load(task, kept, cuda_graph)
+
+
+def _group_of(found: Artefact) -> Group | None:
+    """Return the group that is to run an engine; EngineError where it is of another size."""
+    group, ranks = current(), found.manifest.ranks
+    here = group.ranks if group else 1
+    if here != ranks:
+        raise EngineError(_of_ranks(found, here))
+    return group
+
+
+def _check_gpu(found: Artefact, group: Group | None) -> None:
+    """Raise MissingError where a rank of an engine for CUDA has no GPU of its own, or no NCCL."""
+    if found.manifest.device == "cuda" and group and not group.on_gpus:
+        raise MissingError(
+            f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
+            f"its torch no NCCL; start as many ranks on a machine as it has GPUs"
+        )
+
+
+def _of_ranks(found: Artefact, here: int) -> str:
+    """Return why so many processes cannot run an engine, and which command can."""
+    ranks = found.manifest.ranks
+    how = f"torchrun --nproc-per-node {ranks} -m g4ir ..." if ranks > 1 else "g4ir ..."
+    return (
+        f"{found.path} was built for {ranks} rank{'s' * (ranks > 1)}, and {here} "
+        f"{'are' if here > 1 else 'is'} running; start it by {how}, or build it again with "
+        f"--tp {here}"
     )
 
 
@@ -115,6 +183,7 @@ def _backend_of(found: Artefact) -> Backend:
         "device": m.device in backend.devices,
         "dtype": m.dtype in backend.dtypes,
         "settings": m.settings == settings,
+        "ranks": m.ranks == 1 or backend.shares,
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
     for key, holds in rules.items():
@@ -175,6 +244,7 @@ def _open_params(found: Artefact) -> packings.ParamSource:
     m, kept = found.manifest, found.manifest.weights
     if found.stored is not None:
         return found.stored
+    share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
         made = [
             RandomCheckpoint(spec, kept.seed, torch_dtype(m.dtype), m.device)
@@ -182,7 +252,7 @@ def _open_params(found: Artefact) -> packings.ParamSource:
             if spec
         ]
         source: WeightSource = WithDrafter(*made) if found.drafter else made[0]
-        return packings.MadeParams(found.packing, source)
+        return packings.MadeParams(found.packing, source, share=share)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
         if not file.is_file() or (found.whole and not has_digest(file, digest)):
@@ -201,7 +271,7 @@ def _open_params(found: Artefact) -> packings.ParamSource:
             f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}; "
             f"{rebuild(found.path, m, found.spec)}"
         )
-    return packings.MadeParams(found.packing, checkpoint)
+    return packings.MadeParams(found.packing, checkpoint, share=share)
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:

@@ -66,6 +66,7 @@ class EngineParts:
         name that the model does not have."""
         import torch
 
+        self.check_whole(f"param {name!r}")
         plain = _plain_params(self.spec, self.dtype, self.media)
         if name not in plain:
             near = did_you_mean(name, plain)
@@ -84,6 +85,19 @@ class EngineParts:
             raise InputError(
                 f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
                 f"the engine in the process that uses it"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many processes run it together, each on weights of its own."""
+        return int(self.manifest["ranks"])
+
+    def check_whole(self, what: str) -> None:
+        """Raise InputError where no rank has the whole weights that something needs."""
+        if self.ranks > 1:
+            raise InputError(
+                f"{what}: each of the {self.ranks} ranks of {self.path} has its part of the "
+                f"weights; take an engine of one rank"
             )
 
     @property

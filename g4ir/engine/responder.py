@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from g4ir.backends.row_sampling import Logprobs, RowSampling
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.errors import CheckError, G4Error, InputError
+from g4ir.errors import CheckError, G4Error, InputError, RankError
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
@@ -442,6 +442,8 @@ class Responder:
             asked = self._asked(line, source)
             try:
                 yield asked if isinstance(asked, Failure) else self.answer(asked)
+            except RankError:
+                raise
             except G4Error as e:
                 assert isinstance(asked, Request)
                 yield Failure(asked.id, str(e), line[0])

@@ -32,7 +32,7 @@ class Snapshot:
 
     length: torch.Tensor
     written: torch.Tensor
-    caches: dict[str, torch.Tensor]
+    caches: Any
     hidden: Hidden
 
 
@@ -424,8 +424,7 @@ class Session:
         a slot that no query sees, is NaN in its sum all the same."""
         index = torch.arange(self.batch) if rows is None else self._rows(rows, "clear")
         for row in index.tolist():
-            for t in self.state.row(row, self.engine.limits.max_seq).values():
-                t.zero_()
+            self.state.clear(row, self.engine.limits.max_seq)
         self.reset(index)
 
     def copy_row(self, source: Session, start: int, row: int) -> None:
@@ -437,9 +436,7 @@ class Session:
             raise InputError(f"copy_row: from a session of {source.engine!r} to {self.engine!r}")
         held = int(source.length[start])
         if held and (source is not self or start != row):
-            mine = self.state.row(row, held)
-            for name, t in source.state.row(start, held).items():
-                mine[name].copy_(t)
+            self.state.copy(source.state, start, row, held)
         self.length[row], self._written[row] = held, source._written[start]
         self._hidden.copy_row(source._hidden, start, row)
 
@@ -454,8 +451,7 @@ class Session:
         """Return a copy of what every row holds, for `restore` on this session. Unlike `truncate`,
         which copies nothing, it also brings back what rings have overwritten since."""
         held = int(self.length.max())
-        views = self.state.views(held) if held else {}
-        caches = {name: t.clone() for name, t in views.items()}
+        caches = self.state.kept(held) if held else None
         return Snapshot(self.length.clone(), self._written.clone(), caches, self._hidden.copy())
 
     def restore(self, kept: Snapshot) -> None:
@@ -465,9 +461,7 @@ class Session:
                 f"restore: a snapshot of {len(kept.length)} rows; the session has {self.batch}"
             )
         if kept.caches:
-            views = self.state.views(int(kept.length.max()))
-            for name, t in kept.caches.items():
-                views[name].copy_(t)
+            self.state.put(kept.caches)
         self.length, self._written = kept.length.clone(), kept.written.clone()
         self._hidden = kept.hidden.copy()
 

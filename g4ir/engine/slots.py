@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from g4ir.backends.row_sampling import Choice, Logprobs, RowSampler, RowSampling, choose_rows
-from g4ir.errors import InputError
+from g4ir.errors import InputError, RankError
 from g4ir.media.soft import Soft
 from g4ir.ops.finite import not_finite
 
@@ -323,6 +323,8 @@ class Slots:
             self.rows.settle(self._coming())
             answers = {a.row: a for a in answers.values()}  # a move changes rows
             choices = self._round(answers)
+        except RankError:  # nothing can be computed any more
+            raise
         except Exception as e:  # what the rows hold now is not known
             tickets = dict.fromkeys(a.ticket for a in self.rows.holders)
             self.rows.forget()
@@ -444,6 +446,8 @@ class Slots:
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
             return [] if logits is None else self._placed(self._take_prompt(), logits)
+        except RankError:
+            raise
         except Exception as e:
             self._prompt = None
             self.staging.forget()

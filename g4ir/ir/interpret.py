@@ -12,6 +12,8 @@ from g4ir.ops.types import FLOATS, torch_dtype
 from .graph import Graph, Node, Value
 
 Tensors = Mapping[str, Any]
+#: a node and its operands -> its results
+Run = Callable[[Node, list[Any]], tuple[Any, ...]]
 
 
 def interpret(
@@ -20,11 +22,12 @@ def interpret(
     params: Tensors,
     state: Tensors,
     watch: Callable[[Value, Any], None] | None = None,
+    run: Run | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run `g`; returns (outputs by name, state by name). Nothing given is changed.
 
     Tensors may be wider than declared: float64 in gives float64 throughout. `watch` sees every
-    value that a node makes.
+    value that a node makes. `run` runs a node in place of `run_node`.
 
     Raises InputError where a tensor is missing.
     """
@@ -39,7 +42,7 @@ def interpret(
                 raise InputError(f"graph {g.name}: {kind} %{v.name} ({v.type}) was not given")
             env[v.name] = given[v.name]
     for i, n in enumerate(g.nodes):
-        results = run_node(n, [env[v.name] for v in n.inputs])
+        results = (run or run_node)(n, [env[v.name] for v in n.inputs])
         for v, t in zip(n.outputs, results, strict=True):
             env[v.name] = t
             if watch:

@@ -11,7 +11,7 @@ An op class gives
   updates    (result, input) pairs: the result is the new contents of that cache
   held(**attrs)  where the caches lie among the inputs that attention reads, first and last + 1; the
              chunk that is not in them yet follows, and its block ids
-  glue       a view or gather that backends run between compiled programs
+  glue       a view, a gather or an exchange of ranks, which backends run between compiled programs
   fold       may run in the weight prologue
   budget     how far two right computations of it may lie apart, and why (budgets.py)
   kind       the part of the model that it belongs to wherever it occurs, one of KINDS; others by

@@ -29,6 +29,7 @@ class all_reduce:
     budget = Budget(1, 64, "sums of as many products as on one rank, rounded once for each rank")
     kind = "other"
     rows = (0, 1)
+    glue = True
     fold = False
 
     @staticmethod
@@ -59,6 +60,7 @@ class all_gather:
     budget = MOVES
     kind = "other"
     rows = (0,)
+    glue = True
     fold = False
 
     @staticmethod

@@ -15,7 +15,8 @@ from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.base import wide
 from g4ir.spec.record import Spec
 
-from .table import FIRST, first_expert, part_of
+from .share import Share
+from .table import FIRST
 
 #: a tensor of each rank, in order of rank
 Ranks = tuple[Any, ...]
@@ -25,17 +26,8 @@ def rank_params(
     g: Graph, spec: Spec, params: Mapping[str, Any], rank: int, ranks: int
 ) -> dict[str, Any]:
     """Return a rank's params of a sharded graph, cut from those of the whole model."""
-    ep = any(v.name == FIRST for v in g.params)
-
-    def own(name: str) -> Any:
-        if name == FIRST:
-            import torch
-
-            return torch.tensor([first_expert(spec, rank, ranks)])
-        part = part_of(spec, name, ep)
-        return part.cut(params[part.source], rank, ranks) if part else params[name]
-
-    return {v.name: own(v.name) for v in g.params}
+    share = Share(spec, rank, ranks, any(v.name == FIRST for v in g.params))
+    return {v.name: share.own(v.name, params.__getitem__) for v in g.params}
 
 
 def lockstep(

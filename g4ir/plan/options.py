@@ -86,6 +86,18 @@ class BuildOptions:
         type=int,
         metavar="K",
     )
+    tp: int = option(
+        1,
+        "ranks that share the model, each a process with its part (default 1); it is\n"
+        "run by torchrun --nproc-per-node N",
+        type=int,
+        metavar="N",
+    )
+    ep: bool = option(
+        False,
+        "with --tp: each rank has some of the experts, not a part of each",
+        action="store_true",
+    )
     skip: Iterable[str] = option((), "leave a pass out", action="append", metavar="PASS")
     latent_kv: str = option(
         "auto", "what layers with K=V cache: off, value, raw or auto", metavar="FORM"
@@ -152,3 +164,6 @@ class Resolved:
     media: Media
     recipe: Recipe | None
     drafter: Spec | None
+    #: how many share the model, and whether each has some of the experts
+    ranks: int
+    ep: bool

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
+from g4ir.errors import InputError, RankError
 
 from .app import Server
 
@@ -78,6 +78,14 @@ class Process(uvicorn.Server):
         if self.started:
             self.told(f"listening at {self.url}")
             self.loading.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """End where another rank has: nothing can be computed any more."""
+        service = self.server.service
+        if service and isinstance(service.error, RankError):
+            self.error = service.error
+            return True
+        return await super().on_tick(counter)
 
     @property
     def url(self) -> str:

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from g4ir.errors import G4Error
 
@@ -141,6 +141,42 @@ def endings() -> Iterator[None]:
     finally:
         for s in caught:
             signal.signal(s, signal.SIG_DFL)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without waiting for what a library does in a thread."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def put_off(numbers: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
+    """A context at whose end signals are handled that came in it; a second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = {s: signal.getsignal(s) for s in numbers}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        signal.signal(number, before[signal.Signals(number)])
+
+    caught = [s for s, handler in before.items() if callable(handler)]
+    for s in caught:
+        signal.signal(s, note)
+    try:
+        yield
+    finally:
+        for s in caught:
+            signal.signal(s, before[s])
+        for number, frame in came:
+            handler = before[signal.Signals(number)]
+            if callable(handler):
+                handler(number, frame)
 
 
 class OutputError(OSError):

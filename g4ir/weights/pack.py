@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,8 @@ from g4ir.model.text import build_program
 from g4ir.ops.finite import cast
 from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
+from g4ir.parallel.shard import shard_program
+from g4ir.parallel.share import Share
 from g4ir.passes import Dump, Options, run_program
 from g4ir.passes.plan_cache import slack_of
 from g4ir.quant.recipe import Recipe
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
 TABLE_BYTES = 256 << 20
+#: bytes of a file of weights, unless one tensor has more
+SHARD_BYTES = 4 << 30
+_OF_RANK = re.compile(r"weights-rank(\d+)of\d+-")
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,14 @@ def make_packing(
     stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
     drafter: Spec | None = None,
+    ranks: int = 1,
+    ep: bool = False,
 ) -> Packing:
     """Return the graphs of an engine and what makes their params: all that follows from its specs
-    and options. `stored` is the backend's (Backend.stored)."""
+    and options; of several `ranks` those of one, which with `ep` has some of the experts.
+    `stored` is the backend's (Backend.stored)."""
     made = build_program(spec, all_logits, dtype, media, slack_of(options) > 0, drafter)
-    plain = quantised(made, spec, recipe, dtype)
+    plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
     return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 
 
@@ -119,6 +128,8 @@ class MadeParams:
     source: WeightSource
     #: where it is to be known how weights lie on a 4-bit grid: name -> groups that do, groups
     grids: dict[str, tuple[int, int]] | None = None
+    #: of several ranks, the one whose params they are
+    share: Share | None = None
     #: results of the last recipe that nobody has asked for yet: codes are made with their scales
     _made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -171,8 +182,11 @@ class MadeParams:
         return self._given(v, self.source.tensor)
 
     def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        def whole(param: str) -> torch.Tensor:
+            return read(checkpoint_name(param))
+
         name = checkpoint_name(v.name)
-        made = read(name)
+        made = self.share.own(v.name, whole) if self.share else whole(v.name)
         if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
             raise WeightsError(
                 f"{name}: codes are {made.dtype}, the engine takes {v.type.dtype}; build it again"
@@ -181,7 +195,8 @@ class MadeParams:
 
     def release(self, param: str) -> None:
         for v in self.packing.recipe(param).params:
-            self.source.release(checkpoint_name(v.name))
+            name = self.share.source(v.name) if self.share else v.name
+            self.source.release(checkpoint_name(name))
 
     def close(self) -> None:
         self.source.close()
@@ -268,12 +283,45 @@ def open_table(source: ParamSource, v: Value, placement: str, device: str) -> An
     return table
 
 
+def own_params(packing: Packing, share: Share) -> set[str]:
+    """Return the params of which each rank has its own, made of what is cut."""
+    made = ((name, packing.recipe(name)) for name in packing.program.params())
+    return {name for name, recipe in made if any(share.cuts(v.name) for v in recipe.params)}
+
+
+def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
+    """Return those of an engine's weight files that a rank reads: its own, and what all share."""
+    named = [(f, _OF_RANK.match(f.name)) for f in files]
+    return sorted(f for f, own in named if own is None or int(own[1]) == rank)
+
+
+def write_shares(
+    packing: Packing, params: MadeParams, ranks: int, folder: Path, progress: Any
+) -> None:
+    """Write what every rank holds once, and what is of one rank into files of its own."""
+    assert params.share
+    own = own_params(packing, params.share)
+    alike = packing.program.params().keys() - own
+    write_params(packing, params, folder, SHARD_BYTES, progress, alike)
+    for rank in range(ranks if own else 0):
+        of_rank = replace(params, share=replace(params.share, rank=rank))
+        stem = f"weights-rank{rank}of{ranks}"
+        write_params(packing, of_rank, folder, SHARD_BYTES, progress, own, stem)
+
+
 def write_params(
-    packing: Packing, source: ParamSource, folder: Path, shard_bytes: int, progress: Any
+    packing: Packing,
+    source: ParamSource,
+    folder: Path,
+    shard_bytes: int,
+    progress: Any,
+    names: Collection[str] | None = None,
+    stem: str = "weights",
 ) -> list[Path]:
-    """Write every param into safetensors shards, tensor by tensor; returns the files. `progress`
-    hears of every tenth of the bytes."""
-    params = list(packing.program.params().values())
+    """Write every param, or those of `names`, into safetensors shards, tensor by tensor; returns
+    the files. `progress` hears of every tenth of the bytes."""
+    known = packing.program.params()
+    params = [v for name, v in known.items() if names is None or name in names]
     shards: list[list[Value]] = [[]]
     for v in params:
         if shards[-1] and sum(x.type.nbytes() for x in shards[-1]) + v.type.nbytes() > shard_bytes:
@@ -283,7 +331,7 @@ def write_params(
     take = _taking_turns(source, {v.name: v.type.nbytes() for v in params}, progress)
     for i, shard in enumerate(shards):
         table = {v.name: _stored_as(v) for v in shard}
-        path = folder / f"weights-{i:05d}.safetensors"
+        path = folder / f"{stem}-{i:05d}.safetensors"
         tensorfile.write_tensors(path, table, take)
         files.append(path)
     return files

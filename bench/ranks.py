@@ -1,0 +1,109 @@
+"""Decode steps of an engine of several ranks, and what of them is exchange.
+
+    torchrun --nproc-per-node N bench/ranks.py ENGINE [--steps 10000] [--batch 1] [--save]
+
+Every step is one of a session that begins anew where it is full. `exchange` is the time of the
+first rank in the messages of a step, waiting for the others included; `call` that of telling them
+the step. --save writes bench/results/ranks.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import save
+
+import g4ir
+from g4ir.bench.stats import median
+from g4ir.engine.engine import Engine
+from g4ir.parallel import group as groups
+from g4ir.ui.table import aligned
+
+#: steps that are not counted
+WARM = 20
+
+
+class Clock:
+    """Adds up the seconds of calls to functions, between two looks at it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self.calls += 1
+
+        return call
+
+    def look(self) -> tuple[float, int]:
+        found = self.seconds, self.calls
+        self.seconds, self.calls = 0.0, 0
+        return found
+
+
+def steps(engine: Engine, group: groups.Group, count: int, batch: int) -> list[tuple[float, ...]]:
+    """Return of each step its seconds, those of its exchanges, their number, those of the call."""
+    exchange, call = Clock(), Clock()
+    for op, function in [*groups.EXCHANGES.items()]:
+        groups.EXCHANGES[op] = exchange.timed(function)
+    group.tell = call.timed(group.tell)  # type: ignore[method-assign]
+    session, tokens, rows = engine.session(batch), torch.full((batch,), 7), []
+    for i in range(WARM + count):
+        if int(session.length.max()) == engine.limits.max_seq:
+            session.reset()
+        exchange.look(), call.look()
+        start = time.perf_counter()
+        session.decode(tokens)
+        took = time.perf_counter() - start
+        if i >= WARM:
+            rows.append((took, *exchange.look(), call.look()[0]))
+    return rows
+
+
+def summary(engine: Engine, rows: list[tuple[float, ...]]) -> str:
+    """Return a table of medians and of the slowest in a hundred, in milliseconds."""
+    messages = int(rows[0][2])
+    parts = {
+        "step": [r[0] for r in rows],
+        "exchange": [r[1] for r in rows],
+        "a message": [r[1] / messages for r in rows],
+        "call": [r[3] for r in rows],
+        "programs": [r[0] - r[1] - r[3] for r in rows],
+    }
+    table = [("", "median ms", "p99 ms")] + [
+        (name, f"{median(v) * 1e3:.3f}", f"{sorted(v)[len(v) * 99 // 100] * 1e3:.3f}")
+        for name, v in parts.items()
+    ]
+    head = f"{engine!r}\n{len(rows)} decode steps of {engine.ranks} ranks, {messages} messages each"
+    return f"{head}\n\n{aligned(table)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    with g4ir.join() as group:
+        if group.rank:
+            g4ir.follow(group)
+            return
+        with g4ir.load_engine(args.engine) as engine:
+            text = summary(engine, steps(engine, group, args.steps, args.batch))
+    print(text)
+    if args.save:
+        save("ranks", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The ranks of a model as processes that torchrun starts: who one is, and what they exchange.
+
+    with join() as group:
+        follow(group) if group.rank else lead()
+
+Rank 0 leads: it reads and prints, and tells the others what to compute (`tell`, `heard`), at last
+that nothing more comes. What a step exchanges goes through torch's own process group, NCCL on CUDA
+and gloo elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError, MissingError, RankError
+from g4ir.ir.graph import Node
+from g4ir.ir.interpret import run_node
+from g4ir.ops.base import wide
+from g4ir.ops.types import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+#: seconds that ranks wait for one another, unless something else is said
+TIMEOUT_S = 300.0
+#: followers wait so long for the leader's next call, which may be a user's
+FOREVER = timedelta(days=365)
+#: bytes of a call that travel in one message: those of a decode step; what is longer needs a second
+FRAME = 1 << 15
+#: sums of up to so many bytes are made by each rank, of what all have: one exchange, in order of
+#: rank; larger ones where each rank adds a part of them
+GATHERED = 1 << 18
+#: how often is looked whether a process ended, where a connection broke, and seconds in between
+SETTLED, LOOK_S = 30, 0.01
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process of several: its rank, how many there are, and its number on this machine."""
+
+    rank: int
+    ranks: int
+    local: int
+
+
+def launched() -> Launch | None:
+    """Return what torchrun says of this process; None where it started none, or one alone."""
+    said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if not all(text.isdecimal() for text in said[:2]) or int(said[1]) < 2:
+        return None
+    return Launch(int(said[0]), int(said[1]), int(said[2] or said[0]))
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended: of another machine nothing is."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return state == "Z"  # nobody has taken note of its end
+
+
+class Group:
+    """All ranks, this one among them. One thread at a time, and the same calls on every rank."""
+
+    def __init__(self, launch: Launch, timeout_s: float, on_gpus: bool) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
+        #: whether this rank has a GPU of its own, and NCCL
+        self.on_gpus = on_gpus
+        #: whether the ranks no longer do the same, and why, where one is lost
+        self.broken = False
+        self.lost: RankError | None = None
+        #: for what all ranks have; held by the thread of rank 0 that tells a call
+        self.numbers, self.turn = itertools.count(1), threading.RLock()
+        self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._processes: tuple[Process, ...] = ()
+        mine = [socket.gethostname(), os.getpid()]
+        said = self.gathered(mine)
+        self._processes = tuple(Process(i, *who) for i, who in enumerate(said))
+
+    # --- sums of a step -----------------------------------------------------------------------
+
+    def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
+        """Run an op as `interpret` does, what ranks exchange among them too."""
+        exchange = EXCHANGES.get(n.op)
+        return exchange(self, tensors) if exchange else run_node(n, tensors)
+
+    def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the sums over ranks of tensors of one dtype, in one message; see the op."""
+        import torch
+
+        flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        total = self._gathered_sum(flat) if flat.nbytes <= GATHERED else self._shared_sum(flat)
+        sizes = [x.numel() for x in parts]
+        pieces = total.to(flat.dtype).split(sizes)
+        return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
+
+    def _gathered_sum(self, x: torch.Tensor) -> torch.Tensor:
+        total, *others = map(wide, self._all(x))
+        for part in others:
+            total = total + part
+        return total
+
+    def _shared_sum(self, x: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        total = wide(x).clone()
+        with self._watched():
+            dist.all_reduce(total)
+        return total
+
+    def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return a tensor with those of all ranks behind one another in its last dim."""
+        import torch
+
+        (x,) = parts
+        return (torch.cat(self._all(x), -1),)
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        out = list(torch.empty((self.ranks, *x.shape), dtype=x.dtype, device=x.device))
+        with self._watched():
+            dist.all_gather(out, x.contiguous())
+        return out
+
+    # --- words --------------------------------------------------------------------------------
+
+    def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send the followers a call, of plain values, and tensors with it."""
+        import torch
+
+        wait = timedelta(seconds=self.timeout_s)
+        held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
+        text = json.dumps([call, types]).encode()
+        sizes = torch.tensor([len(text), sum(t.nbytes for t in held.values())])
+        words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        data = [t.reshape(-1).view(torch.uint8) for t in held.values()]
+        message = torch.cat([sizes.view(torch.uint8), words, *data])
+        frame = torch.zeros(FRAME, dtype=torch.uint8)
+        frame[: len(message)] = message[:FRAME]
+        self._broadcast(frame, wait)
+        if len(message) > FRAME:
+            self._broadcast(message[FRAME:], wait)
+
+    def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Wait for the leader's next call; return it and its tensors, on the host. The last is an
+        empty one."""
+        import torch
+
+        message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
+        text, data = message[:16].view(torch.int64).tolist()
+        whole = 16 + text + data
+        if whole > FRAME:
+            rest = self._broadcast(torch.empty(whole - FRAME, dtype=torch.uint8))
+            message = torch.cat((message, rest))
+        call, types = json.loads(message[16 : 16 + text].numpy().tobytes())
+        tensors, at = {}, 16 + text
+        for name, (kind, shape) in types.items():
+            dtype = torch_dtype(kind)
+            made = torch.empty(shape, dtype=dtype)
+            own = message[at : at + made.nbytes]
+            made.reshape(-1).view(torch.uint8).copy_(own)
+            tensors[name], at = made, at + made.nbytes
+        return call, tensors
+
+    def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
+        import torch.distributed as dist
+
+        with self._watched():
+            work = dist.broadcast(x, 0, group=self._calls, async_op=True)
+            assert work
+            work.wait(wait)
+        return x
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return what each rank gives, plain values, in order of rank."""
+        import torch
+        import torch.distributed as dist
+
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        with self._watched():
+            dist.all_gather(sizes, torch.tensor([len(text)]), group=self._calls)
+        most = max(int(n) for n in sizes)
+        own = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
+        texts = [torch.empty_like(own) for _ in sizes]
+        with self._watched():
+            dist.all_gather(texts, own, group=self._calls)
+        return [json.loads(t.numpy().tobytes()) for t in texts]
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A context in which an exchange that fails is a RankError that says who is gone."""
+        if self.broken:
+            raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
+        try:
+            yield
+        except RuntimeError as e:
+            raise self._failed(self._why(str(e))) from e
+
+    def _others(self) -> list[Process]:
+        return [p for p in self._processes if p.rank != self.rank]
+
+    def _gone(self) -> str | None:
+        """Return which other ranks are known to have ended, in words."""
+        gone = [str(p) for p in self._others() if p.ended]
+        said = f"{' and '.join(gone)} ended; see what it said, and start all ranks again"
+        return said if gone else None
+
+    def check(self) -> None:
+        """Raise RankError where another rank is lost."""
+        if self.lost:
+            raise self.lost
+        if gone := self._gone():
+            raise self._failed(gone)
+
+    def _failed(self, why: str) -> RankError:
+        self.broken = True
+        self.lost = RankError(f"rank {self.rank}: {why}")
+        return self.lost
+
+    def _why(self, error: str) -> str:
+        for _ in range(SETTLED):
+            if gone := self._gone():
+                return gone
+            time.sleep(LOOK_S)
+        others = self._others()
+        first = error.splitlines()[0].removeprefix("[")[:200]
+        if "imed out" in error or "imeout" in error:
+            who = " or ".join(map(str, others))
+            return (
+                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {who}; start all "
+                f"ranks again"
+            )
+        far = ", ".join(map(str, others)) or "the others"
+        return f"the connection to {far} broke: {first}; start all ranks again"
+
+    def close(self) -> None:
+        """Leave the group, unless an exchange may still be under way, which would be waited for:
+        that ends with the process."""
+        import torch.distributed as dist
+
+        if not self.broken:
+            if self.rank == 0:
+                self.tell([], {})
+            self.broken = True
+            dist.destroy_process_group()
+
+
+#: op -> what the ranks do for it
+EXCHANGES: dict[str, Callable[[Group, Sequence[Any]], tuple[Any, ...]]] = {
+    "all_reduce": Group.all_reduce,
+    "all_gather": Group.all_gather,
+}
+#: the group that this process is in: torch, too, has one for each process
+_joined: list[Group] = []
+
+
+def current() -> Group | None:
+    """Return the group that this process has joined."""
+    return _joined[-1] if _joined else None
+
+
+@contextmanager
+def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
+    """A context in which this process is one of those that torchrun started; all of them wait for
+    one another, and then in each exchange, at most so many seconds. InputError where torchrun
+    started none; MissingError where they cannot talk; RankError where one does not come."""
+    launch = launched()
+    if launch is None:
+        raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
+    if not 0 < timeout_s <= FOREVER.total_seconds():
+        raise InputError(f"--rank-timeout {timeout_s:g}: expected seconds above 0")
+    if _joined:
+        raise InputError("this process has joined its group already")
+    group = Group(launch, timeout_s, _connect(launch, timeout_s))
+    _joined.append(group)
+    try:
+        yield group
+    finally:
+        _joined.remove(group)
+        group.close()
+
+
+def _connect(launch: Launch, timeout_s: float) -> bool:
+    """Make torch's default group: gloo, and NCCL for what lies on a GPU of this rank's own. Return
+    whether it has one."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise MissingError("this torch has no gloo, by which ranks talk; install one that has")
+    on_gpus = launch.local < torch.cuda.device_count() and dist.is_nccl_available()
+    if on_gpus:
+        torch.cuda.set_device(launch.local)
+    backend, wait = "cpu:gloo,cuda:nccl" if on_gpus else "gloo", timedelta(seconds=timeout_s)
+    who = f"rank {launch.rank} of {launch.ranks}"
+    try:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=wait))
+        named = dist.PrefixStore("g4ir", store)
+        dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=wait)
+    except (dist.DistStoreError, dist.DistNetworkError) as e:
+        raise RankError(f"{who}: not all came within {timeout_s:g} s: {_first(e)}") from e
+    except (RuntimeError, ValueError) as e:
+        raise MissingError(
+            f"{who}: the ranks cannot reach each other: {_first(e)}; name a network interface that "
+            f"they share: GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
+        ) from e
+    return on_gpus
+
+
+def _first(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]

@@ -1,0 +1,43 @@
+"""The part of a model's weights that one rank of several has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from g4ir.spec.record import Spec
+
+from .table import FIRST, Part, first_expert, part_of
+
+
+@dataclass(frozen=True)
+class Share:
+    """Weights of rank `rank` of `ranks`; with `ep` it has some of the experts."""
+
+    spec: Spec
+    rank: int
+    ranks: int
+    ep: bool = False
+
+    def cuts(self, param: str) -> bool:
+        """Whether ranks have different parts of a param."""
+        return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
+
+    def source(self, param: str) -> str:
+        """Return the param of the whole model that a param of a rank is cut from."""
+        part = self._part(param)
+        return part.source if part else param
+
+    def own(self, param: str, read: Callable[[str], Any]) -> Any:
+        """Return the rank's part of a param; `read` gives those of the whole model."""
+        if param == FIRST:
+            import torch
+
+            return torch.tensor([first_expert(self.spec, self.rank, self.ranks)])
+        part = self._part(param)
+        made = read(part.source if part else param)
+        return part.cut(made, self.rank, self.ranks).contiguous() if part else made
+
+    def _part(self, param: str) -> Part | None:
+        return part_of(self.spec, param, self.ep) if self.ranks > 1 else None

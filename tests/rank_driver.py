@@ -1,0 +1,142 @@
+"""A process of several: does with an engine what a test asks for, on the first rank; the others
+follow. `python -m tests.rank_driver ENGINE TASK OUT [--compiled]`, started by torchrun or alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.engine.engine import Engine
+from g4ir.engine.slots import Job, Slots
+from g4ir.ir.graph import Node, Value
+from g4ir.ops.types import Type, dtype_name
+from g4ir.parallel.group import FRAME, GATHERED, Group
+from g4ir.parallel.lockstep import _all_reduce
+from tests.uncompiled import uncompiled
+
+PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
+#: more than a chunk, in two rows of different length, then tokens one by one
+STEPS = 5
+#: said when a prompt or an answer is under way
+BEGUN = "begun"
+
+
+def check_exchanges(group: Group) -> None:
+    """Sums are those that the definition makes, whichever way they take; a call arrives whole."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for size in (12, GATHERED):
+            g = torch.Generator().manual_seed(size)
+            parts = torch.randn(group.ranks, 2, size, generator=g, dtype=torch.float64).to(dtype)
+            ours, words = parts[group.rank], {"ranks": group.ranks}
+            values = [Value(f"x{i}", Type(dtype_name(dtype), (size,))) for i in range(2)]
+            n = Node("all_reduce", tuple(values), tuple(values), words)
+            wants = _all_reduce(n, [[*p] for p in parts])[group.rank]
+            for got, want in zip(group.run_node(n, [*ours]), wants, strict=True):
+                assert torch.equal(got, want) or size > 12, (dtype, size)
+                assert torch.allclose(got, want, 2**-7 if dtype.itemsize == 2 else 1e-5, 1e-5)
+            (joined,) = group.all_gather([ours])
+            assert torch.equal(joined, torch.cat([*parts], -1))
+    sent = {"a": torch.arange(FRAME), "b": torch.ones(2, 3, dtype=torch.bool), "c": torch.zeros(0)}
+    if group.rank == 0:
+        group.tell(["x", 1, None], sent)
+        return
+    call, tensors = group.heard()
+    assert call == ["x", 1, None] and tensors.keys() == sent.keys()
+    assert all(torch.equal(t, sent[name]) for name, t in tensors.items())
+
+
+def logits(engine: Engine) -> dict[str, torch.Tensor]:
+    """Logits after a prompt and after single steps of two rows, one of which is taken back and
+    replaced by a copy of the other."""
+    session = engine.session(2)
+    longest = max(map(len, PROMPTS))
+    tokens = torch.tensor([p + [0] * (longest - len(p)) for p in PROMPTS])
+    rows = [session.prefill(tokens, torch.tensor([len(p) for p in PROMPTS]))]
+    for i in range(STEPS):
+        rows.append(session.decode(torch.tensor([7 + i, 9 + i])))
+    kept = session.snapshot()
+    rows.append(session.decode(torch.tensor([1, 2])))
+    session.restore(kept)
+    session.clear([1])
+    session.copy_row(session, 0, 1)
+    rows.append(session.decode(torch.tensor([3, 3])))
+    return {f"{i}": r for i, r in enumerate(rows)}
+
+
+def answers(engine: Engine) -> dict[str, Any]:
+    """Tokens that are chosen in all ways, and what the engine says of itself."""
+    slots = Slots(engine)
+    tickets = [slots.submit(Job(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
+    while slots.busy:
+        slots.step()
+    said = {
+        "greedy": engine.generate(PROMPTS, 8),
+        "drawn": engine.generate(PROMPTS, 8, temperature=0.9, top_p=0.95, seed=11),
+        "rows": [t.answers[0].tokens for t in tickets],
+        "cache": engine.session(1).nbytes(),
+        "verified": verify_engine(engine).ok if engine.ranks > 1 else True,
+    }
+    slots.close()
+    return said
+
+
+def all_of_it(engine: Engine, out: Path) -> None:
+    """Write the logits and the answers; load the engine again, as a second one."""
+    with torch.no_grad():
+        save_file(logits(engine), out.with_suffix(".safetensors"))
+    said = answers(engine)
+    with g4ir.load_engine(engine.path) as other:
+        said["again"] = other.generate(PROMPTS[1], 4)
+    out.write_text(json.dumps(said))
+
+
+def prefill(engine: Engine, out: Path) -> None:
+    """Read prompts until somebody dies."""
+    session = engine.session(1)
+    while True:
+        session.reset()
+        for _ in session.append_steps(torch.full((1, 60), 7)):
+            print(BEGUN, flush=True)
+
+
+def decode(engine: Engine, out: Path) -> None:
+    """Answer until somebody dies."""
+    while True:
+        engine.generate([2, 5], 50, stop_ids=(), on_token=lambda token: print(BEGUN, flush=True))
+
+
+TASKS: dict[str, Callable[[Engine, Path], None]] = {
+    "all": all_of_it,
+    "prefill": prefill,
+    "decode": decode,
+}
+
+
+def main(path: str, task: str, out: str, *flags: str) -> int:
+    programs = nullcontext() if "--compiled" in flags else uncompiled()
+    with programs, g4ir.join(timeout_s=20) as group:
+        if task == "all":
+            check_exchanges(group)
+        if group.rank:
+            g4ir.follow(group)
+            return 0
+        with g4ir.load_engine(path, trust=True) as engine:
+            TASKS[task](engine, Path(out))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except g4ir.G4Error as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)

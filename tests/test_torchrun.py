@@ -1,0 +1,372 @@
+"""Engines of several ranks, in as many processes on this machine: as one rank computes, and what
+becomes of the others where one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import g4ir
+from g4ir.cli import main
+from g4ir.engine.artefact import open_artefact
+from g4ir.engine.load import _check_gpu
+from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.parallel.group import Launch, Process, join, launched
+from g4ir.plan.plan import make_plan
+from g4ir.spec.record import load_spec
+from g4ir.weights.pack import StoredParams, rank_files
+from tests.cli_tools import refused
+from tests.engines import random_checkpoint
+from tests.oracle import relative
+from tests.rank_driver import BEGUN, answers, logits
+from tests.uncompiled import uncompiled
+
+ROOT = Path(__file__).parents[1]
+LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 8, "max_batch": 2}
+#: seconds in which all processes have ended
+ENDED_S = 60.0
+
+
+def built(out: Path, name: str, ranks: int, backend: str, compiled: bool = False) -> Path:
+    """An engine of random weights, written into its folder."""
+    checkpoint = out.parent / f"{name}-checkpoint"
+    if not checkpoint.exists():
+        random_checkpoint(checkpoint, name)
+    with nullcontext() if compiled else uncompiled():
+        options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS}
+        g4ir.build(None, out, tp=ranks, **options).close()
+    return out
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def surroundings(**more: str) -> dict[str, str]:
+    """The environment of a process that talks on this machine alone."""
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def torchrun(ranks: int, *words: str | Path) -> str:
+    """Run the driver in so many processes; returns what they wrote on stderr, should one fail."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command += ["-m", "tests.rank_driver", *map(str, words)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=surroundings(), capture_output=True, text=True, timeout=600
+    )
+    return done.stderr if done.returncode else ""
+
+
+@dataclass
+class Started:
+    """Processes by rank, each with the files that it writes to."""
+
+    processes: list[subprocess.Popen[str]]
+
+    def begun(self) -> None:
+        """Wait until the first rank has something under way."""
+        out = self.processes[0].stdout
+        assert out and out.readline().strip() == BEGUN, self.said(0)
+
+    def ended(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        until = time.monotonic() + ENDED_S
+        return [p.wait(max(0.1, until - time.monotonic())) for p in self.processes]
+
+    def said(self, rank: int) -> str:
+        err = self.processes[rank].stderr
+        assert err
+        return err.read()
+
+
+@contextmanager
+def started(
+    ranks: int, *words: str | Path, places: Sequence[Path] = (), **more: str
+) -> Iterator[Started]:
+    """The driver in so many processes, as torchrun would start them: but none is ended with
+    another, and each has an exit code to look at. `places`: the folder of each."""
+    port, command = str(free_port()), [sys.executable, "-m", "tests.rank_driver", *map(str, words)]
+    made = [
+        subprocess.Popen(
+            command,
+            cwd=places[rank] if places else ROOT,
+            env=surroundings(
+                **more,
+                RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                LOCAL_RANK=str(rank),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        yield Started(made)
+    finally:
+        for p in made:
+            p.kill()
+            p.communicate()
+
+
+def check_against_one(folder: Path, name: str, ranks: int, backend: str, compiled: bool) -> None:
+    """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
+    one = built(folder / "one", name, 1, "reference")
+    several = built(folder / "several", name, ranks, backend, compiled)
+    flags = ["--compiled"] * compiled
+    assert not torchrun(ranks, several, "all", folder / "said.json", *flags)
+    got = json.loads((folder / "said.json").read_text())
+    with g4ir.load_engine(one) as engine, torch.no_grad():
+        want, rows = answers(engine), logits(engine)
+        want["again"] = engine.generate([2, 33], 4)
+    planned = make_plan(load_spec(name), ctx=LIMITS["max_seq"], tp=ranks).ranks
+    assert planned
+    assert got.pop("cache") == planned.rows[0].cache < want.pop("cache")
+    assert got == want
+    for i, row in load_file(folder / "said.safetensors").items():
+        assert float(relative(row, rows[i]).max()) < 1e-4
+
+
+def test_two_ranks_are_as_one(tmp_path: Path) -> None:
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, ranks, backend",
+    [
+        ("tiny-dense", 2, "torch"),
+        ("tiny-moe", 4, "torch"),
+        ("tiny-ple", 4, "torch"),
+        ("tiny-ple", 2, "reference"),
+    ],
+)
+def test_compiled_ranks_are_as_one(tmp_path: Path, name: str, ranks: int, backend: str) -> None:
+    check_against_one(tmp_path, name, ranks, backend, compiled=True)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
+    """What all ranks hold alike lies in the folder once."""
+    path = built(tmp_path / "engine", "tiny-moe", 2, "reference")
+    found = open_artefact(path, check_weights=True)
+    tables = {v.name for v in found.packing.program.graphs["embed"].params}
+    files = sorted(path.glob("*.safetensors"))
+    assert [f.name for f in files] == [
+        "weights-00000.safetensors",
+        "weights-rank0of2-00000.safetensors",
+        "weights-rank1of2-00000.safetensors",
+    ]
+    planned = make_plan(load_spec("tiny-moe"), ctx=64, tp=2, memory=None).ranks
+    assert planned and found.manifest.ranks == 2
+    sizes = [
+        sum(params.tensor(name).nbytes for name in found.packing.program.params().keys() - tables)
+        for params in (StoredParams.open(rank_files(files, rank)) for rank in range(2))
+    ]
+    assert sizes == [planned.weights] * 2
+    heads = [load_file(f)["head.w"] for f in files[1:]]
+    whole = load_file(files[0])["embed.table"]
+    assert torch.equal(torch.cat(heads), whole)
+
+
+def test_a_seed_gives_the_same_parts(tmp_path: Path) -> None:
+    """Weights that are made at load are those that a build would pack."""
+    from g4ir.parallel.share import Share
+    from g4ir.weights.pack import MadeParams
+    from g4ir.weights.random import RandomCheckpoint
+
+    path = built(tmp_path / "engine", "tiny-ple", 2, "reference")
+    found = open_artefact(path, rank=1)
+    source = RandomCheckpoint(found.spec, 0, torch.float32)
+    made = MadeParams(found.packing, source, share=Share(found.spec, 1, 2))
+    assert found.stored and found.rank == 1
+    for name in found.packing.program.params():
+        assert torch.equal(made.tensor(name), found.stored.tensor(name)), name
+
+
+def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
+    options = {"backend": "reference", "random_weights": 0, **LIMITS}
+    engine = g4ir.build("tiny-dense", tmp_path / "engine", tp=2, **options)
+    assert engine.ranks == 2 and "tiny-dense" in repr(engine)
+    said = (
+        "was built for 2 ranks, and 1 is running; start it by torchrun --nproc-per-node 2 "
+        "-m g4ir ..., or build it again with --tp 1"
+    )
+    for asks in (engine.session, lambda: engine.generate([2], 2)):
+        with pytest.raises(InputError, match=re.escape(said)):
+            asks()
+    with pytest.raises(EngineError, match=re.escape(said)):
+        g4ir.load_engine(engine.path)
+    assert said in refused("run", engine.path, "--tokens", "2")
+    assert main(["show", str(engine.path), "--collectives"]) == 0
+    with pytest.raises(InputError, match="each of the 2 ranks"):
+        engine.param("L0.attn.wq")
+
+
+# --- a rank that dies -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("two") / "engine", "tiny-dense", 2, "reference")
+
+
+def check_that_all_end(engine: Path, out: Path, task: str, killed: int, how: int) -> str:
+    """End a rank in the middle of a task; returns what the other says."""
+    with started(2, engine, task, out) as ranks:
+        ranks.begun()
+        ranks.processes[killed].send_signal(how)
+        other = 1 - killed
+        if how == signal.SIGSTOP:
+            assert ranks.processes[other].wait(ENDED_S) == 4
+            ranks.processes[killed].kill()
+        codes = ranks.ended()
+        assert codes[killed] == -signal.SIGKILL and codes[other] == 4, ranks.said(other)
+        return ranks.said(other)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("task", ["prefill", "decode"])
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_rank_ends_the_others(
+    engine_of_two: Path, tmp_path: Path, task: str, killed: int
+) -> None:
+    said = check_that_all_end(engine_of_two, tmp_path / "out", task, killed, signal.SIGKILL)
+    assert f"error: rank {1 - killed}: rank {killed} (process " in said and " ended; " in said
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_given_up(engine_of_two: Path, tmp_path: Path) -> None:
+    said = check_that_all_end(engine_of_two, tmp_path / "out", "decode", 1, signal.SIGSTOP)
+    assert "error: rank 0: no answer within 20 s (--rank-timeout) from rank 1 (process" in said
+
+
+# --- ranks that do not go together ----------------------------------------------------------------
+
+
+def codes_and_words(*words: str | Path, **more: Any) -> tuple[list[int], str]:
+    """Exit codes of two ranks, and what both say."""
+    with started(2, *words, **more) as ranks:
+        return ranks.ended(), ranks.said(0) + ranks.said(1)
+
+
+@pytest.mark.full
+def test_an_interface_that_is_not_there(engine_of_two: Path, tmp_path: Path) -> None:
+    words = engine_of_two, "decode", tmp_path / "out"
+    codes, said = codes_and_words(*words, GLOO_SOCKET_IFNAME="nope0")
+    assert (
+        codes == [3, 3] and "nope0; name a network interface that they share: GLOO_SOCKET" in said
+    )
+
+
+@pytest.mark.full
+def test_ranks_of_different_engines(engine_of_two: Path, tmp_path: Path) -> None:
+    """Each machine has its own folder, of the same name."""
+    words, folder = ("engine", "decode", tmp_path / "out"), tmp_path / "here"
+    places = [folder / str(rank) for rank in range(2)]
+    shutil.copytree(engine_of_two, places[0] / "engine")
+    places[1].mkdir()
+    codes, said = codes_and_words(*words, places=places)
+    assert codes == [2, 0] and "error: rank 1: engine is no engine directory" in said
+    options = {"backend": "reference", "random_weights": 1, **LIMITS}
+    g4ir.build("tiny-dense", places[1] / "engine", tp=2, **options)
+    codes, said = codes_and_words(*words, places=places)
+    assert codes == [2, 0] and "error: engine: rank 1 has another engine there, of digest" in said
+
+
+def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
+    found = open_artefact(engine_of_two)
+    on_cuda = replace(found, manifest=replace(found.manifest, device="cuda"))
+    alone = SimpleNamespace(rank=1, on_gpus=False)
+    with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
+        _check_gpu(on_cuda, alone)  # type: ignore[arg-type]
+    for group in (SimpleNamespace(rank=1, on_gpus=True), None):
+        _check_gpu(on_cuda, group)  # type: ignore[arg-type]
+    _check_gpu(found, alone)  # type: ignore[arg-type]
+
+
+# --- what starts them -----------------------------------------------------------------------------
+
+
+def set_launch(patch: pytest.MonkeyPatch, rank: str, ranks: str) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": "0"}.items():
+        patch.setenv(name, value)
+
+
+LAUNCHES = {("0", "2"): Launch(0, 2, 0), ("0", "1"): None, ("", ""): None, ("a", "2"): None}
+
+
+@pytest.mark.parametrize("said", LAUNCHES)
+def test_what_torchrun_says(said: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch, *said)
+    assert launched() == LAUNCHES[said[0], said[1]]
+
+
+def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="this process is alone; start several"), join():
+        pass
+    set_launch(monkeypatch, "0", "2")
+    with pytest.raises(InputError, match="--rank-timeout 0: expected seconds"), join(timeout_s=0):
+        pass
+
+
+def test_a_verb_of_one_process_is_not_run_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch, "1", "2")
+    monkeypatch.setattr("g4ir.ui.console.leave", lambda code: None)  # it ends the process
+    assert "this verb is for one: call g4ir" in refused("plan", "--variant", "e2b")
+
+
+def test_an_end_is_known_of_processes_here_alone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    here = socket.gethostname()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert Process(1, here, child.pid).ended  # nobody has asked for its code yet
+    child.wait()
+    assert Process(1, here, child.pid).ended
+    assert not Process(1, here, os.getpid()).ended
+    assert not Process(1, "elsewhere", child.pid).ended
+
+
+@pytest.mark.full
+def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun prints there is what it prints."""
+    text = (ROOT / "docs" / "guide.md").read_text()
+    found = re.search(r"^\$ torchrun (.*)\n(.*)$", text, re.M)
+    assert found
+    monkeypatch.chdir(tmp_path)
+    options = {"backend": "reference", "random_weights": 0}
+    g4ir.build("tiny-moe", "engine-of-two", tp=2, **options)
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+    done = subprocess.run(
+        [*command, *found[1].split()],
+        env=surroundings(),
+        capture_output=True,
+        text=True,
+        timeout=ENDED_S,
+    )
+    assert done.stdout == f"{found[2]}\n", done.stderr
