@@ -298,7 +298,7 @@ def test_experts_that_are_shared_out_are_all_there(ranks: int) -> None:
 
 
 def test_a_number_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from g4ir.parallel import lockstep as module
+    from g4ir.parallel import share as module
 
     monkeypatch.setattr(module, "first_expert", lambda spec, rank, ranks: 0)
     got = together(sharded("tiny-moe", 2, ep=True), "tiny-moe", 2, torch.float64)
