@@ -99,7 +99,8 @@ def make_packing(
     """Return the graphs of an engine and what makes their params: all that follows from its specs
     and options; of several `ranks` those of one. `stored` is the backend's (Backend.stored)."""
     made = build_program(spec, all_logits, dtype, media, slack_of(options) > 0, drafter)
-    plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks)
+    plain = quantised(made, spec, recipe, dtype)
+    plain = plain if ranks == 1 else shard_program(plain, spec, ranks)
     return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 
 
