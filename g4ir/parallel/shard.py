@@ -34,6 +34,8 @@ def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Progr
     """Return each rank's program: `shard` of the graphs of the text model. Embedding tables and
     towers stay whole. InputError where `ranks` cannot share the model."""
     check_ranks(spec, ranks, ep)
+    if ranks == 1:
+        return p
     if DRAFT in p.graphs:
         raise InputError(f"--tp {ranks}: no engine of ranks drafts yet; leave out the drafter")
     return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)

@@ -24,8 +24,11 @@ class Share:
         """Whether ranks have different parts of a param."""
         return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
-    def source(self, param: str) -> str:
-        """Return the param of the whole model that a param of a rank is cut from."""
+    def source(self, param: str) -> str | None:
+        """Return the param of the whole model that a param of a rank is cut from; None: it is a
+        rank's own."""
+        if param == FIRST:
+            return None
         part = self._part(param)
         return part.source if part else param
 

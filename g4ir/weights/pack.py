@@ -185,18 +185,23 @@ class MadeParams:
         def whole(param: str) -> torch.Tensor:
             return read(checkpoint_name(param))
 
-        name = checkpoint_name(v.name)
         made = self.share.own(v.name, whole) if self.share else whole(v.name)
+        name = self._source(v) or v.name
         if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
             raise WeightsError(
                 f"{name}: codes are {made.dtype}, the engine takes {v.type.dtype}; build it again"
             )
         return cast(made, v.type.dtype, name)
 
+    def _source(self, v: Value) -> str | None:
+        """Return the tensor of the checkpoint that a param is made of; None: it is a rank's own."""
+        param = self.share.source(v.name) if self.share else v.name
+        return param and checkpoint_name(param)
+
     def release(self, param: str) -> None:
         for v in self.packing.recipe(param).params:
-            name = self.share.source(v.name) if self.share else v.name
-            self.source.release(checkpoint_name(name))
+            if name := self._source(v):
+                self.source.release(name)
 
     def close(self) -> None:
         self.source.close()
