@@ -40,17 +40,28 @@ from tests.uncompiled import uncompiled
 
 ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 8, "max_batch": 2}
+#: groups that two ranks need not share, of tiny models too
+RECIPE = """
+rules:
+- tensors: [embed.table]
+  form: int8
+- tensors: [L*.attn.w*, L*.mlp.w_*, L*.moe.gate_up, L*.moe.down]
+  form: int4
+  group: 8
+"""
 #: seconds in which all processes have ended
 ENDED_S = 60.0
 
 
-def built(out: Path, name: str, ranks: int, backend: str, compiled: bool = False) -> Path:
+def built(
+    out: Path, name: str, ranks: int, backend: str, compiled: bool = False, **more: Any
+) -> Path:
     """An engine of random weights, written into its folder."""
     checkpoint = out.parent / f"{name}-checkpoint"
     if not checkpoint.exists():
         random_checkpoint(checkpoint, name)
     with nullcontext() if compiled else uncompiled():
-        options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS}
+        options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS, **more}
         g4ir.build(None, out, tp=ranks, **options).close()
     return out
 
@@ -132,10 +143,18 @@ def started(
             p.communicate()
 
 
-def check_against_one(folder: Path, name: str, ranks: int, backend: str, compiled: bool) -> None:
+def check_against_one(
+    folder: Path,
+    name: str,
+    ranks: int,
+    backend: str,
+    compiled: bool,
+    quant: Path | None = None,
+    ep: bool = False,
+) -> None:
     """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
-    one = built(folder / "one", name, 1, "reference")
-    several = built(folder / "several", name, ranks, backend, compiled)
+    one = built(folder / "one", name, 1, "reference", quant=quant)
+    several = built(folder / "several", name, ranks, backend, compiled, quant=quant, ep=ep)
     flags = ["--compiled"] * compiled
     assert not torchrun(ranks, several, "all", folder / "said.json", *flags)
     got = json.loads((folder / "said.json").read_text())
@@ -152,6 +171,15 @@ def check_against_one(folder: Path, name: str, ranks: int, backend: str, compile
 
 def test_two_ranks_are_as_one(tmp_path: Path) -> None:
     check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("quant, ep", [(True, False), (True, True), (False, True)])
+def test_ranks_of_codes_and_of_experts(tmp_path: Path, quant: bool, ep: bool) -> None:
+    """Groups of 8 are whole on every rank, which then makes the codes that one would make."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, recipe if quant else None, ep)
 
 
 @pytest.mark.full
