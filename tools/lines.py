@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 75,
     "g4ir/ui": 812,
-    "g4ir/ops": 4145,
+    "g4ir/ops": 4250,
     "g4ir/ir": 1265,
     "passes": 1720,
     "g4ir/spec": 2500,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2130,
-    "tests": 45800,
+    "tests": 45900,
     "tools": 360,
 }
 
