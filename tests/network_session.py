@@ -84,6 +84,12 @@ def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
     return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]
 
 
+def cache_inputs(n: Node) -> list[int]:
+    """Which inputs of a node are caches, that it reads or writes."""
+    read = range(*n.definition.held(**n.attrs)) if n.definition.held else ()
+    return sorted({*read, *(i for o, i in n.definition.updates if o < len(n.outputs))})
+
+
 def tokens_held(n: Node, given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """i64[B]: how many tokens the caches of a node hold before and after it."""
     named = dict(zip(n.definition.operands, given))

@@ -323,6 +323,8 @@ def test_every_op_has_a_kind() -> None:
         "glu",
         "glu_packed",
         "linear_glu",
+        "norm_linear",
+        "dual_norm_linear",
         "scale",
         "softcap",
         "last_row",

@@ -109,6 +109,7 @@ def test_manifest(built: Engine) -> None:
         "machine",
         "dtype",
         "ranks",
+        "ep",
         "limits",
         "all_logits",
         "skipped_passes",

@@ -37,12 +37,12 @@ def kernels(report: dict[str, Any]) -> dict[str, set[str]]:
 def test_kernels_of_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
     report = shown(capsys)
     table = kernels(report)
-    assert table["attention"] == {"decode_attention"}
-    assert table["moe_mlp"] == {"router_logits", "moe_gate_up", "moe_down"}
+    assert table["qkv_attention"] == {"qkv_attention"} and "attention" not in table
+    assert table["norm_moe_mlp"] == {"norm_router", "moe_gate_up", "moe_down"}
     assert table["linear"] == {"skinny_linear", "skinny_linear_parts"}
     assert table["rope_table"] == {OTHER}
-    # Each layer: product, epilogue, attention, product, norm, three for the MLPs, norm.
-    assert report["starts"] == 30 * 9 + 2  # and the first norm and the head
+    # Each layer: attention, product, router, two for the MLPs, norm with the next product.
+    assert report["starts"] == 30 * 6 + 2  # and the first norm and product
     assert sum(r["starts"] for r in report["rows"]) == report["starts"]
 
 
@@ -51,7 +51,7 @@ def test_kernels_follow_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "moe_gate_up_sorted" in eight["moe_mlp"] & most["moe_mlp"]
     assert "skinny_linear" in most["linear"]
     assert many["moe_mlp"] == many["linear"] == {OTHER}
-    assert many["attention"] == {"decode_attention"}
+    assert many["qkv_attention"] == {"qkv_attention"}
 
 
 def test_kernels_of_prefill_and_of_latent_caches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,13 +66,18 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     """In decode no weight is dense, and codes and scales are what is counted."""
     plain, coded = shown(capsys), shown(capsys, "--quant", "int4")
     assert plain["starts"] == coded["starts"] and kernels(plain) == kernels(coded)
-    forms = [r["shape"] for r in coded["rows"] if r["kernel"] in ("skinny_linear", "moe_down")]
+    read = {"skinny_linear", "skinny_linear_parts", "dual_norm_linear", "moe_down"}
+    forms = [r["shape"] for r in coded["rows"] if r["kernel"] in read]
     assert all(shape["int4"] == 32 for shape in forms[:-1]) and forms[-1]["int8"] == 2816
     (head,) = (r for r in coded["rows"] if r["shape"].get("n") == 262144)
-    assert head["bytes"] == head["nodes"] * 262144 * (2816 + 2)
-    products = ("linear", "linear_glu")
-    sizes = [sum(r["bytes"] for r in x["rows"] if r["op"] in products) for x in (plain, coded)]
-    rest = sizes[0] - 262144 * 2816 * 2
+    norms = 4 * 2816 * 2 + 2  # and the scalar of a layer, in front of each but the first
+    assert head["bytes"] == 262144 * (2816 + 2) + norms
+    products = ("linear", "dual_norm_linear")
+    sizes = [
+        sum(r["bytes"] for r in x["rows"] if r["op"] in products) - 29 * norms
+        for x in (plain, coded)
+    ]
+    rest = sizes[0] - 262144 * 2816 * 2 - norms
     assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
     many = kernels(shown(capsys, "--quant", "int4", "--batch", "33"))
     assert many["dequantize"] == {"dequantize"} and many["linear"] == {OTHER}
@@ -82,7 +87,7 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--variant", "e2b", "--kernels"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("decode on h200, up to 1 rows: ")
-    assert any("decode_attention" in x and x.endswith("estimated") for x in lines)
+    assert any("q_attention" in x and x.endswith("estimated") for x in lines)
     assert lines[1].startswith("weights and caches to move at 1K: ")
     assert main(["show", "--variant", "e2b", "--kernels", "--context", "4K"]) == 0
     assert "to move at 4K: " in capsys.readouterr().out

@@ -36,7 +36,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
-from g4ir.ops.latent import PARTS
 from g4ir.ops.types import FLOATS, Type
 from g4ir.passes import PASSES
 from g4ir.plan.limits import Limits
@@ -46,7 +45,7 @@ from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.configs import NAMES, VARIANTS, spec_called
 from tests.engines import some_tokens
-from tests.network_session import as_declared, as_stored, in_range, tokens_held
+from tests.network_session import as_declared, as_stored, cache_inputs, in_range, tokens_held
 from tests.oracle import (
     CALM,
     Oracle,
@@ -523,15 +522,6 @@ def op_types(types: tuple[Type, ...], dtype: str) -> tuple[Type, ...]:
     )
 
 
-def caches_of(n: Node) -> set[int]:
-    """Inputs of a node that are caches."""
-    read = {
-        "attention": lambda: range(3, 5),
-        "attention_latent": lambda: range(4, 4 + len(PARTS[n.word("form")])),
-    }.get(n.op, lambda: range(0))
-    return {*read(), *(i for _, i in n.definition.updates)}
-
-
 @pytest.mark.parametrize("dtype", OP_BUDGET)
 @pytest.mark.parametrize("case", IN_NETWORKS)
 def test_ops(tmp_path: Path, case: tuple[str, int], dtype: str) -> None:
@@ -561,11 +551,11 @@ def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch
     with open(folder / export.CONSTANTS, "wb") as file:
         e = OnnxEmitter(export.Directory(folder, file))
         net = Network(e, None, limits, LOWERINGS)  # type: ignore[arg-type]
-        if caches_of(n):
+        if cache_inputs(n):
             net.env[TURNED] = e.input(TURNED, Type("i64", (len(held),)))
             feeds[TURNED] = torch.zeros_like(held)
         for i, (v, t) in enumerate(zip(n.inputs, given, strict=True)):
-            cache = i in caches_of(n)
+            cache = i in cache_inputs(n)
             net.env[v.name] = e.input(v.name, stored_type(v.type, limits) if cache else v.type)
             kind = stored_type(v.type, limits) if cache else v.type
             feeds[v.name] = as_stored(t, held, int(kind.shape[2])) if cache else t

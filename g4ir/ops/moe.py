@@ -366,6 +366,7 @@ class norm_moe_mlp:
     """
 
     budget = Budget(11, 576, "as norm_residual, then as moe_mlp")
+    kind = "experts"
 
     @staticmethod
     def infer(

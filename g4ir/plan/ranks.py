@@ -19,6 +19,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from .formats import capacity
+from .settings import for_gpu
 
 #: numbers of ranks that are compared
 COUNTS = (1, 2, 4, 8)
@@ -88,14 +89,17 @@ def plan_ranks(
     that it runs. InputError where they cannot share the model."""
     check_ranks(spec, count, ep)
 
+    plain = Program({"decode": build_graph(spec, "decode", dtype=dtype)})
+    held = quantised(plain, spec, recipe, dtype).graphs["decode"]
+
     def of(ranks: int) -> Graph:
-        plain = Program({"decode": build_graph(spec, "decode", dtype=dtype)})
-        held = quantised(plain, spec, recipe, dtype).graphs["decode"]
-        own = shard(held, spec, ranks, ep and ranks > 1)
-        return run_passes(own, skip=skip, options=options)
+        return shard(held, spec, ranks, ep and ranks > 1)
+
+    def passed(own: Graph, gpu_rows: int = 0) -> Graph:
+        return run_passes(own, skip=skip, options={**options, **for_gpu(gpu_rows)})
 
     whole = of(count)
-    g = split_prologue(whole)[1]
+    g = split_prologue(passed(whole))[1]
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
         count,
@@ -104,7 +108,9 @@ def plan_ranks(
         len(list(collectives(g))),
         sum(sent),
         model.gpu if model else None,
-        tuple(_steps(_compared(spec, {count: whole}, of, ep), shape, model)) if model else (),
+        tuple(_steps(_compared(spec, {count: whole}, of, ep), passed, shape, model))
+        if model
+        else (),
     )
 
 
@@ -122,11 +128,16 @@ def _compared(
 
 
 def _steps(
-    graphs: Mapping[int, Graph], shape: Sequence[tuple[int, int]], model: StepModel
+    graphs: Mapping[int, Graph],
+    passed: Callable[[Graph, int], Graph],
+    shape: Sequence[tuple[int, int]],
+    model: StepModel,
 ) -> Iterator[RankStep]:
-    for ranks, g in graphs.items():
+    """Predict each number of ranks by the passes for steps of so many rows on a GPU."""
+    for ranks, own in graphs.items():
+        by_rows = {batch: passed(own, batch) for batch in {b for _, b in shape}}
         for ctx, batch in shape:
-            yield RankStep(ranks, ctx, batch, model.us(g, ctx, batch))
+            yield RankStep(ranks, ctx, batch, model.us(by_rows[batch], ctx, batch))
 
 
 def _cache(g: Graph, ctx: int, batch: int) -> int:

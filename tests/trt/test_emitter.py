@@ -26,14 +26,13 @@ from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS, Sample
-from g4ir.ops.latent import PARTS
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import check_spec, load_spec
 from tests.configs import SMALL, VARIANTS, spec_called
 from tests.engines import BUDGET
-from tests.network_session import as_declared, as_stored, in_range, tokens_held
+from tests.network_session import as_declared, as_stored, cache_inputs, in_range, tokens_held
 from tests.oracle import (
     CALM,
     LIVELY,
@@ -352,17 +351,6 @@ def test_type_that_tensorrt_sees_differently() -> None:
 # --- ops --------------------------------------------------------------------------------------
 
 
-def _cache_inputs(n: Node) -> range:
-    """Which inputs are caches."""
-    if n.op == "attention":
-        return range(3, 5)
-    if n.op == "attention_latent":
-        return range(4, 4 + len(PARTS[n.word("form")]))
-    count = len(n.outputs) - (n.op == "qkv_write")
-    first = {"cache_write": 0, "qkv_write": 7}.get(n.op)
-    return range(0) if first is None else range(first, first + count)
-
-
 #: tokens of the largest chunk: no chunk of a sample then crosses the end of a ring
 ROOM = 16
 
@@ -379,17 +367,17 @@ def test_op(case: tuple[str, int]) -> None:
     inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
     made = infer(case[0], inputs, s.attrs, "y")
     n = Node(case[0], inputs, tuple(Value(f"y{i}", t) for i, t in enumerate(made)), s.attrs)
-    caches, given = _cache_inputs(n), in_range(case[0], tensors(s.types(), s))
-    state = tuple(inputs[i] for i in caches)
-    written = n.outputs[len(n.outputs) - len(caches) :] if case[0].endswith("_write") else ()
+    state = tuple(inputs[i] for i in cache_inputs(n))
+    given = in_range(case[0], tensors(s.types(), s))
+    following = dict(n.definition.updated(inputs, n.outputs))
     graph = Graph(
         "prefill",
         tuple(v for v in inputs if v not in state),
         (),
         state,
         (n,),
-        tuple(v for v in n.outputs if v not in written),
-        {v.name: w for v, w in zip(state, written)},
+        tuple(v for v in n.outputs if v not in following.values()),
+        {old.name: new for old, new in following.items()},
     )
     longest = max([int(t.max()) for t in given if not t.is_floating_point()], default=0)
     limits = Limits(4, longest + 1, ROOM)
