@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from g4ir.ui.progress import Progress
 from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
-from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
+from .programs import CHAINS, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import dense_bytes, schedule
-from .segment import Segment
+from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 #: what a program's file is called
-PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
+PROGRAM = re.compile(r"[0-9a-f]{24}\.(pt2|chain)")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
@@ -77,7 +77,18 @@ class TorchBackend(Backend):
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        return kept | {op: (files[text],) for op, text in chooses.items()}
+        chains = self._chains(steps["decode"], target, task) if has_chains(device) else {}
+        return kept | {op: (files[text],) for op, text in chooses.items()} | chains
+
+    @staticmethod
+    def _chains(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
+        """Compile the kernels of a decode step apart from its programs; none for other GPUs."""
+        if not target.gpu:
+            return {CHAINS: (None,) * len(steps)}
+        from .chain import compile_chains
+
+        folder = task.folder / "programs"
+        return {CHAINS: compile_chains(steps, target, task.limits, folder, task.progress)}
 
     def scratch_bytes(
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
@@ -127,6 +138,8 @@ def _check_programs(
     }
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
+    if has_chains(device):
+        texts[CHAINS] = texts["decode"]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
@@ -134,7 +147,8 @@ def _check_programs(
         )
     checked: set[tuple[str, str]] = set()
     for name, many in texts.items():
-        if [t is None for t in many] != [f is None for f in kept[name]]:
+        missing = [f is None for f in kept[name]]
+        if len(many) != len(missing) or (name != CHAINS and [t is None for t in many] != missing):
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"
@@ -143,7 +157,13 @@ def _check_programs(
     for file, text in sorted(checked):
         if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
-        compiler.check_program(folder / file, text)
+        if file.endswith(".pt2"):  # chains say so when they are read
+            compiler.check_program(folder / file, text)
+
+
+def has_chains(device: str) -> bool:
+    """Whether engines for a device have chains beside the programs of a decode step."""
+    return device == "cuda"
 
 
 BACKEND = TorchBackend()

@@ -229,15 +229,14 @@ def interleaved(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def overlapping(seed: int) -> Iterator[set[str]]:
+def overlapping(seed: int) -> Iterator[Queue]:
     """As `interleaved`, of kernels that begin before the ones in front have ended. They run when
-    torch touches what they do, or at the end: as on a GPU, whose queue the host does not see. The
-    set receives the names of those that do not begin early."""
+    torch touches what they do, or at the end: as on a GPU, whose queue the host does not see."""
     seen: list[Turns] = []
     draw = random.Random(seed)
     queue = Queue(_in_turns(draw, seen))
     with _stepping(seen), _grids(draw, queue.run, queue.add), ahead(), queue:
-        yield queue.late
+        yield queue
         queue.drain()
 
 
@@ -273,7 +272,8 @@ def _stepping(seen: list[Turns]) -> Iterator[None]:
 
 class Queue(TorchDispatchMode):
     """Kernels that have been started and not run; torch's own work on what they touch runs them
-    first. What the ops of kernels do beside starting them is to make room."""
+    first. What the ops of kernels do beside starting them is to make room. `late`: the names of
+    those that do not begin early."""
 
     def __init__(self, run: Callable[[list[Grid]], None]) -> None:
         super().__init__()

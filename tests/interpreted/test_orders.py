@@ -151,14 +151,14 @@ def behind_another(kernel: Kernel, sample: Sample, seed: int) -> set[str]:
     """The kernel on operands that others make right in front of it, but for its weights. Returns
     what was started that does not begin early."""
     one = Try(kernel, sample, "f32")
-    with overlapping(seed) as late, poisoned():
+    with overlapping(seed) as queue, poisoned():
         for i, text in enumerate(sample.inputs):
             x = one.rooms[i][1] if i in one.rooms else one.ours[i]
             if not text.startswith("*") and i not in sample.coded and x.element_size() > 1:
                 made_late(x)
         got = one.call(one.ours)
     one.check(got)
-    return late
+    return queue.late
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op}-{next(iter(k.starts))}")
