@@ -102,16 +102,16 @@ def by_kernels(target: Target) -> Run:
 
 
 CASES = [
-    ("tiny-dense", "one"),
-    ("tiny-ple", "one"),
-    ("tiny-moe", "one"),
-    ("tiny-moe", "ragged"),
+    ("tiny-dense+fp8", "one"),
     *(
         pytest.param(name, rows, marks=pytest.mark.covering)
         for name, rows in (
+            ("tiny-dense", "one"),
+            ("tiny-ple", "one"),
             ("tiny-ple", "ragged"),
+            ("tiny-moe", "one"),
+            ("tiny-moe", "ragged"),
             ("tiny-moe+int4", "ragged"),
-            ("tiny-dense+fp8", "one"),
             ("e2b-small", "one"),
             ("combined", "one"),
         )
