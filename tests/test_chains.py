@@ -157,6 +157,15 @@ def test_a_chain_and_what_it_is_given() -> None:
     assert len(driver.starts) == len(chain.starts)
 
 
+def test_a_kernel_that_does_not_wait_begins_behind_the_others() -> None:
+    _, chain, cubins = a_chain()
+    starts = [replace(s, waits=i != 2) for i, s in enumerate(chain.starts)]
+    driver = Listening()
+    loaded = LoadedChain(replace(chain, starts=tuple(starts)), cubins, driver, "cpu")
+    loaded.run([torch.zeros(t.bind({}).shape, dtype=torch.bfloat16) for t in loaded.types], False)
+    assert [early for *_, early in driver.starts] == [False, True, False, True, True]
+
+
 def changed(chain: Chain, **changes: Any) -> str:
     return json.dumps(asdict(chain) | changes)
 
@@ -164,11 +173,27 @@ def changed(chain: Chain, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"starts": [{"function": 99, "grid": [1, 1, 1], "operands": []}]}, "does not have"),
-        ({"starts": [{"function": 0, "grid": [1, 1, 1], "operands": ["t99+0"]}]}, "outside"),
-        ({"starts": [{"function": 0, "grid": [1, 1, 1], "operands": ["t0+999999"]}]}, "outside"),
-        ({"starts": [{"function": 0, "grid": [1, 1], "operands": []}]}, "grid"),
-        ({"starts": [{"function": 0, "grid": [1, 1, 1], "operands": ["rm"]}]}, "operands"),
+        (
+            {"starts": [{"function": 99, "waits": True, "grid": [1, 1, 1], "operands": []}]},
+            "does not have",
+        ),
+        (
+            {"starts": [{"function": 0, "waits": True, "grid": [1, 1, 1], "operands": ["t99+0"]}]},
+            "outside",
+        ),
+        (
+            {
+                "starts": [
+                    {"function": 0, "waits": True, "grid": [1, 1, 1], "operands": ["t0+999999"]}
+                ]
+            },
+            "outside",
+        ),
+        ({"starts": [{"function": 0, "waits": True, "grid": [1, 1], "operands": []}]}, "grid"),
+        (
+            {"starts": [{"function": 0, "waits": True, "grid": [1, 1, 1], "operands": ["rm"]}]},
+            "operands",
+        ),
         ({"results": [{"at": "t0+2", "type": "bf16[1,1,4096]"}]}, "outside"),
         ({"functions": []}, "does not have"),
         ({"more": 1}, "more"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
 
-#: what a program's file is called
-PROGRAM = re.compile(r"[0-9a-f]{24}\.(pt2|chain)")
+#: what a program's file is called, and a chain's
+PROGRAM, CHAIN = re.compile(r"[0-9a-f]{24}\.pt2"), re.compile(r"[0-9a-f]{24}\.chain")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
@@ -139,25 +140,27 @@ def _check_programs(
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
     if has_chains(device):
-        texts[CHAINS] = texts["decode"]
+        texts[CHAINS] = [
+            t if f else None for t, f in zip_longest(texts["decode"], kept.get(CHAINS, ()))
+        ]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
             f"{', '.join(kept)} named; build the engine again"
         )
-    checked: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str, str]] = set()
     for name, many in texts.items():
-        missing = [f is None for f in kept[name]]
-        if len(many) != len(missing) or (name != CHAINS and [t is None for t in many] != missing):
+        if [t is None for t in many] != [f is None for f in kept[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"
             )
-        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
-    for file, text in sorted(checked):
-        if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
+        checked |= {(f, t, name) for f, t in zip(kept[name], many) if f and t}
+    for file, text, name in sorted(checked):
+        pattern = CHAIN if name == CHAINS else PROGRAM
+        if not pattern.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
-        if file.endswith(".pt2"):  # chains say so when they are read
+        if name != CHAINS:  # whose files say what they were made of when they are read
             compiler.check_program(folder / file, text)
 
 

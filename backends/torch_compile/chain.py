@@ -69,9 +69,11 @@ class Function:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a kernel, by its place in the list of functions."""
+    """A start of a kernel, by its place in the list of functions; whether it waits by itself for
+    the kernels in front."""
 
     function: Size
+    waits: bool
     grid: Annotated[tuple[int, ...], Length(3, 3)]
     operands: tuple[Operand, ...]
 
@@ -144,7 +146,7 @@ def recorded_chain(
             files.append(how(launch))
         operands = tuple(places.operand(value, types.of[i]) for i, value in types.operands)
         size = (*(int(n) for n in grid), 1, 1)[:3]
-        starts.append(Start(functions[key], size, operands))
+        starts.append(Start(functions[key], meta.get("AHEAD", False), size, operands))
     returned = tuple(Result(places.operand(t, ""), str(v.type)) for t, v in zip(results, g.outputs))
     chain = Chain(
         tuple(str(v.type) for v in g.sources()),
@@ -239,7 +241,7 @@ def _parts(operand: str) -> tuple[str, ...]:
 
 
 class Driver(Protocol):
-    """What starts kernels: CUDA's driver (cuda_driver.py)."""
+    """Starts kernels, as CUDA's driver does (cuda_driver.py)."""
 
     def load(self, cubin: bytes, name: str, shared: int) -> Any: ...
 
@@ -287,7 +289,7 @@ class LoadedChain:
                 32 * function.warps,
                 function.shared,
                 [read(at) for read in readers],
-                early,
+                early and start.waits,
             )
             early = True
         return tuple(_tensor(tensors, place(at).value, at, kind) for place, kind in self.results)

@@ -92,8 +92,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Early:
-    """What stands for gap and first load in kernels that begin early, and how many of a product's
-    blocks lie on a multiprocessor."""
+    """Gap and first load of kernels that begin early, and how many blocks of a product lie on a
+    multiprocessor."""
 
     gap: InFile
     first_load: InFile

@@ -59,7 +59,7 @@ def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> A
 
 
 class _Nothing:
-    """What an instruction leaves whose result nobody reads."""
+    """Result of an instruction that nobody reads."""
 
     def get_result(self, _: int) -> Any:
         return interpreter.TensorHandle(np.zeros(1, np.int32), tl.int32)
