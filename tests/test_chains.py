@@ -16,6 +16,7 @@ import triton
 
 from g4ir.backends.torch_compile import chain as module
 from g4ir.backends.torch_compile import runtime
+from g4ir.backends.torch_compile.backend import _check_programs
 from g4ir.backends.torch_compile.chain import (
     Chain,
     LoadedChain,
@@ -27,9 +28,10 @@ from g4ir.backends.torch_compile.chain import (
     recorded_chain,
     write_chain,
 )
+from g4ir.backends.torch_compile.compile import marker
 from g4ir.backends.torch_compile.cuda_driver import EARLY, Attribute, Config, CudaDriver
 from g4ir.backends.torch_compile.kernels.resources import Assembled
-from g4ir.backends.torch_compile.programs import phase_steps
+from g4ir.backends.torch_compile.programs import CHAINS, choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError
@@ -226,6 +228,43 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(EngineError, match="build the engine again"):
         read_chain(path, text)
+
+
+def test_an_engine_names_its_chains(tmp_path: Path) -> None:
+    """One or none for each segment, by files that are there and called like a chain."""
+    built = built_program(spec_called("tiny-dense"), dtype="bf16", gpu_rows=1)
+    program = split_program(built).program
+    steps, texts = phase_steps(program, LIMITS), choice_texts(program, LIMITS)
+    names: dict[str, str] = {}
+
+    def file(text: str) -> str:
+        name = names.setdefault(text, f"{len(names):024x}.pt2")
+        (tmp_path / name).write_bytes(marker(text))
+        return name
+
+    kept: dict[str, Any] = {
+        phase: tuple(file(s.text) if isinstance(s, Segment) else None for s in many)
+        for phase, many in steps.items()
+    }
+    kept |= {op: (file(text),) for op, text in texts.items()}
+    chain = f"{0:024x}.chain"
+    (tmp_path / chain).touch()
+    many = steps["decode"]
+    layer = next(i for i, s in enumerate(many) if isinstance(s, Segment) and "attention" in s.text)
+
+    def check(chains: dict[int, str], count: int = len(many)) -> None:
+        found = {CHAINS: tuple(chains.get(i) for i in range(count))}
+        _check_programs(program, LIMITS, "cuda", tmp_path, kept | found)
+
+    check({})
+    check({layer: chain})
+    for name in ("ffff.chain", f"{1:024x}.chain", names[many[layer].text]):
+        with pytest.raises(EngineError, match=f"no program '{name}'; build the engine again"):
+            check({layer: name})
+    with pytest.raises(EngineError, match="not one for each segment"):
+        check({}, len(many) - 1)
+    with pytest.raises(EngineError, match=r"programs of prefill, .* decode chains expected"):
+        _check_programs(program, LIMITS, "cuda", tmp_path, kept)
 
 
 # --- the driver -------------------------------------------------------------------------------

@@ -235,7 +235,8 @@ def overlapping(seed: int) -> Iterator[Queue]:
     seen: list[Turns] = []
     draw = random.Random(seed)
     queue = Queue(_in_turns(draw, seen))
-    with _stepping(seen), _grids(draw, queue.run, queue.add), ahead(), queue:
+    listed = patch.object(torch.Tensor, "tolist", queue.listed)  # which torch does not dispatch
+    with _stepping(seen), _grids(draw, queue.run, queue.add), ahead(), listed, queue:
         yield queue
         queue.drain()
 
@@ -287,6 +288,16 @@ class Queue(TorchDispatchMode):
     def drain(self) -> None:
         todo, self.started = self.started, []
         run_kernels(todo, self.run)
+
+    @property
+    def listed(self) -> Callable[[torch.Tensor], Any]:
+        tolist = torch.Tensor.tolist
+
+        def call(t: torch.Tensor) -> Any:
+            self.drain()
+            return tolist(t)
+
+        return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         makes_room = func.is_view or func.namespace == "g4ir" or "empty" in func.name()
