@@ -116,7 +116,7 @@ def test_an_assembled_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [v if v == "26b-a4b" else pytest.param(v, marks=pytest.mark.covering) for v in VARIANTS],
+    [v if v == "26b-a4b" else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS],
 )
 def test_every_layer_is_a_chain(name: str) -> None:
     """Of one row and of more, but for what the library multiplies."""

@@ -104,7 +104,7 @@ def by_kernels(target: Target) -> Run:
 CASES = [
     ("tiny-dense+fp8", "one"),
     *(
-        pytest.param(name, rows, marks=pytest.mark.covering)
+        pytest.param(name, rows, marks=pytest.mark.full)
         for name, rows in (
             ("tiny-dense", "one"),
             ("tiny-ple", "one"),
