@@ -34,8 +34,7 @@ def start(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any
 
 
 def _with_ahead(kernel: Any, meta: dict[str, Any]) -> dict[str, Any]:
-    known = "AHEAD" in kernel.arg_names and _AHEAD.get()
-    return meta | {"AHEAD": True} if known else meta
+    return meta | {"AHEAD": _AHEAD.get()} if "AHEAD" in kernel.arg_names else meta
 
 
 def start_untraced(kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], **meta: Any) -> None:
