@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -348,6 +348,27 @@ def test_what_the_driver_is_told() -> None:
     assert second == (*first[:4], [], first[5])
     with pytest.raises(EngineError, match="cuModuleLoadData returned 209, no binary"):
         CudaDriver(Library(209)).load(b"", "a", 0)
+
+
+def test_steps_whose_chains_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are recorded by their programs; what fails then too is told to the caller."""
+    engine = object.__new__(runtime.TorchRuntime)
+    engine.recorded_plans = {"decode": []}
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        if engine.recorded_plans or failing:
+            raise EngineError("no such edges")
+        return work
+
+    monkeypatch.setattr(runtime, "recorded", record)
+    failing, work = False, list[int]().clear
+    assert engine._recorded(work) == work and not engine.recorded_plans
+    assert "by their programs, which is slower: no such edges" in caplog.text
+    failing = True
+    with pytest.raises(EngineError, match="no such edges"):
+        engine._recorded(work)
 
 
 def test_steps_without_a_driver_run_by_their_programs(

@@ -38,6 +38,7 @@ from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
 
 log = logging.getLogger(__name__)
+BY_PROGRAMS = "decode steps run by their programs, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
@@ -84,7 +85,7 @@ class TorchRuntime:
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(recorded) if device == "cuda" and cuda_graph else None
+        self.record = OrLaunched(self._recorded) if device == "cuda" and cuda_graph else None
         self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
         programs = {name: many for name, many in files.items() if name != CHAINS}
@@ -181,8 +182,21 @@ class TorchRuntime:
 
     def _step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
         """Return a step that makes all results of a graph, over these caches."""
-        plan = self.recorded_plans.get(phase, self.plans[phase, True])
-        return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
+        plan, plans = self.plans[phase, True], self.recorded_plans  # looked up when it is recorded
+        return lambda feeds: self._results(
+            phase, self._run_plan(plans.get(phase, plan), feeds, views)
+        )
+
+    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record a step: by its programs from now on, where it cannot be by its chains."""
+        try:
+            return recorded(work)
+        except EngineError as e:
+            if not self.recorded_plans:
+                raise
+            self.recorded_plans.clear()
+            log.warning(BY_PROGRAMS, e)
+            return recorded(work)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
@@ -337,7 +351,7 @@ def _chained(
     try:
         chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
     except EngineError as e:
-        log.warning("decode steps run by their programs, which is slower: %s", e)
+        log.warning(BY_PROGRAMS, e)
         return [*plan]
     early = followers(steps, chains)
     return [
