@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,17 @@ from g4ir.ui.progress import Progress
 from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
-from .programs import KERNELS_FILE, choice_texts, phase_steps, phases
+from .programs import CHAINS, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import dense_bytes, schedule
-from .segment import Segment
+from .segment import Segment, Step
 from .target import HOPPER, Target, find_target
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
 
-#: what a program's file is called
-PROGRAM = re.compile(r"[0-9a-f]{24}\.pt2")
+#: what a program's file is called, and a chain's
+PROGRAM, CHAIN = re.compile(r"[0-9a-f]{24}\.pt2"), re.compile(r"[0-9a-f]{24}\.chain")
 #: programs that are compiled at a time
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
@@ -77,7 +78,18 @@ class TorchBackend(Backend):
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        return kept | {op: (files[text],) for op, text in chooses.items()}
+        chains = self._chains(steps["decode"], target, task) if has_chains(device) else {}
+        return kept | {op: (files[text],) for op, text in chooses.items()} | chains
+
+    @staticmethod
+    def _chains(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
+        """Compile the kernels of a decode step apart from its programs; none for other GPUs."""
+        if not target.gpu:
+            return {CHAINS: (None,) * len(steps)}
+        from .chain import compile_chains
+
+        folder = task.folder / "programs"
+        return {CHAINS: compile_chains(steps, target, task.limits, folder, task.progress)}
 
     def scratch_bytes(
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
@@ -127,23 +139,34 @@ def _check_programs(
     }
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
+    if has_chains(device):
+        texts[CHAINS] = [
+            t if f else None for t, f in zip_longest(texts["decode"], kept.get(CHAINS, ()))
+        ]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
             f"{', '.join(kept)} named; build the engine again"
         )
-    checked: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str, str]] = set()
     for name, many in texts.items():
         if [t is None for t in many] != [f is None for f in kept[name]]:
             raise EngineError(
                 f"{folder}: the programs of {name} are not one for each segment; "
                 f"build the engine again"
             )
-        checked |= {(f, t) for f, t in zip(kept[name], many) if f and t}
-    for file, text in sorted(checked):
-        if not PROGRAM.fullmatch(file) or not (folder / file).is_file():
+        checked |= {(f, t, name) for f, t in zip(kept[name], many) if f and t}
+    for file, text, name in sorted(checked):
+        pattern = CHAIN if name == CHAINS else PROGRAM
+        if not pattern.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
-        compiler.check_program(folder / file, text)
+        if name != CHAINS:  # whose files say what they were made of when they are read
+            compiler.check_program(folder / file, text)
+
+
+def has_chains(device: str) -> bool:
+    """Whether engines for a device have chains beside the programs of a decode step."""
+    return device == "cuda"
 
 
 BACKEND = TorchBackend()

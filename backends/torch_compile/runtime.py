@@ -30,12 +30,15 @@ from ..base import Tensors, Watch
 from ..caches import Caches
 from . import pyops
 from .cuda_graph import Captured, OrLaunched, recorded
-from .programs import CANDIDATES, KERNELS_FILE, phase_steps
+from .programs import CANDIDATES, CHAINS, KERNELS_FILE, phase_steps
 from .round_loop import RoundLoop
 from .schedule import schedule
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
+
+log = logging.getLogger(__name__)
+BY_PROGRAMS = "decode steps run by their programs, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
@@ -82,10 +85,11 @@ class TorchRuntime:
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(recorded) if device == "cuda" and cuda_graph else None
+        self.record = OrLaunched(self._recorded) if device == "cuda" and cuda_graph else None
         self.any_length = _any_length(program, limits, device)
         steps = phase_steps(program, limits)
-        names = dict.fromkeys(f for many in files.values() for f in many if f)
+        programs = {name: many for name, many in files.items() if name != CHAINS}
+        names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
             _load_kernels(folder / KERNELS_FILE)
         with unpacking() as self.unpacked:
@@ -108,6 +112,11 @@ class TorchRuntime:
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
+        #: phase -> its steps where they are recorded, if these are others
+        self.recorded_plans: dict[str, list[Bound]] = {}
+        if self.record and any(files.get(CHAINS, ())):
+            plan = self.plans["decode", True]
+            self.recorded_plans["decode"] = _chained(plan, steps["decode"], files[CHAINS], folder)
 
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
@@ -173,8 +182,21 @@ class TorchRuntime:
 
     def _step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
         """Return a step that makes all results of a graph, over these caches."""
-        plan = self.plans[phase, True]
-        return lambda feeds: self._results(phase, self._run_plan(plan, feeds, views))
+        plan, plans = self.plans[phase, True], self.recorded_plans  # looked up when it is recorded
+        return lambda feeds: self._results(
+            phase, self._run_plan(plans.get(phase, plan), feeds, views)
+        )
+
+    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record a step: by its programs from now on, where it cannot be by its chains."""
+        try:
+            return recorded(work)
+        except EngineError as e:
+            if not self.recorded_plans:
+                raise
+            self.recorded_plans.clear()
+            log.warning(BY_PROGRAMS, e)
+            return recorded(work)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
@@ -268,6 +290,7 @@ class TorchRuntime:
 
     def close(self) -> None:
         self.plans.clear()
+        self.recorded_plans.clear()
         self.weights.clear()
         self.source.close()
         self.unpacked.close()
@@ -315,6 +338,26 @@ def _load_program(path: Path, device: str) -> Call:
         raise EngineError(f"{path} cannot be loaded: {_reason(e)}") from e
     call: Call = loader.run
     return call
+
+
+def _chained(
+    plan: Sequence[Bound], steps: Sequence[Step], files: Sequence[str | None], folder: Path
+) -> list[Bound]:
+    """Return a decode step with chains in the place of its programs where there are such; the plan
+    itself, with a warning, where the driver does not take them."""
+    from .chain import chained, followers, load_chains
+    from .cuda_driver import CudaDriver
+
+    try:
+        chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
+    except EngineError as e:
+        log.warning(BY_PROGRAMS, e)
+        return [*plan]
+    early = followers(steps, chains)
+    return [
+        replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
+        for i, b in enumerate(plan)
+    ]
 
 
 def _load_kernels(path: Path) -> None:

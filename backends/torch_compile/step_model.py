@@ -1,7 +1,9 @@
 """How long a recorded decode step is expected to take on a GPU that is not at hand.
 
 A step is a chain of kernels of which each needs the one before. So each costs its bytes, and what
-no bytes hide: the gap until it begins, the way of its first load, its last sum. Everything that is
+no bytes hide: the gap until it begins, the way of its first load, its last sum. Within the layers a
+kernel begins before the one in front has ended, and asks for its first weights while that one adds
+up; so does one behind an attention, which leaves memory idle most of its time. Everything that is
 not counted from the schedule is in step_model.yaml, as an optimistic and a pessimistic number, and
 so is the prediction. It needs no torch.
 """
@@ -20,6 +22,7 @@ import yaml
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Node
+from g4ir.ir.names import layer_of
 from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.spec.reader import Count, Length, build, read_tree
@@ -88,6 +91,16 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Early:
+    """Gap and first load of kernels that begin early, and how many blocks of a product lie on a
+    multiprocessor."""
+
+    gap: InFile
+    first_load: InFile
+    blocks: Count
+
+
+@dataclass(frozen=True)
 class Constants:
     """The file."""
 
@@ -95,6 +108,7 @@ class Constants:
     gap: InFile
     first_load: InFile
     last_sum: InFile
+    early: Early
     stream: InFile
     block_rate: InFile
     around: Count
@@ -169,17 +183,47 @@ def predict(
     context: int,
     path: Path = TABLE,
     way: str = ONE_SHOT,
+    early: bool = True,
 ) -> Prediction:
     """Return the predicted step by the constants of a file; `moved`: bytes of weights and caches by
-    a node's first result; `way` of WAYS: how ranks exchange. InputError for a GPU or a number of
-    ranks without constants."""
+    a node's first result; `way` of WAYS: how ranks exchange; `early`: whether kernels of layers
+    begin before those in front have ended. InputError for a GPU or a number of ranks without
+    constants."""
     c = read_constants(path)
     if s.target.gpu not in c.gpus:
         known = ", ".join(c.gpus)
         raise InputError(f"{path}: nothing on {s.target.gpu or 'this device'}, only on {known}")
     card = c.gpus[s.target.gpu]
     model = _Model(c, card, s, moved, context, path, way)
-    return Prediction(tuple(model.launches()), sum(moved.values()), card.copy, s.target.gpu)
+    works = [*model.works()]
+    launches = tuple(
+        Launch(w.kernel, w.node, w.nbytes, model.us(w, front if early else None))
+        for front, w in zip([None, *works], works)
+    )
+    return Prediction(launches, sum(moved.values()), card.copy, s.target.gpu)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A kernel by what its time is made of: `own` microseconds, which of one of ours are beside
+    gap, first load, last sum and the reading of its bytes at a rate (0: it is in `own`). It asks
+    for `ahead` bytes before it waits for the kernel in front; while it leaves memory `idle`, the
+    next one may ask for its own."""
+
+    kernel: str
+    node: str
+    nbytes: int
+    own: Pair
+    ours: bool = False
+    rate: float = 0.0
+    ahead: float = 0.0
+    rests: bool = False  # makes its row while its first tiles arrive, begun early or not
+    idle: Pair = (0.0, 0.0)
+
+    @property
+    def chained(self) -> bool:
+        """Whether it is one of ours in a layer."""
+        return self.ours and layer_of(self.node) is not None
 
 
 @dataclass(frozen=True)
@@ -192,16 +236,35 @@ class _Model:
     path: Path
     way: str
 
-    def launches(self) -> Iterator[Launch]:
+    def us(self, w: _Work, front: _Work | None) -> Pair:
+        """Return the times of a kernel behind another; None: it does not begin early."""
+        if not w.ours:
+            return w.own
+        early = front is not None and front.chained and w.chained
+        start = (self.c.early.gap, self.c.early.first_load)
+        if not early:
+            start = (self.c.gap, self.c.first_load)
+
+        def body(i: int) -> float:
+            window = w.own[i] * w.rests
+            if early and front:
+                window = w.own[i] + self.c.last_sum[i] + front.idle[i] + start[0][i] + start[1][i]
+            rate = w.rate * self.c.stream[i]
+            there = min(w.ahead, window * rate) if rate else 0.0
+            return w.own[i] + ((w.nbytes - there) / rate if rate else 0.0)
+
+        return self._sum(*start, self.c.last_sum, (body(0), body(1)))
+
+    def works(self) -> Iterator[_Work]:
         around = self._times(self.c.pointwise)
         for _ in range(self.c.around):
-            yield Launch(AROUND, "", 0, around)
+            yield _Work(AROUND, "", 0, around)
         nodes = (n for n in self.s.graph.nodes if self._runs(n))
         for other, found in groupby(nodes, self._is_pointwise):
             if other:  # the compiler makes one kernel of neighbours
                 names = [n.outputs[0].name for n in found]
                 nbytes = sum(self.moved.get(name, 0) for name in names)
-                yield Launch(OTHER, names[0], nbytes, self._times(self.c.pointwise, nbytes))
+                yield _Work(OTHER, names[0], nbytes, self._times(self.c.pointwise, nbytes))
             else:
                 for n in found:
                     yield from self._node(n)
@@ -213,11 +276,11 @@ class _Model:
     def _is_pointwise(self, n: Node) -> bool:
         return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES)
 
-    def _node(self, n: Node) -> Iterator[Launch]:
+    def _node(self, n: Node) -> Iterator[_Work]:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
         if n.op in COLLECTIVES:
-            yield Launch(n.op, name, 0, self._message(n))
+            yield _Work(n.op, name, 0, self._message(n))
             return
         if choice is None:
             yield from self._library(n.op, name, nbytes)
@@ -227,7 +290,7 @@ class _Model:
             size = int(nbytes * part.part)
             for i in range(starts):
                 own = size if i == 0 else 0
-                yield Launch(kernel, name, own, self._kernel(choice, kernel, part, own))
+                yield self._kernel(choice, kernel, part, name, own)
 
     def _message(self, n: Node) -> Pair:
         """Return the times of a message: those of the file, with straight lines in between."""
@@ -241,34 +304,44 @@ class _Model:
         us = _between(points, size)
         return us, us
 
-    def _library(self, op: str, name: str, nbytes: int) -> Iterator[Launch]:
+    def _library(self, op: str, name: str, nbytes: int) -> Iterator[_Work]:
         share = max(r.share for r in self.c.library_rate if nbytes >= r.nbytes)
         for i in range(self.c.library[op]):
             own = 0 if i else nbytes
-            yield Launch(LIBRARY, name, own, self._times(self.c.library_time, own, share))
+            yield _Work(LIBRARY, name, own, self._times(self.c.library_time, own, share))
 
-    def _kernel(self, choice: Choice, kernel: str, part: Part, nbytes: int) -> Pair:
-        """Return the times of a kernel of ours."""
+    def _kernel(self, choice: Choice, kernel: str, part: Part, name: str, nbytes: int) -> _Work:
+        """Return a kernel of ours."""
         use, shape = choice.uses[kernel], choice.shape
+        own = (part.extra, part.extra)
         if "splits" in use:
-            return self._attention(shape, use, nbytes, part.extra)
+            own = self._attention(shape, use, nbytes, part.extra)
+            read = tuple(nbytes / (self.card.copy * x) for x in self.c.stream)
+            return _Work(kernel, name, nbytes, own, True, idle=(own[0] - read[0], own[1] - read[1]))
         rate = self.card.copy * part.share
-        extra = part.extra
+        ahead = 0.0
         if "n" in shape and "block_n" in use:
             tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
             blocks = min(tiles, use.get("programs", tiles))
             rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
-            if "programs" in use:  # its first tiles arrive while it makes its row
-                ahead = min(1.0, blocks * (use["stages"] - 1) / tiles) * nbytes
-                extra = max(0.0, extra - ahead / rate)
-        own = (extra, extra)
-        return self._sum(self.c.first_load, self.c.last_sum, self._times(own, nbytes, rate=rate))
+            ahead = nbytes * self._asked(shape, use, tiles, blocks)
+        return _Work(kernel, name, nbytes, own, True, rate, ahead, "programs" in use)
+
+    def _asked(
+        self, shape: Mapping[str, int], use: Mapping[str, int], tiles: int, blocks: int
+    ) -> float:
+        """Return the share of a product's weight that its blocks ask for before they wait."""
+        if "programs" in use:
+            return min(1.0, blocks * (use["stages"] - 1) / tiles)
+        there = min(blocks, self.c.early.blocks * self.card.processors) / blocks
+        chunk = -(-shape["k"] // use.get("split", 1))
+        return there * min(1.0, use["stages"] * use["block_k"] / chunk)
 
     def _attention(
         self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int, extra: float
     ) -> Pair:
-        """Return the times of attention over a cache: what comes before keys are read, blocks of
-        keys one after the other, by cycles or by bytes, and the sum of what the shares have
+        """Return the own times of attention over a cache: what comes before keys are read, blocks
+        of keys one after the other, by cycles or by bytes, and the sum of what the shares have
         made."""
         a, block = self.c.attention, use["block_n"]
         keys = min(self.context, shape["window"] or self.context)
@@ -291,8 +364,7 @@ class _Model:
             fan = shares if shares <= FAN else isqrt(shares - 1) + 1
             merged += a.merge + fan * a.partial
             merged += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
-        own = (body(0) + merged, body(1) + merged)
-        return self._sum(self.c.first_load, self.c.last_sum, self.c.gap, own)
+        return body(0) + merged, body(1) + merged
 
     def _times(
         self, own: Pair, nbytes: int = 0, share: float = 1.0, rate: float | None = None

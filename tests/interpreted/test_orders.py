@@ -7,14 +7,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
+from g4ir.backends.torch_compile.kernels import KERNELS, norms_triton
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
+from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
 from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
-from g4ir.backends.torch_compile.kernels.launch import start
+from g4ir.backends.torch_compile.kernels.launch import begin, ready, start
 from g4ir.backends.torch_compile.kernels.moe_triton import moe_sort
 from g4ir.ops.attention import attention
 
-from .orders import LIVE, ORDERS, interleaved, poisoned
+from .orders import LIVE, ORDERS, interleaved, overlapping, poisoned
 from .samples import Try, kernel_called
 
 
@@ -28,6 +31,34 @@ def _count(word, out):
 def _fail(word):
     if tl.atomic_add(word, 1) == LIVE:
         tl.static_assert(False, "on purpose")
+
+
+@triton.jit
+def _late(source, x, count, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
+    """x = source, while the next kernel may begin."""
+    begin(AHEAD)
+    ready(AHEAD)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(source + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
+def _does_not_wait(AHEAD):
+    pass
+
+
+@triton.jit
+def _row_before_it_waits(x, like, at, i, keep, apart, PARTS):
+    """`_row` of a kernel that waits behind it."""
+    h = tl.load(x + at + i, mask=keep, other=0).to(tl.float32)
+    _waits(True)
+    return h
+
+
+@triton.jit
+def _waits(AHEAD):
+    if AHEAD:
+        tl.inline_asm_elementwise("griddepcontrol.wait;", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
@@ -105,6 +136,61 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: obj
     monkeypatch.setattr(module, name, broken)
     assert decode(3) < 1e-5
     assert any(is_wrong(seed) for seed in range(8))
+
+
+def made_late(x: torch.Tensor) -> None:
+    """Have a kernel write what x holds, which is nothing sensible before."""
+    x = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).view(-1)
+    source = x.clone()
+    x.fill_(torch.iinfo(x.dtype).max)  # NaN, or out of all ranges
+    size = triton.next_power_of_2(triton.cdiv(x.numel(), 4))
+    start(_late, (triton.cdiv(x.numel(), size),), (source, x, x.numel()), BLOCK=size)
+
+
+def behind_another(kernel: Kernel, sample: Sample, seed: int) -> set[str]:
+    """The kernel on operands that others make right in front of it, but for its weights. Returns
+    what was started that does not begin early."""
+    one = Try(kernel, sample, "f32")
+    with overlapping(seed) as queue, poisoned():
+        for i, text in enumerate(sample.inputs):
+            x = one.rooms[i][1] if i in one.rooms else one.ours[i]
+            if not text.startswith("*") and i not in sample.coded and x.element_size() > 1:
+                made_late(x)
+        got = one.call(one.ours)
+    one.check(got)
+    return queue.late
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op}-{next(iter(k.starts))}")
+def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
+    of_prompts = {"dequantize", "prefill_attention", "prefill_attention_latent"}
+    for seed, sample in enumerate(kernel.samples[:2]):
+        late = behind_another(kernel, sample, seed)
+        assert bool(late) == bool(of_prompts & kernel.starts.keys()), late
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [
+        ({"ready": _does_not_wait}, InterpreterError, "before it has waited"),
+        ({"ready": _does_not_wait, "_row": _row_before_it_waits}, AssertionError, None),
+    ],
+    ids=["no wait", "a wait behind what it is for"],
+)
+def test_a_missing_wait_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    broken: dict[str, object],
+    error: type[Exception],
+    message: str | None,
+) -> None:
+    kernel = kernel_called("rms_norm")
+    sample = kernel.samples[0]
+    behind_another(kernel, sample, 0)
+    for name, fn in broken.items():
+        monkeypatch.setattr(norms_triton, name, fn)
+    with pytest.raises(error, match=message):
+        for seed in range(8):
+            behind_another(kernel, sample, seed)
 
 
 def is_wrong(seed: int) -> bool:

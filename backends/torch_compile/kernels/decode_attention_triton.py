@@ -34,7 +34,7 @@ from g4ir.ops.attention import attention, slot_positions
 from g4ir.ops.latent import keys_values_of_value
 
 from .base import SHARE_KEYS, SHARES
-from .launch import blocks, power_of_2, rounded, start, takes, tanh
+from .launch import begin, blocks, fetch_row, power_of_2, ready, rounded, start, takes, tanh
 
 Tensor = torch.Tensor
 
@@ -285,9 +285,12 @@ def _decode(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """One share of one row and key head, grid (SPLITS, n, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin(AHEAD)
+    ready(AHEAD)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
@@ -379,9 +382,13 @@ def _decode_value(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """`_decode` over rows of V and K's 2 P rotated dims (P2: padded): one tile of V is both."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin(AHEAD)
+    fetch_row(w, D, AHEAD)
+    ready(AHEAD)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
@@ -501,10 +508,14 @@ def _decode_raw(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """`_decode` over raw rows, V = raw * rms: the reciprocal rms multiplies scores and
     probabilities, and K's P rotated pairs (PP: padded) are made again."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin(AHEAD)
+    fetch_row(w, D, AHEAD)
+    ready(AHEAD)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)

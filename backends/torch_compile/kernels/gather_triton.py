@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import blocks, start_untraced
+from .launch import begin, blocks, ready, start_untraced
 
 Tensor = torch.Tensor
 
@@ -21,8 +21,10 @@ BLOCK = 512
 
 
 @triton.jit
-def host_rows(address, ids, out, D, BLOCK: tl.constexpr):
+def host_rows(address, ids, out, D, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
     """out[r] = table[ids[r]], rows of D elements of out's type; the table lies at an address."""
+    begin(AHEAD)
+    ready(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = i < D

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch.library import triton_op
 
 from .base import CANDIDATES
-from .launch import blocks, power_of_2, start, takes
+from .launch import begin, blocks, power_of_2, ready, start, takes
 
 Tensor = torch.Tensor
 
@@ -42,8 +42,10 @@ def _value(keys):
 
 
 @triton.jit
-def _best_of_block(logits, best, vocab, BLOCK: tl.constexpr):
+def _best_of_block(logits, best, vocab, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
     """best [B, blocks]: the largest key of each block of the row. Grid: blocks, B."""
+    begin(AHEAD)
+    ready(AHEAD)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     keys = _keys(logits + row * vocab, i, i < vocab)
@@ -51,16 +53,22 @@ def _best_of_block(logits, best, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best(best, token, count, BLOCK: tl.constexpr):
+def _best(best, token, count, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
     """token [B]: the index in the largest key of best [B, count]. Grid: B."""
+    begin(AHEAD)
+    ready(AHEAD)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     keys = tl.load(best + row * count + i, mask=i < count, other=-0x8000000000000000)
     tl.store(token + row, _index(tl.max(keys, 0)))
 
 
 @triton.jit
-def _top_of_block(logits, top, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+def _top_of_block(
+    logits, top, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
+):
     """top [B, blocks, KEPT]: the largest keys of each block of the row. Grid: blocks, B."""
+    begin(AHEAD)
+    ready(AHEAD)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     keys = tl.topk(_keys(logits + row * vocab, i, i < vocab), KEPT)
@@ -69,8 +77,19 @@ def _top_of_block(logits, top, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _top(top, values, index, count, k, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+def _top(
+    top,
+    values,
+    index,
+    count,
+    k,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
+):
     """values, index [B, k]: of the k largest keys of top [B, count], in order. Grid: B."""
+    begin(AHEAD)
+    ready(AHEAD)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     keys = tl.load(top + row * count + i, mask=i < count, other=-0x8000000000000000)
     keys = tl.topk(keys, KEPT)

@@ -1,9 +1,9 @@
 """Triton's interpreter, repaired where it does not do what a GPU does.
 
-It keeps bf16 as integers: its casts truncate and its products multiply the integers. Its scalars
-are arrays of one element, which numpy does not take for an index: they get one, so that loops may
-run to a loaded bound. And it patches the language anew for each function that a kernel calls,
-which once for a kernel is enough.
+It has no instructions of a GPU's own. It keeps bf16 as integers: its casts truncate and its
+products multiply the integers. Its scalars are arrays of one element, which numpy does not take for
+an index: they get one, so that loops may run to a loaded bound. And it patches the language anew
+for each function that a kernel calls, which once for a kernel is enough.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def interpreted() -> Iterator[None]:
         patch.object(interpreter, "_convert_float", _converted),
         patch.object(interpreter, "_patch_lang", _patch_once),
         patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+        patch.object(interpreter.InterpreterBuilder, "create_inline_asm", _asm),
     )
-    with repairs[0], repairs[1], repairs[2], directly():
+    with repairs[0], repairs[1], repairs[2], repairs[3], directly():
         yield
 
 
@@ -55,6 +56,18 @@ def _converted(x: Any, source: Any, target: Any, mode: Any) -> Any:
 def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
     product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+class _Nothing:
+    """Result of an instruction that nobody reads."""
+
+    def get_result(self, _: int) -> Any:
+        return interpreter.TensorHandle(np.zeros(1, np.int32), tl.int32)
+
+
+def _asm(self: Any, text: str, *operands: Any) -> Any:
+    """Do nothing: kernels have instructions of their own for order and caches alone."""
+    return _Nothing()
 
 
 def _values(handle: Any) -> Any:

@@ -28,6 +28,7 @@ from ....ops.mlp import glu
 from .codes_triton import (
     bits_of_16,
     dense,
+    fetch_rows,
     form_of,
     row_scaled,
     row_sums,
@@ -35,7 +36,7 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, blocks, rounded, start, takes, zero
+from .launch import activate, begin, blocks, ready, rounded, start, takes, zero
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,7 @@ def _skinny(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """Columns of y for BLOCK_M rows, over one CHUNK of K.
 
@@ -87,7 +89,7 @@ def _skinny(
     each GROUP (codes_triton.py); up [rows, N], read if ACT is given and not PACKED; y [chunks,
     rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
     """
-    zero(zeroed, count, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+    begin(AHEAD)
     part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
@@ -95,6 +97,9 @@ def _skinny(
     live = i < N
     row = i + r // BLOCK_N * N
     first = part * CHUNK
+    fetch_rows(w, row, live, first, K, CHUNK, STAGES * BLOCK_K, FORM, AHEAD)
+    ready(AHEAD)
+    zero(zeroed, count, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     if BLOCK_M == 1:
         x += tl.program_id(2).to(tl.int64) * K
         sums = row_sums(x, w, scales, row, live, first, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP)[

@@ -41,6 +41,7 @@ from .codes_triton import (
     bits_of_16,
     columns,
     dense,
+    fetch_rows,
     form_of,
     row_scaled,
     row_sums,
@@ -48,7 +49,7 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, blocks, power_of_2, rounded, start, takes, tile
+from .launch import activate, begin, blocks, power_of_2, ready, rounded, start, takes, tile
 from .norms_triton import (
     after_residual,
     factor,
@@ -169,8 +170,11 @@ def _topk(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     HELD: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """The routing of all rows, and the list of experts in use, by one program."""
+    begin(AHEAD)
+    ready(AHEAD)
     i = tl.arange(0, E_P)
     own = i
     if HELD:
@@ -220,10 +224,14 @@ def _router_logits(
     EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_N scores of one row."""
+    begin(AHEAD)
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    fetch_rows(proj, n, n < EXPERTS, 0, HIDDEN, HIDDEN, HIDDEN, "", AHEAD)
+    ready(AHEAD)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k0 in range(0, HIDDEN, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
@@ -262,12 +270,14 @@ def _norm_router(
     EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_N scores of one row, of the third pre-norm behind a residual; each program makes the
     row, and the first one stores the residual h and the other two, y1 and y2.
 
     x, residual, h, y1, y2 [HIDDEN], x [PARTS, HIDDEN] if PARTS > 0.
     """
+    begin(AHEAD)
     k, n = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     keep, own = k < HIDDEN, tl.program_id(0) == 0
     w = tl.load(
@@ -277,7 +287,7 @@ def _norm_router(
     )
     g1, g2, g3 = weight(w1, k, keep), weight(w2, k, keep), weight(w3, k, keep)
     by, s = factor(scalar), weight(scale, k, keep)
-    row = after_residual(x, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS)
+    row = after_residual(x, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS, AHEAD)
     row = rounded(row * by, h)
     tl.store(h + k, row.to(h.dtype.element_ty), mask=keep & own)
     row *= reciprocal_rms(tl.sum(row * row, 0), eps, HIDDEN)
@@ -328,13 +338,21 @@ def _gate_up(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
     stream while the others wait for their top-k."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
+    if block < dense_blocks:
+        r = tl.arange(0, 2 * BLOCK_N)
+        i = block * BLOCK_N + r % BLOCK_N
+        own = i + r // BLOCK_N * DENSE
+        fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
+    ready(AHEAD)
     if block < dense_blocks:
         _row_glu(
             x_dense + row * HIDDEN,
@@ -407,16 +425,22 @@ def _down(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """One row; BLOCK_N columns of all slots at once, or S * BLOCK_N columns of the dense MLP: both
     tiles have as many rows of weights, so that both keep as many loads in flight."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     act += row * (TOP_K * INNER + DENSE)
     R: tl.constexpr = S * BLOCK_N
     dense_blocks: tl.constexpr = (HIDDEN + R - 1) // R
+    wide_n = block * R + tl.arange(0, R)
+    fetch_rows(
+        w_dense, wide_n, wide_n < HIDDEN, 0, DENSE, DENSE, STAGES * BLOCK_K, DENSE_FORM, AHEAD
+    )
+    ready(AHEAD)
     if block < dense_blocks:
-        wide_n = block * R + tl.arange(0, R)
         x = act + TOP_K * INNER
         sums = row_sums(
             x,
@@ -590,13 +614,21 @@ def _gate_up_sorted(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert."""
+    begin(AHEAD)
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m.to(tl.int64)
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
+    if block < dense_blocks:
+        r = tl.arange(0, 2 * BLOCK_N)
+        i = block * BLOCK_N + r // 2
+        own = i + r % 2 * DENSE
+        fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
+    ready(AHEAD)
     if block < dense_blocks:
         _tile_glu(
             x_dense + row * HIDDEN,
@@ -666,15 +698,21 @@ def _down_sorted(
     DENSE_GROUP: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert: parts [rows, TOP_K,
     HIDDEN], rounded and not yet weighted."""
+    begin(AHEAD)
     block = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m.to(tl.int64)
     act += row * (TOP_K * INNER + DENSE)
     per_expert: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     n0 = block % per_expert * BLOCK_N
+    if block < per_expert:
+        n = n0 + tl.arange(0, BLOCK_N)
+        fetch_rows(w_dense, n, n < HIDDEN, 0, DENSE, DENSE, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
+    ready(AHEAD)
     if block < per_expert:
         _tile_linear(
             act + TOP_K * INNER,
@@ -717,9 +755,19 @@ def _down_sorted(
 
 
 @triton.jit
-def _sum_slots(parts, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_slots(
+    parts,
+    weights,
+    out,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
+):
     """out[row] = sum over the slots of weight * part, in the order of rank; nobody has written the
     part of a slot that weighs nothing."""
+    begin(AHEAD)
+    ready(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -29,7 +29,7 @@ from .codes_triton import (
     rows_of,
     scales_of,
 )
-from .launch import blocks, power_of_2, rounded, start, takes, zero
+from .launch import begin, blocks, power_of_2, rounded, start, takes, zero
 from .linear_triton import gated
 from .norms_triton import (
     after_both,
@@ -46,16 +46,16 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE):
+def _normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD):
     """fp32 [BLOCK]: the row that is multiplied; the residual behind the norm goes to h, which the
     first program stores."""
     i = tl.arange(0, BLOCK)
     keep = i < K
     g, by = weight(w_pre, i, keep), factor(scalar)
     if b is None:
-        row = after_residual(x, residual, w_post, h, 0, i, keep, eps, K, K, PARTS)
+        row = after_residual(x, residual, w_post, h, 0, i, keep, eps, K, K, PARTS, AHEAD)
     else:
-        row = after_both(x, w_x, b, w_b, w_post, residual, h, 0, i, keep, eps, K, K, 0, 0)
+        row = after_both(x, w_x, b, w_b, w_post, residual, h, 0, i, keep, eps, K, K, 0, 0, AHEAD)
     row = rounded(row * by, h)
     tl.store(h + i, row.to(h.dtype.element_ty), mask=keep & (tl.program_id(0) == 0))
     if PRE:
@@ -92,6 +92,7 @@ def _norm_linear(
     ACT: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """x, residual, h [K], x [PARTS, K] if PARTS > 0; b [K], added to x, each with a norm of its
     own, w_x and w_b, or None; w [N, K], or [2N, K] if PACKED: gate rows, then up rows; up, y [N];
@@ -99,15 +100,15 @@ def _norm_linear(
     EACH: tl.constexpr = 8 if FORM == "int4" else 1
     W: tl.constexpr = BLOCK // EACH
     OUT: tl.constexpr = R // 2 if PACKED else R
+    begin(AHEAD)
     exponent = bits_of_16(w)
     own = tl.program_id(0)
-    zero(zeroed, count, own == 0)
     j, r, o = tl.arange(0, W), tl.arange(0, R), tl.arange(0, OUT)
     row = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
         if tile == own:
             row = _normed(
-                x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE
+                x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD
             )
         i = tile * OUT + r % OUT
         live, at = i < N, i + r // OUT * N
@@ -128,6 +129,7 @@ def _norm_linear(
             by = tl.load(up + i, mask=i < N, other=0).to(tl.float32)
             sums = gated(sums, by, y, ACT)
         tl.store(y + i, sums.to(y.dtype.element_ty), mask=i < N)
+    zero(zeroed, count, own == 0)  # behind the first tile, which has waited
 
 
 @triton_op("g4ir::norm_linear", mutates_args={"zeroed"})

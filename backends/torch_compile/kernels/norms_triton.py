@@ -24,7 +24,7 @@ from torch.library import triton_op
 
 from g4ir.ops import norm
 
-from .launch import power_of_2, rounded, start, takes
+from .launch import begin, power_of_2, ready, rounded, start, takes
 
 Tensor = torch.Tensor
 #: most pre-norms that a kernel makes: of the dense MLP, of the router and of the experts
@@ -101,9 +101,11 @@ def _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
 
 
 @triton.jit
-def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS):
-    """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`."""
+def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS, AHEAD):
+    """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`; the
+    kernels in front have to have ended, for which this waits."""
     g = weight(w, i, keep)
+    ready(AHEAD)
     r = tl.load(residual + at + i, mask=keep, other=0)
     h = _row(x, residual, at, i, keep, apart, PARTS)
     h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
@@ -111,10 +113,13 @@ def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS):
 
 
 @triton.jit
-def after_both(a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PARTS_A, PARTS_B):
+def after_both(
+    a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PARTS_A, PARTS_B, AHEAD
+):
     """fp32 row of residual + rms_norm(rms_norm(a, w_a) + rms_norm(b, w_b), w) from `at` on, rounded
-    through the type of `like`."""
+    through the type of `like`; it waits as `after_residual` does."""
     g_a, g_b, g = weight(w_a, i, keep), weight(w_b, i, keep), weight(w, i, keep)
+    ready(AHEAD)
     r = tl.load(residual + at + i, mask=keep, other=0)
     h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
     h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
@@ -127,12 +132,14 @@ def after_both(a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PA
 
 
 @triton.jit
-def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
     """x, y [rows, D]; w [D] or None. Grid: rows."""
+    begin(AHEAD)
     at = tl.program_id(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
     g = weight(w, i, keep)
+    ready(AHEAD)
     h = _row(x, x, at, i, keep, 0, 0)
     h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
     _store_product(y, h, g, at, i, keep)
@@ -155,17 +162,19 @@ def _norm_residual(
     D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """x [rows, D], or [PARTS, rows, D] if PARTS > 0; residual, y, y1 to y3 [rows, D]. Grid: rows.
 
     y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
     """
+    begin(AHEAD)
     at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    h = after_residual(x, residual, w, y, at, i, keep, eps, apart, D, PARTS)
+    h = after_residual(x, residual, w, y, at, i, keep, eps, apart, D, PARTS, AHEAD)
     _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
@@ -190,14 +199,18 @@ def _dual_norm_residual(
     PARTS_A: tl.constexpr,
     PARTS_B: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """As _norm_residual with x = norm of a + norm of b; PARTS_A and PARTS_B as PARTS there."""
+    begin(AHEAD)
     at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
     i = tl.arange(0, BLOCK)
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    h = after_both(a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B)
+    h = after_both(
+        a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B, AHEAD
+    )
     _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 

@@ -25,7 +25,7 @@ from .decode_attention_triton import (
     _span,
     decode_attention,
 )
-from .launch import rounded, start, takes, tanh
+from .launch import begin, fetch_row, ready, rounded, start, takes, tanh
 from .qkv_triton import q_heads, qkv_write
 
 Tensor = torch.Tensor
@@ -107,6 +107,7 @@ def _qkv_decode(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """One share of one row and key head, grid (SPLITS, n, B); x [B, HEADS, D], cos, sin [B, D].
 
@@ -114,6 +115,10 @@ def _qkv_decode(
     the same heads of x, behind the queries; 2 where V has heads of its own behind them.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    begin(AHEAD)
+    fetch_row(norm_q, D, AHEAD)
+    fetch_row(norm_k, D, AHEAD)
+    ready(AHEAD)
     end = tl.load(ends + row)
     first, lo, hi, used = _span(end, slots, split, WINDOW, SPLITS, N)
     if split < used:

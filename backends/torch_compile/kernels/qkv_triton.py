@@ -29,7 +29,7 @@ from g4ir.ops.latent import PARTS, inverse_rms, latent_row
 from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import rope
 
-from .launch import power_of_2, rounded, takes
+from .launch import begin, fetch_row, power_of_2, ready, rounded, takes
 from .launch import start as start_kernel
 
 Tensor = torch.Tensor
@@ -117,6 +117,7 @@ def _qkv_write(
     P: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """qkv [B, N, D], N = HEADS + KV [+ KV if VALUES]; norm_q, norm_k [D]; cos, sin [B, D]; start,
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
@@ -124,7 +125,11 @@ def _qkv_write(
     first, second: the caches, [slots, B, KV, width] of any strides but the last; second is None
     in the form `value`. H: power of two, at least D/2.
     """
+    begin(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
+    fetch_row(norm_q, D, AHEAD)
+    fetch_row(norm_k, D, AHEAD)
+    ready(AHEAD)
     x = qkv + (row.to(tl.int64) * tl.num_programs(0) + head) * D
     cos += row * D
     sin += row * D
@@ -164,9 +169,22 @@ def _qkv_write(
 
 @triton.jit
 def _q_heads(
-    x, norm_q, cos, sin, q, arrivals, eps, KV: tl.constexpr, D: tl.constexpr, H: tl.constexpr
+    x,
+    norm_q,
+    cos,
+    sin,
+    q,
+    arrivals,
+    eps,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):
     """x, q [B, N, D]; norm_q [D]; cos, sin [B, D]; arrivals [B, KV], KV <= N. Grid: N, B."""
+    begin(AHEAD)
+    fetch_row(norm_q, D, AHEAD)
+    ready(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
     at = (row.to(tl.int64) * tl.num_programs(0) + head) * D
     count = arrivals + row * KV

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,11 @@ class Resources:
 
 def resources(launch: Launch, capability: int = 90) -> Resources:
     """Compile a recorded launch. Its tensors may be fake; sizes must be numbers."""
-    kernel, _, args, meta = launch
-    options = {k: meta[k] for k in _OPTIONS if k in meta}
-    source = _source(kernel, args, {k: v for k, v in meta.items() if k not in options})
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = _compiled(launch, capability)
     ptx = made.asm["ptx"]
     registers, spills = assembled(ptx, capability)
     return Resources(
-        kernel.__name__,
+        launch[0].__name__,
         made.metadata.num_warps,
         registers,
         spills,
@@ -67,19 +64,63 @@ def resources(launch: Launch, capability: int = 90) -> Resources:
     )
 
 
-def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Return the kernel with the types that a launcher would derive from the operands."""
-    signature: dict[str, str] = {}
-    fixed = dict(constants)
-    attrs: dict[tuple[int, ...], Any] = {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args)):
-        signature[name] = _kind(value)
-        if signature[name] == "constexpr":
-            fixed[name] = value
-        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attrs[(i,)] = _ALIGNED
-    signature |= dict.fromkeys(constants, "constexpr")
-    return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
+@dataclass(frozen=True)
+class Assembled:
+    """A kernel for the driver: its name in the file, and what is said when it is started."""
+
+    name: str
+    warps: int
+    shared: int
+    cubin: bytes
+
+
+def assemble(launch: Launch, capability: int = 90) -> Assembled:
+    """Compile a recorded launch; resources() says for what operands."""
+    made = _compiled(launch, capability)
+    about = made.metadata
+    assert not about.global_scratch_size and not about.profile_scratch_size
+    return Assembled(about.name, about.num_warps, about.shared, made.asm["cubin"])
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The types of a launch's operands, which ones are multiples of 16, and those, by their
+    place, that the compiled kernel is given: the others are constants of it."""
+
+    of: tuple[str, ...]
+    aligned: tuple[bool, ...]
+    operands: tuple[tuple[int, Any], ...] = field(repr=False)
+
+
+def signature(launch: Launch) -> Signature:
+    """Return the types that a launcher would derive from the operands."""
+    _, _, args, _ = launch
+    kinds = tuple(map(_kind, args))
+    given = tuple((i, value) for i, value in enumerate(args) if kinds[i] != "constexpr")
+    return Signature(kinds, tuple(map(_is_aligned, args)), given)
+
+
+def _is_aligned(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.element_size() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+def _compiled(launch: Launch, capability: int) -> Any:
+    kernel, _, args, meta = launch
+    options = {k: meta[k] for k in _OPTIONS if k in meta}
+    constants = {k: v for k, v in meta.items() if k not in options}
+    types = signature(launch)
+    given = {i for i, _ in types.operands}
+    names = dict(enumerate(kernel.arg_names[: len(args)]))
+    fixed = {name: args[i] for i, name in names.items() if i not in given}
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(zip(names.values(), types.of)) | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants | fixed,
+        attrs={(i,): _ALIGNED for i in given if types.aligned[i]},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,393 @@
+"""A segment as a chain of kernels: recorded when an engine is built, started by the driver alone.
+
+A segment of a decode step of which all work is done by kernels of ours is here a list of starts:
+which kernel, how many programs, and for each operand a number or a place in a tensor. A file of it
+is a safetensors file: the assembled kernels are its tensors, the list is its metadata, so that
+loading it compiles nothing and runs nothing. The kernels have the form that may begin before the
+ones in front have ended (kernels/launch.py), which a program of the compiler's cannot ask for.
+
+A chain belongs to one number of rows and of slots. Segments with any other work remain programs;
+between a program and a chain nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from g4ir.errors import EngineError, G4Error, LowerError
+from g4ir.ir.graph import bind
+from g4ir.ir.text import parse_graph
+from g4ir.ops.base import nothing
+from g4ir.ops.types import parse_type, torch_dtype
+from g4ir.plan.formats import capacity, context_slots
+from g4ir.plan.limits import Limits
+from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
+from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
+
+from .compile import first_node
+from .kernels.launch import Launch, ahead, recorded
+from .kernels.resources import Assembled, assemble, signature
+from .lower import SegmentModule
+from .schedule import schedule
+from .segment import Glue, Segment, Step
+from .target import Target
+
+#: where a tensor begins, in bytes: kernels read so much at a time
+ALIGNED = 16
+#: the metadata of a file
+LIST, SEGMENT = "chain", "segment"
+#: an operand in the file: bytes behind the begin of a tensor, or a number
+OPERAND = re.compile(r"t(\d+)\+(\d+)|(i32|i64|fp32) (\S+)")
+NUMBERS: Mapping[str, tuple[type, Callable[[str], Any]]] = {
+    "i32": (ctypes.c_int32, int),
+    "i64": (ctypes.c_int64, int),
+    "fp32": (ctypes.c_float, float),
+}
+Operand = Annotated[str, Shaped(OPERAND.pattern, "t0+0 or i32 5")]
+Size = Annotated[int, Range(0)]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel as it was assembled: its name in its file, warps, and bytes of shared memory."""
+
+    name: str
+    warps: Annotated[int, Range(1, 32)]
+    shared: Size
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a kernel, by its place in the list of functions; whether it waits by itself for
+    the kernels in front."""
+
+    function: Size
+    waits: bool
+    grid: Annotated[tuple[int, ...], Length(3, 3)]
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a chain returns."""
+
+    at: Operand
+    type: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The types of what it is given, in the segment's order; the bytes of the tensors that it
+    makes, whose numbers follow; what it returns; and what it starts."""
+
+    given: tuple[str, ...]
+    made: tuple[Size, ...]
+    results: tuple[Result, ...]
+    functions: tuple[Function, ...]
+    starts: tuple[Start, ...]
+
+
+# --- made at build ----------------------------------------------------------------------------
+
+
+class _Work(TorchDispatchMode):
+    """Notes whether torch is asked for work of its own: more than room, or a view."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = func.namespace == "g4ir"
+        self.found |= not (ours or func.is_view or "empty" in func.name())
+        self.found |= ours and any(_is_copied(x) for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_copied(x: Any) -> bool:
+    """Whether a kernel's op makes a copy of an operand before it is read."""
+    return isinstance(x, torch.Tensor) and not x.is_contiguous()
+
+
+def recorded_chain(
+    text: str,
+    target: Target,
+    dims: Mapping[str, int],
+    how: Callable[[Launch], Assembled] = assemble,
+) -> tuple[Chain, list[bytes]] | None:
+    """Return a segment as a chain with its assembled kernels; None where it has other work."""
+    g = bind(parse_graph(text), **dims)
+    given = [
+        torch.empty([int(d) for d in v.type.shape], dtype=torch_dtype(v.type.dtype), device="meta")
+        for v in g.sources()
+    ]
+    work = _Work()
+    with ahead(), recorded() as launches, work:
+        results = SegmentModule(schedule(g, target))(*given)
+    if work.found or not launches:
+        return None
+    places = _Places(given)
+    functions, files, starts = dict[str, int](), list[Assembled](), list[Start]()
+    for launch in launches:
+        kernel, grid, _, meta = launch
+        types = signature(launch)
+        key = f"{kernel.__module__}.{kernel.__name__} {types} {sorted(meta.items(), key=str)}"
+        if key not in functions:
+            functions[key] = len(files)
+            files.append(how(launch))
+        operands = tuple(places.operand(value, types.of[i]) for i, value in types.operands)
+        size = (*(int(n) for n in grid), 1, 1)[:3]
+        starts.append(Start(functions[key], meta.get("AHEAD", False), size, operands))
+    returned = tuple(Result(places.operand(t, ""), str(v.type)) for t, v in zip(results, g.outputs))
+    chain = Chain(
+        tuple(str(v.type) for v in g.sources()),
+        tuple(places.made),
+        returned,
+        tuple(Function(f.name, f.warps, f.shared) for f in files),
+        tuple(starts),
+    )
+    return chain, [f.cubin for f in files]
+
+
+class _Places:
+    """Where tensors lie: those that are given, and, as they are met, those that are made."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.known = {_memory(t): i for i, t in enumerate(given)}
+        self.first, self.made = len(given), list[int]()
+
+    def operand(self, value: Any, kind: str) -> str:
+        if not isinstance(value, torch.Tensor):
+            return f"{kind} {value!r}"
+        memory = _memory(value)
+        if memory not in self.known:
+            self.known[memory] = self.first + len(self.made)
+            self.made.append(value.untyped_storage().nbytes())
+        return f"t{self.known[memory]}+{value.storage_offset() * value.element_size()}"
+
+
+def _memory(t: torch.Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+# --- its file ---------------------------------------------------------------------------------
+
+
+def write_chain(path: Path, text: str, chain: Chain, cubins: Sequence[bytes]) -> None:
+    """Write a segment's chain, which says what it was made of."""
+    files = {
+        str(i): torch.frombuffer(bytearray(c), dtype=torch.uint8) for i, c in enumerate(cubins)
+    }
+    table = {name: ("U8", (len(t),)) for name, t in files.items()}
+    metadata = {LIST: json.dumps(asdict(chain)), SEGMENT: _digest(text)}
+    write_tensors(path, table, files.__getitem__, metadata)
+
+
+def read_chain(path: Path, text: str) -> tuple[Chain, list[bytes]]:
+    """Return a segment's chain and its assembled kernels.
+
+    EngineError for a file that is damaged, was made for another segment, or whose list reaches
+    beyond what it has.
+    """
+    try:
+        header = read_header(path)
+        if header.metadata.get(SEGMENT) != _digest(text):
+            raise EngineError(f"was made for another segment than {first_node(text)}")
+        values = parse_json(path, header.metadata.get(LIST, "").encode())
+        chain: Chain = build(Chain, tree_of(values, Where(str(path), 0), exact=True))
+        _check(chain)
+        names = [str(i) for i in range(len(chain.functions))]
+        if sorted(header.entries) != sorted(names):
+            raise EngineError(f"expected {len(names)} kernels, found {len(header.entries)}")
+        mapped = map_file(header)
+        return chain, [view(mapped, header.entries[n]).numpy().tobytes() for n in names]
+    except G4Error as e:
+        raise EngineError(f"{path}: {e}; build the engine again") from e
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check(chain: Chain) -> None:
+    """Raise EngineError for a function or a place that there is not."""
+    sizes = [parse_type(t).nbytes() for t in chain.given] + list(chain.made)
+    if any(s.function >= len(chain.functions) for s in chain.starts):
+        raise EngineError("a kernel is started that the file does not have")
+    reach = [(o, 1) for s in chain.starts for o in s.operands]
+    reach += [(r.at, parse_type(r.type).nbytes()) for r in chain.results]
+    for operand, least in reach:
+        tensor, offset, *_ = _parts(operand)
+        if tensor and (int(tensor) >= len(sizes) or int(offset) + least > sizes[int(tensor)]):
+            raise EngineError(f"operand {operand} lies outside of the tensors")
+
+
+def _parts(operand: str) -> tuple[str, ...]:
+    found = OPERAND.fullmatch(operand)
+    assert found
+    return found.groups()
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+class Driver(Protocol):
+    """Starts kernels, as CUDA's driver does (cuda_driver.py)."""
+
+    def load(self, cubin: bytes, name: str, shared: int) -> Any: ...
+
+    def start(
+        self,
+        function: Any,
+        grid: Sequence[int],
+        threads: int,
+        shared: int,
+        values: Sequence[Any],
+        early: bool,
+    ) -> None: ...
+
+
+class LoadedChain:
+    """A chain whose kernels the driver has."""
+
+    def __init__(self, chain: Chain, cubins: Sequence[bytes], driver: Driver, device: str) -> None:
+        self.chain, self.driver, self.device = chain, driver, device
+        self.types = [parse_type(t) for t in chain.given]
+        self.functions = [
+            driver.load(c, f.name, f.shared) for c, f in zip(cubins, chain.functions, strict=True)
+        ]
+        self.starts = [(s, [_reader(o) for o in s.operands]) for s in chain.starts]
+        self.results = [(_reader(r.at), parse_type(r.type)) for r in chain.results]
+
+    def fits(self, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether the chain was recorded for operands of these sizes."""
+        pairs = zip(operands, self.types, strict=True)
+        return all(
+            t.shape == v.shape and t.is_contiguous() and t.data_ptr() % ALIGNED == 0
+            for t, v in pairs
+        )
+
+    def run(self, operands: Sequence[torch.Tensor], early: bool) -> tuple[torch.Tensor, ...]:
+        """Start all kernels and return what they make; `early`: whether the first one may begin
+        while the kernel in front of the chain runs, which has to be a chain's."""
+        tensors = [*operands, *(room(n, self.device) for n in self.chain.made)]
+        at = [t.data_ptr() for t in tensors]
+        for start, readers in self.starts:
+            function = self.chain.functions[start.function]
+            self.driver.start(
+                self.functions[start.function],
+                start.grid,
+                32 * function.warps,
+                function.shared,
+                [read(at) for read in readers],
+                early and start.waits,
+            )
+            early = True
+        return tuple(_tensor(tensors, place(at).value, at, kind) for place, kind in self.results)
+
+
+def room(size: int, device: str) -> torch.Tensor:
+    """Return memory of so many bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _reader(operand: str) -> Callable[[Sequence[int]], Any]:
+    """Return what makes of the tensors' addresses the value of an operand."""
+    tensor, offset, kind, number = _parts(operand)
+    if tensor:
+        i, n = int(tensor), int(offset)
+        return lambda at: ctypes.c_uint64(at[i] + n)
+    made, read = NUMBERS[kind]
+    value = made(read(number))
+    return lambda at: value
+
+
+def _tensor(
+    tensors: Sequence[torch.Tensor], address: int, at: Sequence[int], kind: Any
+) -> torch.Tensor:
+    """Return the tensor of a type at an address within one of `tensors`, which begin at `at`."""
+    i = max((i for i, a in enumerate(at) if a <= address), key=lambda i: at[i])
+    flat = tensors[i].view(-1).view(torch.uint8)
+    begin = address - at[i]
+    shape = [int(d) for d in kind.shape]
+    part = flat[begin : begin + kind.nbytes()]
+    return part.view(torch_dtype(kind.dtype)).view(shape)
+
+
+def chain_dims(limits: Limits) -> dict[str, int]:
+    """Return the sizes that an engine's chains are recorded for: all its rows and slots."""
+    slots = context_slots(limits.max_seq, capacity(limits.max_seq))
+    return {"B": limits.max_batch, "C": slots}
+
+
+def compile_chains(
+    steps: Sequence[Step],
+    target: Target,
+    limits: Limits,
+    out: Path,
+    progress: Callable[[str], None],
+) -> tuple[str | None, ...]:
+    """Write the chains of a phase's segments; return the file of each step, None where it has
+    none. LowerError with the compiler's message."""
+    files: dict[str, str | None] = {}
+    for text in dict.fromkeys(s.text for s in steps if isinstance(s, Segment)):
+        progress(f"chains of kernels: segment {len(files) + 1}")
+        try:
+            made = recorded_chain(text, target, chain_dims(limits))
+        except (triton.TritonError, OSError) as e:
+            raise LowerError(
+                f"torch: a chain does not compile: {type(e).__name__}: {str(e)[:800]}\n"
+                f"its first node: {first_node(text)}"
+            ) from e
+        files[text] = f"{_digest(text)[:24]}.chain" if made else None
+        if made:
+            write_chain(out / f"{_digest(text)[:24]}.chain", text, *made)
+    return tuple(files[s.text] if isinstance(s, Segment) else None for s in steps)
+
+
+def load_chains(
+    steps: Sequence[Step], files: Sequence[str | None], folder: Path, driver: Driver, device: str
+) -> dict[int, LoadedChain]:
+    """Return the chains of a phase by the step's place; equal segments share one."""
+    loaded: dict[str, LoadedChain] = {}
+    found: dict[int, LoadedChain] = {}
+    for i, (s, file) in enumerate(zip(steps, files, strict=True)):
+        if file and isinstance(s, Segment):
+            if file not in loaded:
+                parts = read_chain(folder / file, s.text)
+                loaded[file] = LoadedChain(*parts, driver, device)
+            found[i] = loaded[file]
+    return found
+
+
+def followers(steps: Sequence[Step], chains: Container[int]) -> set[int]:
+    """Return the places of chains that nothing but views lies between them and the chain in front:
+    kernels of theirs may begin early."""
+    found, after = set[int](), False
+    for i, s in enumerate(steps):
+        if isinstance(s, Glue) and s.node.definition.traffic is nothing:
+            continue
+        if after and i in chains:
+            found.add(i)
+        after = i in chains
+    return found
+
+
+def chained(loaded: LoadedChain, early: bool, program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a chain: by the program where operands are of other sizes."""
+
+    def call(operands: list[torch.Tensor]) -> Any:
+        if loaded.fits(operands):
+            return loaded.run(operands, early)
+        return program(operands)
+
+    return call
