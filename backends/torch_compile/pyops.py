@@ -28,7 +28,7 @@ from g4ir.ops.quant import dequantized, fake_quantized, numbers_in
 from .scratch import empty_f32
 from .target import cpu_flags
 
-_ATTENTION: Any = attention.reference  # type: ignore[attr-defined]
+_ATTENTION: Any = attention.reference
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
