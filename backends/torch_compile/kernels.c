@@ -1,6 +1,6 @@
-/* Products of a weight [n, k] with a few rows, and attention of a few queries. The weight is read from memory once for TOGETHER rows,
- * each part by one thread; of bf16, with instructions for it, that is for up to five rows about as fast
- * as memory delivers it. Sums are fp32. */
+/* Products of a weight [n, k] with a few rows, and attention of a few queries. The weight is read from
+ * memory once for TOGETHER rows, each part by one thread; of bf16, with instructions for it, that is for
+ * up to five rows about as fast as memory delivers it. Sums are fp32. */
 #include "kernels.h"
 
 #include <math.h>
