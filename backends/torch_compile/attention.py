@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from g4ir.ir.graph import Node
+from g4ir.model.decoder import TOKENS
 from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
 from g4ir.ops.latent import PARTS
@@ -34,16 +35,16 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest: plain products per head for a chunk over a ring in
-    an engine for one row, and for its single bf16 tokens over a long cache; else the library's
-    attention with the heads of a group as query rows."""
+    """Attend in the form that measured fastest: on a CPU a kernel of ours for few tokens, and plain
+    products per head for a chunk over a ring in an engine for one row; else the library's attention
+    with the heads of a group as query rows."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
+    if _is_few(m, n, chunk):
+        return _attend_few(n, q, positions, written, cache_k, cache_v)
     fresh, block_ids = split_chunk(chunk, 2)
     mask = _mask(n, positions, written, cache_k, bool(fresh), block_ids)
     keys, values = _joined((cache_k, cache_v), fresh, q.dtype)
-    if _is_one_token(n, fresh) and q.dtype == torch.bfloat16 and _is_long(n):
-        return _one_token(n, q, keys, values, mask)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
 
 
@@ -64,19 +65,19 @@ def attention_latent(
     form = n.word("form")
     parts = len(PARTS[form])
     caches = held[:parts]
+    query = torch.cat(_query(q, w, _pairs(n)), -1) if form == "value" else q
+    if form == "value" and _is_few(m, n, held[parts:]):
+        out = _attend_few(n, query, positions, written, caches[0], caches[0])
+        return out[..., : w.shape[0]]
     fresh, block_ids = split_chunk(held[parts:], parts)
     mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
-    one_token = _is_one_token(n, fresh)
     if form == "value":
         (rows,) = _joined(caches, fresh, q.dtype)
-        query = torch.cat(_query(q, w, _pairs(n)), -1)
-        if one_token and q.dtype == torch.bfloat16:
-            return _one_token(n, query, rows, rows[..., : w.shape[0]], mask)
         return _grouped(query, rows, rows, mask, _scale(n))[..., : w.shape[0]]
     key_pos = slot_positions(written, caches[0].shape[0])
     raw, rms = _with_chunk(caches, fresh)
     # fp16 holds a product with the projection only once that was divided by its rms.
-    if one_token and q.dtype != torch.float16:
+    if _is_one_token(n, fresh) and q.dtype != torch.float16:
         return _one_token_raw(n, q, w, raw, rms, key_pos, mask)
     key_pos = torch.cat((key_pos, positions.t())) if fresh else key_pos
     keys, values = _keys_values(n, raw, rms, w, key_pos)
@@ -111,11 +112,20 @@ def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
     return not fresh and n["q"].type.shape[:2] == (1, 1)
 
 
-def _is_long(n: Node) -> bool:
-    """Whether this is a cache over which plain products beat the library's attention: a linear one,
-    or a ring of many keys; the library is faster up to about a thousand."""
-    slots, _, heads, _ = n.caches[0].type.shape
-    return not isinstance(slots, int) or slots * int(heads) > 1024
+def _is_few(m: Run, n: Node, chunk: tuple[Tensor, ...]) -> bool:
+    """Whether this is a decode step on a CPU, or a few tokens that are verified: their rows are in
+    the cache already."""
+    return m.device == "cpu" and not chunk and n["q"].type.shape[1] in TOKENS.values()
+
+
+def _attend_few(
+    n: Node, q: Tensor, positions: Tensor, written: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attend where keys and values lie; of fp16, in fp32, rounded once."""
+    rows = q.float() if q.dtype == torch.float16 else q
+    window = n.whole("window")
+    out = torch.ops.g4ir.attend(rows, positions, written, keys, values, window, _scale(n))
+    return out.to(q.dtype)
 
 
 def _joined(
@@ -197,15 +207,6 @@ def _query(q: Tensor, w: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 def _weights(scores: Tensor, mask: Tensor) -> Tensor:
     """Return probabilities of a single token: softmax over scores [G,T] under a mask [1,1,T]."""
     return scores.masked_fill(~mask[0], torch.finfo(scores.dtype).min).softmax(-1)
-
-
-def _one_token(n: Node, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attend for a token: q [1,1,nq,D]; keys [T,1,n,D], values [T,1,n,d], read where they lie."""
-    outs = []
-    for h, query in enumerate(q[0, 0].chunk(keys.shape[2])):
-        scores = wide(torch.mm(query, keys[:, 0, h].t()) * _scale(n))
-        outs.append(torch.mm(_weights(scores, mask).to(q.dtype), values[:, 0, h]))
-    return torch.cat(outs)[None, None]
 
 
 def _one_token_raw(

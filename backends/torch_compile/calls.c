@@ -4,6 +4,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 typedef struct AtenTensorOpaque *tensor;
 typedef int32_t status; /* 0: done */
@@ -99,9 +100,14 @@ static status made(const view *x, int64_t n, tensor *to, void **data) {
            aoti_torch_get_data_ptr(*to, data);
 }
 
-/* The op of pyops.py, which takes its operands from the stack and leaves its result there. */
-static status dispatched(const char *op, int count, const tensor *operands, tensor *out) {
-    uint64_t stack[4] = {0};
+#define MOST_OPERANDS 7
+
+/* The op of pyops.py, which takes its operands, tensors and then numbers, from the stack and leaves its
+ * result there. */
+static status dispatched_with(const char *op, int count, const tensor *operands, int more,
+                              const uint64_t *numbers, tensor *out) {
+    uint64_t stack[MOST_OPERANDS] = {0};
+    for (int i = 0; i < more; i++) stack[count + i] = numbers[i];
     for (int i = 0; i < count; i++) {
         tensor owned;
         if (aoti_torch_new_tensor_handle(operands[i], &owned)) return 1;
@@ -110,6 +116,10 @@ static status dispatched(const char *op, int count, const tensor *operands, tens
     status failed = aoti_torch_call_dispatcher(op, "", stack);
     *out = failed ? NULL : (tensor)(uintptr_t)stack[0];
     return failed;
+}
+
+static status dispatched(const char *op, int count, const tensor *operands, tensor *out) {
+    return dispatched_with(op, count, operands, 0, NULL, out);
 }
 
 /* The result, once it is known whether memory was short: then the op of pyops.py says so. */
@@ -159,4 +169,34 @@ status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out
 
 status g4ir_call_linear_rounded(tensor x, tensor codes, tensor scales, tensor *out) {
     return linear_coded("g4ir::linear_rounded", 1, x, codes, scales, out);
+}
+
+static int held_as(int32_t dtype) {
+    if (dtype == aoti_torch_dtype_int8()) return ROWS_INT8;
+    return dtype == aoti_torch_dtype_float8_e4m3fn() ? ROWS_FP8 : number(dtype);
+}
+
+status g4ir_call_attend(tensor q, tensor positions, tensor written, tensor k, tensor v,
+                        int64_t window, double scale, tensor *out) {
+    static const char op[] = "g4ir::attend";
+    tensor operands[] = {q, positions, written, k, v};
+    uint64_t numbers[2] = {(uint64_t)window};
+    memcpy(numbers + 1, &scale, sizeof scale);
+    view of[5];
+    void *y;
+    bool whole = true;
+    for (int i = 0; i < 5; i++) whole &= viewed(operands[i], of + i);
+    int dtype = whole ? number(of[0].dtype) : -1, held = whole ? held_as(of[3].dtype) : -1;
+    if ((dtype != BF16 && dtype != F32) || held < 0)
+        return dispatched_with(op, 5, operands, 2, numbers, out);
+    const int64_t *queries = of[0].sizes, *keys = of[3].sizes, d = queries[3];
+    if (made(of, d, out, &y)) return 1;
+    void *state = without_lock();
+    int failed = g4ir_attend(of[0].data, of[1].data, of[2].data, of[3].data, of[4].data, y, dtype,
+                             held, queries[0], queries[1], queries[2], keys[2], d, keys[0], keys[3],
+                             window, scale, threads());
+    with_lock(state);
+    if (!failed) return 0;
+    aoti_torch_delete_tensor_object(*out);
+    return dispatched_with(op, 5, operands, 2, numbers, out);
 }

@@ -26,3 +26,15 @@ int g4ir_linear_coded(const void *codes, int form, const void *scales, int scale
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
                  int dtype, int64_t n, int64_t k, int64_t groups, int threads);
+
+/* What rows of a cache may be held in beside dtypes (g4ir/ops/narrow.py). */
+enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
+
+/* out[batch, queries, heads, d] = softmax(q k^T * scale) v, of what g4ir/ops/attention.py says that
+ * queries at positions[batch, queries] see: of a cache k, v[slots, batch, kv_heads, width] that holds
+ * written[batch] tokens. Sums and weights are fp32, but for weights of values in bf16, which are
+ * rounded where the CPU has instructions for these. Returns 0, or 1 where memory is short. */
+int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
+                const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
+                int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
+                int64_t window, double scale, int threads);

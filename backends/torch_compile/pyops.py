@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from g4ir.ops.attention import attention
 from g4ir.ops.base import wide
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
@@ -27,6 +28,7 @@ from g4ir.ops.quant import dequantized, fake_quantized, numbers_in
 from .scratch import empty_f32
 from .target import cpu_flags
 
+_ATTENTION: Any = attention.reference
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
@@ -51,14 +53,22 @@ _kernels: dict[str, Callable[..., int]] = {}
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
 FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
+#: dtype of a cache -> its number there
+HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 #: letter -> type of an argument there, and the arguments of each function
-_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "s": ctypes.c_int64, "i": ctypes.c_int}
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "s": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "d": ctypes.c_double,
+}
 _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
     "takes_codes": "iiisss",
     "linear_coded": "pipipipissssi",
     "decode": "pipipisssi",
+    "attend": "ppppppiissssssssdi",
 }
 
 
@@ -82,7 +92,7 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype),
         *(rows, n, k, torch.get_num_threads()),
     )
-    return _with_memory(failed, out)
+    return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
 def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -113,14 +123,40 @@ def _coded(
         *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
-    return _with_memory(failed, out)
+    return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def _with_memory(failed: int, out: torch.Tensor) -> torch.Tensor:
-    """Return a result; MemoryError where there was none for rows in another form."""
+def _with_memory(failed: int, out: torch.Tensor, use: str) -> torch.Tensor:
+    """Return a result; MemoryError where there was none for what it is made with."""
     if failed:
-        raise MemoryError(f"no memory for the rows of a product {list(out.shape)} in another form")
+        raise MemoryError(f"no memory for {use.format(list(out.shape))}")
     return out
+
+
+def attend(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    written: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    """Compute the op `attention` of a few queries over a cache, without a softcap, bf16 or fp32;
+    scores are not rounded."""
+    if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
+        operands = (q, positions, written, keys, values)
+        made: torch.Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
+        return made
+    given = [t.contiguous() for t in (q, positions, written, keys, values)]
+    (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
+    out = torch.empty_like(given[0])
+    failed = _kernels["attend"](
+        *(t.data_ptr() for t in (*given, out)),
+        *(DTYPES[q.dtype], HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
+        torch.get_num_threads(),
+    )
+    return _with_memory(failed, out, "the sums of an attention {}")
 
 
 def _has_kernel(
@@ -323,6 +359,11 @@ _LIBRARY.impl("linear_coded", linear_coded, "CPU")
 _LIBRARY.define("linear_rounded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
 _LIBRARY.impl("linear_rounded", linear_rounded, "CPU")
 _LIBRARY.define(
+    "attend(Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window,"
+    " float scale) -> Tensor"
+)
+_LIBRARY.impl("attend", attend, "CPU")
+_LIBRARY.define(
     "experts_coded(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor gate_up_scales,"
     " Tensor down, Tensor down_scales, str act, Tensor? first=None) -> Tensor"
 )
@@ -352,6 +393,7 @@ def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
+@torch.library.register_fake("g4ir::attend")
 @torch.library.register_fake("g4ir::experts")
 @torch.library.register_fake("g4ir::experts_coded")
 def _(x: torch.Tensor, *operands: Any) -> torch.Tensor:
@@ -370,12 +412,17 @@ def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
+#: type of an operand -> the same in C
+_IN_C = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double"}
+
+
 def _declared(op: Any) -> str:
     """Return what a program in C++ knows of the function of calls.c for an op. Torch calls it by a
     name of its own form, which might be one of torch's one day: therefore it is linked by another.
     """
     name = op._schema.name.removeprefix("g4ir::")
-    operands = ", ".join(["AtenTensorHandle"] * len(op._schema.arguments) + ["AtenTensorHandle*"])
+    given = [_IN_C[str(a.type)] for a in op._schema.arguments]
+    operands = ", ".join([*given, "AtenTensorHandle*"])
     return f'AOTITorchError aoti_torch_cpu_{name}({operands}) __asm__("g4ir_call_{name}")'
 
 
@@ -386,5 +433,6 @@ CALLS = {
         torch.ops.g4ir.linear.default,
         torch.ops.g4ir.linear_coded.default,
         torch.ops.g4ir.linear_rounded.default,
+        torch.ops.g4ir.attend.default,
     )
 }
