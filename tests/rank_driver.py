@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 import g4ir
 from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.engine.slots import Job, Slots
 from g4ir.ir.graph import Node, Value
@@ -26,6 +28,10 @@ from tests.uncompiled import uncompiled
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
 #: more than a chunk, in two rows of different length, then tokens one by one
 STEPS = 5
+#: weights that ranks have parts of, by rows, by columns and by both
+PARAMS = ("L0.mlp.w_up", "L0.mlp.w_down", "L0.moe.gate_up", "L0.moe.down")
+#: what `g4ir verify` does, and a few tokens through all passes
+CHECKS = verify_engine, partial(verify_each_pass, tokens=[*range(5, 17)])
 #: said when a prompt or an answer is under way
 BEGUN = "begun"
 
@@ -69,7 +75,8 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     session.clear([1])
     session.copy_row(session, 0, 1)
     rows.append(session.decode(torch.tensor([3, 3])))
-    return {f"{i}": r for i, r in enumerate(rows)}
+    weights = (n for n in PARAMS if n.startswith("L0.mlp") or engine.spec.text.moe)
+    return {f"{i}": r for i, r in enumerate(rows)} | {n: engine.param(n) for n in weights}
 
 
 def answers(engine: Engine) -> dict[str, Any]:
@@ -83,8 +90,17 @@ def answers(engine: Engine) -> dict[str, Any]:
         "drawn": engine.generate(PROMPTS, 8, temperature=0.9, top_p=0.95, seed=11),
         "rows": [t.answers[0].tokens for t in tickets],
         "cache": engine.session(1).nbytes(),
-        "verified": verify_engine(engine).ok if engine.ranks > 1 else True,
+        "checked": [check(engine).ok if engine.ranks > 1 else True for check in CHECKS],
     }
+    if engine.drafter:
+        session = engine.session(2)
+        session.prefill(torch.tensor([PROMPTS[1]] * 2))
+        said["drafts"] = [*session.drafted({0: 5, 1: 6}, {0: 3, 1: 2}).values()]
+        said["mtp"] = engine.generate(PROMPTS, 8, draft="mtp")
+    if engine.media.kinds:
+        tokens, picture = engine.spec.tokens, torch.arange(48 * 72 * 3).view(48, 72, 3) % 251
+        prompt = [2, 5, tokens.image or 0, 7]
+        said["seen"] = engine.generate(prompt, 6, images=[picture.to(torch.uint8).numpy()])
     slots.close()
     return said
 

@@ -28,9 +28,10 @@ from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.load import _check_gpu
 from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.model.draft import shipped_drafter
 from g4ir.parallel.group import Launch, Process, join, launched
-from g4ir.plan.plan import make_plan
-from g4ir.spec.record import load_spec
+from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import StoredParams, rank_files
 from tests.cli_tools import refused
 from tests.engines import random_checkpoint
@@ -57,13 +58,18 @@ def built(
     out: Path, name: str, ranks: int, backend: str, compiled: bool = False, **more: Any
 ) -> Path:
     """An engine of random weights, written into its folder."""
-    checkpoint = out.parent / f"{name}-checkpoint"
-    if not checkpoint.exists():
-        random_checkpoint(checkpoint, name)
+    checkpoint = kept_checkpoint(out.parent, load_spec(name))
+    if "drafter" in more:
+        more["drafter"] = kept_checkpoint(out.parent, shipped_drafter(load_spec(name)))
     with nullcontext() if compiled else uncompiled():
         options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS, **more}
-        g4ir.build(None, out, tp=ranks, **options).close()
+        g4ir.build(name if "random_weights" in more else None, out, tp=ranks, **options).close()
     return out
+
+
+def kept_checkpoint(folder: Path, spec: Spec) -> Path:
+    path = folder / f"{spec.name}-checkpoint"
+    return path if path.exists() else random_checkpoint(path, spec)
 
 
 def free_port() -> int:
@@ -149,19 +155,21 @@ def check_against_one(
     ranks: int,
     backend: str,
     compiled: bool,
-    quant: Path | None = None,
     ep: bool = False,
+    **options: Any,
 ) -> None:
     """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
-    one = built(folder / "one", name, 1, "reference", quant=quant)
-    several = built(folder / "several", name, ranks, backend, compiled, quant=quant, ep=ep)
+    one = built(folder / "one", name, 1, "reference", **options)
+    several = built(folder / "several", name, ranks, backend, compiled, ep=ep, **options)
     flags = ["--compiled"] * compiled
     assert not torchrun(ranks, several, "all", folder / "said.json", *flags)
     got = json.loads((folder / "said.json").read_text())
     with g4ir.load_engine(one) as engine, torch.no_grad():
         want, rows = answers(engine), logits(engine)
         want["again"] = engine.generate([2, 33], 4)
-    planned = make_plan(load_spec(name), ctx=LIMITS["max_seq"], tp=ranks).ranks
+    asked = {k: v for k, v in options.items() if k in ("drafter", "latent_kv")}
+    room = options.get("max_seq", LIMITS["max_seq"])
+    planned = make_plan(load_spec(name), replace(PLANNED, **asked), ctx=room, tp=ranks).ranks
     assert planned
     assert got.pop("cache") == planned.rows[0].cache < want.pop("cache")
     assert got == want
@@ -170,16 +178,27 @@ def check_against_one(
 
 
 def test_two_ranks_are_as_one(tmp_path: Path) -> None:
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False)
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False, drafter="default")
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("quant, ep", [(True, False), (True, True), (False, True)])
-def test_ranks_of_codes_and_of_experts(tmp_path: Path, quant: bool, ep: bool) -> None:
+@pytest.mark.parametrize("quant", [True, False])
+@pytest.mark.parametrize("ep, form", [(False, "value"), (True, "raw"), (True, "off")])
+def test_ranks_of_codes_of_experts_and_of_latent_caches(
+    tmp_path: Path, quant: bool, ep: bool, form: str
+) -> None:
     """Groups of 8 are whole on every rank, which then makes the codes that one would make."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, recipe if quant else None, ep)
+    options = {"quant": recipe if quant else None, "latent_kv": form}
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, ep, **options)
+
+
+@pytest.mark.full
+def test_ranks_see_pictures(tmp_path: Path) -> None:
+    """Towers are whole on every rank, and used on the first."""
+    made = {"checkpoint": None, "random_weights": 0}
+    check_against_one(tmp_path, "tiny-media", 2, "torch", False, media="all", max_seq=256, **made)
 
 
 @pytest.mark.full
@@ -245,15 +264,13 @@ def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
         "was built for 2 ranks, and 1 is running; start it by torchrun --nproc-per-node 2 "
         "-m g4ir ..., or build it again with --tp 1"
     )
-    for asks in (engine.session, lambda: engine.generate([2], 2)):
+    for asks in (engine.session, lambda: engine.generate([2], 2), lambda: engine.param("final.w")):
         with pytest.raises(InputError, match=re.escape(said)):
             asks()
     with pytest.raises(EngineError, match=re.escape(said)):
         g4ir.load_engine(engine.path)
     assert said in refused("run", engine.path, "--tokens", "2")
     assert main(["show", str(engine.path), "--collectives"]) == 0
-    with pytest.raises(InputError, match="each of the 2 ranks"):
-        engine.param("L0.attn.wq")
 
 
 # --- a rank that dies -----------------------------------------------------------------------------
