@@ -13,12 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -34,9 +38,10 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import StoredParams, rank_files
 from tests.cli_tools import refused
-from tests.engines import random_checkpoint
+from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
-from tests.rank_driver import BEGUN, answers, logits
+from tests.rank_driver import BEGUN, PROMPTS, answers, logits
+from tests.serve.running import chat_tokenizer
 from tests.uncompiled import uncompiled
 
 ROOT = Path(__file__).parents[1]
@@ -118,11 +123,15 @@ class Started:
 
 @contextmanager
 def started(
-    ranks: int, *words: str | Path, places: Sequence[Path] = (), **more: str
+    ranks: int,
+    *words: str | Path,
+    places: Sequence[Path] = (),
+    module: str = "tests.rank_driver",
+    **more: str,
 ) -> Iterator[Started]:
     """The driver in so many processes, as torchrun would start them: but none is ended with
     another, and each has an exit code to look at. `places`: the folder of each."""
-    port, command = str(free_port()), [sys.executable, "-m", "tests.rank_driver", *map(str, words)]
+    port, command = str(free_port()), [sys.executable, "-m", module, *map(str, words)]
     made = [
         subprocess.Popen(
             command,
@@ -271,6 +280,40 @@ def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
         g4ir.load_engine(engine.path)
     assert said in refused("run", engine.path, "--tokens", "2")
     assert main(["show", str(engine.path), "--collectives"]) == 0
+
+
+@pytest.mark.full
+def test_ranks_serve_rows_together(tmp_path: Path) -> None:
+    """Requests that come together are rows of the same steps; SIGTERM to all ends the first, once
+    it has answered, and then the others."""
+    options, tokenizer = {"backend": "reference", "random_weights": 0, **LIMITS}, chat_tokenizer()
+    with g4ir.build("tiny-moe", tmp_path / "one", **options) as engine:
+        want = [tokenizer.decode(engine.generate(p, 12, stop_ids=())) for p in PROMPTS]
+    two = g4ir.build("tiny-moe", tmp_path / "two", tp=2, **options).path
+    add_file(two, "tokenizer.json", tokenizer.to_str())
+    port = free_port()
+    with started(2, "serve", two, "--port", str(port), module="g4ir") as ranks:
+        ask = partial(answer, f"http://127.0.0.1:{port}", ranks)
+        with ThreadPoolExecutor() as pool:
+            assert [*pool.map(ask, PROMPTS)] == want
+        for p in ranks.processes:
+            p.send_signal(signal.SIGTERM)
+        assert ranks.ended() == [0, 0], ranks.said(0)
+
+
+def answer(url: str, ranks: Started, prompt: list[int]) -> str:
+    """The text that a server answers with, once it is up."""
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    until = time.monotonic() + ENDED_S
+    while time.monotonic() < until and ranks.processes[0].poll() is None:
+        try:
+            made = httpx.post(f"{url}/v1/completions", json=body, timeout=ENDED_S)
+            if made.status_code != HTTPStatus.SERVICE_UNAVAILABLE:  # it has loaded its engine
+                return str(made.json()["choices"][0]["text"])
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(ranks.said(0))
 
 
 # --- a rank that dies -----------------------------------------------------------------------------
