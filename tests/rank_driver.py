@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import g4ir
+from g4ir.backends.reference import ReferenceRuntime
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
@@ -23,6 +24,7 @@ from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
 from g4ir.parallel.lockstep import _all_reduce
+from g4ir.ui import console
 from tests.uncompiled import uncompiled
 
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
@@ -130,10 +132,21 @@ def decode(engine: Engine, out: Path) -> None:
         engine.generate([2, 5], 50, stop_ids=(), on_token=lambda token: print(BEGUN, flush=True))
 
 
+def lack_memory(group: Group) -> None:
+    """Have the second rank find no room for caches."""
+
+    def made(*_: Any) -> None:
+        raise MemoryError
+
+    if group.rank == 1:
+        ReferenceRuntime.new_state = made  # type: ignore[method-assign, assignment]
+
+
 TASKS: dict[str, Callable[[Engine, Path], None]] = {
     "all": all_of_it,
     "prefill": prefill,
     "decode": decode,
+    "memory": decode,
 }
 
 
@@ -142,6 +155,8 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
     with programs, g4ir.join(timeout_s=20) as group:
         if task == "all":
             check_exchanges(group)
+        if task == "memory":
+            lack_memory(group)
         if group.rank:
             g4ir.follow(group)
             return 0
@@ -153,6 +168,5 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:]))
-    except g4ir.G4Error as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
+    except Exception as e:
+        console.leave(console.report(e, False))

@@ -354,6 +354,15 @@ def test_a_rank_that_hangs_is_given_up(engine_of_two: Path, tmp_path: Path) -> N
     assert "error: rank 0: no answer within 20 s (--rank-timeout) from rank 1 (process" in said
 
 
+@pytest.mark.full
+def test_a_rank_without_memory(engine_of_two: Path, tmp_path: Path) -> None:
+    """It says so, and the others name it."""
+    with started(2, engine_of_two, "memory", tmp_path / "out") as ranks:
+        assert ranks.ended() == [4, 3]
+        assert "error: not enough memory; build for fewer rows" in ranks.said(1)
+        assert "error: rank 0: rank 1 (process " in ranks.said(0)
+
+
 # --- ranks that do not go together ----------------------------------------------------------------
 
 

@@ -130,7 +130,7 @@ def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     if match[3] == "q" and count % ranks:
         raise InputError(
             f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
-            f"{ranks} ranks cannot share"
+            f"{ranks} ranks cannot share; take {count} or fewer, or leave the drafter out"
         )
     own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})
