@@ -229,7 +229,7 @@ def test_compiled_ranks_are_as_one(tmp_path: Path, name: str, ranks: int, backen
 
 def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     """What all ranks hold alike lies in the folder once."""
-    path = built(tmp_path / "engine", "tiny-moe", 2, "reference")
+    path = built(tmp_path / "engine", "tiny-moe", 2, "reference", drafter="default")
     found = open_artefact(path, check_weights=True)
     tables = {v.name for v in found.packing.program.graphs["embed"].params}
     files = sorted(path.glob("*.safetensors"))
@@ -238,13 +238,14 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
         "weights-rank0of2-00000.safetensors",
         "weights-rank1of2-00000.safetensors",
     ]
-    planned = make_plan(load_spec("tiny-moe"), ctx=64, tp=2, memory=None).ranks
+    options = replace(PLANNED, drafter="default")
+    planned = make_plan(load_spec("tiny-moe"), options, ctx=64, tp=2, memory=None).ranks
     assert planned and found.manifest.ranks == 2
     sizes = [
         sum(params.tensor(name).nbytes for name in found.packing.program.params().keys() - tables)
         for params in (StoredParams.open(rank_files(files, rank)) for rank in range(2))
     ]
-    assert sizes == [planned.weights] * 2
+    assert sizes == [planned.weights + planned.drafter] * 2 and planned.drafter
     heads = [load_file(f)["head.w"] for f in files[1:]]
     whole = load_file(files[0])["embed.table"]
     assert torch.equal(torch.cat(heads), whole)
