@@ -1,10 +1,12 @@
 """Decode steps of an engine of several ranks, and what of them is exchange.
 
     torchrun --nproc-per-node N bench/ranks.py ENGINE [--steps 10000] [--batch 1] [--save]
+    python bench/ranks.py ENGINE ...     an engine of one rank, for comparison
 
 Every step is one of a session that begins anew where it is full. `exchange` is the time of the
 first rank in the messages of a step, waiting for the others included; `call` that of telling them
-the step. --save writes bench/results/ranks.txt.
+the step. `bare` are sums of the same size with nothing in between: what a message costs where no
+rank waits. --save writes bench/results/ranks.txt.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from g4ir.ui.table import aligned
 
 #: steps that are not counted
 WARM = 20
+#: sums with nothing in between
+BARE = 2000
 
 
 class Clock:
@@ -50,12 +55,15 @@ class Clock:
         return found
 
 
-def steps(engine: Engine, group: groups.Group, count: int, batch: int) -> list[tuple[float, ...]]:
+def steps(
+    engine: Engine, group: groups.Group | None, count: int, batch: int
+) -> list[tuple[float, ...]]:
     """Return of each step its seconds, those of its exchanges, their number, those of the call."""
     exchange, call = Clock(), Clock()
     for op, function in [*groups.EXCHANGES.items()]:
         groups.EXCHANGES[op] = exchange.timed(function)
-    group.tell = call.timed(group.tell)  # type: ignore[method-assign]
+    if group:
+        group.tell = call.timed(group.tell)  # type: ignore[method-assign]
     session, tokens, rows = engine.session(batch), torch.full((batch,), 7), []
     for i in range(WARM + count):
         if int(session.length.max()) == engine.limits.max_seq:
@@ -69,21 +77,35 @@ def steps(engine: Engine, group: groups.Group, count: int, batch: int) -> list[t
     return rows
 
 
-def summary(engine: Engine, rows: list[tuple[float, ...]]) -> str:
+def bare(group: groups.Group, size: int) -> list[float]:
+    """Return the seconds of sums of `size` numbers in bf16, one behind the other; all ranks make
+    them."""
+    x, took = torch.ones(1, 1, size, dtype=torch.bfloat16), []
+    for _ in range(WARM + BARE):
+        start = time.perf_counter()
+        group.all_reduce([x])
+        took.append(time.perf_counter() - start)
+    return took[WARM:]
+
+
+def summary(engine: Engine, rows: list[tuple[float, ...]], alone: list[float]) -> str:
     """Return a table of medians and of the slowest in a hundred, in milliseconds."""
     messages = int(rows[0][2])
-    parts = {
-        "step": [r[0] for r in rows],
-        "exchange": [r[1] for r in rows],
-        "a message": [r[1] / messages for r in rows],
-        "call": [r[3] for r in rows],
-        "programs": [r[0] - r[1] - r[3] for r in rows],
-    }
+    parts = {"step": [r[0] for r in rows]}
+    if messages:
+        parts |= {
+            "exchange": [r[1] for r in rows],
+            "a message": [r[1] / messages for r in rows],
+            "a bare one": alone,
+            "call": [r[3] for r in rows],
+            "programs": [r[0] - r[1] - r[3] for r in rows],
+        }
     table = [("", "median ms", "p99 ms")] + [
         (name, f"{median(v) * 1e3:.3f}", f"{sorted(v)[len(v) * 99 // 100] * 1e3:.3f}")
         for name, v in parts.items()
     ]
-    head = f"{engine!r}\n{len(rows)} decode steps of {engine.ranks} ranks, {messages} messages each"
+    ranks = f"{engine.ranks} rank{'s' * (engine.ranks > 1)} of {torch.get_num_threads()} thread(s)"
+    head = f"{engine!r}\n{len(rows)} decode steps of {ranks}, {messages} messages each"
     return f"{head}\n\n{aligned(table)}"
 
 
@@ -92,14 +114,16 @@ def main() -> None:
     parser.add_argument("engine")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--bare", type=int, default=1536, help="numbers of a bare sum")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    with g4ir.join() as group:
-        if group.rank:
+    with g4ir.join() if groups.launched() else nullcontext() as group:
+        alone = bare(group, args.bare) if group else []
+        if group and group.rank:
             g4ir.follow(group)
             return
         with g4ir.load_engine(args.engine) as engine:
-            text = summary(engine, steps(engine, group, args.steps, args.batch))
+            text = summary(engine, steps(engine, group, args.steps, args.batch), alone)
     print(text)
     if args.save:
         save("ranks", text)

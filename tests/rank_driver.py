@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,25 @@ import torch
 from safetensors.torch import save_file
 
 import g4ir
+from g4ir.backends.reference import ReferenceRuntime
 from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.engine.slots import Job, Slots
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
 from g4ir.parallel.lockstep import _all_reduce
+from g4ir.ui import console
 from tests.uncompiled import uncompiled
 
 PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55, 89, 6], [2, 33]]
 #: more than a chunk, in two rows of different length, then tokens one by one
 STEPS = 5
+#: weights that ranks have parts of, by rows, by columns and by both
+PARAMS = ("L0.mlp.w_up", "L0.mlp.w_down", "L0.moe.gate_up", "L0.moe.down")
+#: what `g4ir verify` does, and a few tokens through all passes
+CHECKS = verify_engine, partial(verify_each_pass, tokens=[*range(5, 17)])
 #: said when a prompt or an answer is under way
 BEGUN = "begun"
 
@@ -69,7 +77,8 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     session.clear([1])
     session.copy_row(session, 0, 1)
     rows.append(session.decode(torch.tensor([3, 3])))
-    return {f"{i}": r for i, r in enumerate(rows)}
+    weights = (n for n in PARAMS if n.startswith("L0.mlp") or engine.spec.text.moe)
+    return {f"{i}": r for i, r in enumerate(rows)} | {n: engine.param(n) for n in weights}
 
 
 def answers(engine: Engine) -> dict[str, Any]:
@@ -83,8 +92,17 @@ def answers(engine: Engine) -> dict[str, Any]:
         "drawn": engine.generate(PROMPTS, 8, temperature=0.9, top_p=0.95, seed=11),
         "rows": [t.answers[0].tokens for t in tickets],
         "cache": engine.session(1).nbytes(),
-        "verified": verify_engine(engine).ok if engine.ranks > 1 else True,
+        "checked": [check(engine).ok if engine.ranks > 1 else True for check in CHECKS],
     }
+    if engine.drafter:
+        session = engine.session(2)
+        session.prefill(torch.tensor([PROMPTS[1]] * 2))
+        said["drafts"] = [*session.drafted({0: 5, 1: 6}, {0: 3, 1: 2}).values()]
+        said["mtp"] = engine.generate(PROMPTS, 8, draft="mtp")
+    if engine.media.kinds:
+        tokens, picture = engine.spec.tokens, torch.arange(48 * 72 * 3).view(48, 72, 3) % 251
+        prompt = [2, 5, tokens.image or 0, 7]
+        said["seen"] = engine.generate(prompt, 6, images=[picture.to(torch.uint8).numpy()])
     slots.close()
     return said
 
@@ -114,10 +132,21 @@ def decode(engine: Engine, out: Path) -> None:
         engine.generate([2, 5], 50, stop_ids=(), on_token=lambda token: print(BEGUN, flush=True))
 
 
+def lack_memory(group: Group) -> None:
+    """Have the second rank find no room for caches."""
+
+    def made(*_: Any) -> None:
+        raise MemoryError
+
+    if group.rank == 1:
+        ReferenceRuntime.new_state = made  # type: ignore[method-assign, assignment]
+
+
 TASKS: dict[str, Callable[[Engine, Path], None]] = {
     "all": all_of_it,
     "prefill": prefill,
     "decode": decode,
+    "memory": decode,
 }
 
 
@@ -126,6 +155,8 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
     with programs, g4ir.join(timeout_s=20) as group:
         if task == "all":
             check_exchanges(group)
+        if task == "memory":
+            lack_memory(group)
         if group.rank:
             g4ir.follow(group)
             return 0
@@ -137,6 +168,5 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:]))
-    except g4ir.G4Error as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
+    except Exception as e:
+        console.leave(console.report(e, False))

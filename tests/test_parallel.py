@@ -14,7 +14,7 @@ import torch
 
 from g4ir.cli import main
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue, verify
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.text import parse_graph
 from g4ir.model.decoder import BLOCKS, VERIFY
@@ -25,7 +25,9 @@ from g4ir.ops.quant import dequantized
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
+from g4ir.parallel.share import Share
 from g4ir.parallel.table import FIRST, check_ranks, part_of
+from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_passes, run_program
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import find_recipe
@@ -532,11 +534,45 @@ def test_experts_that_cannot_be_shared_out_are_refused() -> None:
         check_ranks(odd, 4, ep=True)
 
 
-def test_drafters_are_refused() -> None:
-    spec = load_spec("tiny-ple")
-    drafting = build_program(spec, drafter=shipped_drafter(spec), verifies=True)
-    with pytest.raises(InputError, match="--tp 2: no engine of ranks drafts yet"):
-        shard_program(drafting, spec, 2)
+@pytest.mark.parametrize("name, ep", [("tiny-ple", False), ("tiny-moe", False), ("tiny-moe", True)])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_side_by_side_are_one_graph(name: str, ranks: int, ep: bool) -> None:
+    """It has what one rank has by the same names, and the params of all; a drafter's too."""
+    spec, dtype = spec_of(name), torch.float64
+    own = shard_program(
+        build_program(spec, all_logits=True, drafter=shipped_drafter(spec)), spec, ranks, ep
+    )
+    share, given = Share(spec, 0, ranks, ep), weights(name, dtype)
+    cut = {n for n in own.params() if share.cuts(n)}
+    for g in own.graphs.values():
+        verify(unroll(g, cut, ranks))
+    g = unroll(own.graphs["prefill"], cut, ranks)
+    assert not list(collectives(g))
+    shares = [replace(share, rank=rank) for rank in range(ranks)]
+    params = {}
+    for v in g.params:
+        rank, param = split_name(v.name)
+        params[v.name] = shares[rank or 0].own(param, given.__getitem__)
+        assert (rank is None) == (param not in cut)
+    phase, inputs = chunks(name, dtype)[0]
+    state = empty_state(g, {"B": 2, "C": SLOTS}, dtype)
+    made, _ = interpret(g, inputs, params, state)
+    rows = valid_logits(inputs, made["logits"])
+    assert phase == "prefill" and distance(rows, alone(name, dtype)[: len(rows)]) < 1e-12
+
+
+@pytest.mark.parametrize("name, ep", [("tiny-moe", False), ("tiny-moe", True), ("tiny-ple", False)])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_parts_joined_are_the_whole(name: str, ep: bool, ranks: int) -> None:
+    share, given = Share(spec_of(name), 0, ranks, ep), weights(name, torch.float32)
+
+    def read(rank: int, v: Value) -> torch.Tensor:
+        made = replace(share, rank=rank).own(v.name, given.__getitem__)
+        assert tuple(made.shape) == v.type.shape
+        return made
+
+    cut = [v for v in plain(name).params().values() if share.cuts(v.name)]
+    assert cut and all(torch.equal(share.joined(v, read), given[v.name]) for v in cut)
 
 
 def test_ranks_of_another_number_are_refused() -> None:

@@ -640,7 +640,7 @@ def test_close_call_of_a_router(
     want = one.trace.values["L2.out"]
     got = want.clone()
     got[0, 1] *= 1.5
-    one.watch("L2.out", got)
+    one.watch(0, "L2.out", got)
     assert (comparison.first is None, comparison.excused) == (ok, int(ok))
     assert got.equal(want) and "L2.out" in one.names
 
@@ -654,14 +654,14 @@ def test_experts_chosen(
     one, comparison = shown(moe, after="fuse_glu")
     index = one.trace.values["L2.moe.index"].clone()
     index[0, 1] = index[0, 1].flip(0)
-    one.watch("L2.moe.index", index)
+    one.watch(0, "L2.moe.index", index)
     assert comparison.values == 1 and (comparison.first is None) == ok
 
 
 def test_row_that_no_router_touched(moe: Engine) -> None:
     """No excuse where the nodes between hold no router."""
     one, comparison = shown(moe)
-    one.watch("L2.attn.out", one.trace.values["L2.attn.out"] * 1.5)
+    one.watch(0, "L2.attn.out", one.trace.values["L2.attn.out"] * 1.5)
     assert comparison.first and comparison.excused == 0
 
 

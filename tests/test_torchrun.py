@@ -13,12 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,14 +32,16 @@ from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.load import _check_gpu
 from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.model.draft import shipped_drafter
 from g4ir.parallel.group import Launch, Process, join, launched
-from g4ir.plan.plan import make_plan
-from g4ir.spec.record import load_spec
+from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import StoredParams, rank_files
 from tests.cli_tools import refused
-from tests.engines import random_checkpoint
+from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
-from tests.rank_driver import BEGUN, answers, logits
+from tests.rank_driver import BEGUN, PROMPTS, answers, logits
+from tests.serve.running import chat_tokenizer
 from tests.uncompiled import uncompiled
 
 ROOT = Path(__file__).parents[1]
@@ -57,13 +63,18 @@ def built(
     out: Path, name: str, ranks: int, backend: str, compiled: bool = False, **more: Any
 ) -> Path:
     """An engine of random weights, written into its folder."""
-    checkpoint = out.parent / f"{name}-checkpoint"
-    if not checkpoint.exists():
-        random_checkpoint(checkpoint, name)
+    checkpoint = kept_checkpoint(out.parent, load_spec(name))
+    if "drafter" in more:
+        more["drafter"] = kept_checkpoint(out.parent, shipped_drafter(load_spec(name)))
     with nullcontext() if compiled else uncompiled():
         options = {"backend": backend, "checkpoint": checkpoint, "media": "none", **LIMITS, **more}
-        g4ir.build(None, out, tp=ranks, **options).close()
+        g4ir.build(name if "random_weights" in more else None, out, tp=ranks, **options).close()
     return out
+
+
+def kept_checkpoint(folder: Path, spec: Spec) -> Path:
+    path = folder / f"{spec.name}-checkpoint"
+    return path if path.exists() else random_checkpoint(path, spec)
 
 
 def free_port() -> int:
@@ -112,11 +123,15 @@ class Started:
 
 @contextmanager
 def started(
-    ranks: int, *words: str | Path, places: Sequence[Path] = (), **more: str
+    ranks: int,
+    *words: str | Path,
+    places: Sequence[Path] = (),
+    module: str = "tests.rank_driver",
+    **more: str,
 ) -> Iterator[Started]:
     """The driver in so many processes, as torchrun would start them: but none is ended with
     another, and each has an exit code to look at. `places`: the folder of each."""
-    port, command = str(free_port()), [sys.executable, "-m", "tests.rank_driver", *map(str, words)]
+    port, command = str(free_port()), [sys.executable, "-m", module, *map(str, words)]
     made = [
         subprocess.Popen(
             command,
@@ -149,19 +164,21 @@ def check_against_one(
     ranks: int,
     backend: str,
     compiled: bool,
-    quant: Path | None = None,
     ep: bool = False,
+    **options: Any,
 ) -> None:
     """Ranks choose what one does, whatever chooses; their logits differ by rounding alone."""
-    one = built(folder / "one", name, 1, "reference", quant=quant)
-    several = built(folder / "several", name, ranks, backend, compiled, quant=quant, ep=ep)
+    one = built(folder / "one", name, 1, "reference", **options)
+    several = built(folder / "several", name, ranks, backend, compiled, ep=ep, **options)
     flags = ["--compiled"] * compiled
     assert not torchrun(ranks, several, "all", folder / "said.json", *flags)
     got = json.loads((folder / "said.json").read_text())
     with g4ir.load_engine(one) as engine, torch.no_grad():
         want, rows = answers(engine), logits(engine)
         want["again"] = engine.generate([2, 33], 4)
-    planned = make_plan(load_spec(name), ctx=LIMITS["max_seq"], tp=ranks).ranks
+    asked = {k: v for k, v in options.items() if k in ("drafter", "latent_kv")}
+    room = options.get("max_seq", LIMITS["max_seq"])
+    planned = make_plan(load_spec(name), replace(PLANNED, **asked), ctx=room, tp=ranks).ranks
     assert planned
     assert got.pop("cache") == planned.rows[0].cache < want.pop("cache")
     assert got == want
@@ -170,16 +187,27 @@ def check_against_one(
 
 
 def test_two_ranks_are_as_one(tmp_path: Path) -> None:
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False)
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False, drafter="default")
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("quant, ep", [(True, False), (True, True), (False, True)])
-def test_ranks_of_codes_and_of_experts(tmp_path: Path, quant: bool, ep: bool) -> None:
+@pytest.mark.parametrize("quant", [True, False])
+@pytest.mark.parametrize("ep, form", [(False, "value"), (True, "raw"), (True, "off")])
+def test_ranks_of_codes_of_experts_and_of_latent_caches(
+    tmp_path: Path, quant: bool, ep: bool, form: str
+) -> None:
     """Groups of 8 are whole on every rank, which then makes the codes that one would make."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, recipe if quant else None, ep)
+    options = {"quant": recipe if quant else None, "latent_kv": form}
+    check_against_one(tmp_path, "tiny-moe", 2, "torch", False, ep, **options)
+
+
+@pytest.mark.full
+def test_ranks_see_pictures(tmp_path: Path) -> None:
+    """Towers are whole on every rank, and used on the first."""
+    made = {"checkpoint": None, "random_weights": 0}
+    check_against_one(tmp_path, "tiny-media", 2, "torch", False, media="all", max_seq=256, **made)
 
 
 @pytest.mark.full
@@ -201,7 +229,7 @@ def test_compiled_ranks_are_as_one(tmp_path: Path, name: str, ranks: int, backen
 
 def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     """What all ranks hold alike lies in the folder once."""
-    path = built(tmp_path / "engine", "tiny-moe", 2, "reference")
+    path = built(tmp_path / "engine", "tiny-moe", 2, "reference", drafter="default")
     found = open_artefact(path, check_weights=True)
     tables = {v.name for v in found.packing.program.graphs["embed"].params}
     files = sorted(path.glob("*.safetensors"))
@@ -210,13 +238,14 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
         "weights-rank0of2-00000.safetensors",
         "weights-rank1of2-00000.safetensors",
     ]
-    planned = make_plan(load_spec("tiny-moe"), ctx=64, tp=2, memory=None).ranks
+    options = replace(PLANNED, drafter="default")
+    planned = make_plan(load_spec("tiny-moe"), options, ctx=64, tp=2, memory=None).ranks
     assert planned and found.manifest.ranks == 2
     sizes = [
         sum(params.tensor(name).nbytes for name in found.packing.program.params().keys() - tables)
         for params in (StoredParams.open(rank_files(files, rank)) for rank in range(2))
     ]
-    assert sizes == [planned.weights] * 2
+    assert sizes == [planned.weights + planned.drafter] * 2 and planned.drafter
     heads = [load_file(f)["head.w"] for f in files[1:]]
     whole = load_file(files[0])["embed.table"]
     assert torch.equal(torch.cat(heads), whole)
@@ -245,15 +274,47 @@ def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
         "was built for 2 ranks, and 1 is running; start it by torchrun --nproc-per-node 2 "
         "-m g4ir ..., or build it again with --tp 1"
     )
-    for asks in (engine.session, lambda: engine.generate([2], 2)):
+    for asks in (engine.session, lambda: engine.generate([2], 2), lambda: engine.param("final.w")):
         with pytest.raises(InputError, match=re.escape(said)):
             asks()
     with pytest.raises(EngineError, match=re.escape(said)):
         g4ir.load_engine(engine.path)
     assert said in refused("run", engine.path, "--tokens", "2")
     assert main(["show", str(engine.path), "--collectives"]) == 0
-    with pytest.raises(InputError, match="each of the 2 ranks"):
-        engine.param("L0.attn.wq")
+
+
+@pytest.mark.full
+def test_ranks_serve_rows_together(tmp_path: Path) -> None:
+    """Requests that come together are rows of the same steps; SIGTERM to all ends the first, once
+    it has answered, and then the others."""
+    options, tokenizer = {"backend": "reference", "random_weights": 0, **LIMITS}, chat_tokenizer()
+    with g4ir.build("tiny-moe", tmp_path / "one", **options) as engine:
+        want = [tokenizer.decode(engine.generate(p, 12, stop_ids=())) for p in PROMPTS]
+    two = g4ir.build("tiny-moe", tmp_path / "two", tp=2, **options).path
+    add_file(two, "tokenizer.json", tokenizer.to_str())
+    port = free_port()
+    with started(2, "serve", two, "--port", str(port), module="g4ir") as ranks:
+        ask = partial(answer, f"http://127.0.0.1:{port}", ranks)
+        with ThreadPoolExecutor() as pool:
+            assert [*pool.map(ask, PROMPTS)] == want
+        for p in ranks.processes:
+            p.send_signal(signal.SIGTERM)
+        assert ranks.ended() == [0, 0], ranks.said(0)
+
+
+def answer(url: str, ranks: Started, prompt: list[int]) -> str:
+    """The text that a server answers with, once it is up."""
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    until = time.monotonic() + ENDED_S
+    while time.monotonic() < until and ranks.processes[0].poll() is None:
+        try:
+            made = httpx.post(f"{url}/v1/completions", json=body, timeout=ENDED_S)
+            if made.status_code != HTTPStatus.SERVICE_UNAVAILABLE:  # it has loaded its engine
+                return str(made.json()["choices"][0]["text"])
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(ranks.said(0))
 
 
 # --- a rank that dies -----------------------------------------------------------------------------
@@ -292,6 +353,15 @@ def test_a_killed_rank_ends_the_others(
 def test_a_rank_that_hangs_is_given_up(engine_of_two: Path, tmp_path: Path) -> None:
     said = check_that_all_end(engine_of_two, tmp_path / "out", "decode", 1, signal.SIGSTOP)
     assert "error: rank 0: no answer within 20 s (--rank-timeout) from rank 1 (process" in said
+
+
+@pytest.mark.full
+def test_a_rank_without_memory(engine_of_two: Path, tmp_path: Path) -> None:
+    """It says so, and the others name it."""
+    with started(2, engine_of_two, "memory", tmp_path / "out") as ranks:
+        assert ranks.ended() == [4, 3]
+        assert "error: not enough memory; build for fewer rows" in ranks.said(1)
+        assert "error: rank 0: rank 1 (process " in ranks.said(0)
 
 
 # --- ranks that do not go together ----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +11,12 @@ from g4ir.ir.graph import Graph, Value, drop_dead
 from g4ir.ir.interpret import interpret
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.types import torch_dtype
+from g4ir.parallel.share import Share
+from g4ir.parallel.unroll import split_name
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams, Packing
+from g4ir.weights.unpack import Unpacked
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +33,49 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
     Raises WeightsError where the checkpoint does not fit the engine's spec; the function that is
     returned raises EngineError for what a packed engine no longer holds.
     """
+    whole = _whole_params(engine, checkpoint)
+    if engine.ranks == 1:
+        return whole
+    held = [engine.unpacked(rank) for rank in range(engine.ranks)]
+    return RankParams(engine.share, whole, held if isinstance(whole, Unpacked) else ())
+
+
+def _whole_params(engine: Engine, checkpoint: str | Path | None) -> Plain:
     if checkpoint is not None:
         return _named(find_origin(checkpoint).open(engine.spec, engine.media.kinds, engine.dtype))
     held = engine.runtime.source
     return _named(held.source) if isinstance(held, MadeParams) else engine.unpacked()
+
+
+@dataclass(frozen=True)
+class RankParams:
+    """Params of the graph of all ranks (parallel/unroll.py), and of the whole model: from `whole`,
+    which has them whole, or joined of what each rank holds."""
+
+    share: Share
+    whole: Plain
+    held: Sequence[Unpacked]
+
+    def __call__(self, v: Value) -> torch.Tensor:
+        """Return the tensor of a param, of a rank's own or of the model's."""
+        rank, name = split_name(v.name)
+        if rank is not None:
+            return self._own(rank, replace(v, name=name))
+        made: torch.Tensor = self.share.joined(v, self._own) if self.held else self.whole(v)
+        return made
+
+    def _own(self, rank: int, v: Value) -> torch.Tensor:
+        if self.held:
+            return self.held[rank](v)
+        share = replace(self.share, rank=rank)
+        made: torch.Tensor = share.own(v.name, lambda name: self.whole(replace(v, name=name)))
+        return made
+
+
+def unpacked(plain: Plain) -> Unpacked | None:
+    """Return what undoes the packing, where params come from that."""
+    whole = plain.whole if isinstance(plain, RankParams) else plain
+    return whole if isinstance(whole, Unpacked) else None
 
 
 def _named(source: WeightSource) -> Plain:

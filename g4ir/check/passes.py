@@ -9,7 +9,8 @@ own, and so are its caches, which go on from chunk to chunk; the first value aft
 stages have shows what they are worth.
 
 The same with a backend: after each compiled program its results are compared and replaced by the
-interpreter's, and so are the caches after each chunk.
+interpreter's, and so are the caches after each chunk. Where several ranks share the model they
+are interpreted side by side, and shown to the first rank with what each has made itself.
 
 Where an engine verifies drafted tokens, the last ones are given in such rounds too, each with
 drafts that are wrong: the next round is computed over what they have left in the caches.
@@ -32,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
+from g4ir.engine.lead import run_watched, watch_held
+from g4ir.engine.watched import See, slots_of
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
@@ -42,14 +45,16 @@ from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.narrow import comparable
 from g4ir.ops.types import Type, torch_dtype
+from g4ir.parallel.shard import shard_program
+from g4ir.parallel.share import Share
+from g4ir.parallel.unroll import own_name, unroll
 from g4ir.passes import CHANGES_MEANING, run_program
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.ui.progress import Progress, no_progress
-from g4ir.weights.pack import Packing, split_program
-from g4ir.weights.unpack import Unpacked
+from g4ir.weights.pack import Packing, own_params, split_program
 
 from .media import Item, smallest_items
-from .params import Plain, StageWeights, plain_params
+from .params import Plain, StageWeights, plain_params, unpacked
 from .pass_report import CLOSE_EXPERTS, Comparison, Made, StageReport, StagesReport
 from .report import engine_name
 from .tokens import given_tokens, random_tokens
@@ -64,7 +69,7 @@ STEPS = 4
 PADDING = 2
 #: what comes before a tower
 NOTHING = Graph("nothing", (), (), (), (), ())
-BACKEND, STORED, MODEL = "backend", "stored graphs", "model"
+BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 
 
 # ---- the way through --------------------------------------------------------------------------
@@ -85,7 +90,6 @@ def verify_each_pass(
     InputError for a wrong request, PassError where a pass breaks its contract, CheckError where
     values are NaN or infinite before it.
     """
-    engine.check_whole("--each-pass")
     window = _window(engine)
     ids = given_tokens(engine, tokens)
     if ids is None:
@@ -138,10 +142,11 @@ def verify_each_pass(
 def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
     """Whether the params of a tower before all passes can be had: a packed engine may hold only
     what was made of them."""
-    if not isinstance(plain, Unpacked):
+    held = unpacked(plain)
+    if held is None:
         return True
     graph = build_towers(engine.spec, engine.media, engine.dtype)[tower]
-    return all(plain.holds(v) for v in graph.params)
+    return all(held.holds(v) for v in graph.params)
 
 
 def _window(engine: Engine) -> int:
@@ -423,14 +428,21 @@ class Stage:
 def _stages(
     engine: Engine, weights: StageWeights, graphs: Sequence[str] = TEXT_GRAPHS
 ) -> Iterator[Stage]:
-    """Yield the model as it is written, then after each pass; then the engine's own graphs, should
-    they be others (an engine of an older version). Only `graphs` can be run."""
+    """Yield the model as it is written, of several ranks as they share it, then after each pass;
+    then the engine's own graphs, should they be others (an engine of an older version). Only
+    `graphs` can be run."""
     m = engine.manifest
     stored = functools.partial(find_backend(m["backend"]).stored, device=m["device"])
     plain = _written(engine)
-    if isinstance(weights.plain, Unpacked):
+    held = unpacked(weights.plain) is not None
+    if held:
         plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
+    if engine.ranks > 1:
+        if engine.recipe and not engine.recipe.held:
+            after.clear()  # each rank made codes of its part, with scales of their own
+        plain = shard_program(plain, engine.spec, engine.ranks, bool(m["ep"]))
+        after[SHARD] = dict(plain.graphs)
 
     def keep(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
@@ -445,9 +457,7 @@ def _stages(
     for name, made in after.items():
         packing = split_program(stored(Program(made)))
         yield _stage(engine, name, packing, weights, graphs)
-    prologue = engine.prologue
-    if isinstance(weights.plain, Unpacked):
-        prologue = from_codes(prologue)
+    prologue = from_codes(engine.prologue) if held else engine.prologue
     own = Packing(engine.program, prologue)
     if packing != own:
         yield _stage(engine, STORED, own, weights, graphs)
@@ -465,10 +475,20 @@ def _written(engine: Engine) -> Program:
 def _stage(
     engine: Engine, name: str, packing: Packing, weights: StageWeights, graphs: Sequence[str]
 ) -> Stage:
+    if engine.ranks > 1 and name != MODEL:
+        packing = _side_by_side(packing, engine.share)
     params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
     for graph in graphs:
         params[graph] = weights.params(packing, packing.program.graphs[graph])
     return Stage(name, packing, params)
+
+
+def _side_by_side(packing: Packing, share: Share) -> Packing:
+    """Return what all ranks run as one."""
+    own = own_params(packing, share)
+    cut = {v.name for v in packing.prologue.params if share.cuts(v.name)}
+    program = packing.program.map(lambda g: unroll(g, own, share.ranks) if g.state else g)
+    return Packing(program, unroll(packing.prologue, cut, share.ranks))
 
 
 @dataclass(frozen=True)
@@ -668,15 +688,9 @@ def _show(engine: Engine, run: Run, state: Any, chunk: Step, comparison: Compari
         made = engine.runtime.encode(chunk.phase, feeds)
         shown.compare(soft, made, trace.values[soft.name])
         return
-    engine.runtime.run(chunk.phase, feeds, state, chunk.end, True, shown.watch)
-    for name, v in recording.graphs[1].next.items():
-        want, cache = run.state[name], state.tensors[name]
-        # Position p lies in slot p mod as many as there are. Nobody reads what a backend leaves in
-        # others, such as a chunk's padding.
-        held = range(max(chunk.end - len(want), 0), chunk.end)
-        ours, theirs = ([p % len(t) for p in held] for t in (cache, want))
-        shown.compare(v, cache[ours], want[theirs])
-        cache[ours] = want[theirs]
+    run_watched(engine.runtime, chunk.phase, feeds, state, chunk.end, shown.watch)
+    for name in engine.program.graphs[chunk.phase].next:
+        watch_held(state, name, shown.held(name, run.state), shown.cache(run.state))
 
 
 @dataclass
@@ -689,8 +703,9 @@ class Shown:
     comparison: Comparison
     names: set[str]
 
-    def watch(self, name: str, got: torch.Tensor) -> None:
-        """Compare one value of the runtime, in order. Caches come after the chunk."""
+    def watch(self, rank: int, name: str, got: torch.Tensor) -> None:
+        """Compare one value of a rank's runtime, in order. Caches come after the chunk."""
+        name = self._named(name, rank, self.recording.nodes)
         if name in self.recording.kept:
             return
         want = self.trace.values[name]
@@ -698,6 +713,28 @@ class Shown:
         self.compare(v, got, want)
         got.copy_(want)
         self.names.add(name)
+
+    def held(self, name: str, state: Mapping[str, torch.Tensor]) -> range:
+        """Return the positions that a cache holds after the chunk. Nobody reads what a backend
+        leaves in others, such as those of padding."""
+        slots = len(state[self._named(name, 0, state)])
+        return range(max(self.chunk.end - slots, 0), self.chunk.end)
+
+    def cache(self, state: Mapping[str, torch.Tensor]) -> See:
+        """Return what compares these positions of a rank's cache with those of `state`."""
+
+        def see(rank: int, name: str, got: torch.Tensor) -> None:
+            own = self._named(name, rank, state)
+            want = state[own][slots_of(self.held(name, state), state[own])]
+            self.compare(self.recording.graphs[1].next[own], got, want)
+            got.copy_(want)
+
+        return see
+
+    def _named(self, name: str, rank: int, known: Container[str]) -> str:
+        """Return how a value of a rank is called where all are side by side."""
+        own = own_name(name, rank)
+        return own if own in known else name
 
     def compare(self, v: Value, got: torch.Tensor, want: torch.Tensor) -> None:
         cone = self.recording.cone(v.name, self.names)

@@ -15,6 +15,7 @@ from g4ir.ui.progress import no_progress
 from .artefact import open_artefact
 from .lead import LOAD, beside, opened
 from .load import open_runtime
+from .watched import shown, watch_slots
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +73,14 @@ class _Followed:
     def _call(self, own: Any, name: str, args: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
         if name == LOAD:
             return self._load(*args)
-        if name == "run":
-            return _run(own, tensors, *args)
+        if name in ("run", "run_watched"):
+            placed = {name: t.to(own.device) for name, t in tensors.items()}
+            watch = (True, shown(self.group)) if name == "run_watched" else ()
+            own.run(args[0], placed, *args[1:], *watch)  # what comes out is the first rank's to use
+            return None
+        if name == "watch_held":
+            cache, *held = args
+            return watch_slots(own, cache, range(*held), shown(self.group))
         if name == "interpreter":
             return beside(args[0], own, self.group)
         assert name in CALLS, name
@@ -93,11 +100,3 @@ class _Followed:
 
 def _is_thing(value: Any) -> bool:
     return isinstance(value, dict) and [*value] == ["thing"]
-
-
-def _run(
-    own: Any, feeds: dict[str, torch.Tensor], phase: str, state: Any, context: int, logits: bool
-) -> None:
-    """Run a graph; what comes out is the same on every rank, and the first one's to use."""
-    placed = {name: t.to(own.device) for name, t in feeds.items()}
-    own.run(phase, placed, state, context, logits)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from g4ir.parallel.group import Group
 from g4ir.ui.console import put_off
 
 from .parts import EngineParts
+from .watched import See, shown, watch_slots
 
 #: the call by which a rank opens its part of an engine; others are called as what they call is
 LOAD = "load"
@@ -114,6 +116,12 @@ class LedState:
             self.leader.tell(self.number, "copy", [thing(source.number), start, row, context])
             self.own.copy(source.own, start, row, context)
 
+    def watch_held(self, name: str, held: range, see: See) -> None:
+        """Show what each rank's cache has at these positions."""
+        with self.leader.together():
+            self.leader.tell(self.number, "watch_held", [name, held.start, held.stop])
+            watch_slots(self.own, name, held, shown(self.leader.group, see))
+
     def kept(self, context: int) -> LedKept:
         made = LedKept(self.own.kept(context))
         with self.leader.together():
@@ -156,6 +164,21 @@ class LedRuntime:
             made: Tensors | None = self.own.run(phase, feeds, state.own, context, logits, watch)
         return made
 
+    def run_watched(
+        self,
+        phase: str,
+        feeds: dict[str, torch.Tensor],
+        state: LedState,
+        context: int,
+        see: See,
+    ) -> None:
+        """Run a graph for its values: `see` is shown what each rank makes."""
+        with self.leader.together():
+            args = [phase, thing(state.number), context]
+            self.leader.tell(self.number, "run_watched", args, tensors=feeds)
+            watch = shown(self.leader.group, see)
+            self.own.run(phase, feeds, state.own, context, True, watch)
+
     def interpreter(self, kind: str) -> LedRuntime:
         """Return one whose ranks interpret the text graphs on the params that they have."""
         with self.leader.together():
@@ -192,6 +215,24 @@ def interpreted(engine: EngineParts, kind: str) -> Runtime:
     if isinstance(runtime, LedRuntime):
         return runtime.interpreter(kind)
     return interpreter(kind, runtime, engine.program, engine.limits, engine.device)
+
+
+def run_watched(
+    runtime: Runtime, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, see: See
+) -> None:
+    """Run a graph and show what each rank makes of it, in order."""
+    if isinstance(runtime, LedRuntime):
+        runtime.run_watched(phase, feeds, state, context, see)
+    else:
+        runtime.run(phase, feeds, state, context, True, partial(see, 0))
+
+
+def watch_held(state: Any, name: str, held: range, see: See) -> None:
+    """Show what each rank's cache has at these positions."""
+    if isinstance(state, LedState):
+        state.watch_held(name, held, see)
+    else:
+        watch_slots(state, name, held, partial(see, 0))
 
 
 def beside(kind: str, own: Any, group: Group) -> Runtime:

@@ -15,10 +15,12 @@ from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
+from g4ir.parallel.share import Share
 from g4ir.plan.limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
+from g4ir.weights.pack import params_of_rank
 from g4ir.weights.unpack import Unpacked
 
 if TYPE_CHECKING:
@@ -62,21 +64,23 @@ class EngineParts:
 
     def param(self, name: str) -> torch.Tensor:
         """Return a weight of the model as the engine computes with it, on the host and in its
-        dtype: `L0.mlp.w_gate`, of a quantised one what its codes and scales mean. InputError for a
-        name that the model does not have."""
+        dtype: `L0.mlp.w_gate`, of a quantised one what its codes and scales mean, of several ranks
+        what all have together. InputError for a name that the model does not have."""
         import torch
 
-        self.check_whole(f"param {name!r}")
         plain = _plain_params(self.spec, self.dtype, self.media)
         if name not in plain:
             near = did_you_mean(name, plain)
             raise InputError(f"param {name!r}: {self.spec.name} has no such weight{near}")
         with torch.no_grad():
-            return self.unpacked().weight(plain[name]).cpu()
+            weight = self.share.joined(plain[name], lambda rank, v: self.unpacked(rank).weight(v))
+            return weight.cpu()
 
-    def unpacked(self) -> Unpacked:
-        """Return the model's own params, as far as they follow from what the engine holds."""
+    def unpacked(self, rank: int = 0) -> Unpacked:
+        """Return a rank's params of the model, as far as they follow from what it holds."""
         held = self.runtime.source
+        if rank:
+            held = params_of_rank(held, self.path, rank)
         return Unpacked(held, self.program.params(), self.prologue, self.path)
 
     def check_process(self) -> None:
@@ -92,13 +96,10 @@ class EngineParts:
         """How many processes run it together, each on weights of its own."""
         return int(self.manifest["ranks"])
 
-    def check_whole(self, what: str) -> None:
-        """Raise InputError where no rank has the whole weights that something needs."""
-        if self.ranks > 1:
-            raise InputError(
-                f"{what}: each of the {self.ranks} ranks of {self.path} has its part of the "
-                f"weights; take an engine of one rank"
-            )
+    @property
+    def share(self) -> Share:
+        """The weights that the first of its ranks has."""
+        return Share(self.spec, 0, self.ranks, bool(self.manifest["ep"]))
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:

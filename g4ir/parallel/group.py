@@ -45,6 +45,10 @@ GATHERED = 1 << 18
 SETTLED, LOOK_S = 30, 0.01
 
 
+#: sees what a rank has
+Look = Callable[[int, "torch.Tensor"], None]
+
+
 @dataclass(frozen=True)
 class Launch:
     """A process of several: its rank, how many there are, and its number on this machine."""
@@ -155,6 +159,21 @@ class Group:
             dist.all_gather(out, x.contiguous())
         return out
 
+    def shown(self, x: torch.Tensor, see: Look | None = None) -> None:
+        """Show the first rank what each has, a tensor of the same type. There `see(rank, tensor)`
+        may write over it, and each rank has its own back."""
+        import torch
+        import torch.distributed as dist
+
+        parts = self._all(_bytes(x))
+        for rank, part in enumerate(parts if see else ()):
+            assert see
+            see(rank, part.view(x.dtype).view(x.shape))
+        back = torch.stack(parts)
+        with self._watched():
+            dist.broadcast(back, 0)
+        x.copy_(back[self.rank].view(x.dtype).view(x.shape))
+
     # --- words --------------------------------------------------------------------------------
 
     def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -162,12 +181,12 @@ class Group:
         import torch
 
         wait = timedelta(seconds=self.timeout_s)
-        held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        held = {name: t.detach().cpu() for name, t in tensors.items()}
         types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
         text = json.dumps([call, types]).encode()
         sizes = torch.tensor([len(text), sum(t.nbytes for t in held.values())])
         words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        data = [t.reshape(-1).view(torch.uint8) for t in held.values()]
+        data = [_bytes(t) for t in held.values()]
         message = torch.cat([sizes.view(torch.uint8), words, *data])
         frame = torch.zeros(FRAME, dtype=torch.uint8)
         frame[: len(message)] = message[:FRAME]
@@ -342,6 +361,14 @@ def _connect(launch: Launch, timeout_s: float) -> bool:
             f"they share: GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
         ) from e
     return on_gpus
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor's bytes, in order: of one number too, whose stride may be any."""
+    import torch
+
+    flat = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return flat.copy_(x.reshape(-1)).view(torch.uint8)
 
 
 def _first(error: Exception) -> str:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
-from g4ir.model.draft import DRAFT
 from g4ir.model.names import CODES
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
@@ -36,8 +35,6 @@ def shard_program(p: Program, spec: Spec, ranks: int, ep: bool = False) -> Progr
     check_ranks(spec, ranks, ep)
     if ranks == 1:
         return p
-    if DRAFT in p.graphs:
-        raise InputError(f"--tp {ranks}: no engine of ranks drafts yet; leave out the drafter")
     return p.map(lambda g: shard(g, spec, ranks, ep) if g.state else g)
 
 
@@ -82,13 +79,7 @@ def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     part = part_of(spec, name, ep)
     if part is None:
         return v
-    return Value(name, _cut(v.type, part, ranks))
-
-
-def _cut(t: Type, part: Part, ranks: int) -> Type:
-    shape = list(t.shape)
-    shape[part.axis] = part.size(int(shape[part.axis]), ranks)
-    return t.with_shape(*shape)
+    return Value(name, part.cut_type(v.type, ranks))
 
 
 def _named(v: Value) -> Value:
@@ -116,10 +107,11 @@ def _divides(n: Node, part: Part, ranks: int) -> bool:
     if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
         return False
     try:
-        made = n.definition.infer_types(tuple(_cut(v.type, part, ranks) for v in n.inputs), n.attrs)
+        types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
+        made = n.definition.infer_types(types, n.attrs)
     except ValueError:
         return False  # elements of several groups, or half of what belongs to one
-    return made == (_cut(n.out.type, part, ranks),)
+    return made == (part.cut_type(n.out.type, ranks),)
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
@@ -138,7 +130,7 @@ def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     if match[3] == "q" and count % ranks:
         raise InputError(
             f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
-            f"{ranks} ranks cannot share"
+            f"{ranks} ranks cannot share; take {count} or fewer, or leave the drafter out"
         )
     own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from g4ir.ir.graph import Value
 from g4ir.spec.record import Spec
 
 from .table import FIRST, Part, first_expert, part_of
@@ -41,6 +42,15 @@ class Share:
         part = self._part(param)
         made = read(part.source if part else param)
         return part.cut(made, self.rank, self.ranks).contiguous() if part else made
+
+    def joined(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
+        """Return a weight of the whole model, of what the ranks have; `read` gives a rank's."""
+        part = self._part(v.name)
+        if part is None:
+            return read(0, v)
+        own = Value(v.name, part.cut_type(v.type, self.ranks))
+        parts = [read(rank, own) for rank in range(self.ranks)]
+        return part.joined(parts, int(v.type.shape[part.axis]))
 
     def _part(self, param: str) -> Part | None:
         return part_of(self.spec, param, self.ep) if self.ranks > 1 else None

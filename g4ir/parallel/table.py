@@ -12,12 +12,13 @@ Of a drafter the attention is cut, since it reads caches that are; its rest is s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.model.names import CODES, SCALES
+from g4ir.ops.types import Type
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
 
@@ -86,6 +87,24 @@ class Part:
         import torch
 
         return torch.cat(pieces, self.axis)
+
+    def cut_type(self, t: Type, ranks: int) -> Type:
+        """Return the type of a rank's part."""
+        shape = list(t.shape)
+        shape[self.axis] = self.size(int(shape[self.axis]), ranks)
+        return t.with_shape(*shape)
+
+    def joined(self, parts: Sequence[Any], whole: int) -> Any:
+        """Return the tensor that ranks have these parts of, `whole` numbers along the axis."""
+        shape = list(parts[0].shape)
+        shape[self.axis] = whole
+        made = parts[0].new_empty(shape)
+        for rank, own in enumerate(parts):
+            at = 0
+            for first, size in self.ranges(whole, rank, len(parts)):
+                made.narrow(self.axis, first, size).copy_(own.narrow(self.axis, at, size))
+                at += size
+        return made
 
 
 def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:

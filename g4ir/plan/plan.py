@@ -112,9 +112,9 @@ KEYS = {
     "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance; "
     "drafter (null: drafts cost nothing) and drafter_bytes of its weights, on the device",
     "ranks": "null, or with --tp: count; of each rank weights (beside tables that are only "
-    "gathered from), rows (context, batch, cache as built); messages of a decode step, "
-    "message_bytes that a rank gives in them for a row; gpu, and on it steps (ranks, context, "
-    "batch, us: least and most microseconds by the way to exchange), predicted",
+    "gathered from), those of its drafter, rows (context, batch, cache as built); messages of a "
+    "decode step, message_bytes that a rank gives in them for a row; gpu, and on it steps (ranks, "
+    "context, batch, us: least and most microseconds by the way to exchange), predicted",
     "media": "kinds that rows and fits count in; parts (vision, audio): params, and for each size "
     "that a tower may have its soft tokens, rows of its input, and flops of a run",
 }
@@ -525,7 +525,7 @@ def make_plan(
         media.kinds,
         media_plan(spec),
         _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
-        plan_ranks(spec, tp, dtype, shape, skip, passes, recipe, ep, steps)
+        plan_ranks(spec, tp, dtype, shape, skip, passes, recipe, ep, steps, drafter)
         if tp != 1 or ep
         else None,
     )

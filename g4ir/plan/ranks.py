@@ -10,6 +10,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program, split_prologue
+from g4ir.model.draft import build_draft
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import collectives, shard
 from g4ir.parallel.table import can_share, check_ranks
@@ -58,11 +59,12 @@ class RankStep:
 @dataclass(frozen=True)
 class Ranks:
     """One rank of `count`, all of which are alike: bytes of its weights, without the tables that
-    are only gathered from; messages of a decode step, and the bytes that a rank gives for a row;
-    on a GPU predicted steps, on other numbers of ranks too."""
+    are only gathered from, and of its drafter's; messages of a decode step, and the bytes that a
+    rank gives for a row; on a GPU predicted steps, on other numbers of ranks too."""
 
     count: int
     weights: int
+    drafter: int
     rows: tuple[RankRow, ...]
     messages: int
     message_bytes: int
@@ -84,6 +86,7 @@ def plan_ranks(
     recipe: Recipe | None = None,
     ep: bool = False,
     model: StepModel | None = None,
+    drafter: Spec | None = None,
 ) -> Ranks:
     """Return what each of `count` ranks needs at every (context, batch) of `shape`, by the graph
     that it runs. InputError where they cannot share the model."""
@@ -92,18 +95,20 @@ def plan_ranks(
     plain = Program({"decode": build_graph(spec, "decode", dtype=dtype)})
     held = quantised(plain, spec, recipe, dtype).graphs["decode"]
 
-    def of(ranks: int) -> Graph:
-        return shard(held, spec, ranks, ep and ranks > 1)
+    def of(ranks: int, g: Graph = held) -> Graph:
+        return shard(g, spec, ranks, ep and ranks > 1)
 
     def passed(own: Graph, gpu_rows: int = 0) -> Graph:
         return run_passes(own, skip=skip, options={**options, **for_gpu(gpu_rows)})
 
     whole = of(count)
     g = split_prologue(passed(whole))[1]
+    draft = (passed(of(count, build_draft(spec, drafter, dtype))),) if drafter else ()
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
         count,
         sum(v.type.nbytes() for v in g.params),
+        sum(v.type.nbytes() for d in draft for v in split_prologue(d)[1].params),
         tuple(RankRow(ctx, batch, _cache(g, ctx, batch)) for ctx, batch in shape),
         len(list(collectives(g))),
         sum(sent),

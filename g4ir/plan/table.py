@@ -41,9 +41,10 @@ def _ranks(plan: Plan) -> list[str]:
     r = plan.ranks
     if r is None:
         return []
+    drafter = f" and {size_text(r.drafter)} of the drafter's" if r.drafter else ""
     head = (
-        f"each of {r.count} ranks: {size_text(r.weights)} of weights, beside tables that are only "
-        f"gathered from\n"
+        f"each of {r.count} ranks: {size_text(r.weights)} of weights{drafter}, beside tables that "
+        f"are only gathered from\n"
         f"{r.messages} messages in a decode step, {size_text(r.message_bytes)} for a row\n"
     )
     lines: list[Line] = [["context", *(count_text(row.ctx) for row in r.rows)]]

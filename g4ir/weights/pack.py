@@ -300,6 +300,14 @@ def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
     return sorted(f for f, own in named if own is None or int(own[1]) == rank)
 
 
+def params_of_rank(params: ParamSource, folder: Path, rank: int) -> ParamSource:
+    """Return what another rank of an engine has, from what one of them has."""
+    if isinstance(params, MadeParams):
+        share = params.share and replace(params.share, rank=rank)
+        return replace(params, share=share, _made={})
+    return StoredParams.open(rank_files(folder.glob("*.safetensors"), rank))
+
+
 def write_shares(
     packing: Packing, params: MadeParams, ranks: int, folder: Path, progress: Any
 ) -> None:
