@@ -32,6 +32,7 @@ from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
+from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Program
 from g4ir.plan.limits import Limits
@@ -106,6 +107,7 @@ def test_ops_keep_the_rules() -> None:
     expected = {
         "moe_gate_up",
         *("decode_attention", "qkv_attention", "q_attention", "norm_linear", "norm_router"),
+        "norm_glu_linear",
         "skinny_linear_parts",
         "moe_gate_up_sorted",
         "moe_sort",
@@ -267,6 +269,30 @@ def test_kernels_fit_hopper(name: str) -> None:
     # However few bits a weight has, it is read in whole lines.
     products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down", "_dequantize")]
     assert products and all(r.wide_loads for r in products)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e2b",
+        *(
+            pytest.param(name + quant, marks=pytest.mark.full)
+            for name in ("e2b", "e4b")
+            for quant in ("", "+int8", "+int4", "+fp8")
+            if name + quant != "e2b"
+        ),
+    ],
+)
+def test_programs_that_wait_for_others_have_room_beside_them(name: str) -> None:
+    """A whole grid lies on the multiprocessors at once."""
+    cases = [c for c in real_cases((name,), (1,)) if c.choice.name == "norm_glu_linear"]
+    (launch,) = (launch for case in cases for launch in launches_of_case(case))
+    (found,) = compiled(iter(cases))
+    check([found])
+    each = 32 * found.warps * -(-found.registers // 8) * 8
+    together = min(65536 // each, 64 // found.warps, SHARED_BYTES // found.shared_bytes)
+    processors = read_constants().gpus["h100"].processors
+    assert launch[1][0] <= together * processors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

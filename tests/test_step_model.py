@@ -134,7 +134,8 @@ def test_kernels_that_begin_early(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "more"), [("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 7, 10)]
+    ("name", "one", "more"),
+    [("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 6, 10), ("e4b", 6, 10)],
 )
 def test_kernels_of_a_layer(name: str, one: int, more: int) -> None:
     """Of one in the middle; with fewer rows than experts need to be sorted."""
@@ -251,7 +252,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(told["launches"]) == len(want.launches)
     drawn = tmp_path / "step.svg"
     text = g4ir(*WORDS, "--plot", str(drawn)).out
-    assert "e2b decode on h200, 1 row of 1K tokens\n267 launches, predicted " in text
+    assert "e2b decode on h200, 1 row of 1K tokens\n232 launches, predicted " in text
     assert "norm_linear" in text and "qkv_attention: " in drawn.read_text()
 
 

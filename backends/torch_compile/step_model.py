@@ -109,6 +109,7 @@ class Constants:
     first_load: InFile
     last_sum: InFile
     early: Early
+    handed_on: InFile
     stream: InFile
     block_rate: InFile
     around: Count
@@ -322,10 +323,14 @@ class _Model:
         ahead = 0.0
         if "n" in shape and "block_n" in use:
             tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
+            tiles += -(-shape.get("out", 0) // use.get("block_out", 1))
             blocks = min(tiles, use.get("programs", tiles))
             rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
             ahead = nbytes * self._asked(shape, use, tiles, blocks)
-        return _Work(kernel, name, nbytes, own, True, rate, ahead, "programs" in use)
+        if "block_out" in use:
+            own = self._sum(own, self.c.last_sum, self.c.handed_on)
+        rests = "programs" in use or "block_out" in use
+        return _Work(kernel, name, nbytes, own, True, rate, ahead, rests)
 
     def _asked(
         self, shape: Mapping[str, int], use: Mapping[str, int], tiles: int, blocks: int
@@ -333,6 +338,8 @@ class _Model:
         """Return the share of a product's weight that its blocks ask for before they wait."""
         if "programs" in use:
             return min(1.0, blocks * (use["stages"] - 1) / tiles)
+        if "block_out" in use:
+            return 1.0  # each has one tile
         there = min(blocks, self.c.early.blocks * self.card.processors) / blocks
         chunk = -(-shape["k"] // use.get("split", 1))
         return there * min(1.0, use["stages"] * use["block_k"] / chunk)

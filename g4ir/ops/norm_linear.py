@@ -1,4 +1,4 @@
-"""A product behind the norm that makes its rows, as one op."""
+"""A product behind the norm that makes its rows, as one op; and with the product behind it."""
 
 from __future__ import annotations
 
@@ -161,5 +161,54 @@ class dual_norm_linear:
         Sample(
             ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[24,16]"),
             {"eps": 1e-6, "scaled": False, "weighted": (), "act": "silu"},
+        ),
+    ]
+
+
+@op
+class norm_glu_linear:
+    """g, h = norm_linear(x, residual, w_post, w, .., up); y = linear(g, w_out)
+
+    From the residual to the projection behind a gated row, such as a per-layer embedding's.
+    Results: y, h. Inputs after w_out as in `norm_linear` after w, with an up.
+    """
+
+    budget = Budget(6, 256, "as norm_linear, then as linear")
+
+    @staticmethod
+    def infer(
+        x: Type,
+        residual: Type,
+        w_post: Type,
+        w: Type,
+        w_out: Type,
+        *rest: Type,
+        eps: float,
+        scaled: bool,
+        weighted: tuple[bool, ...],
+        act: str,
+    ) -> tuple[Type, Type]:
+        gated = bool(act) and len(_cut(rest, scaled, weighted)[1]) == 1
+        require(gated, "norm_glu_linear: no activation, or no up behind the inputs of the norm")
+        given: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted, "act": act}
+        made, h = norm_linear.infer(x, residual, w_post, w, *rest, **given)
+        return linear.infer(made, w_out), h
+
+    @staticmethod
+    def expand(
+        b: Any, x: Any, residual: Any, w_post: Any, w: Any, w_out: Any, *rest: Any, **attrs: Any
+    ) -> tuple[Any, Any]:
+        made, h = b.emit_all("norm_linear", x, residual, w_post, w, *rest, **attrs)
+        return b.emit("linear", made, w_out), h
+
+    samples = [
+        Sample(
+            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[8,16]", "f32[24,8]", "f32[2,3,8]"),
+            {"eps": 1e-6, "scaled": False, "weighted": (), "act": "gelu_pytorch_tanh"},
+        ),
+        Sample(
+            ("f32[2,3,16]",) * 2
+            + ("f32[16]", "f32[8,16]", "f32[5,8]", "f32[1]", "f32[16]", "f32[2,3,8]"),
+            {"eps": 1e-6, "scaled": True, "weighted": (True,), "act": "silu"},
         ),
     ]

@@ -103,8 +103,8 @@ def _given_drafter(path: Path) -> Spec:
 def for_gpu(rows: int) -> Options:
     """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
     rows; 0: for all others."""
-    one = {"on": rows == 1}
-    return {"fuse_norm_linear": one, "fuse_norm_moe": one, "fuse_attention": {"on": rows > 0}}
+    most = {"fuse_norm_linear": 1, "fuse_norm_moe": 1, "fuse_attention": rows, "fuse_glu_linear": 1}
+    return {name: {"on": 0 < rows <= n} for name, n in most.items()}
 
 
 def pass_options(

@@ -45,6 +45,8 @@ ACCESSES = (
     "create_barrier",
 )
 WRITES = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
+#: kernels whose programs wait for those before them in the grid, which a GPU begins first
+IN_ORDER = ("_norm_glu_linear",)
 Index = tuple[int, ...]
 Program = Callable[[], None]
 
@@ -55,8 +57,9 @@ class _Stopped(BaseException):
 
 @dataclass
 class Grid:
-    """A started kernel: its programs that have not begun, and how many have yet to let the next
-    kernel begin, and to end. Only one with `ahead` begins before the one in front has ended."""
+    """A started kernel: its programs that have not begun, the next one last, and how many have yet
+    to let the next kernel begin, and to end. Only one with `ahead` begins before the one in front
+    has ended."""
 
     size: Index
     programs: list[tuple[Index, Program]]
@@ -207,7 +210,7 @@ def _in_turns(draw: random.Random, seen: list[Turns]) -> Callable[[list[Grid]], 
 def _one_by_one(grids: list[Grid]) -> None:
     (grid,) = grids
     interpreter.interpreter_builder.set_grid_dim(*grid.size)
-    for index, program in grid.programs:
+    for index, program in reversed(grid.programs):
         interpreter.interpreter_builder.set_grid_idx(*index)
         program()
 
@@ -333,7 +336,10 @@ class Started:
         grid = self.executor.grid
         size = (*(grid(operands) if callable(grid) else grid), 1, 1)[:3]
         programs = [(index, lambda: fn(**operands)) for index in product(*map(range, size))]
-        self.draw.shuffle(programs)
+        if fn.__name__ in IN_ORDER:
+            programs.reverse()
+        else:
+            self.draw.shuffle(programs)
         return Grid(size, programs, bool(self.operands.get("AHEAD")))
 
 

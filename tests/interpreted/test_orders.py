@@ -3,13 +3,15 @@ what is wrong in none."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from g4ir.backends.torch_compile.kernels import KERNELS, norms_triton
+from g4ir.backends.torch_compile.kernels import KERNELS, norm_glu_linear_triton, norms_triton
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
 from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
 from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
@@ -19,6 +21,8 @@ from g4ir.ops.attention import attention
 
 from .orders import LIVE, ORDERS, interleaved, overlapping, poisoned
 from .samples import Try, kernel_called
+
+NO_WAIT = "before it has waited"
 
 
 @triton.jit
@@ -59,6 +63,13 @@ def _row_before_it_waits(x, like, at, i, keep, apart, PARTS):
 def _waits(AHEAD):
     if AHEAD:
         tl.inline_asm_elementwise("griddepcontrol.wait;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def _looks_once(words, i, live):
+    """`_handed_over` without the loop."""
+    found = tl.load(words + i, mask=live, other=0)
+    return (found & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -170,27 +181,55 @@ def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "message"),
+    ("name", "place", "broken", "error", "message"),
     [
-        ({"ready": _does_not_wait}, InterpreterError, "before it has waited"),
-        ({"ready": _does_not_wait, "_row": _row_before_it_waits}, AssertionError, None),
+        ("rms_norm", norms_triton, {"ready": _does_not_wait}, InterpreterError, NO_WAIT),
+        (
+            "rms_norm",
+            norms_triton,
+            {"ready": _does_not_wait, "_row": _row_before_it_waits},
+            AssertionError,
+            None,
+        ),
+        (
+            "norm_glu_linear",
+            norm_glu_linear_triton,
+            {"ready": _does_not_wait},
+            InterpreterError,
+            NO_WAIT,
+        ),
     ],
-    ids=["no wait", "a wait behind what it is for"],
+    ids=["no wait", "a wait behind what it is for", "no wait of either kind of program"],
 )
 def test_a_missing_wait_is_found(
     monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    place: ModuleType,
     broken: dict[str, object],
     error: type[Exception],
     message: str | None,
 ) -> None:
-    kernel = kernel_called("rms_norm")
+    kernel = kernel_called(name)
     sample = kernel.samples[0]
     behind_another(kernel, sample, 0)
-    for name, fn in broken.items():
-        monkeypatch.setattr(norms_triton, name, fn)
+    for part, fn in broken.items():
+        monkeypatch.setattr(place, part, fn)
     with pytest.raises(error, match=message):
         for seed in range(8):
             behind_another(kernel, sample, seed)
+
+
+def test_numbers_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is handed over, and read before all of it is there."""
+    kernel = kernel_called("norm_glu_linear")
+    one = Try(kernel, kernel.samples[0], "f32")
+    monkeypatch.setattr(norm_glu_linear_triton, "_handed_over", _looks_once)
+    one.check(one.run())
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            with interleaved(seed):
+                got = one.run()
+            one.check(got)
 
 
 def is_wrong(seed: int) -> bool:
@@ -202,7 +241,7 @@ def is_wrong(seed: int) -> bool:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_router"])
+@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_glu_linear", "norm_router"])
 def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
     """Rows, and queries; the newest key by one program, which others do not wait for."""
     kernel = kernel_called(name)

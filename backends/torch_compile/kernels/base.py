@@ -271,32 +271,42 @@ def attention_sample(
     )
 
 
+#: op -> how many words for each row are zero when its kernel begins: those that count the shares of
+#: a head's keys, and those in which programs hand a row on
+ZEROS: Mapping[str, Callable[[Node], int]] = {
+    **dict.fromkeys(("attention", "attention_latent", "qkv_attention", "q_attention"), kv_heads),
+    "norm_glu_linear": lambda n: size(n["w"].type, 0),
+}
+
+
 def arrivals(name: str) -> str:
-    """Return the name, in a run's `env`, of the counters that came with these queries."""
+    """Return the name, in a run's `env`, of the zeros that came with this value."""
     return f"{name}/arrivals"
 
 
-def counters(run: Any, n: Node, made: Value, like: Any) -> Any:
-    """Return the zeros that came with `made`, for an attention's node, or fresh ones."""
+def given_zeros(run: Any, n: Node, made: Value, like: Any) -> Any:
+    """Return the zeros of a node that came with `made`, or fresh ones; one of `like` for a row."""
     import torch
 
     found = run.env.get(arrivals(made.name))
     return (
-        like.new_zeros((like.shape[0], kv_heads(n)), dtype=torch.int64) if found is None else found
+        like.new_zeros((like.shape[0], ZEROS[n.op](n)), dtype=torch.int64)
+        if found is None
+        else found
     )
 
 
 def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
-    """Return room for the counters of the attention that reads a product's result, which its kernel
-    sets to zero; None where none does."""
+    """Return room for the zeros of the node that reads a product's result, which the kernel of that
+    writes; None where none needs any."""
     import torch
 
     (made, *_), users = n.outputs, run.graph.users()
     after = [u for u in users.get(made.name, []) if u != RESULT]
     if [u.op for u in after] == ["heads"]:
         after, made = users.get(after[0].out.name, []), after[0].out
-    if [u.op for u in after] not in (["qkv_attention"], ["q_attention"]):
+    if len(after) != 1 or after[0].op not in ZEROS:
         return None
-    room = like.new_empty((like.shape[0], kv_heads(after[0])), dtype=torch.int64)
+    room = like.new_empty((like.shape[0], ZEROS[after[0].op](after[0])), dtype=torch.int64)
     run.env[arrivals(made.name)] = room
     return room

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Shape, attention_shape, counters, is_row, masking
+from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking
 from .base import attention_sample as sample
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _attention(
     from .decode_attention_triton import decode_attention
 
     return decode_attention(
-        q, written, *held, counters(run, n, n["q"], q), **masking(n), **choice.use
+        q, written, *held, given_zeros(run, n, n["q"], q), **masking(n), **choice.use
     )
 
 
@@ -38,7 +38,7 @@ def _latent(
     from .decode_attention_triton import decode_attention_latent
 
     options = {"form": n.word("form"), **masking(n), **choice.use}
-    zeros, freqs = counters(run, n, n["q"], q), frequencies(n, q.device)
+    zeros, freqs = given_zeros(run, n, n["q"], q), frequencies(n, q.device)
     return decode_attention_latent(q, written, w, list(held), zeros, freqs, **options)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SUMS = {
     "norm_residual": (0,),
     "norm_linear": (0,),
+    "norm_glu_linear": (0,),
     "norm_moe_mlp": (0,),
     "dual_norm_residual": (0, 2),
 }
@@ -38,7 +39,9 @@ def _sum(g: Graph, n: Node) -> Node | None:
 def _ending(g: Graph, n: Node) -> Node | None:
     """Return the norm that adds up partial sums, by itself where it is a part of its op."""
     user = _sum(g, n)
-    return user if user is None or user.op.endswith("norm_residual") else user.expanded[0][0]
+    while user and not user.op.endswith("norm_residual"):
+        user = user.expanded[0][0]
+    return user
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -63,7 +66,7 @@ def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
     from .linear_triton import skinny_linear_parts
 
     w, scales = held(w)
-    return skinny_linear_parts(x, w, **choice.use, scales=scales)
+    return skinny_linear_parts(x, w, **choice.use, scales=scales, zeroed=to_be_zeroed(run, n, x))
 
 
 def _glu(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:

@@ -215,7 +215,7 @@ def skinny_linear(
     return y
 
 
-@triton_op("g4ir::skinny_linear_parts", mutates_args={})
+@triton_op("g4ir::skinny_linear_parts", mutates_args={"zeroed"})
 def skinny_linear_parts(
     x: Tensor,
     w: Tensor,
@@ -226,15 +226,18 @@ def skinny_linear_parts(
     warps: int,
     stages: int,
     scales: Tensor | None = None,
+    zeroed: Tensor | None = None,
 ) -> Tensor:
     """Return fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds
     them."""
     if not takes(x):
+        if zeroed is not None:
+            zeroed.zero_()
         w, step = dense(w, scales, x.dtype), chunk(x.shape[-1], split, block_k)
         at = [slice(p * step, (p + 1) * step) for p in range(split)]
         return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
     y = x.new_empty((split, *x.shape[:-1], w.shape[0]), dtype=torch.float32)
-    _start(x, w, scales, None, y, split, (block_m, block_n, block_k, warps, stages))
+    _start(x, w, scales, None, y, split, (block_m, block_n, block_k, warps, stages), zeroed=zeroed)
     return y
 
 

@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD):
+def normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD):
     """fp32 [BLOCK]: the row that is multiplied; the residual behind the norm goes to h, which the
     first program stores."""
     i = tl.arange(0, BLOCK)
@@ -61,6 +61,26 @@ def _normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, B
     if PRE:
         row = rounded(row * reciprocal_rms(tl.sum(row * row, 0), eps, K) * g, h)
     return row
+
+
+@triton.jit
+def tile_of(w, at, live, j, K, FORM):
+    """Whole rows `at` of a weight of K columns, as they are stored; j: its numbers, or words."""
+    EACH: tl.constexpr = 8 if FORM == "int4" else 1
+    return tl.load(
+        rows_of(w, at, K, FORM)[:, None] + j[None, :],
+        mask=live[:, None] & (j < K // EACH)[None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def tile_sums(t, row, scales, at, live, exponent, K, W, BLOCK, R, FORM, GROUP):
+    """fp32 [R]: the products of a row [BLOCK] with the tile t [R, W] of `tile_of`."""
+    s = scales_of(scales, at, K, GROUP)
+    t = products(t, row[None, :], s, live, 0, exponent, K, W, BLOCK, R, FORM, GROUP, 1)
+    return row_scaled(tl.sum(t, 1), s, live, FORM, GROUP)
 
 
 @triton.jit
@@ -107,20 +127,13 @@ def _norm_linear(
     row = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(own, (N + OUT - 1) // OUT, tl.num_programs(0), num_stages=STAGES):
         if tile == own:
-            row = _normed(
+            row = normed(
                 x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BLOCK, PRE, AHEAD
             )
         i = tile * OUT + r % OUT
         live, at = i < N, i + r // OUT * N
-        t = tl.load(
-            rows_of(w, at, K, FORM)[:, None] + j[None, :],
-            mask=live[:, None] & (j < K // EACH)[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        s = scales_of(scales, at, K, GROUP)
-        t = products(t, row[None, :], s, live, 0, exponent, K, W, BLOCK, R, FORM, GROUP, 1)
-        sums = row_scaled(tl.sum(t, 1), s, live, FORM, GROUP)
+        t = tile_of(w, at, live, j, K, FORM)
+        sums = tile_sums(t, row, scales, at, live, exponent, K, W, BLOCK, R, FORM, GROUP)
         i = tile * OUT + o
         if PACKED:
             sums, by = tl.split(tl.permute(tl.reshape(sums, (2, OUT)), (1, 0)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, counters, is_row, kv_heads, masking, size
+from .base import Choice, Kernel, Sample, Shape, given_zeros, is_row, kv_heads, masking, size
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -29,7 +29,7 @@ def _qkv_attention(
     from .qkv_attention_triton import qkv_attention
 
     *rest, _, written, k, v = given
-    zeros = counters(run, n, n["qkv"], qkv)
+    zeros = given_zeros(run, n, n["qkv"], qkv)
     attrs = {name: n.attrs[name] for name in ("heads", "kv_heads", "values", "eps")}
     options = {**attrs, **masking(n), **choice.use}
     return qkv_attention(qkv, *rest, written, [k, v], zeros, **options), k, v
@@ -39,7 +39,7 @@ def _q_attention(run: Run, n: Node, choice: Choice, x: Any, *given: Any) -> Any:
     from .qkv_attention_triton import q_attention
 
     *rest, _, written, k, v = given
-    zeros = counters(run, n, n["x"], x)
+    zeros = given_zeros(run, n, n["x"], x)
     options = {"eps": n.number("eps"), **masking(n), **choice.use}
     return q_attention(x, *rest, written, [k, v], zeros, **options)
 
