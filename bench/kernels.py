@@ -2,7 +2,7 @@
 
     python bench/kernels.py [--variants e2b,...] [--save]
 
-For each variant (e2b+int4: with weights in int4), batch (1, 8, 16) and form of the caches: the
+For each variant (e2b+int4: with weights in int4), batch (1, 8, 16, 64) and form of the caches: the
 kernel of each node with its settings from the table of tunings, registers, spilled bytes and shared
 memory of a block, whether it uses tensor cores and 16-byte loads. --save
 writes bench/results/kernels.txt.
@@ -23,11 +23,11 @@ from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, resource
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ui.table import aligned
 
-ROWS = (1, 8, 16)
+ROWS = (1, 8, 16, 64)
 CODED = [f"{name}+{form}" for name in ("e2b", "26b-a4b", "31b") for form in ("int8", "int4", "fp8")]
 VARIANTS = ["e2b", "e4b", "12b", "26b-a4b", "31b", *CODED]
 NOTE = """\
-Products of more than 16 rows, and routed experts of more, are the library's (cuBLAS, grouped_mm):
+Products of more than 64 rows, and routed experts of more, are the library's (cuBLAS, grouped_mm):
 their kernels are near the limit there. Everything else between these kernels is the compiler's.
 """
 

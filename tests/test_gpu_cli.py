@@ -47,7 +47,7 @@ def test_kernels_of_a_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_follow_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    eight, most, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "32", "33"))
+    eight, most, many = (kernels(shown(capsys, "--batch", n)) for n in ("8", "64", "65"))
     assert "moe_gate_up_sorted" in eight["moe_mlp"] & most["moe_mlp"]
     assert "skinny_linear" in most["linear"]
     assert many["moe_mlp"] == many["linear"] == {OTHER}
@@ -79,7 +79,7 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     ]
     rest = sizes[0] - 262144 * 2816 * 2 - norms
     assert sizes[1] - head["bytes"] == rest * 18 // 64  # 18 bytes hold 32 numbers
-    many = kernels(shown(capsys, "--quant", "int4", "--batch", "33"))
+    many = kernels(shown(capsys, "--quant", "int4", "--batch", "65"))
     assert many["dequantize"] == {"dequantize"} and many["linear"] == {OTHER}
 
 

@@ -309,4 +309,4 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("quant", ["", "+int8", "+int4", "+fp8"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kernel_fits_hopper(name: str, quant: str) -> None:
-    check(compiled(real_cases((name + quant,), (*ROWS, 16, 32))))
+    check(compiled(real_cases((name + quant,), (*ROWS, 16, 32, 64))))

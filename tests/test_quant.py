@@ -429,7 +429,7 @@ def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.Monkey
 
 
 def test_dense_weights_of_a_gpu_are_counted() -> None:
-    """Of a prompt, one node's at a time; in decode from 33 rows on, where the head is largest."""
+    """Of a prompt, one node's at a time; in decode from 65 rows on, where the head is largest."""
     program = built_program(load_spec("31b"), dtype="bf16", quant="int4")
 
     def scratch(device: str, rows: int) -> int:
@@ -437,7 +437,7 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 
     gate_up, head = 2 * 21504 * 5376, 262144 * 5376
     assert (scratch("cpu", 1), scratch("cuda", 1)) == (0, 2 * gate_up)
-    assert (scratch("cuda", 32), scratch("cuda", 33)) == (2 * gate_up, 2 * head)
+    assert (scratch("cuda", 64), scratch("cuda", 65)) == (2 * gate_up, 2 * head)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -22,7 +22,7 @@ from ..target import Target
 from ..tunings import Tuning, find_tuning
 
 #: most rows that products with few rows take; more are the library's
-SKINNY = 32
+SKINNY = 64
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
 #: most numbers of a row that a program keeps in its registers

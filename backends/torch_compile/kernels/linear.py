@@ -83,7 +83,7 @@ def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str
 
 
 #: both inner loops, with few rows and with more than `block_m`
-ONE, MANY, WIDE = _use(1, 4), _use(16, 16), _use(32, 16)
+ONE, MANY, WIDE, WIDEST = _use(1, 4), _use(16, 16), _use(32, 16), _use(64, 16)
 #: rows, n, k, settings: tiny, odd, not whole blocks, whole blocks
 PRODUCTS = [
     (1, 1, 1, ONE),
@@ -95,10 +95,18 @@ PRODUCTS = [
     (16, 5, 33, MANY),
     (19, 32, 96, MANY),
     (27, 17, 100, WIDE),
+    (33, 17, 100, WIDEST),
+    (64, 32, 96, WIDEST),
     (1, 40, 1536, _use(1, 8, 512, stages=4)),
     (5, 72, 1536, _use(16, 64, 128, stages=3)),
 ]
-SUMMED = [(1, 21, 7, ONE, 3), (1, 21, 100, ONE, 4), (3, 21, 100, MANY, 3), (16, 21, 256, MANY, 1)]
+SUMMED = [
+    (1, 21, 7, ONE, 3),
+    (1, 21, 100, ONE, 4),
+    (3, 21, 100, MANY, 3),
+    (16, 21, 256, MANY, 1),
+    (33, 21, 100, WIDEST, 3),
+]
 GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
 #: the same of weights in codes, and the codes: of rows and of groups, more and fewer than a block
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
@@ -110,6 +118,7 @@ CODED = [
     (4, 17, 96, MANY, ("int8", 32)),
     (16, 5, 96, _use(16, 16, 64), INT4),
     (19, 17, 40, MANY, FP8),
+    (64, 5, 96, WIDEST, INT4),
     (2, 5, 256, MANY, ("fp8", 128)),
     (4, 5, 40, MANY, ("int4", 0)),
     (1, 5, 40, ONE, ("int4", 0)),
@@ -126,6 +135,7 @@ CODED_GLU = [
     (16, 5, 96, MANY, INT4),
     (1, 5, 40, ONE, FP8),
     (4, 5, 40, MANY, INT8),
+    (33, 5, 96, WIDEST, INT8),
 ]
 
 

@@ -1,7 +1,7 @@
 """Products of a few rows with a weight, bound by reading the weight once.
 
 `block_m` chooses the kernel's inner loop. 1, for one row: multiply and add in fp32, one reduction
-at the end; no tensor cores, since a product of 16 columns would be 15/16 empty. 16 or 32, for as
+at the end; no tensor cores, since a product of 16 columns would be 15/16 empty. 16 to 64, for as
 many rows: the weight is the left operand of the tensor core product, whose tile may be 64 rows
 and more there, while the right one may be as narrow as the 16 rows of x. More rows than `block_m`
 are right as well, but read the weight again. With `stages` above 1 the loads of that many steps

@@ -189,11 +189,14 @@ ACTS = (*ACTIVATIONS, *ACTIVATIONS)
 SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
 ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
 ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": ROW}
-#: as the table of tunings has it, up to 16 rows and for more
+#: as the table of tunings has it, up to 16 rows, and for more and many more
 TILE = {"block_m": 16, "block_n": 16, "block_k": 32, "warps": 4, "stages": 2}
 SORT = SCORES | {"moe_sort": {"warps": 4}}
 TILES = SORT | {"moe_gate_up_sorted": TILE, "moe_down_sorted": TILE}
-LARGE = {name: {**use, "block_m": 32} if use is TILE else use for name, use in TILES.items()}
+LARGE, LARGEST = (
+    {name: {**use, "block_m": rows} if use is TILE else use for name, use in TILES.items()}
+    for rows in (32, 64)
+)
 
 
 KERNELS = (
@@ -224,6 +227,8 @@ KERNELS = (
             for sizes in CODED_SORTED
         )
         + tuple(_sample(LARGE, *sizes, "silu", held=held) for sizes, held in PARTS_SORTED)
+        + (_sample(LARGEST, 33, 20, 11, 29, 12, 2, "gelu"),)
+        + (_sample(LARGEST, 64, 40, 24, 32, 4, 2, "silu", FP8, INT8),)
         + (_sample(TILES, *CODED_SORTED[0][:6], "silu", *CODED_SORTED[0][6:], held=3),),
         error=1e-5,
         differ=0.05,
