@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3265,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3270,
-    "backends": 18720,
+    "backends": 18800,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 2940,
     "backends/trt/experimental": 1280,
@@ -33,8 +33,8 @@ MOST = {
     "g4ir/cli": 3580,
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
-    "bench": 2265,
-    "tests": 47630,
+    "bench": 2340,
+    "tests": 47680,
     "tools": 360,
 }
 
