@@ -255,7 +255,11 @@ def attention_sample(
     or a chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a
     latent cache, and rotated; `narrow`: what the caches' rows are held in, if not the dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
-    rows = {"": ["T", d, "T", d], "value": ["T", d + 2 * pairs], "raw": ["T", d, "f32", 1]}[form]
+    rows: list[Any] = {
+        "": ["T", d, "T", d],
+        "value": ["T", d + 2 * pairs],
+        "raw": ["T", d, "f32", 1],
+    }[form]
     kept = list(zip(rows[::2], rows[1::2]))
     if narrow:
         kept = [(narrow, narrow_width(w, narrow)) for _, w in kept]
