@@ -53,6 +53,7 @@ from stages import (
     common_parser,
     copy_folder,
     drive,
+    parsed,
 )
 from steps import (
     AGREED,
@@ -230,9 +231,16 @@ def predict(cells: Cells, args: argparse.Namespace, _: Args) -> None:
     for variant in args.variants:
         for rows in ROWS:
             for c in scale.contexts[:2]:
-                words = ["--variant", variant, "--batch", str(rows), "--context", str(c)]
+                words = [*named(variant), "--batch", str(rows), "--context", str(c)]
                 command = ["show", *words, "--timeline", "--gpu", gpu, *options, "--json"]
                 cells.cell(f"{variant} b{rows} c{c}", partial(predicted_cell, command))
+
+
+def named(variant: str) -> list[str]:
+    """Return the options of g4ir that name a variant; behind a + is its recipe of weights in fewer
+    bits, as in e2b+int4."""
+    name, _, quant = variant.partition("+")
+    return ["--variant", name, *(["--quant", quant] if quant else [])]
 
 
 def predicted_cell(command: Sequence[str]) -> dict[str, Any]:
@@ -256,7 +264,7 @@ def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
 
 def programs(variants: list[str], rows: int) -> Iterator[Program]:
     """Yield the programs of every variant for so many rows, with latent caches too where it has
-    any; behind a + is its recipe of weights in fewer bits, as in e2b+int4."""
+    any."""
     for variant in variants:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)
@@ -386,7 +394,7 @@ def built(scale: Scale, variant: str, rows: int, out: Path) -> dict[str, Any]:
         try:
             options = longest(scale, variant, rows)
             words = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
-            g4ir_said(["build", "--variant", variant, *words, "--out", str(out)])
+            g4ir_said(["build", *named(variant), *words, "--out", str(out)])
         except G4Error as e:
             return {"refused": str(e)}
     size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
@@ -404,10 +412,11 @@ def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
         "prefill_chunk": scale.chunk,
         "media": "none",
     }
+    name, _, quant = variant.partition("+")
     for context in reversed(scale.contexts):
         options["max_seq"] = context + scale.warmup + 2 * scale.steps
         try:
-            prepare(load_spec(variant), BuildOptions(**options))
+            prepare(load_spec(name), BuildOptions(**options, quant=quant or None))
             break
         except PlanError:
             if context == scale.contexts[0]:
@@ -553,10 +562,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = common_parser(__doc__)
-    parser.add_argument("--carry", type=Path, metavar="DIR", help="programs compiled before")
     parser.add_argument("--tune", action="store_true", help="search settings in the end")
-    args = parser.parse_args()
-    args.variants = args.variants or scale_of(args).variants
+    args = parsed(parser, CARD.variants, DRY.variants)
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # in the stages' processes
     elif not (args.list or torch.cuda.is_available()):

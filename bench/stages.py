@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from g4ir.errors import G4Error
+from g4ir.spec.record import load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.table import aligned
 
@@ -89,12 +90,30 @@ def common_parser(text: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default="", metavar="NAME", help="stages whose name begins so")
     parser.add_argument("--variants", type=lambda s: s.split(","), metavar="V,...")
+    parser.add_argument("--carry", type=Path, metavar="DIR", help="what an earlier run compiled")
     parser.add_argument("--again", action="store_true", help="first forget what is in the files")
     parser.add_argument("--list", action="store_true", help="print the names of the stages")
     parser.add_argument("--dry-run", action="store_true", help="tiny variants, without a GPU")
     parser.add_argument("--run", metavar="STAGE", help="this stage alone, in this process")
     parser.add_argument("--seconds", type=float, help="with --run: begin no cell after these")
     return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, card: Sequence[str], dry: Sequence[str]
+) -> argparse.Namespace:
+    """Return the options that were given; where no variants were, those of a run on a card or of a
+    dry one. Ends the process with what is wrong."""
+    args = parser.parse_args()
+    args.variants = args.variants or (dry if args.dry_run else card)
+    if args.carry and not args.carry.is_dir():
+        parser.error(f"--carry {args.carry}: there is no such folder")
+    for variant in args.variants:
+        try:
+            load_spec(variant.partition("+")[0])
+        except G4Error as e:
+            parser.error(f"--variants {variant}: {e}")
+    return args
 
 
 # --- in the process of a stage -----------------------------------------------------------------
@@ -239,11 +258,17 @@ def copy_file(source: Path, target: Path) -> None:
 def drive(script: Script, args: argparse.Namespace) -> int:
     """Run the stages one after the other, as long as the budget lasts; return 1 where one of their
     cells is not as it should be."""
-    stages = script.stages(args)
+    every = script.stages(args)
+    stages = [
+        s for s in every if (s.name == args.run if args.run else s.name.startswith(args.only))
+    ]
+    if not stages:
+        names = ", ".join(s.name for s in every)
+        print(f"no stage {args.run or args.only}: there are {names}", file=sys.stderr)
+        return 2
     if args.run:
-        run_here(script, next(s for s in stages if s.name == args.run), args)
+        run_here(script, stages[0], args)
         return 0
-    stages = [s for s in stages if s.name.startswith(args.only)]
     if args.list:
         print(*(s.name for s in stages), sep="\n")
         return 0

@@ -45,6 +45,7 @@ from stages import (
     copy_file,
     copy_folder,
     drive,
+    parsed,
     write_json,
 )
 from steps import Scale, decode_cell, prefill_cell, step_times, stepper
@@ -435,10 +436,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = common_parser(__doc__)
-    parser.add_argument("--carry", type=Path, metavar="DIR", help="an earlier run's --out")
     parser.add_argument("--work", type=Path, help="folder of engines and plans (OUT/work)")
-    args = parser.parse_args()
-    args.variants = args.variants or (DRY if args.dry_run else CARD).variants
+    args = parsed(parser, CARD.variants, DRY.variants)
     args.work = args.work or args.out / "work"
     if args.carry and not args.run:
         copy_folder(args.carry / TIMINGS, private(host_of(args).timings()))

@@ -52,6 +52,58 @@ def test_a_preflight_writes_constants(gpu: ModuleType, tmp_path: Path) -> None:
     assert not other.exists()
 
 
+def test_kernels_are_started_as_an_engine_starts_them(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel for Hopper, its one operand, and whether it may begin early."""
+    told = list[Any]()
+
+    class Driver:
+        def load(self, cubin: bytes, name: str, shared: int) -> str:
+            told.append((cubin[:4], name))
+            return name
+
+        def start(self, *words: Any) -> None:
+            told.append(words)
+
+    monkeypatch.setattr(gpu, "CudaDriver", Driver)
+    counted = torch.zeros(1, dtype=torch.int32)
+    for early in (False, True):
+        gpu.starter(counted, early)()
+    (elf, name), first, _, second = told
+    assert elf == b"\x7fELF" and name == "_count"
+    function, grid, threads, shared, values, _ = first
+    assert (function, grid, threads, shared) == ("_count", (1, 1, 1), 32, 0)
+    assert [v.value for v in values] == [counted.data_ptr()]
+    assert (first[-1], second[-1]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--variants", "e3b"], "--variants e3b: "),
+        (["--carry", "/nowhere"], "--carry /nowhere: there is no such folder"),
+        (["--only", "sped"], "no stage sped: there are preflight, "),
+        (["--run", "decode"], "no stage decode: there are preflight, "),
+    ],
+)
+def test_options_refused(
+    gpu: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which a dry run sets
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), "--dry-run", *options])
+    try:
+        code = gpu.main()
+    except SystemExit as e:
+        code = e.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
 def test_the_most_useful_comes_first(gpu: ModuleType) -> None:
     """Each stage once, and engines before what runs them, wherever a budget ends."""
     args = argparse.Namespace(variants=["a", "b", "c", "d"], tune=True)
@@ -74,7 +126,7 @@ def test_a_dry_run_in_one_process(
     small_bench(monkeypatch)
     monkeypatch.setattr(gpu, "ROWS", (1,))
     parser = common_parser("")
-    given = {"variants": ["tiny-moe"], "carry": None, "tune": False}
+    given = {"variants": ["tiny-moe"], "tune": False}
     args = argparse.Namespace(
         **vars(parser.parse_args(["--out", str(tmp_path), "--dry-run"])) | given
     )
