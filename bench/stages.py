@@ -38,6 +38,8 @@ SAID = 1000
 ENDED = ("done", "given up")
 #: what became of a cell instead of a result, and where its process died
 LOST, WRONG = ("crashed", "hung"), ("crashed", "hung", "failed")
+#: what became of it where the machine has no room, or lacks something
+REFUSED = ("refused", "out_of_memory")
 #: the cell of a process that died outside of its cells
 OUTSIDE = "outside of cells"
 #: the folder of what the processes print
@@ -239,8 +241,9 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files of a folder that `target` lacks or has an older version of."""
-    for file in sorted(p for p in source.rglob("*") if p.is_file()):
+    """Copy the files of a folder that `target` lacks or has an older version of; not those that
+    somebody is writing, whose names begin with a dot."""
+    for file in sorted(p for p in source.rglob("[!.]*") if p.is_file()):
         copy = target / file.relative_to(source)
         if not copy.exists() or copy.stat().st_mtime < file.stat().st_mtime:
             copy_file(file, copy)
@@ -359,7 +362,7 @@ def write_report(out: Path, stages: Sequence[Stage]) -> str:
     bodies = {s.name: read_body(file_of(out, s)) for s in stages}
     write_json(out / "report.json", bodies)
     lines = [[n, b.get("state", "not begun"), *_counts(b["cells"])] for n, b in bodies.items()]
-    summary = aligned([["stage", "state", "cells", "not right"], *lines])
+    summary = aligned([["stage", "state", "cells", "refused", "not right"], *lines])
     parts = [f"## {n}\n\n```\n{_table(b['cells'])}```\n" for n, b in bodies.items() if b["cells"]]
     about = next((b["about"] for b in bodies.values() if b.get("about")), {})
     head = "\n".join(f"- {k}: {v}" for k, v in about.items())
@@ -373,8 +376,9 @@ def _cells(out: Path, stage: Stage) -> dict[str, Any]:
     return cells
 
 
-def _counts(cells: Mapping[str, Any]) -> tuple[str, str]:
-    return str(len(cells)), str(sum(map(_is_wrong, cells.values())))
+def _counts(cells: Mapping[str, Any]) -> tuple[str, str, str]:
+    refused = sum(any(word in c for word in REFUSED) for c in cells.values())
+    return str(len(cells)), str(refused), str(sum(map(_is_wrong, cells.values())))
 
 
 def _is_wrong(cell: Mapping[str, Any]) -> bool:

@@ -389,6 +389,8 @@ def measured(
     cells.cell(f"{front} compared", partial(compared, engine))
     engine.close()
     cells.cell(f"{front} trtexec", partial(trtexec_cell, path, args.out / "engines" / path.name))
+    if not cells.left:
+        shutil.rmtree(path)  # as large as the weights, twice
 
 
 def trtexec_cell(path: Path, out: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,24 @@ def test_all_is_said_in_one_report(tmp_path: Path) -> None:
     text, whole = (tmp_path / "report.md").read_text(), tmp_path / "report.json"
     assert "- machine: none" in text and "## fake-right" in text and "0 right" in text
     assert list(json.loads(whole.read_text())) == ["fake-right"]
+
+
+def test_a_folder_is_copied_as_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer files take the place of older ones; what somebody is writing is left."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parents[1] / "bench"))
+    from stages import copy_folder
+
+    source, target = tmp_path / "a", tmp_path / "b"
+    (source / "inner").mkdir(parents=True)
+    for name, text in (("one", "1"), ("inner/two", "2"), (".one.12ab", "half")):
+        (source / name).write_text(text)
+    copy_folder(source, target)
+    os.utime(target / "one", (0, 0))
+    (source / "one").write_text("new")
+    (target / "inner" / "two").write_text("kept")
+    copy_folder(source, target)
+    found = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*") if p.is_file()}
+    assert found == {"one": "new", "inner/two": "kept"}
 
 
 def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,13 @@ class Parameter:
     optional: bool
 
 
-_MODULES = ("tensorrt_bindings.tensorrt", "typing_extensions", "typing", "collections.abc")
+_MODULES = (
+    "tensorrt_bindings.tensorrt",
+    "tensorrt.tensorrt",
+    "typing_extensions",
+    "typing",
+    "collections.abc",
+)
 #: and before names of C++, by which a signature calls a class that is bound behind it
 _PREFIXES = re.compile(rf"\b(({'|'.join(map(re.escape, _MODULES))})\.|nvinfer1::)")
 _NUMBERED = re.compile(r"^\d+\. ")
