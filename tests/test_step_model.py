@@ -156,11 +156,12 @@ def test_more_context_takes_longer() -> None:
 
 
 def test_what_was_measured_takes_the_place(tmp_path: Path) -> None:
-    """A card with half the rate and no gap at all."""
+    """A card with half the rate and no gap; 0.5 of a kernel that begins early are its own."""
     path = tmp_path / "measured.yaml"
-    path.write_text(measured_text("h200", 2.15e6, (0.7, 1.1)))
+    path.write_text(measured_text("h200", 2.15e6, (0.7, 1.1), (0.4, 0.8)))
     made = read_constants(path)
     assert made.gpus["h200"].copy == 2.15e6 and made.gap == pytest.approx((0.0, 0.25))
+    assert made.early.gap == pytest.approx((0.0, 0.3))
     assert made.kernels == read_constants().kernels
     shipped, other = predicted("31b"), predicted("31b", path=path)
     assert other.roof_us == pytest.approx(2 * shipped.roof_us)
