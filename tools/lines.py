@@ -15,12 +15,12 @@ MOST = {
     "passes": 1935,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
-    "g4ir/parallel": 995,
+    "g4ir/parallel": 1030,
     "g4ir/quant": 330,
     "g4ir/weights": 3265,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3270,
-    "backends": 18720,
+    "backends": 18990,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 3155,
     "backends/trt/experimental": 1280,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 2265,
-    "tests": 47790,
+    "tests": 48160,
     "tools": 360,
 }
 
