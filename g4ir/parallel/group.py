@@ -184,8 +184,8 @@ class Group:
         import torch.distributed as dist
 
         if self._nccl is None:
-            made = dist.new_group(backend="nccl")
             with self._watched():
+                made = dist.new_group(backend="nccl")
                 dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # which makes it
             torch.cuda.synchronize()
             self._nccl = made

@@ -20,7 +20,7 @@ PROMPTS = [[2, 5, 7, 9, 11, 13, 4, 3, 8, 21, 34, 55], [2, 33]]
 def main() -> int:
     with pytest.MonkeyPatch.context() as patch, one_thread():
         use(patch, emulated(Path()))
-        build(Path("engine"), "tiny-moe", tp=2, media="none")
+        build(Path("engine"), "tiny-moe", tp=2, ep=True, media="none", drafter="default")
         with g4ir.join(timeout_s=60) as group:
             if group.rank:
                 g4ir.follow(group)
@@ -28,6 +28,7 @@ def main() -> int:
             with g4ir.load_engine("engine", trust=True) as engine:
                 found = {
                     "tokens": engine.generate(PROMPTS, 8),
+                    "drafted": engine.generate(PROMPTS, 8, draft="mtp"),
                     "verified": verify_engine(engine).ok,
                 }
             print(json.dumps(found), flush=True)

@@ -263,8 +263,8 @@ def test_a_rank_reads_its_own_plan_alone(two: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_processes_run_an_engine(tmp_path: Path) -> None:
-    """Whole sessions in two processes, the first of which leads: as one on the reference. A plan of
-    the recorder lives in the process that built it, so each builds the same engine first."""
+    """Whole sessions in two processes with a drafter, as one on the reference. A plan of the
+    recorder lives in the process that built it, so each builds the same engine first."""
     places = [tmp_path / f"{rank}" for rank in range(2)]
     for place in places:
         place.mkdir()
@@ -273,7 +273,7 @@ def test_processes_run_an_engine(tmp_path: Path) -> None:
     with started(2, places=places, module="tests.trt.rank_driver") as run:
         assert run.ended() == [0, 0], [run.said(rank) for rank in range(2)]
         out = run.processes[0].stdout
-        assert out and json.loads(out.read()) == {"tokens": want, "verified": True}
+        assert out and json.loads(out.read()) == {"tokens": want, "drafted": want, "verified": True}
 
 
 # --- what ranks need --------------------------------------------------------------------------
