@@ -15,14 +15,14 @@ MOST = {
     "passes": 1935,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
-    "g4ir/parallel": 995,
+    "g4ir/parallel": 1030,
     "g4ir/quant": 330,
     "g4ir/weights": 3265,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3270,
-    "backends": 18800,
+    "backends": 19070,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
-    "backends/trt/recorder": 2940,
+    "backends/trt/recorder": 3155,
     "backends/trt/experimental": 1280,
     "g4ir/media": 1560,
     "g4ir/engine": 7045,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 3400,
-    "tests": 48060,
+    "tests": 48590,
     "tools": 360,
 }
 

@@ -49,7 +49,7 @@ class TorchBackend(Backend):
     shares = True
     record = Programs
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, ranks: int) -> None:
         compiler.check_toolchain(device)
 
     def machine(self, device: str) -> str:

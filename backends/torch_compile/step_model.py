@@ -206,6 +206,20 @@ def predict(
     return Prediction(launches, sum(moved.values()), card.copy, s.target.gpu)
 
 
+def message_us(
+    c: Constants, n: Node, dims: Mapping[str, int], way: str, path: Path = TABLE
+) -> float:
+    """Return the microseconds of a message with these sizes of named dims: those of the file, with
+    straight lines in between. InputError where it says nothing of so many ranks."""
+    size, ranks = sum(v.type.bind(dims).nbytes() for v in n.inputs), n.whole("ranks")
+    table = c.messages.get(way, ())
+    found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
+    if found is None:
+        raise InputError(f"{path}: nothing on {way} messages among {ranks} ranks")
+    points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
+    return _between(points, size)
+
+
 @dataclass(frozen=True)
 class _Work:
     """A kernel by what its time is made of: `own` microseconds, which of one of ours are beside
@@ -296,15 +310,7 @@ class _Model:
                 yield self._kernel(choice, kernel, part, name, own)
 
     def _message(self, n: Node) -> Pair:
-        """Return the times of a message: those of the file, with straight lines in between."""
-        rows = {"B": self.s.target.rows}
-        size, ranks = sum(v.type.bind(rows).nbytes() for v in n.inputs), n.whole("ranks")
-        table = self.c.messages.get(self.way, ())
-        found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
-        if found is None:
-            raise InputError(f"{self.path}: nothing on {self.way} messages among {ranks} ranks")
-        points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
-        us = _between(points, size)
+        us = message_us(self.c, n, {"B": self.s.target.rows}, self.way, self.path)
         return us, us
 
     def _library(self, op: str, name: str, nbytes: int) -> Iterator[_Work]:

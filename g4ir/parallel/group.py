@@ -107,6 +107,8 @@ class Group:
         #: for what all ranks have; held by the thread of rank 0 that tells a call
         self.numbers, self.turn = itertools.count(1), threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
+        #: by which code that is not torch's exchanges, once it was asked for
+        self._nccl: Any = None
         self._processes: tuple[Process, ...] = ()
         mine = [socket.gethostname(), os.getpid()]
         said = self.gathered(mine)
@@ -173,6 +175,28 @@ class Group:
         with self._watched():
             dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
+
+    def communicator(self) -> int:
+        """Return the address of an NCCL communicator of all ranks, for code that is not torch's:
+        an `ncclComm_t`, which lives as long as the group. All ranks ask for it at the same time.
+        MissingError where this torch does not say it."""
+        import torch
+        import torch.distributed as dist
+
+        if self._nccl is None:
+            with self._watched():
+                made = dist.new_group(backend="nccl")
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # which makes it
+            torch.cuda.synchronize()
+            self._nccl = made
+        backend = self._nccl._get_backend(torch.device("cuda"))
+        address = getattr(backend, "_comm_ptr", None)
+        if address is None:
+            raise MissingError(
+                f"rank {self.rank}: torch {torch.__version__} does not say where its NCCL "
+                f"communicator lies; install a newer one"
+            )
+        return int(address())
 
     # --- words --------------------------------------------------------------------------------
 

@@ -72,6 +72,11 @@ def collectives(g: Graph) -> Iterator[Node]:
     return g.find(*COLLECTIVES)
 
 
+def ranks_of(g: Graph) -> int:
+    """Return how many ranks run a graph together: 1 where it has no messages."""
+    return next((n.whole("ranks") for n in collectives(g)), 1)
+
+
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the table that
     tokens are looked up in stays whole."""

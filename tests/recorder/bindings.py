@@ -305,6 +305,7 @@ _KINDS = {
     "str": lambda v: isinstance(v, str),
     "object": lambda v: True,
     "Callable": callable,
+    "CapsuleType": lambda v: type(v).__name__ == "PyCapsule",
     "None": lambda v: v is None,
     "tuple": lambda v: isinstance(v, tuple),
     "list": lambda v: isinstance(v, list),
