@@ -49,9 +49,10 @@ class all_reduce_norm_residual:
         weighted: tuple[bool, ...],
         ranks: int,
     ) -> tuple[Type, ...]:
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
         (total,) = all_reduce.infer(x, ranks=ranks)
-        out: tuple[Type, ...] = norm_residual.infer(total, residual, w_post, *rest, **norm)
+        out: tuple[Type, ...] = norm_residual.infer(
+            total, residual, w_post, *rest, eps=eps, scaled=scaled, weighted=weighted
+        )
         return out
 
     @staticmethod
@@ -99,10 +100,11 @@ class all_reduce_dual_norm_residual:
         weighted: tuple[bool, ...],
         ranks: int,
     ) -> tuple[Type, ...]:
-        norm = {"eps": eps, "scaled": scaled, "weighted": weighted}
         one, two = all_reduce.infer(a, b, ranks=ranks)
         given = (one, w_a, two, w_b, w_sum, residual, *rest)
-        out: tuple[Type, ...] = dual_norm_residual.infer(*given, **norm)
+        out: tuple[Type, ...] = dual_norm_residual.infer(
+            *given, eps=eps, scaled=scaled, weighted=weighted
+        )
         return out
 
     @staticmethod

@@ -203,7 +203,9 @@ class Group:
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
-            own = symmetric.empty(size, dtype=torch.uint8, device="cuda").zero_()
+            assert dist.group.WORLD
+            device = torch.device("cuda", torch.cuda.current_device())
+            own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
             torch.cuda.synchronize()
             handle = symmetric.rendezvous(own, dist.group.WORLD)
             at = [self.rank, *handle.buffer_ptrs]

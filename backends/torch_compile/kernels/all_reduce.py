@@ -8,13 +8,11 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, is_row, norm_end, size
+from .base import SLOT, Choice, Kernel, Sample, Shape, is_row, norm_end, size
 
 if TYPE_CHECKING:
     from ..run import Run
 
-#: bytes of what a rank gives of a row to one message; more go by the library
-SLOT = 32 << 10
 DENSE, DUAL = (fused for fused, _ in WITH_SUMS.values())
 
 

@@ -32,7 +32,7 @@ from torch.library import triton_op
 
 from g4ir.ops.reduce_norm import MOST_ROWS
 
-from .all_reduce import SLOT
+from .base import SLOT
 from .launch import begin, power_of_2, ready, rounded, start, takes
 from .norms_triton import added, both_added, dual_reference, end, factor, reference, three, weight
 
