@@ -10,17 +10,17 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = {
     "g4ir/errors.py": 81,
     "g4ir/ui": 848,
-    "g4ir/ops": 4700,
-    "g4ir/ir": 1265,
-    "passes": 1935,
+    "g4ir/ops": 4814,
+    "g4ir/ir": 1277,
+    "passes": 2005,
     "g4ir/spec": 2500,
     "g4ir/model": 1870,
-    "g4ir/parallel": 1030,
+    "g4ir/parallel": 1080,
     "g4ir/quant": 330,
     "g4ir/weights": 3265,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3270,
-    "backends": 19070,
+    "backends": 19590,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 3155,
     "backends/trt/experimental": 1280,
@@ -34,7 +34,7 @@ MOST = {
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
     "bench": 3400,
-    "tests": 48590,
+    "tests": 49020,
     "tools": 360,
 }
 

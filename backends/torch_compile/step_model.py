@@ -25,6 +25,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
+from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
 from .kernel_table import OTHER
@@ -235,12 +236,13 @@ class _Work:
     rate: float = 0.0
     ahead: float = 0.0
     rests: bool = False  # makes its row while its first tiles arrive, begun early or not
+    message: bool = False  # begins with a message, gap and first load included in `own`
     idle: Pair = (0.0, 0.0)
 
     @property
     def chained(self) -> bool:
         """Whether it is one of ours in a layer."""
-        return self.ours and layer_of(self.node) is not None
+        return (self.ours or self.message) and layer_of(self.node) is not None
 
 
 @dataclass(frozen=True)
@@ -291,13 +293,16 @@ class _Model:
         return bool(self.s.find(n)) or n.definition.traffic is not nothing
 
     def _is_pointwise(self, n: Node) -> bool:
-        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES)
+        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES, *NORM_OF)
 
     def _node(self, n: Node) -> Iterator[_Work]:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
         if n.op in COLLECTIVES:
             yield _Work(n.op, name, 0, self._message(n))
+            return
+        if n.op in NORM_OF:
+            yield from self._norm_of_sums(n, nbytes)
             return
         if choice is None:
             yield from self._library(n.op, name, nbytes)
@@ -308,6 +313,19 @@ class _Model:
             for i in range(starts):
                 own = size if i == 0 else 0
                 yield self._kernel(choice, kernel, part, name, own)
+
+    def _norm_of_sums(self, n: Node, nbytes: int) -> Iterator[_Work]:
+        """Yield one kernel where each rank reads what the others have: the message, and what the
+        norm adds; memory may be idle while ranks wait. By NCCL the norm is another kernel."""
+        name, message = n.outputs[0].name, n.expanded[0][0]
+        own, norm = self._message(message), NORM_OF[n.op]
+        extra = self.c.kernels.get(norm, Part()).extra
+        if self.way == ONE_SHOT:
+            us = self._sum(own, (extra, extra))
+            yield _Work(n.op, name, nbytes, us, message=True, idle=(own[0], 0.0))
+            return
+        yield _Work(message.op, name, 0, own)
+        yield _Work(norm, name, nbytes, (extra, extra), True, self.card.copy)
 
     def _message(self, n: Node) -> Pair:
         us = message_us(self.c, n, {"B": self.s.target.rows}, self.way, self.path)

@@ -168,6 +168,7 @@ class PassOptions:
     fuse_norm_linear: ChainOptions = ChainOptions()
     fuse_norm_moe: ChainOptions = ChainOptions()
     fuse_attention: ChainOptions = ChainOptions()
+    fuse_all_reduce: ChainOptions = ChainOptions()
 
 
 @dataclass(frozen=True)

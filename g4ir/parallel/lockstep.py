@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Graph, Node
 from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.base import wide
@@ -36,6 +37,7 @@ def lockstep(
     """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
     each rank's (outputs, state), as `interpret` does. InputError where a collective is of another
     number of ranks."""
+    g = with_messages(g)
     envs = [
         {v.name: given[v.name] for v in g.sources()}
         for given in (

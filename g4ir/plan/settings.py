@@ -8,6 +8,7 @@ from pathlib import Path
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, shipped_drafter
 from g4ir.ops.quant import ACTIVATIONS
+from g4ir.ops.reduce_norm import MOST_ROWS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
@@ -104,7 +105,12 @@ def for_gpu(rows: int) -> Options:
     """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
     rows; 0: for all others."""
     one = {"on": rows == 1}
-    return {"fuse_norm_linear": one, "fuse_norm_moe": one, "fuse_attention": {"on": rows > 0}}
+    return {
+        "fuse_norm_linear": one,
+        "fuse_norm_moe": one,
+        "fuse_attention": {"on": rows > 0},
+        "fuse_all_reduce": {"on": 0 < rows <= MOST_ROWS},
+    }
 
 
 def pass_options(
