@@ -180,8 +180,9 @@ class Backend(ABC):
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
-    def check(self, device: str) -> None:  # noqa: B027  (most lack nothing)
-        """Raise MissingError where the environment lacks something. Not asked in a dry run."""
+    def check(self, device: str, ranks: int) -> None:  # noqa: B027  (most lack nothing)
+        """Raise MissingError where the environment lacks something that a build for so many ranks
+        needs. Not asked in a dry run."""
 
     def stored(self, program: Program, device: str) -> Program:
         """Return optimised graphs whose weights lie as its products take them on a device: those in

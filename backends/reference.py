@@ -11,7 +11,7 @@ import torch
 from g4ir.errors import MissingError
 from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Program
-from g4ir.ir.interpret import interpret
+from g4ir.ir.interpret import Run, interpret
 from g4ir.ir.wide import WideProducts
 from g4ir.model.towers import is_tower
 from g4ir.parallel.group import Group
@@ -32,11 +32,11 @@ class ReferenceRuntime:
         limits: Limits,
         device: str,
         params: ParamSource,
-        group: Group | None = None,
+        run: Run | None = None,
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         #: how a node is run where it is not by itself: ranks exchange
-        self._run = group.run_node if group else None
+        self._run = run
         # The tables of `embed` are the engine's own.
         graphs = [g for name, g in program.graphs.items() if name != "embed"]
         names = {v.name for g in graphs for v in g.params}
@@ -158,7 +158,8 @@ def interpreter(
     """Return what interprets the text graphs of the program that a runtime runs; `kind` is of
     INTERPRETERS."""
     made, source = INTERPRETERS[kind]
-    return made(text_graphs(program), limits, device, source(runtime), group)
+    run = group.run_node if group else None
+    return made(text_graphs(program), limits, device, source(runtime), run)
 
 
 class ReferenceBackend(Backend):
@@ -169,12 +170,13 @@ class ReferenceBackend(Backend):
     dtypes = DTYPES
     shares = True
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, ranks: int) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
-        return ReferenceRuntime(task.program, task.limits, task.device, task.params, task.group)
+        run = task.group.run_node if task.group else None
+        return ReferenceRuntime(task.program, task.limits, task.device, task.params, run)
 
 
 BACKEND = ReferenceBackend()

@@ -1,51 +1,75 @@
-"""The kernels and the decode step on a GPU: right first, then how near to the hardware's limit.
+"""Engines on an H100 or H200: right first, then how near to the hardware's limit. One command:
 
-    python bench/gpu.py preflight [--out DIR]
-    python bench/gpu.py kernels [--variants e2b,...] [--minutes 9] [--tune] [--out DIR]
-    python bench/gpu.py models  [--variants e2b,...] [--minutes 9] [--peers] [--out DIR]
-    TRITON_INTERPRET=1 python bench/gpu.py kernels --interpret
+    python bench/gpu.py --out DIR [--budget MIN] [--variants e2b,...] [--carry DIR]
 
-`kernels`: every kernel that the variants use, at their sizes, against the op's reference on fresh
-random inputs, and its time against its own bytes at the measured bandwidth; --tune searches
-settings first and writes them to the table. `models`: engines with random weights made on the
-device; decode at batch 1, 8, 32 and contexts 1K, 8K, 32K over caches filled with noise, prefill at
-batch 1; with --peers transformers with a static cache, compiled, in the same process, and the
-agreement of logits. `preflight`: what the machine is, and the few numbers that the others are read
-by: the gap between dependent kernels of a graph, copy, read and product rates.
+It goes through stages (`--list`), what is most worth knowing first, until the minutes of --budget
+are over: 10, 30 and 60 are good numbers, and a second run goes on where the first one stopped.
+bench/stages.py says what is kept of what crashes or hangs, and where.
 
-All write gpu-*.json into bench/results, or into --out, after every cell and go on where they
-stopped, so that runs of ten minutes add up; with --out the table of settings goes there too. A cell
-in which the device fails is kept as `crashed` and ends the run, one that takes longer than --limit
-seconds as `hung`; neither is tried again. --interpret checks the numbers without a GPU, on the tiny
-specs.
+`preflight`: what the machine is and whether it can build, the gap between dependent kernels of a
+graph, also of those that begin early, the cost of a launch, copy, read and product rates; from them
+it writes the constants that `g4ir show --timeline --constants FILE` predicts with, and `predict`
+does so. `kernels`: every kernel of a variant at its sizes, against the op's reference on fresh
+inputs, and its time against its bytes at the measured bandwidth. `build`: engines with random
+weights, several at a time. `decode`: steps over caches of noise, prompts, and agreement with the
+interpreter. `sanitizer`: small engines under compute-sanitizer. `peers`: transformers, eager and
+compiled, in the same process. `tune`, where --tune is given: settings are searched and written to
+the table.
+
+Compiled programs are copied to DIR/engines as soon as they are made. `--carry` takes such a folder,
+of an earlier run or of `make cuda-programs`, and then only what it lacks is compiled on the card.
+With --dry-run all stages run on a CPU, with tiny variants and interpreted kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import gc
+import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS
+import triton
+import triton.language as tl
+from stages import (
+    SAID,
+    Cells,
+    Kind,
+    Script,
+    Stage,
+    common_parser,
+    copy_folder,
+    drive,
+    parsed,
+)
+from steps import (
+    AGREED,
+    AGREED_STEPS,
+    Scale,
+    agreement,
+    agreement_cell,
+    decode_cell,
+    prefill_cell,
+    random_tokens,
+    step_times,
+    timed,
+)
 
-import g4ir
-from g4ir.backends.sampling import Sampling
+from g4ir.backends.torch_compile.compile import cache_dir, check_toolchain, keep_program
+from g4ir.backends.torch_compile.cuda_driver import CudaDriver
 from g4ir.backends.torch_compile.cuda_graph import recorded
 from g4ir.backends.torch_compile.kernel_cases import (
     Case,
@@ -55,24 +79,25 @@ from g4ir.backends.torch_compile.kernel_cases import (
     launches_of_case,
 )
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.kernels.launch import begin, ready
+from g4ir.backends.torch_compile.kernels.resources import assemble
 from g4ir.backends.torch_compile.segment import canonical
 from g4ir.backends.torch_compile.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.backends.torch_compile.tunings import TABLE
-from g4ir.bench.breakdown import kernels_per_step
 from g4ir.bench.peers import HfRunner, peer_model
-from g4ir.bench.roof import Meter, passes_seconds
+from g4ir.bench.roof import Meter, Rates, passes_seconds, synchronize
+from g4ir.bench.runners import EngineRunner
 from g4ir.bench.stats import percentile
-from g4ir.bench.system import environment
+from g4ir.bench.system import environment, free_memory
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.errors import G4Error, PlanError
+from g4ir.errors import G4Error, InputError, MissingError, PlanError
 from g4ir.ir.graph import Program
 from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
-from g4ir.plan.cost import Step, decode_costs, graph_costs, total
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import for_gpu
 from g4ir.quant.recipe import find_recipe
@@ -81,107 +106,30 @@ from g4ir.spec.record import load_spec
 from g4ir.ui.files import write_file
 from g4ir.weights.pack import split_program
 
-VARIANTS = "e2b,e4b,26b-a4b,31b"
-TINY = "tiny-dense,tiny-moe,tiny-ple"
-BATCHES, CONTEXTS = (1, 8, 32), (1024, 8192, 32768)
-PEER_BATCHES, PEER_CONTEXTS = (1, 8), (1024, 8192)
-PROMPTS = (1024, 8192)
-ROWS = (1, 8, 16)
-WARMUP, STEPS = 10, 64
-BUILD = Path("build/gpu")
+#: folder of --out for compiled programs, and seconds between two looks for new ones
+PROGRAMS, COPY_S = "programs", 5.0
+Args = Mapping[str, Any]
 
 
-@dataclass
-class Report:
-    """Results by cell, written after each; a cell that is there is not measured again."""
-
-    path: Path
-    minutes: float
-    #: seconds that a cell may take, and one in which much is compiled
-    limit: float = 240.0
-    compile_limit: float = 1800.0
-    started: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.body: dict[str, Any] = {"cells": {}}
-        before = self.path if self.path.exists() else RESULTS / self.path.name
-        if before.exists():
-            self.body = json.loads(before.read_text())
-        self.body["environment"] = environment("cuda" if torch.cuda.is_available() else "cpu")
-
-    def cell(
-        self, name: str, measure: Callable[[], dict[str, Any]], compiles: bool = False
-    ) -> None:
-        if name in self.body["cells"] or self.out_of_time():
-            return
-        begun = time.monotonic()
-        with self.watched(name, compiles):
-            try:
-                found = measure()
-            except G4Error as e:
-                found = {"refused": str(e)}
-            except torch.OutOfMemoryError as e:
-                found = {"out_of_memory": str(e)[:300]}
-            except Exception as e:  # one cell must not cost the others
-                if device_is_lost(e):
-                    raise
-                found = {"failed": repr(e)[:500]}
-        self.keep(name, {**found, "seconds": round(time.monotonic() - begun, 1)})
-
-    @contextmanager
-    def watched(self, name: str, compiles: bool = False) -> Iterator[None]:
-        """A context in which a lost device is kept as a cell and then raised, since nothing works
-        in this process any more; a hang is kept as a cell and ends the process."""
-        limit = self.compile_limit if compiles else self.limit
-        timer = threading.Timer(limit, self.give_up, (name, limit))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except Exception as e:
-            if device_is_lost(e):
-                self.keep(name, {"crashed": repr(e)[:500]})
-            raise
-        finally:
-            timer.cancel()
-
-    def give_up(self, name: str, limit: float) -> None:
-        """Keep a hang and end the process: the watching thread calls it, the main one waits."""
-        faulthandler.dump_traceback()
-        self.keep(name, {"hung": limit})
-        os._exit(1)
-
-    def keep(self, name: str, found: dict[str, Any]) -> None:
-        self.body["cells"][name] = found
-        self.write()
-        print(name, json.dumps(found), flush=True)
-
-    def out_of_time(self) -> bool:
-        return time.monotonic() - self.started > self.minutes * 60
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".part")
-        draft.write_text(json.dumps(self.body, indent=1) + "\n")
-        os.replace(draft, self.path)
+CARD = Scale(
+    *("cuda", "torch", "bfloat16", "", ("e2b", "26b-a4b", "31b", "e4b")),
+    *((1024, 8192, 32768, 131072), (1024, 8192), 2048, 10, 64, 4096, 1024),
+)
+DRY = Scale(
+    *("cpu", "reference", "float32", "h200", ("tiny-ple", "tiny-moe")),
+    *((32,), (24,), 16, 1, 2, 48, 16),
+)
 
 
-def device_is_lost(e: Exception) -> bool:
-    """Whether the device is lost: after an illegal access every call fails, with any error."""
-    if isinstance(e, torch.OutOfMemoryError | G4Error):
-        return False
-    if isinstance(e, torch.AcceleratorError):
-        return True
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+def scale_of(args: argparse.Namespace) -> Scale:
+    return DRY if args.dry_run else CARD
 
 
-def report_at(args: argparse.Namespace, name: str) -> Report:
-    return Report((args.out or RESULTS) / f"{name}.json", args.minutes, args.limit)
+def kept_rates(cells: Cells, scale: Scale) -> Rates:
+    """Measure what this card reaches now, which a stage's cells are held to."""
+    rates = Meter(scale.device, torch.bfloat16).measure()
+    cells.body["rates"] = asdict(rates)
+    return rates
 
 
 # --- preflight --------------------------------------------------------------------------------
@@ -190,39 +138,125 @@ def report_at(args: argparse.Namespace, name: str) -> Report:
 CHAIN = 500
 
 
-def preflight(args: argparse.Namespace) -> None:
-    report = report_at(args, "gpu-preflight")
-    report.body["cells"] = {}  # of this machine, now
-    for name, measure in (("gap", gap_cell), ("rates", rates_cell)):
-        report.cell(name, measure)
-    write_constants(report.body["cells"], find_target("cuda", 1).gpu, report.path.parent)
+@triton.jit
+def _count(x, AHEAD: tl.constexpr):
+    """Add 1 to a number, as a kernel of a step does where it begins early."""
+    begin(AHEAD)
+    ready(AHEAD)
+    tl.store(x, tl.load(x) + 1)
 
 
-def write_constants(cells: dict[str, Any], gpu: str, folder: Path) -> None:
-    """Write what `g4ir show --timeline --constants FILE` predicts from, with the gap and the rate
-    of this GPU; nothing where either was not measured, or the GPU has no constants."""
-    gap, rates = cells.get("gap", {}), cells.get("rates", {})
-    if "us_best" in gap and "read" in rates and gpu in read_constants().gpus:
-        rate = max(rates["read"], rates["copy"]) / 1e6
-        text = measured_text(gpu, rate, (gap["us_best"], gap["us_p50"]))
-        write_file(folder / f"step_model-{gpu}.yaml", [text.encode()])
+def preflight(cells: Cells, args: argparse.Namespace, _: Args) -> None:
+    scale = scale_of(args)
+    cells.cell("machine", partial(machine_cell, args.out, scale))
+    cells.cell("gap", partial(gap_cell, scale, early=False))
+    cells.cell("early gap", partial(gap_cell, scale, early=True))
+    cells.cell("rates", lambda: asdict(Meter(scale.device, torch.bfloat16).measure()))
+    gpu = scale.gpu or find_target(scale.device, 1).gpu
+    write_constants(cells.found, gpu, constants_file(args.out, gpu))
 
 
-def gap_cell() -> dict[str, Any]:
-    """Measure microseconds between dependent kernels of a graph, with nearly no work each."""
-    t = torch.zeros(1, device="cuda")
+def machine_cell(out: Path, scale: Scale) -> dict[str, Any]:
+    """Describe the machine. MissingError where programs cannot be compiled on it."""
+    check_toolchain(scale.device)
+    free = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else free_memory()
+    return {
+        "processors": os.cpu_count(),
+        "free_gb": free >> 30,
+        "disk_gb": shutil.disk_usage(out).free >> 30,
+    }
+
+
+def gap_cell(scale: Scale, early: bool) -> dict[str, Any]:
+    """Measure microseconds of dependent kernels of a graph with nearly no work each, and of the
+    host to start one; each is to see what the one before has made."""
+    counted, on_card = (
+        torch.zeros(1, dtype=torch.int32, device=scale.device),
+        scale.device == "cuda",
+    )
+    start = starter(counted, early) if on_card else partial(counted.add_, 1)
 
     def chain() -> None:
         for _ in range(CHAIN):
-            t.add_(1.0)
+            start()
 
-    replay = recorded(chain)
-    times = sorted(passes_seconds(replay, 10) / CHAIN * 1e6 for _ in range(10))
-    return {"kernels": CHAIN, "us_p50": percentile(times, 50), "us_best": times[0]}
+    passes = partial(passes_seconds, recorded(chain), 10) if on_card else partial(timed, chain)
+    times = sorted(passes() / CHAIN * 1e6 for _ in range(10))
+    host = timed(chain) / CHAIN * 1e6
+    synchronize(scale.device)
+    runs = round(int(counted) / CHAIN)
+    return {
+        "kernels": CHAIN,
+        "us_p50": percentile(times, 50),
+        "us_best": times[0],
+        "host_us": host,
+        "ok": int(counted) == runs * CHAIN,
+    }
 
 
-def rates_cell() -> dict[str, Any]:
-    return asdict(Meter("cuda", torch.bfloat16).measure())
+def starter(x: torch.Tensor, early: bool) -> Callable[[], None]:
+    """Return what starts a kernel by the driver, as an engine's step does."""
+    kernel = assemble((_count, (1,), (x,), {"AHEAD": early, "num_warps": 1}))
+    driver = CudaDriver()
+    function = driver.load(kernel.cubin, kernel.name, kernel.shared)
+    given = [ctypes.c_uint64(x.data_ptr())]
+    return partial(driver.start, function, (1, 1, 1), 32, kernel.shared, given, early)
+
+
+def constants_file(out: Path, gpu: str) -> Path:
+    return out / f"step_model-{gpu}.yaml"
+
+
+def write_constants(cells: Mapping[str, Any], gpu: str, path: Path) -> None:
+    """Write what `g4ir show --timeline --constants FILE` predicts from, with the gaps and the rate
+    of this GPU; nothing where one was not measured, or the GPU has no constants."""
+    gap, early = (_pair(cells.get(name, {})) for name in ("gap", "early gap"))
+    rates = cells.get("rates", {})
+    if gap and early and "read" in rates and gpu in read_constants().gpus:
+        text = measured_text(gpu, max(rates["read"], rates["copy"]) / 1e6, gap, early)
+        write_file(path, [text.encode()])
+
+
+def _pair(gap: Mapping[str, Any]) -> tuple[float, float] | None:
+    return (gap["us_best"], gap["us_p50"]) if gap.get("ok") else None
+
+
+def predict(cells: Cells, args: argparse.Namespace, _: Args) -> None:
+    """Predict the steps that `decode` measures, by the constants of this card where there are
+    any."""
+    scale = scale_of(args)
+    gpu = scale.gpu or find_target(scale.device, 1).gpu
+    path = constants_file(args.out, gpu)
+    options = ["--constants", str(path)] if path.exists() else []
+    for variant in args.variants:
+        for rows in ROWS:
+            for c in scale.contexts[:2]:
+                words = [*named(variant), "--batch", str(rows), "--context", str(c)]
+                command = ["show", *words, "--timeline", "--gpu", gpu, *options, "--json"]
+                cells.cell(f"{variant} b{rows} c{c}", partial(predicted_cell, command))
+
+
+def named(variant: str) -> list[str]:
+    """Return the options of g4ir that name a variant; behind a + is its recipe of weights in fewer
+    bits, as in e2b+int4."""
+    name, _, quant = variant.partition("+")
+    return ["--variant", name, *(["--quant", quant] if quant else [])]
+
+
+def predicted_cell(command: Sequence[str]) -> dict[str, Any]:
+    said = json.loads(g4ir_said(command))
+    fast, slow = said["us"]
+    count = len(said["launches"])
+    return {"us": {"fast": fast, "slow": slow}, "roof_us": said["roof_us"], "launches": count}
+
+
+def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
+    """Return what a command of g4ir prints; InputError with the end of its errors otherwise."""
+    command = [*front, sys.executable, "-m", "g4ir", *words]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise InputError(f"{shlex.join(command)}: {done.stderr[-SAID:] or done.stdout[-SAID:]}")
+    return done.stdout
 
 
 # --- kernels ----------------------------------------------------------------------------------
@@ -230,7 +264,7 @@ def rates_cell() -> dict[str, Any]:
 
 def programs(variants: list[str], rows: int) -> Iterator[Program]:
     """Yield the programs of every variant for so many rows, with latent caches too where it has
-    any; behind a + is its recipe of weights in fewer bits, as in e2b+int4."""
+    any."""
     for variant in variants:
         name, _, quant = variant.partition("+")
         spec = load_spec(name)
@@ -242,29 +276,22 @@ def programs(variants: list[str], rows: int) -> Iterator[Program]:
             yield split_program(done).program
 
 
-def kernels(args: argparse.Namespace) -> None:
-    report = report_at(args, f"gpu-kernels{'-interpreted' if args.interpret else ''}")
-    device, gpu = ("cpu", "h200") if args.interpret else ("cuda", find_target("cuda", 1).gpu)
-    tokens, rows = (48, (1, 3)) if args.interpret else (4096, ROWS)
-    chunk = 16 if args.interpret else 1024
-    cases = {
-        cell_name(c): c
-        for n in rows
-        for c in all_cases(programs(args.variants, n), [Target(device, gpu, n)], tokens, chunk)
-    }
-    open_cases = {k: c for k, c in cases.items() if k not in report.body["cells"]}
-    if not args.interpret:
-        compile_ahead(list(open_cases.values()))
-    bandwidth = 0.0 if args.interpret else Meter("cuda", torch.bfloat16).measure().bandwidth
-    report.body["bandwidth"] = bandwidth
-    with interpreted() if args.interpret else torch.no_grad():
-        for name, case in open_cases.items():
-            measure = partial(one_kernel, case, device, bandwidth, args.tune)
-            report.cell(name, measure, compiles=args.tune)
-            if args.tune and args.out:
-                shutil.copyfile(TABLE, args.out / TABLE.name)
-    wrong = [k for k, c in report.body["cells"].items() if not c.get("ok", False)]
-    print(f"{len(report.body['cells'])} kernels, {len(wrong)} out of budget", *wrong, sep="\n  ")
+def kernels(cells: Cells, args: argparse.Namespace, given: Args, tune: bool = False) -> None:
+    """Check and time the kernels of a variant for so many rows; `tune`: search settings before."""
+    scale, variant, rows = scale_of(args), given["variant"], given["rows"]
+    gpu = scale.gpu or find_target(scale.device, 1).gpu
+    target = Target(scale.device, gpu, rows)
+    every = all_cases(programs([variant], rows), [target], scale.tokens, scale.new)
+    cases = {cell_name(c): c for c in every}
+    interpreting = scale.device == "cpu"
+    if not interpreting:
+        compile_ahead([c for name, c in cases.items() if name not in cells.found])
+    rate = kept_rates(cells, scale).bandwidth
+    with interpreted() if interpreting else torch.no_grad():
+        for name, case in cases.items():
+            cells.cell(name, partial(one_kernel, case, scale.device, rate, tune))
+            if tune:
+                write_file(args.out / TABLE.name, [TABLE.read_bytes()])
 
 
 def cell_name(case: Case) -> str:
@@ -298,10 +325,12 @@ def compile_launches(case: Case) -> int:
 
 
 def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[str, Any]:
-    errors = errors_of_case(case, device, seed=int(time.time()))
+    seed = 0 if device == "cpu" else int(time.time())
+    errors = errors_of_case(case, device, seed)
     tunings = case.choice.tunings
     found: dict[str, Any] = {
-        "use": {name: dict(t.use) for name, t in tunings.items()},
+        "seed": seed,
+        "use": " ".join(f"{name} {dict(t.use)}" for name, t in tunings.items()),
         "measured_tuning": all(t.measured for t in tunings.values()),
         **asdict(errors),
         "ok": errors.ok,
@@ -314,7 +343,8 @@ def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[st
         best = [tune_case(case, name, bandwidth) for name in tunings]
         for t in best:
             keep_in_table(t)
-        found |= {"use": {t.kernel: dict(t.use) for t in best}, "before_us": best[0].before_us}
+        found["use"] = " ".join(f"{t.kernel} {dict(t.use)}" for t in best)
+        found["before_us"] = best[0].before_us
     floor = bytes_of_case(case) / bandwidth * 1e6
     try:
         found["us"] = time_case(case)
@@ -323,223 +353,223 @@ def one_kernel(case: Case, device: str, bandwidth: float, tune: bool) -> dict[st
     return {**found, "floor_us": floor, "share_of_bandwidth": floor / found["us"]}
 
 
-# --- models -----------------------------------------------------------------------------------
+# --- engines ----------------------------------------------------------------------------------
 
 
-def models(args: argparse.Namespace) -> None:
-    report = report_at(args, "gpu-models")
-    rates = Meter("cuda", torch.bfloat16).measure()
-    report.body["rates"] = asdict(rates)
-    for variant in args.variants:
-        for batch in BATCHES:
-            cells = [f"{variant} decode b{batch} c{c}" for c in CONTEXTS]
-            if batch == 1:
-                cells += [f"{variant} prefill {n}" for n in PROMPTS]
-            if args.peers and batch in PEER_BATCHES:
-                cells += [f"{variant} peer b{batch} c{c}" for c in PEER_CONTEXTS]
-            if report.out_of_time() or all(c in report.body["cells"] for c in cells):
-                continue
-            name = f"{variant} build b{batch}"
-            if not worth_trying(report.body["cells"].get(name, {})):
-                continue
-            try:
-                with report.watched(name, compiles=True):
-                    engine = built(variant, batch)
-            except G4Error as e:
-                report.keep(name, {"refused": str(e)})
-                continue
-            for c in CONTEXTS:
-                cell = partial(decode_cell, engine, batch, c, rates)
-                report.cell(f"{variant} decode b{batch} c{c}", cell)
-            for n in PROMPTS if batch == 1 else ():
-                report.cell(f"{variant} prefill {n}", partial(prefill_cell, engine, n, rates))
-            if args.peers and batch in PEER_BATCHES:
-                peers(report, variant, engine, batch)
-            engine.close()
-            del engine, cell
-            gc.collect()
-            torch.cuda.empty_cache()
+def engine_path(out: Path, variant: str, rows: int) -> Path:
+    return out / "engines" / f"{variant}-b{rows}"
 
 
-def worth_trying(found: dict[str, Any]) -> bool:
-    """Whether a build did not take the device, or the time, before."""
-    return not {"crashed", "hung"} & found.keys()
+def build(cells: Cells, args: argparse.Namespace, given: Args) -> None:
+    """Build the engines of several variants at a time, each by a command of its own; what is
+    compiled is copied to --out while they are at it."""
+    scale, rows, out = scale_of(args), given["rows"], args.out
+    take_carried(args.carry)
+    names = {v: f"{v} b{rows}" for v in given["variants"].split(",")}
+    todo = [v for v, n in names.items() if n not in cells.found]
+    if not todo or not cells.begin("builds"):
+        return
+    with ThreadPoolExecutor(len(todo)) as pool:
+        begun = {pool.submit(built, scale, v, rows, engine_path(out, v, rows)): v for v in todo}
+        open_ = set(begun)
+        while open_:
+            ended, open_ = wait(open_, COPY_S)
+            copy_folder(cache_dir(), out / PROGRAMS)
+            for future in ended:
+                cells.keep(names[begun[future]], future.result())
+    cells.keep("builds", {"count": len(todo)})
 
 
-def built(variant: str, batch: int) -> Engine:
+def take_carried(folder: Path | None) -> None:
+    """Take programs that were compiled elsewhere: a build compiles what is missing, by names that
+    say what each was compiled of, with, and for."""
+    for path in sorted(folder.rglob("*.pt2")) if folder else ():
+        keep_program(path)
+
+
+def built(scale: Scale, variant: str, rows: int, out: Path) -> dict[str, Any]:
     """Build for all contexts where they fit the device, else for the longest that do."""
-    out = BUILD / f"{variant}-b{batch}-{environment()['commit']}"
+    begun = time.monotonic()
     if not out.exists():
-        g4ir.build(variant, out, progress=print, **longest(variant, batch)).close()
-        gc.collect()
-        torch.cuda.empty_cache()
-    return load_engine(out)
+        try:
+            options = longest(scale, variant, rows)
+            words = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
+            g4ir_said(["build", *named(variant), *words, "--out", str(out)])
+        except G4Error as e:
+            return {"refused": str(e)}
+    size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    return {"build_s": round(time.monotonic() - begun, 1), "megabytes": size >> 20}
 
 
-def longest(variant: str, batch: int) -> dict[str, Any]:
-    """Return the options of the build. G4Error where not even the shortest context fits."""
+def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
+    """Return the options of the build. PlanError where not even the shortest context fits."""
     options: dict[str, Any] = {
-        "backend": "torch",
-        "device": "cuda",
-        "dtype": "bf16",
+        "backend": scale.backend,
+        "device": scale.device,
+        "dtype": scale.dtype,
         "random_weights": 0,
-        "max_batch": batch,
-        "prefill_chunk": 2048,
+        "max_batch": rows,
+        "prefill_chunk": scale.chunk,
         "media": "none",
     }
-    for context in reversed(CONTEXTS):
-        options["max_seq"] = context + WARMUP + 2 * STEPS
+    name, _, quant = variant.partition("+")
+    for context in reversed(scale.contexts):
+        options["max_seq"] = context + scale.warmup + 2 * scale.steps
         try:
-            prepare(load_spec(variant), BuildOptions(**options))
+            prepare(load_spec(name), BuildOptions(**options, quant=quant or None))
             break
         except PlanError:
-            if context == CONTEXTS[0]:
+            if context == scale.contexts[0]:
                 raise
     return options
 
 
-def decode_cell(engine: Engine, batch: int, context: int, rates: Any) -> dict[str, Any]:
-    """Measure steps at a context over caches of noise: times on the device and on the host."""
-    if context + WARMUP + STEPS > engine.limits.max_seq:
-        return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
-    torch.cuda.reset_peak_memory_stats()
-    session = engine.session(batch)
-    for name, t in session.state.tensors.items():
-        t.normal_()
-        if name.endswith(".rms"):
-            t.abs_()
-    lengths = torch.full((batch,), context - 1)
-    loop = engine.runtime.token_loop(engine.embed, session.state, batch, Sampling(), ())
-    assert loop is not None, "no kernels for this GPU"
-    loop.start(torch.full((batch,), 5), lengths, torch.ones(batch, dtype=torch.bool))
-    for _ in loop.run(WARMUP, None):
-        pass
-    loop.start(torch.full((batch,), 5), lengths, torch.ones(batch, dtype=torch.bool))
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-    marks[0].record()
-    begun = time.perf_counter()
-    for mark in marks[1:]:
-        loop.advance()
-        mark.record()
-    host = (time.perf_counter() - begun) / STEPS * 1e3
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    cost = total(decode_costs(engine.program.graphs["decode"], context, B=batch))
-    floor = cost.needed_bytes / rates.bandwidth * 1e3
-    p50 = percentile(times, 50)
-    return {
-        "step_ms": {"p50": p50, "p90": percentile(times, 90), "p99": percentile(times, 99)},
-        "host_ms": host,
-        "tokens_per_second": batch / p50 * 1e3,
-        "floor_ms": floor,
-        "share_of_roof": floor / p50,
-        **kernels_per_step(loop.advance),
-        "memory_bytes": torch.cuda.max_memory_allocated(),
-    }
-
-
-def prefill_cell(engine: Engine, n: int, rates: Any) -> dict[str, Any]:
-    tokens = torch.randint(3, 8000, (1, n), generator=torch.Generator().manual_seed(0))
-    session, times = engine.session(1), []
-    for _ in range(6):
-        session.reset()
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        session.prefill(tokens)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    chunk = engine.limits.prefill_chunk
-    graph = engine.program.graphs["prefill"]
-    steps = [Step(1, min(chunk, n - at), at) for at in range(0, n, chunk)]
-    flops = sum(total(graph_costs(graph, B=s.B, S=s.S, C=s.C)).flops for s in steps)
-    best = percentile(times[1:], 50)
-    return {
-        "seconds": best,
-        "tokens_per_second": n / best,
-        "flops": flops,
-        "share_of_matmul": flops / rates.matmul / best,
-    }
-
-
-def peers(report: Report, variant: str, engine: Engine, batch: int) -> None:
-    """Measure transformers, static cache and compiled, and its logits' distance to the engine's."""
-    wanted = [
-        c for c in PEER_CONTEXTS if f"{variant} peer b{batch} c{c}" not in report.body["cells"]
-    ]
-    if not wanted or report.out_of_time():
+def decode(cells: Cells, args: argparse.Namespace, given: Args) -> None:
+    """Measure an engine's steps and prompts, and how far it agrees with the interpreter."""
+    scale, rows = scale_of(args), given["rows"]
+    engine = cells.made("load", partial(loaded, args.out, given["variant"], rows))
+    if engine is None:
         return
-    try:
-        model = peer_model(engine)
-    except torch.OutOfMemoryError as e:
-        report.body["cells"][f"{variant} peer b{batch}"] = {"out_of_memory": str(e)[:300]}
-        report.write()
+    rates = kept_rates(cells, scale)
+    for c in scale.contexts:
+        cells.cell(f"decode c{c}", partial(decode_cell, engine, scale, rows, c, rates))
+    cells.cell("agreement", partial(agreement_cell, engine, rows))
+    for n in scale.prompts if rows == 1 else ():
+        cells.cell(f"prefill {n}", partial(prefill_cell, engine, n, rates))
+
+
+def loaded(out: Path, variant: str, rows: int) -> Engine:
+    path = engine_path(out, variant, rows)
+    if not path.exists():
+        raise InputError(f"{path} is not there: run the stage that builds it")
+    return load_engine(path)
+
+
+def peers(cells: Cells, args: argparse.Namespace, given: Args) -> None:
+    """Measure transformers with a static cache beside the engine, and the agreement of logits."""
+    scale, rows = scale_of(args), given["rows"]
+    engine = cells.made("load", partial(loaded, args.out, given["variant"], rows))
+    model = cells.made("transformers", partial(peer_model, engine)) if engine else None
+    if engine is None or model is None:
         return
-    for context in wanted:
-        cell = partial(peer_cell, engine, model, batch, context)
-        report.cell(f"{variant} peer b{batch} c{context}", cell)
-    torch._dynamo.reset()  # what was compiled holds the model, whose room the next engine needs
+    for mode in ("hf-static", "hf-compile") if scale.device == "cuda" else ("hf-static",):
+        for c in scale.contexts[:2]:
+            cell = partial(peer_cell, engine, model, scale, rows, c, mode)
+            cells.cell(f"{mode} c{c}", cell, limit=600)
 
 
-def peer_cell(engine: Engine, model: Any, batch: int, context: int) -> dict[str, Any]:
+def peer_cell(
+    engine: Engine, model: Any, scale: Scale, batch: int, context: int, mode: str
+) -> dict[str, Any]:
     torch._dynamo.reset()  # another cache size is another program, not a dynamic one
-    random = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 8000, (batch, context), generator=random)
-    runner = HfRunner(model, context + WARMUP + STEPS + 8, "hf-compile")
-    theirs = [hf_prefill(runner, tokens)]
-    session = engine.session(batch)
-    ours = [session.prefill(tokens)]
-    for _ in range(8):
-        following = theirs[-1].argmax(-1)
-        theirs.append(runner.step(following[:, None]).float().cpu())
-        ours.append(session.decode(following))
-    cosine = min(
-        float(torch.nn.functional.cosine_similarity(a, b, -1).min()) for a, b in zip(ours, theirs)
-    )
-    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(ours, theirs))
-    times = []
-    for _ in range(WARMUP + STEPS // 2):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        runner.step(following[:, None])
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) * 1e3)
-    p50 = percentile(times[WARMUP:], 50)
-    return {
-        "step_ms": p50,
-        "tokens_per_second": batch / p50 * 1e3,
-        "cosine": cosine,
-        "same_tokens": same,
-        "of": batch * len(ours),
-    }
+    room = context + AGREED_STEPS + scale.warmup + scale.steps + 8
+    runner = HfRunner(model, room, mode)
+    found = agreement(EngineRunner(engine, batch), runner, random_tokens(engine, batch, AGREED))
+    for at in range(AGREED + AGREED_STEPS, context, scale.chunk):
+        runner.step(random_tokens(engine, batch, min(scale.chunk, context - at)))
+    step = partial(runner.step, torch.full((batch, 1), 5))
+    for _ in range(scale.warmup):
+        step()
+    times, host = step_times(step, scale)
+    p50 = percentile(times, 50)
+    return {"step_ms": p50, "host_ms": host, "tokens_per_second": batch / p50 * 1e3, **found}
 
 
-def hf_prefill(runner: HfRunner, tokens: torch.Tensor) -> torch.Tensor:
-    for at in range(0, tokens.shape[1], 1024):
-        logits = runner.step(tokens[:, at : at + 1024])
-    return logits.float().cpu()
+# --- compute-sanitizer ------------------------------------------------------------------------
+
+SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("stage", choices=("preflight", "kernels", "models"))
-    parser.add_argument("--variants", type=lambda s: s.split(","))
-    parser.add_argument("--minutes", type=float, default=6.0, help="start no cell after these")
-    parser.add_argument(
-        "--limit", type=float, default=240.0, help="seconds after which a cell counts as hung"
-    )
-    parser.add_argument("--out", type=Path, help="folder of the results (bench/results)")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--interpret", action="store_true")
-    args = parser.parse_args()
-    if not args.interpret and not torch.cuda.is_available():
-        parser.error("this torch sees no GPU; --interpret checks the kernels without one")
-    args.variants = args.variants or (TINY if args.interpret else VARIANTS).split(",")
-    {"preflight": preflight, "kernels": kernels, "models": models}[args.stage](args)
+def sanitizer(cells: Cells, args: argparse.Namespace, _: Args) -> None:
+    """Run small engines, kernel by kernel, under the tool that sees illegal and racing accesses."""
+    scale = replace(scale_of(args), contexts=(128,), chunk=16)
+    for variant in DRY.variants:
+        path = engine_path(args.out, variant, 2)
+        cells.cell(f"{variant} build", partial(built, scale, variant, 2, path), 600)
+        for tool in TOOLS:
+            cells.cell(f"{variant} {tool}", partial(sanitizer_cell, path, tool, scale))
+
+
+def sanitizer_cell(path: Path, tool: str, scale: Scale) -> dict[str, Any]:
+    words = ["run", str(path), "--tokens", "2,5,7", "--max-new-tokens", "4"]
+    if scale.device == "cpu":
+        return {"ok": bool(g4ir_said(words))}
+    if shutil.which(SANITIZER) is None:
+        raise MissingError(f"no {SANITIZER} here: it comes with the CUDA toolkit")
+    front = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
+    return {"ok": bool(g4ir_said([*words, "--no-cuda-graph"], front))}
+
+
+# --- the stages -------------------------------------------------------------------------------
+
+#: kind of stage -> its function, seconds of a cell and, if it may not take all, of the stage
+KINDS = {
+    "preflight": Kind(preflight, 60),
+    "predict": Kind(predict, 60, 180),
+    "kernels": Kind(kernels, 300, 240),
+    "build": Kind(build, 1500),
+    "decode": Kind(decode, 240),
+    "sanitizer": Kind(sanitizer, 180),
+    "peers": Kind(peers, 300),
+    "tune": Kind(partial(kernels, tune=True), 1800),
+}
+ROWS = (1, 8, 32)
+#: a stage for each variant, for all of them, for none
+EACH, ALL, ONCE = "each", "all", "once"
+#: what is run in this order: kind, rows, for what of the first so many variants
+ORDER = (
+    ("preflight", 0, ONCE, 0),
+    ("kernels", 1, EACH, 1),
+    ("build", 1, ALL, 3),
+    ("decode", 1, EACH, 3),
+    ("sanitizer", 0, ONCE, 0),
+    ("kernels", 1, EACH, 3),
+    ("build", 8, ALL, 3),
+    ("decode", 8, EACH, 3),
+    ("peers", 1, EACH, 2),
+    ("predict", 0, ONCE, 0),
+    ("build", 32, ALL, 3),
+    ("decode", 32, EACH, 3),
+    ("kernels", 8, EACH, 3),
+    ("build", 1, ALL, 9),
+    ("decode", 1, EACH, 9),
+    ("kernels", 1, EACH, 9),
+    ("peers", 8, EACH, 2),
+    ("build", 8, ALL, 9),
+    ("decode", 8, EACH, 9),
+    ("kernels", 16, EACH, 9),
+)
+
+
+def stages(args: argparse.Namespace) -> list[Stage]:
+    """Return the stages of a run, in order; the same ones again are the same."""
+    tune = [("tune", rows, EACH, 9) for rows in (1, 8)] if args.tune else []
+    made = [Stage(k, a) for k, *how in (*ORDER, *tune) for a in _stage_args(args.variants, *how)]
+    return list({s.name: s for s in made}.values())
+
+
+def _stage_args(variants: Sequence[str], rows: int, how: str, first: int) -> list[dict[str, Any]]:
+    if how == ONCE:
+        return [{}]
+    if how == ALL:
+        return [{"variants": ",".join(variants[:first]), "rows": rows}]
+    return [{"variant": v, "rows": rows} for v in variants[:first]]
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    return environment("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def main() -> int:
+    parser = common_parser(__doc__)
+    parser.add_argument("--tune", action="store_true", help="search settings in the end")
+    args = parsed(parser, CARD.variants, DRY.variants)
+    if args.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # in the stages' processes
+    elif not (args.list or torch.cuda.is_available()):
+        parser.error("this torch sees no GPU; --dry-run goes through the stages without one")
+    return drive(Script(Path(__file__), KINDS, stages, about), args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,6 +35,7 @@ HEAD = (
     "load s",
     "prefill tokens/s",
     "decode ms",
+    "read GB/s",
     "floor",
     "llama.cpp / g4ir: prefill, decode",
     "cosine",
@@ -101,12 +102,16 @@ def rows(path: str, file: Path, args: argparse.Namespace) -> list[list[str]]:
     turns = {name: partial(turn, r, w, tokens, 1) for name, r in runners.items()}
     rates, found = interleave(args.rounds, meter.measure, turns)
     nbytes = find_work(engine, w, tokens).decode_cost().needed_bytes
-    floor = nbytes / middle(rates).bandwidth / _decode_s(found["g4ir"])
+    fastest = middle(rates).bandwidth
+    floor = nbytes / fastest / _decode_s(found["g4ir"])
     ratios = ", ".join(
         f"{over(found['llama.cpp'], found['g4ir'], TAKE[k]).value:.2f}" for k in ("ttft", "itl")
     )
     cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
-    more = {"g4ir": [f"{floor:.2f}", ratios, f"{cosine:.6f}"], "llama.cpp": [""] * 3}
+    more = {
+        "g4ir": [f"{fastest / 1e9:.0f}", f"{floor:.2f}", ratios, f"{cosine:.6f}"],
+        "llama.cpp": [""] * 4,
+    }
     engine.close()
     return [
         [

@@ -12,7 +12,7 @@ from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
 from .match import Left, Note, after, ignore
 
-AFTER = "fuse_cache_write"  # products have their activations
+AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks their norms
 
 PRODUCTS = ("linear", "linear_glu")
 #: a norm -> what it becomes with its product, and its inputs before the weight of that

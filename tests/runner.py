@@ -85,11 +85,13 @@ def built_program(
     latent_kv: str = "off",
     quant: str = "",
     gpu_rows: int = 0,
+    narrow_kv: str = "off",
 ) -> Program:
     """The graphs after the passes, kept for the next test."""
-    key = (spec, all_logits, skip, dtype, latent_kv, quant, gpu_rows)
+    key = (spec, all_logits, skip, dtype, latent_kv, quant, gpu_rows, narrow_kv)
     if key not in _PROGRAMS:
-        options = {"latent_kv": {"form": latent_kv}, **for_gpu(gpu_rows)}
+        options = {"latent_kv": {"form": latent_kv}, "narrow_kv": {"to": narrow_kv}}
+        options |= for_gpu(gpu_rows)
         plain = build_program(spec, all_logits, dtype)
         plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)

@@ -50,9 +50,12 @@ CODED = ("tiny-moe+int4", "tiny-ple+int8", "tiny-dense+fp8")
 
 @cache
 def program(name: str, form: str = "off", rows: int = 1) -> Program:
-    """The program of a model for so many rows; behind a + its recipe of weights in fewer bits."""
-    model, _, quant = name.partition("+")
+    """The program of a model for so many rows; behind a + its recipe of weights in fewer bits,
+    behind an @ what caches hold."""
+    model, _, held = name.partition("@")
+    model, _, quant = model.partition("+")
     how = {"latent_kv": form, "dtype": "bf16", "quant": quant, "gpu_rows": rows}
+    how["narrow_kv"] = held or "off"
     return split_program(built_program(spec_called(model), **how)).program
 
 
@@ -218,7 +221,7 @@ def test_a_case_with_other_settings() -> None:
 
 
 def latent(name: str) -> bool:
-    return "+" not in name and bool(spec_called(name).text.full.k_eq_v)
+    return "+" not in name and bool(spec_called(name.partition("@")[0]).text.full.k_eq_v)
 
 
 def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Case]:
@@ -228,6 +231,7 @@ def real_cases(variants: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Cas
             program(name, form, n)
             for name in variants
             for form in (("off", "value", "raw") if latent(name) else ("off",))
+            if not (form == "raw" and "@" in name)
         )
         yield from all_cases(programs, [Target("cuda", "h200", n)], 4096, chunk=1024)
 
@@ -295,6 +299,17 @@ def test_programs_that_wait_for_others_have_room_beside_them(name: str) -> None:
     assert launch[1][0] <= together * processors
 
 
+@pytest.mark.parametrize("held", ["i8", "f8e4m3"])
+def test_narrow_caches_fit_hopper(held: str) -> None:
+    """Steps over rows in fewer bits: whole lines are read of them too."""
+    cases = list(real_cases((f"26b-a4b@{held}",), (1,)))
+    kernels = ("attention", "attention_latent")
+    over = [c for c in cases if c.graph.nodes[-1].op in kernels]
+    found = compiled(iter(c for c in over if not c.graph.nodes[-1].chunk))
+    assert {r.kernel for r in found} == {"_decode", "_decode_value"}
+    check(found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
     """E2B's table: the address is known to be a multiple of 16."""
@@ -306,7 +321,7 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quant", ["", "+int8", "+int4", "+fp8"])
+@pytest.mark.parametrize("quant", ["", "+int8", "+int4", "+fp8", "@i8", "@f8e4m3"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kernel_fits_hopper(name: str, quant: str) -> None:
     check(compiled(real_cases((name + quant,), (*ROWS, 16, 32, 64))))

@@ -404,15 +404,25 @@ def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
     assert verify_each_pass(engine).ok
 
 
-def test_gpu_kernels_leave_narrowed_rows() -> None:
-    """They read and write rows in the dtype: narrowed ones are left to the library."""
-    plain = build_graph(load_spec("tiny-dense"), "decode", dtype="bf16")
-    for to, taken in (("off", True), ("f8e4m3", False), ("i8", False)):
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
+    """A step reads them as they are, of codes whole groups; prompts are left to the library."""
+    spec = load_spec("31b")
+    text = replace(spec.text, num_hidden_layers=6)
+    plain = build_graph(replace(spec, text=text), phase, dtype="bf16")
+    for to in ("off", "f8e4m3", "i8"):
         for form in FORMS:
             options = {"narrow_kv": {"to": to}, "latent_kv": {"form": form}}
             s = schedule(run_passes(plain, options=options), Target("cuda", "h100", 1))
-            nodes = [n for n in s.graph.nodes if n.definition.held or n.op == "qkv_write"]
-            assert nodes and all((s.find(n) is not None) == taken for n in nodes)
+            readers = [n for n in s.graph.nodes if n.definition.held]
+            assert readers
+            for n in readers:  # the last layers of a prompt have one token too
+                assert (s.find(n) is not None) == (to == "off" or not n.chunk)
+    odd = replace(text, sliding=replace(text.sliding, head_dim=80))
+    tiny = build_graph(replace(spec, text=odd), "decode", dtype="bf16")
+    s = schedule(run_passes(tiny, options={"narrow_kv": {"to": "i8"}}), Target("cuda", "h100", 1))
+    of = {int(n["q"].type.shape[-1]): s.find(n) for n in s.graph.nodes if n.definition.held}
+    assert {d: choice is not None for d, choice in of.items()} == {80: False, 512: True}
 
 
 # --- options and refusals ---------------------------------------------------------------------

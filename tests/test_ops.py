@@ -362,6 +362,8 @@ CACHE_WRITES = ("cache_write", "cache_write")
 EXPANSIONS = {
     "all_reduce": [["scale"], ["scale", "scale"]],
     "all_gather": [["scale"]],
+    "all_reduce_norm_residual": [["all_reduce", "norm_residual"]] * 2,
+    "all_reduce_dual_norm_residual": [["all_reduce", "dual_norm_residual"]],
     "dense": [["dequantize"]],
     "norm_rope": [["rms_norm", "rope"]],
     "norm_residual": [

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from setuptools.config.pyprojecttoml import load_file
 
+from tests.recorder.bindings import WHEELS
+
 ROOT = Path(__file__).parents[1]
 MAPPED = ("passes", "backends", "specs")  # top-level folders that become g4ir.<folder>
 PYPROJECT = load_file(ROOT / "pyproject.toml")
@@ -114,3 +116,15 @@ def test_constraints_pin_every_dependency() -> None:
 def normal(requirement: str) -> str:
     """The distribution of a requirement in its normal form: `PyYAML>=6` -> `pyyaml`."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def test_the_container_has_what_was_compared() -> None:
+    """The torch of `make cuda-programs`, the TensorRT of the recorder, the triton of the tests."""
+    text = (ROOT / "Dockerfile").read_text()
+    makefile, constraints = ((ROOT / n).read_text() for n in ("Makefile", "constraints.txt"))
+    pins = dict(re.findall(r"(?<= )([\w-]+)==([\d.]+)", text))
+    assert f"CUDA_TORCH  = torch=={pins['torch']}\n" in makefile
+    assert f"\ntriton=={pins['triton']}\n" in constraints
+    assert pins["tensorrt-cu13"] == WHEELS["11.4.0"][0]
+    cuda = re.search(r"FROM nvidia/cuda:(\d+\.\d+)\.", text)
+    assert cuda and f"'nvidia-cuda-crt=={cuda[1]}.*'" in makefile

@@ -14,6 +14,7 @@ import torch
 
 from g4ir.cli import main
 from g4ir.errors import InputError
+from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue, verify
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.text import parse_graph
@@ -22,6 +23,7 @@ from g4ir.model.draft import DRAFT, shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.quant import dequantized
+from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
 from g4ir.parallel.shard import collectives, shard, shard_program
@@ -30,6 +32,7 @@ from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_passes, run_program
 from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.settings import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
@@ -227,6 +230,69 @@ def test_latent_caches_of_ranks(name: str, ranks: int, form: str) -> None:
     assert any(p.graphs["decode"].find("attention_latent"))
     got = together(p, name, ranks, torch.float64)
     assert distance(got[0], alone(name, torch.float64)) < 1e-12
+
+
+def fused_sums(g: Graph) -> list[Node]:
+    return [*g.find(*NORM_OF)]
+
+
+@pytest.mark.parametrize(
+    "name, ranks, ep",
+    [
+        c if c in (("tiny-moe", 2, False), ("tiny-dense", 4, False))
+        else pytest.param(*c, marks=pytest.mark.covering)
+        for c in CASES
+    ],
+)  # fmt: skip
+def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
+    """As a GPU's steps have them: as many messages as before, all of layers fused, those of a layer
+    with experts too; every rank has the same logits, those of one. One rank has no sums."""
+    dtype, gpu = torch.float64, {**SLACK, **for_gpu(1)}
+    own = sharded(name, ranks, ep)
+    p = run_program(own, options=gpu)
+    g = p.graphs["decode"]
+    assert len(fused_sums(g)) == 2 * spec_of(name).text.num_hidden_layers
+    assert [*map(sent, collectives(g))] == [*map(sent, collectives(own.graphs["decode"]))]
+    assert not fused_sums(p.graphs["prefill"])
+    got = together(p, name, ranks, dtype)
+    assert all(torch.equal(x, got[0]) for x in got)
+    assert distance(got[0], alone(name, dtype)) < 1e-12
+    assert not any(map(fused_sums, run_program(plain(name), options=gpu).graphs.values()))
+
+
+def sent(n: Node) -> tuple[str, list[str], object]:
+    return n.op, [str(v.type) for v in n.inputs], n.attrs["ranks"]
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_sums_with_their_norms_round_as_apart(name: str) -> None:
+    """Bit for bit in bf16, in lockstep and as one graph of all ranks."""
+    spec, ranks, dtype = spec_of(name), 2, torch.bfloat16
+    own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks)
+    fused = run_passes(own, options={"fuse_all_reduce": {"on": True}})
+    apart = run_passes(own)
+    assert fused_sums(fused) and with_messages(fused).nodes != fused.nodes
+    given = {n: t.to(dtype) for n, t in weights(name, torch.float32).items()}
+    feeds, params = decode_feeds(name, dtype), []
+    for rank in range(ranks):
+        of_rank = rank_params(own, spec, given, rank, ranks)
+        params.append(packed({"decode": apart}, lambda g, of_rank=of_rank: of_rank))
+    made = []
+    for g in (fused, apart):
+        state = [empty_state(g, {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
+        made.append(lockstep(split_prologue(g)[1], feeds, params, state)[1])
+    (one, caches), (other, others) = made
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    assert all(torch.equal(caches[k], others[k]) for k in caches)
+    cut = {v.name for v in own.params if part_of(spec, v.name)}
+    verify(unroll(fused, cut, ranks))
+    assert not list(collectives(unroll(fused, cut, ranks)))
+
+
+def decode_feeds(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    made = chunks(name, torch.float32)
+    feeds = next(feeds for phase, feeds in made if phase == "decode")
+    return {k: t.to(dtype) if t.is_floating_point() else t for k, t in feeds.items()}
 
 
 def test_pictures_and_what_is_verified_are_among_the_chunks() -> None:

@@ -21,6 +21,7 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.narrow import NARROW
 from g4ir.ops.quant import ACTIVATIONS
+from g4ir.parallel.shard import shard_program
 from g4ir.passes import (
     CHANGES_STATE,
     PASSES,
@@ -476,7 +477,12 @@ FIRST_LEFT = {
     "fuse_norm_moe": "%L1.mlp.down = moe_mlp",
     "fuse_attention": "%L0.attn.out = attention",
     "fuse_glu_linear": "%L0.ple.proj = linear",
+    "fuse_all_reduce": "%L0.mid = norm_residual",
 }
+
+
+def of_two_ranks(spec: str) -> Program:
+    return shard_program(program(spec), SPECS[spec](), 2)
 
 
 #: pass -> the program and the option in which it has something to do, where others have not
@@ -484,6 +490,7 @@ FOR_PASS: dict[str, tuple[Callable[[str], Program], str]] = {
     "narrow_kv": (program, "i8"),
     "quantize_activations": (coded, "int8"),
     **dict.fromkeys(CHAINED, (program, GPU)),
+    "fuse_all_reduce": (of_two_ranks, GPU),
 }
 
 

@@ -158,11 +158,12 @@ def test_more_context_takes_longer() -> None:
 
 
 def test_what_was_measured_takes_the_place(tmp_path: Path) -> None:
-    """A card with half the rate and no gap at all."""
+    """A card with half the rate and no gap; 0.5 of a kernel that begins early are its own."""
     path = tmp_path / "measured.yaml"
-    path.write_text(measured_text("h200", 2.15e6, (0.7, 1.1)))
+    path.write_text(measured_text("h200", 2.15e6, (0.7, 1.1), (0.4, 0.8)))
     made = read_constants(path)
     assert made.gpus["h200"].copy == 2.15e6 and made.gap == pytest.approx((0.0, 0.25))
+    assert made.early.gap == pytest.approx((0.0, 0.3))
     assert made.kernels == read_constants().kernels
     shipped, other = predicted("31b"), predicted("31b", path=path)
     assert other.roof_us == pytest.approx(2 * shipped.roof_us)
@@ -191,25 +192,48 @@ def test_constants_refused(tmp_path: Path) -> None:
 # --- of several ranks -----------------------------------------------------------------------------
 
 
-def of_ranks(name: str, ranks: int, way: str, ep: bool = False) -> Prediction:
+@cache
+def of_ranks(
+    name: str, ranks: int, way: str, ep: bool = False, rows: int = 1, fused: bool = True
+) -> Prediction:
     spec = load_spec(name)
     own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks, ep)
-    g = run_passes(own, options=for_gpu(1))
-    costs = graph_costs(g, B=1, S=1, C=1023)
-    s = schedule(split_prologue(g)[1], Target("cuda", "h200", 1))
+    g = run_passes(own, skip=() if fused else ("fuse_all_reduce",), options=for_gpu(rows))
+    costs = graph_costs(g, B=rows, S=1, C=1023)
+    s = schedule(split_prologue(g)[1], Target("cuda", "h200", rows))
     return predict(s, {c.node: c.cost.needed_bytes for c in costs}, 1024, way=way)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("31b", 2), ("26b-a4b", 4), ("e2b", 8)])
 def test_messages_are_launches(name: str, ranks: int) -> None:
     """As many as the graph has; the rest is a step that moves less."""
-    shot, nccl = (of_ranks(name, ranks, way) for way in WAYS)
+    shot, nccl = (of_ranks(name, ranks, way, fused=False) for way in WAYS)
     sent = [x for x in shot.launches if x.kernel in COLLECTIVES]
     assert len(sent) == 2 * load_spec(name).text.num_hidden_layers + 1
     assert all(x.us[0] == x.us[1] > 3 and x.nbytes == 0 for x in sent)
     assert shot.us < nccl.us and shot.us < predicted(name).us
     kept = [x for x in nccl.launches if x.kernel not in COLLECTIVES]
     assert kept == [x for x in shot.launches if x.kernel not in COLLECTIVES]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("31b", 1), ("31b", 8), ("26b-a4b", 1), ("26b-a4b", 8)])
+def test_norms_are_in_the_kernels_of_their_sums(name: str, rows: int) -> None:
+    """One kernel for each sum; by NCCL the norm is a kernel of its own. Of several rows a norm was
+    one: each sum saves a launch, in a layer with experts each but where three norms were in them.
+    The bytes are the same, and so is what is sent."""
+    (shot, nccl), (apart, _) = (
+        [of_ranks(name, 2, way, rows=rows, fused=f) for way in WAYS] for f in (True, False)
+    )
+    layers = load_spec(name).text.num_hidden_layers
+    starts = Counter(x.kernel for x in shot.launches)
+    dual = layers * (name == "26b-a4b")
+    assert starts["all_reduce_norm_residual"] == 2 * layers - dual
+    assert starts["all_reduce_dual_norm_residual"] == dual and not starts["all_reduce"]
+    assert sum(x.kernel in COLLECTIVES for x in nccl.launches) == 2 * layers + 1
+    assert len(nccl.launches) == len(shot.launches) + 2 * layers
+    saved = len(apart.launches) - len(shot.launches)
+    assert saved == (2 * layers - dual if rows > 1 else 0) + dual * (rows > 1)
+    assert shot.us < apart.us and shot.nbytes == pytest.approx(apart.nbytes)
 
 
 def test_the_time_of_a_message() -> None:
@@ -298,9 +322,11 @@ def test_the_command_of_ranks() -> None:
     assert "26b-a4b decode on one of 4 h200, 1 row of 1K tokens\n259 launches" in text
     assert f"by NCCL {nccl[0] / 1e3:.2f} to {nccl[1] / 1e3:.2f} ms" in text
     kernels = json.loads(g4ir(*words[:-1], "--kernels", "--json").out)["rows"]
-    assert {r["op"]: r["nodes"] for r in kernels if r["kernel"] == "message"} == {
-        "all_reduce": 60,
-        "all_gather": 1,
+    found = {r["op"]: (r["nodes"], r["starts"]) for r in kernels if "all_" in r["op"]}
+    assert found == {
+        "all_reduce_norm_residual": (30, 30),
+        "all_reduce_dual_norm_residual": (30, 30),
+        "all_gather": (1, 0),
     }
 
 

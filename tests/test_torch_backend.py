@@ -450,7 +450,7 @@ def test_what_was_kept_first_counts(
     def compiled(text: str, target: Target, path: Path) -> None:
         first.parent.mkdir()
         first.write_text("first")
-        compiler._keep(first)
+        compiler.keep_program(first)
         path.write_text("late")
 
     monkeypatch.setattr(compiler, "compile_program", compiled)
@@ -474,7 +474,7 @@ def test_processes_share_the_work(
         while len(done) < 1:
             time.sleep(0.01)
         (tmp_path / made[0]).write_text("theirs")
-        compiler._keep(tmp_path / made[0])
+        compiler.keep_program(tmp_path / made[0])
         assert waiting.is_alive()
     waiting.join()
     assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"

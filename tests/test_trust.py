@@ -248,7 +248,7 @@ def test_a_planted_program_is_not_taken_from_the_cache(
     out.mkdir()
     assert not compiler._from_cache(name, out)
     (out / name).write_bytes(b"program")
-    compiler._keep(out / name)
+    compiler.keep_program(out / name)
     (out / name).unlink()
     assert compiler._from_cache(name, out) and (out / name).read_bytes() == b"program"
     kept = compiler.cache_dir() / name

@@ -56,7 +56,7 @@ class OnnxBackend(Backend):
         ),
     }
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, ranks: int) -> None:
         require(*NEEDS)
 
     def stored(self, program: Program, device: str) -> Program:

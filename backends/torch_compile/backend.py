@@ -21,7 +21,7 @@ from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import CHAINS, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import dense_bytes, schedule
-from .segment import Segment, Step
+from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class TorchBackend(Backend):
     shares = True
     record = Programs
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, ranks: int) -> None:
         compiler.check_toolchain(device)
 
     def machine(self, device: str) -> str:
@@ -133,16 +133,16 @@ def _check_programs(
     kept: Programs,
 ) -> None:
     """Raise EngineError unless every segment has a program that was made of it."""
+    steps = phase_steps(program, limits)
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
-        for name, many in phase_steps(program, limits).items()
+        for name, many in steps.items()
     }
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
     if has_chains(device):
-        texts[CHAINS] = [
-            t if f else None for t, f in zip_longest(texts["decode"], kept.get(CHAINS, ()))
-        ]
+        possible = chain_texts(steps["decode"])
+        texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept.get(CHAINS, ()))]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "

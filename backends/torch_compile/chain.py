@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -26,9 +27,10 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.errors import EngineError, G4Error, LowerError
-from g4ir.ir.graph import bind
+from g4ir.ir.graph import Node, bind
 from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
+from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import parse_type, torch_dtype
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.plan.limits import Limits
@@ -36,11 +38,12 @@ from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
 from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
 
 from .compile import first_node
+from .kernels.all_reduce_triton import meeting_at
 from .kernels.launch import Launch, ahead, recorded
 from .kernels.resources import Assembled, assemble, signature
 from .lower import SegmentModule
 from .schedule import schedule
-from .segment import Glue, Segment, Step
+from .segment import Glue, Step, chain_texts
 from .target import Target
 
 #: where a tensor begins, in bytes: kernels read so much at a time
@@ -124,18 +127,22 @@ def recorded_chain(
     dims: Mapping[str, int],
     how: Callable[[Launch], Assembled] = assemble,
 ) -> tuple[Chain, list[bytes]] | None:
-    """Return a segment as a chain with its assembled kernels; None where it has other work."""
+    """Return a segment as a chain with its assembled kernels; None where it has other work. That of
+    a message and its norm is given the place where ranks meet too, last."""
     g = bind(parse_graph(text), **dims)
     given = [
         torch.empty([int(d) for d in v.type.shape], dtype=torch_dtype(v.type.dtype), device="meta")
         for v in g.sources()
     ]
-    work = _Work()
-    with ahead(), recorded() as launches, work:
-        results = SegmentModule(schedule(g, target))(*given)
+    s, work, sums = schedule(g, target), _Work(), [*g.find(*NORM_OF)]
+    if not all(map(s.find, sums)):
+        return None
+    peers = [_peers(n) for n in sums]
+    with ahead(), recorded() as launches, work, meeting_at(*peers) if peers else nullcontext():
+        results = SegmentModule(s)(*given)
     if work.found or not launches:
         return None
-    places = _Places(given)
+    places = _Places([*given, *peers])
     functions, files, starts = dict[str, int](), list[Assembled](), list[Start]()
     for launch in launches:
         kernel, grid, _, meta = launch
@@ -149,13 +156,18 @@ def recorded_chain(
         starts.append(Start(functions[key], meta.get("AHEAD", False), size, operands))
     returned = tuple(Result(places.operand(t, ""), str(v.type)) for t, v in zip(results, g.outputs))
     chain = Chain(
-        tuple(str(v.type) for v in g.sources()),
+        (*(str(v.type) for v in g.sources()), *(f"i64[{len(p)}]" for p in peers)),
         tuple(places.made),
         returned,
         tuple(Function(f.name, f.warps, f.shared) for f in files),
         tuple(starts),
     )
     return chain, [f.cubin for f in files]
+
+
+def _peers(n: Node) -> torch.Tensor:
+    """Return what stands for the place where ranks meet."""
+    return torch.empty(1 + n.whole("ranks"), dtype=torch.int64, device="meta")
 
 
 class _Places:
@@ -339,7 +351,8 @@ def compile_chains(
     """Write the chains of a phase's segments; return the file of each step, None where it has
     none. LowerError with the compiler's message."""
     files: dict[str, str | None] = {}
-    for text in dict.fromkeys(s.text for s in steps if isinstance(s, Segment)):
+    texts = chain_texts(steps)
+    for text in dict.fromkeys(t for t in texts if t):
         progress(f"chains of kernels: segment {len(files) + 1}")
         try:
             made = recorded_chain(text, target, chain_dims(limits))
@@ -351,7 +364,7 @@ def compile_chains(
         files[text] = f"{_digest(text)[:24]}.chain" if made else None
         if made:
             write_chain(out / f"{_digest(text)[:24]}.chain", text, *made)
-    return tuple(files[s.text] if isinstance(s, Segment) else None for s in steps)
+    return tuple(files[t] if t else None for t in texts)
 
 
 def load_chains(
@@ -360,21 +373,23 @@ def load_chains(
     """Return the chains of a phase by the step's place; equal segments share one."""
     loaded: dict[str, LoadedChain] = {}
     found: dict[int, LoadedChain] = {}
-    for i, (s, file) in enumerate(zip(steps, files, strict=True)):
-        if file and isinstance(s, Segment):
+    for i, (text, file) in enumerate(zip(chain_texts(steps), files, strict=True)):
+        if file and text:
             if file not in loaded:
-                parts = read_chain(folder / file, s.text)
+                parts = read_chain(folder / file, text)
                 loaded[file] = LoadedChain(*parts, driver, device)
             found[i] = loaded[file]
     return found
 
 
-def followers(steps: Sequence[Step], chains: Container[int]) -> set[int]:
-    """Return the places of chains that nothing but views lies between them and the chain in front:
-    kernels of theirs may begin early."""
+def followers(
+    steps: Sequence[Step], chains: Container[int], joined: Container[int] = ()
+) -> set[int]:
+    """Return the places of chains that nothing but views, and steps that are `joined` to what is in
+    front of them, lies between them and the chain in front: kernels of theirs may begin early."""
     found, after = set[int](), False
     for i, s in enumerate(steps):
-        if isinstance(s, Glue) and s.node.definition.traffic is nothing:
+        if i in joined or (isinstance(s, Glue) and s.node.definition.traffic is nothing):
             continue
         if after and i in chains:
             found.add(i)

@@ -222,7 +222,7 @@ def _digest_file(name: str) -> Path:
     return state_root() / "programs" / name
 
 
-def _keep(path: Path) -> None:
+def keep_program(path: Path) -> None:
     """Keep a program, by best effort: a full or read-only cache directory fails no build. Where
     another process kept it meanwhile, that one counts: equal builds have equal files."""
     try:
@@ -255,7 +255,7 @@ def _compile_missing(
         try:
             for i, future in enumerate(as_completed(futures)):
                 future.result()
-                _keep(out / files[futures[future]])
+                keep_program(out / files[futures[future]])
                 progress(f"compiled {i + 1}/{len(texts)}")
         finally:
             started.kill()  # or the pool would wait for what nobody needs any more
@@ -278,7 +278,7 @@ def _shared(
                 continue
             if not _from_cache(name, out):
                 compile_program(text, target, out / name)
-                _keep(out / name)
+                keep_program(out / name)
         passed_over = 0
         yield text
 
@@ -431,7 +431,7 @@ def compile_kernels(path: Path) -> None:
     with claimed(kept.name, wait=True):
         if not _from_cache(kept.name, kept.parent):
             _compile_kernels(kept)
-            _keep(kept)
+            keep_program(kept)
     kept.replace(path)
 
 

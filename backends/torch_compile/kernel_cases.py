@@ -14,6 +14,8 @@ import torch
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
+from g4ir.ops import OPS
+from g4ir.ops.narrow import held_width
 from g4ir.ops.quant import FORM_OF, FORMS, PACKED
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
@@ -127,6 +129,9 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
     shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
+    if v in case.graph.state and v.type.dtype in ("i8", "f8e4m3"):
+        rows = torch.randn((*shape[:-1], held_width(v.type)), device=device, generator=random)
+        return OPS["narrow_row"].reference(rows, to=v.type.dtype)  # type: ignore[misc]
     if v.type.dtype in PACKED:
         return _codes(shape, dtype, device, random)
     if v.type.dtype not in FLOATS:

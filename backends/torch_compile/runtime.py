@@ -116,7 +116,9 @@ class TorchRuntime:
         self.recorded_plans: dict[str, list[Bound]] = {}
         if self.record and any(files.get(CHAINS, ())):
             plan = self.plans["decode", True]
-            self.recorded_plans["decode"] = _chained(plan, steps["decode"], files[CHAINS], folder)
+            self.recorded_plans["decode"] = _chained(
+                plan, steps["decode"], files[CHAINS], folder, group
+            )
 
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
@@ -341,10 +343,15 @@ def _load_program(path: Path, device: str) -> Call:
 
 
 def _chained(
-    plan: Sequence[Bound], steps: Sequence[Step], files: Sequence[str | None], folder: Path
+    plan: Sequence[Bound],
+    steps: Sequence[Step],
+    files: Sequence[str | None],
+    folder: Path,
+    group: Group | None = None,
 ) -> list[Bound]:
-    """Return a decode step with chains in the place of its programs where there are such; the plan
-    itself, with a warning, where the driver does not take them."""
+    """Return a decode step with chains in the place of its programs where there are such, and a
+    kernel in the place of a message and its norm where ranks can meet; the plan itself, with a
+    warning, where the driver does not take them."""
     from .chain import chained, followers, load_chains
     from .cuda_driver import CudaDriver
 
@@ -352,12 +359,48 @@ def _chained(
         chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
     except EngineError as e:
         log.warning(BY_PROGRAMS, e)
-        return [*plan]
-    early = followers(steps, chains)
-    return [
-        replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
-        for i, b in enumerate(plan)
-    ]
+        chains = {}
+    messages = {i for i, s in enumerate(steps) if files[i] and isinstance(s, Glue)}
+    peers = _peers(group, bool(chains)) if group and messages else None
+    if peers is None:
+        chains = {i: c for i, c in chains.items() if i not in messages}
+        messages = set()
+    norms = {i + 1 for i in messages}
+    early = followers(steps, {*chains} - norms, norms)
+    out: list[Bound] = []
+    for i, b in enumerate(plan):
+        if i in messages:
+            assert peers is not None
+            b = _joined(b, plan[i + 1], peers)
+        if i not in norms:
+            out.append(
+                replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
+            )
+    return out
+
+
+def _peers(group: Group, able: bool) -> torch.Tensor | None:
+    """Return where the ranks of a group meet, the same for all of them; None where not all can."""
+    from .kernels.all_reduce_triton import buffer_bytes
+
+    return group.peers(buffer_bytes(group.ranks), able)
+
+
+def _joined(message: Bound, norm: Bound, peers: torch.Tensor) -> Bound:
+    """Return a message and the norm of its sums as one step: it is given what the norm is, parts in
+    the place of sums, and where ranks meet."""
+    parts = dict(zip(message.outputs, (name for _, name in message.slots), strict=True))
+    sums = [i for i, name in norm.slots if name in parts]
+
+    def call(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        *given, _ = operands
+        for i, total in zip(sums, message.call([given[i] for i in sums]), strict=True):
+            given[i] = total
+        return norm.call(given)
+
+    slots = tuple((i, parts.get(name, name)) for i, name in norm.slots)
+    last = tuple(sorted({*message.last, *norm.last} - {*message.outputs}))
+    return Bound(call, (*norm.operands, peers), slots, norm.outputs, last)
 
 
 def _load_kernels(path: Path) -> None:

@@ -25,6 +25,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.names import layer_of
 from g4ir.ops.base import nothing
 from g4ir.ops.collective import COLLECTIVES
+from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
 from .kernel_table import OTHER
@@ -158,16 +159,19 @@ class Prediction:
         return self.roof_us / slow, self.roof_us / fast
 
 
-def measured_text(gpu: str, copy: float, kernel: Pair, path: Path = TABLE) -> str:
+def measured_text(gpu: str, copy: float, kernel: Pair, early: Pair, path: Path = TABLE) -> str:
     """Return the constants of a file with what was measured on a GPU in their place: bytes a
     microsecond of a copy, and the best and typical microseconds of a kernel of nearly no work in a
-    chain of dependent ones."""
+    chain of dependent ones, and in one where each begins early."""
     read_constants(path)
     values = yaml.safe_load(path.read_text())
     values["gpus"][gpu]["copy"] = round(copy)
     own = sum(values["pointwise"]) / 2
     values["gap"] = [round(max(0.0, us - own), 3) for us in kernel]
-    head = f"# Copy rate and gap as measured on {gpu}; the rest as in {path.name} of g4ir.\n"
+    # What such a kernel loads first comes sooner, too.
+    own -= (sum(values["first_load"]) - sum(values["early"]["first_load"])) / 2
+    values["early"]["gap"] = [round(max(0.0, us - own), 3) for us in early]
+    head = f"# Copy rate and gaps as measured on {gpu}; the rest as in {path.name} of g4ir.\n"
     return head + yaml.safe_dump(values, sort_keys=False)
 
 
@@ -204,6 +208,20 @@ def predict(
     return Prediction(launches, sum(moved.values()), card.copy, s.target.gpu)
 
 
+def message_us(
+    c: Constants, n: Node, dims: Mapping[str, int], way: str, path: Path = TABLE
+) -> float:
+    """Return the microseconds of a message with these sizes of named dims: those of the file, with
+    straight lines in between. InputError where it says nothing of so many ranks."""
+    size, ranks = sum(v.type.bind(dims).nbytes() for v in n.inputs), n.whole("ranks")
+    table = c.messages.get(way, ())
+    found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
+    if found is None:
+        raise InputError(f"{path}: nothing on {way} messages among {ranks} ranks")
+    points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
+    return _between(points, size)
+
+
 @dataclass(frozen=True)
 class _Work:
     """A kernel by what its time is made of: `own` microseconds, which of one of ours are beside
@@ -219,12 +237,13 @@ class _Work:
     rate: float = 0.0
     ahead: float = 0.0
     rests: bool = False  # makes its row while its first tiles arrive, begun early or not
+    message: bool = False  # begins with a message, gap and first load included in `own`
     idle: Pair = (0.0, 0.0)
 
     @property
     def chained(self) -> bool:
         """Whether it is one of ours in a layer."""
-        return self.ours and layer_of(self.node) is not None
+        return (self.ours or self.message) and layer_of(self.node) is not None
 
 
 @dataclass(frozen=True)
@@ -275,13 +294,16 @@ class _Model:
         return bool(self.s.find(n)) or n.definition.traffic is not nothing
 
     def _is_pointwise(self, n: Node) -> bool:
-        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES)
+        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES, *NORM_OF)
 
     def _node(self, n: Node) -> Iterator[_Work]:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
         if n.op in COLLECTIVES:
             yield _Work(n.op, name, 0, self._message(n))
+            return
+        if n.op in NORM_OF:
+            yield from self._norm_of_sums(n, nbytes)
             return
         if choice is None:
             yield from self._library(n.op, name, nbytes)
@@ -293,16 +315,21 @@ class _Model:
                 own = size if i == 0 else 0
                 yield self._kernel(choice, kernel, part, name, own)
 
+    def _norm_of_sums(self, n: Node, nbytes: int) -> Iterator[_Work]:
+        """Yield one kernel where each rank reads what the others have: the message, and what the
+        norm adds; memory may be idle while ranks wait. By NCCL the norm is another kernel."""
+        name, message = n.outputs[0].name, n.expanded[0][0]
+        own, norm = self._message(message), NORM_OF[n.op]
+        extra = self.c.kernels.get(norm, Part()).extra
+        if self.way == ONE_SHOT:
+            us = self._sum(own, (extra, extra))
+            yield _Work(n.op, name, nbytes, us, message=True, idle=(own[0], 0.0))
+            return
+        yield _Work(message.op, name, 0, own)
+        yield _Work(norm, name, nbytes, (extra, extra), True, self.card.copy)
+
     def _message(self, n: Node) -> Pair:
-        """Return the times of a message: those of the file, with straight lines in between."""
-        rows = {"B": self.s.target.rows}
-        size, ranks = sum(v.type.bind(rows).nbytes() for v in n.inputs), n.whole("ranks")
-        table = self.c.messages.get(self.way, ())
-        found = min((m.ranks for m in table if m.ranks >= ranks), default=None)
-        if found is None:
-            raise InputError(f"{self.path}: nothing on {self.way} messages among {ranks} ranks")
-        points = sorted((m.nbytes, m.us) for m in table if m.ranks == found)
-        us = _between(points, size)
+        us = message_us(self.c, n, {"B": self.s.target.rows}, self.way, self.path)
         return us, us
 
     def _library(self, op: str, name: str, nbytes: int) -> Iterator[_Work]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
+from g4ir.parallel.shard import ranks_of
 from g4ir.plan.limits import Limits
 from g4ir.plan.plan import reserve
 from g4ir.spec.reader import Count, Line, Range, Shaped
@@ -23,6 +25,7 @@ from .child import build_apart
 from .files import ENGINE, files, networks
 from .forms import SETTINGS
 from .host import Host
+from .ranks import recorded_by_all
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -78,13 +81,14 @@ class TrtBackend(Backend):
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     packs_weights: bool = True
+    shares: bool = True
     native: bool = True
     record: Any = Plans
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = field(default_factory=Host)
 
-    def check(self, device: str) -> None:
-        self.host.tensorrt()
+    def check(self, device: str, ranks: int) -> None:
+        probe.check_ranks(self.host.tensorrt(), ranks)
         self.host.check_gpu()
 
     def machine(self, device: str) -> str:
@@ -117,7 +121,7 @@ class TrtBackend(Backend):
         """Count the weights of every plan; a tower of several sizes is in several."""
         from .build import weight_bytes
 
-        whole = sum(map(weight_bytes, networks(program).values()))
+        whole = sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
         return 0 if settings["weights"] == "refit" else whole
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
@@ -131,30 +135,41 @@ class TrtBackend(Backend):
         from .log import logger
 
         api, graphs, folder = self.host.tensorrt(), networks(task.program), task.folder
+        group = task.group
+        rank = group.rank if group else 0
+        own = {name: files(name, rank, ranks_of(g)) for name, g in graphs.items()}
         self._check_plans(kept, api, graphs, folder)
+        _check_present(folder, [plan for plan, *_ in own.values()])
         log = logger(api.trt)
-        plans = {ENGINE: kept["plan"], **kept["others"]}
         weights = kept["settings"]["weights"]
 
         def opened(name: str) -> Any:
-            task.progress(f"reading {plans[name]}")
-            engine = make.read_plan(folder / plans[name], api, log)
+            plan, _, beside = own[name]
+            task.progress(f"reading {plan}")
+            engine = make.read_plan(folder / plan, api, log)
             if weights == "streamed":
                 runtime.stream_weights(engine, self._spare(task))
             if weights == "refit":
-                constants = StoredParams.open([folder / files(name)[2]])
+                constants = StoredParams.open([folder / beside])
                 runtime.refit(api, engine, log, constants.tensor, task.params.tensor)
                 constants.close()
             return engine, interface(graphs[name], task.limits)
 
         engine, io = opened(ENGINE)
         record = self.host.record(task.device) if cuda_graph else None
-        if record and runtime.is_streaming(engine):
+        # Of several ranks each has room of its own, and what one does not record none does.
+        if record and (runtime.is_streaming(engine) or (group and weights == "streamed")):
             task.progress("weights are streamed: decode steps run launch by launch")
             record = None
-        return runtime.TrtRuntime(
-            api, engine, log, io, task.limits, task.device, task.params, opened, record
+        if record and group:
+            record = recorded_by_all(record, group.gathered)
+        loaded = runtime.TrtRuntime(
+            *(api, engine, log, io, task.limits, task.device, task.params, opened, record),
+            task.program,
         )
+        if group:
+            loaded.link(partial(self.host.communicator, group))
+        return loaded
 
     def _spare(self, task: Task) -> int:
         """Count the free bytes of the device, without what caches and tables will take."""
@@ -168,7 +183,7 @@ class TrtBackend(Backend):
     ) -> None:
         """Raise EngineError where plans are not one for each network, or are another TensorRT's or
         another GPU's. A patch version counts too: plans are read by the version that wrote them."""
-        names = {name: files(name)[0] for name in graphs}
+        names = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
         agreed = {
             "settings": all(kept["settings"].get(n) in s.choices for n, s in SETTINGS.items()),
             "plan": kept["plan"] == names.pop(ENGINE),
@@ -180,9 +195,6 @@ class TrtBackend(Backend):
                     f"{folder}: {key} of its compiled files are not those of its networks; build "
                     f"it again"
                 )
-        for plan in (kept["plan"], *names.values()):
-            if not (folder / plan).is_file() or not (folder / plan).stat().st_size:
-                raise EngineError(f"{folder / plan} is missing or empty; build the engine again")
         if kept["tensorrt"] != api.version:
             raise EngineError(
                 f"the plan was built by TensorRT {kept['tensorrt']}, this is {api.version}: "
@@ -194,6 +206,13 @@ class TrtBackend(Backend):
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"
             )
+
+
+def _check_present(folder: Path, plans: Iterable[str]) -> None:
+    """Raise EngineError where a plan of this rank is not there."""
+    for plan in plans:
+        if not (folder / plan).is_file() or not (folder / plan).stat().st_size:
+            raise EngineError(f"{folder / plan} is missing or empty; build the engine again")
 
 
 def takes_codes(g: Graph, n: Node) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph
+from g4ir.parallel.shard import ranks_of
 from g4ir.plan.limits import Limits
 from g4ir.ui.files import new_version, write_file
 from g4ir.ui.places import check_private, private
@@ -103,6 +104,8 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
         # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
         config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
+        config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
     for name in w.interface.profiles:
         _add_profile(w, config, name)
     if settings["weights"] == "refit":
@@ -187,11 +190,12 @@ TIMED = (
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
-    """Return the estimate for networks that are built one after the other. In host memory lies the
-    builder's copy of the weights, on the device lie the weights and the scratch of the kernels that
-    are timed."""
+    """Return the estimate for networks that are built one after the other, for each rank again. In
+    host memory lies the builder's copy of the weights, on the device lie the weights and the
+    scratch of the kernels that are timed."""
     most = max(map(weight_bytes, graphs))
-    return Estimate(sum(map(_seconds, graphs)), most, most + LEAST_WORKSPACE)
+    seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
+    return Estimate(seconds, most, most + LEAST_WORKSPACE)
 
 
 def _seconds(g: Graph) -> float:

@@ -24,7 +24,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.plan.limits import Limits
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
-from g4ir.weights.pack import StoredParams
+from g4ir.weights.pack import StoredParams, rank_files
 
 from ..base import Task
 from ..process import python
@@ -134,7 +134,7 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
 
     job = Job(**json.loads((folder / JOB).read_text()))
     program = Program({n: parse_graph((folder / _graph_file(n)).read_text()) for n in job.graphs})
-    params = StoredParams.open(sorted(folder.glob("*.safetensors")))
+    params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
 
     def progress(message: str) -> None:
         _say({"progress": message})

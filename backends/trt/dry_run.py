@@ -2,8 +2,9 @@
 
 The recorder stands for TensorRT. First the variant in small (spec/shrink.py): it is written, every
 rule that the recorder knows is checked, and it is run, prefill in chunks and decode, beside the
-interpreter; so are its towers, and a step of its drafter. Then the networks, the largest tower of
-each kind, at full size, without weights.
+interpreter; so are its towers, and a step of its drafter. Several ranks run it in a thread each,
+and are to compute what one does. Then the networks, the largest tower of each kind, at full size,
+without weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,22 @@ import torch
 
 from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
-from g4ir.ir.graph import Graph, Program, Value
-from g4ir.ir.interpret import interpret
+from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.interpret import interpret, run_node
 from g4ir.model.decoder import HIDDEN
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
 from g4ir.model.media import AUDIO, find_media
+from g4ir.model.text import build_program
+from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import torch_dtype
+from g4ir.parallel.lockstep import exchanged
+from g4ir.parallel.shard import shard_program
+from g4ir.parallel.share import Share
+from g4ir.parallel.table import can_share
 from g4ir.plan.fit import device_memory
 from g4ir.plan.limits import Limits
 from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import weights_of
+from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from g4ir.ui.progress import Progress
@@ -47,7 +54,16 @@ from .files import draft_graph, networks
 from .forms import chosen_experts, meaning
 from .interface import Interface
 from .probe import Api, probe
-from .recorder import MAX_VOLUME, RuleError, check, recorder
+from .ranks import capsule
+from .recorder import (
+    MAX_VOLUME,
+    Exchange,
+    RuleError,
+    check,
+    communicator,
+    recorder,
+    side_by_side,
+)
 from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, deserialize, refit, stream_weights
 from .step_model import decode_step
@@ -202,11 +218,11 @@ def _kinds(network: Any) -> Counter[str]:
 # --- in small ---------------------------------------------------------------------------------
 
 
-def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
-    """Return the variant in small (shrink.py) through the same passes, with random weights. It
-    takes the same kinds of media, each in one size, and weights as the recipe says, where it fits
-    the small spec too. In 16 bits all experts are taken, so that rounding says how far two runs may
-    lie apart."""
+def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
+    """Return the variant in small (shrink.py) through the same passes, with random weights of each
+    rank. It takes the same kinds of media, each in one size, and weights as the recipe says, where
+    it fits the small spec too. In 16 bits all experts are taken, so that rounding says how far two
+    runs may lie apart. As many ranks share it as can, up to those of the build."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     if dtype in ROUNDED:
@@ -214,22 +230,37 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, ParamSource]:
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
     drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
     keep = {"latent_kv": {**p.options["latent_kv"], "keep": layers_read(spec, drafter)}}
+    ranks = small_ranks(p, spec, drafter)
+    shares = [Share(spec, rank, ranks, p.ep and ranks > 1) for rank in range(ranks)]
     packing = make_packing(
         *(spec, p.all_logits, dtype, media, p.skip, {**p.options, **keep}),
-        _fitting(p.recipe, spec),
+        _fitting(p.recipe, dtype, shares[0]),
         partial(p.backend.stored, device=p.device),
         drafter=drafter,
+        ranks=ranks,
+        ep=shares[0].ep,
     )
     source: WeightSource = RandomCheckpoint(spec, 0, torch_dtype(dtype))
     if drafter:
         source = WithDrafter(source, RandomCheckpoint(drafter, 1, torch_dtype(dtype)))
-    return packing, MadeParams(packing, source)
+    return packing, [MadeParams(packing, source, share=share) for share in shares]
 
 
-def _fitting(recipe: Recipe | None, spec: Spec) -> Recipe | None:
-    """Return a recipe, or none where a rule is about layers that a small spec does not have."""
+def small_ranks(p: Prepared, spec: Spec, drafter: Spec | None) -> int:
+    """Return how many ranks can share a model in small and its drafter, at most those of p."""
+    heads = drafter.text.num_attention_heads if drafter else 0
+    fits = (n for n in range(p.ranks, 1, -1) if can_share(spec, n, p.ep) and heads % n == 0)
+    return next(fits, 1)
+
+
+def _fitting(recipe: Recipe | None, dtype: str, share: Share) -> Recipe | None:
+    """Return a recipe, or none where a rule is about layers that a small spec does not have, or
+    about groups of numbers that its ranks cannot share."""
+    spec = share.spec
     with suppress(InputError):
         if recipe and recipe.schemes(weights_of(spec)):
+            made = quantised(build_program(spec, dtype=dtype), spec, recipe, dtype)
+            shard_program(made, spec, share.ranks, share.ep)
             return recipe
     return None
 
@@ -239,22 +270,31 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
     there are towers, and `drafts`, the states of a drafter. CheckError beyond the budget."""
     packing, params = in_small(p, dtype)
     program = packing.program
-    one = emulated(api, program, SMALL, params, p.settings)
-    two = ReferenceRuntime(program, SMALL, "cpu", params)
-    (got, drafted), (want, wanted) = (run_small(program, params, r) for r in (one, two))
-    errors = {"logits": _largest_error(got, want)}
-    if dtype in ROUNDED:
-        wide, _ = run_small(program, params, WideRuntime(program, SMALL, "cpu", params))
-        right = {"logits": rounds_alike(got, want, wide, dtype)}
-    else:
-        right = {"logits": errors["logits"] <= BUDGETS[dtype]}
+    made = [emulated(api, program, SMALL, own, p.settings) for own in params]
+    one, two = made[0], ReferenceRuntime(program, SMALL, "cpu", params[0])
+
+    def linked(rank: int, exchange: Exchange) -> TrtRuntime:
+        if len(params) > 1:
+            made[rank].link(partial(capsule, communicator(exchange)))
+        return made[rank]
+
+    def interpreted(kind: type[ReferenceRuntime], rank: int, exchange: Exchange) -> Any:
+        return kind(program, SMALL, "cpu", params[rank], partial(run_beside, rank, exchange))
+
+    reference = partial(interpreted, ReferenceRuntime)
+    run = partial(run_ranks, program, params)
+    (logits, drafts), (want, wanted) = (zip(*run(opened)) for opened in (linked, reference))
+    errors = {"logits": _worst(logits, want)}
     if tower_graphs(program):
-        pairs = [[r.encode(n, feeds)[0] for r in (one, two)] for n, feeds in tower_feeds(program)]
-        errors["soft"] = worst_of([_largest_error(*pair) for pair in pairs])
-        right["soft"] = errors["soft"] <= BUDGETS[dtype]
-    if drafted is not None and wanted is not None:
-        errors["drafts"] = _largest_error(drafted, wanted)
-        right["drafts"] = errors["drafts"] <= BUDGETS[dtype]
+        soft = ([r.encode(n, f)[0] for n, f in tower_feeds(program)] for r in (one, two))
+        errors["soft"] = _worst(*soft)
+    if DRAFT in program.graphs:
+        errors["drafts"] = _worst(drafts, wanted)
+    right = {name: error <= BUDGETS[dtype] for name, error in errors.items()}
+    if dtype in ROUNDED:
+        wide, _ = zip(*run(partial(interpreted, WideRuntime)))
+        rows = zip(logits, want, wide, strict=True)
+        right["logits"] = all(rounds_alike(*of_rank, dtype) for of_rank in rows)
     for name in (n for n, ok in right.items() if not ok):
         raise CheckError(
             f"dry run: {name} of {p.spec.name} in small differ from the reference by "
@@ -262,6 +302,29 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
             f"error of the lowering: report it"
         )
     return errors
+
+
+def run_beside(rank: int, exchange: Exchange, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
+    """Run an op as `interpret` does, what ranks exchange beside the others."""
+    if n.op not in COLLECTIVES:
+        return run_node(n, tensors)
+    parts = zip(*map(exchange, tensors), strict=True)
+    return tuple(exchanged(n, [[*own] for own in parts])[rank])
+
+
+def run_ranks(
+    program: Program, params: Sequence[ParamSource], opened: Callable[[int, Exchange], Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what `run_small` gives on each rank; `opened` gives their runtimes."""
+
+    def run(rank: int, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
+        return run_small(program, params[rank], opened(rank, exchange))
+
+    return side_by_side(len(params), run)
+
+
+def _worst(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> float:
+    return worst_of([_largest_error(*pair) for pair in zip(got, want, strict=True)])
 
 
 def _largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -278,7 +341,11 @@ def rounds_alike(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor, dtyp
 
 
 def emulated(
-    api: Api, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
+    api: Api,
+    program: Program,
+    limits: Limits,
+    params: Any,
+    settings: Mapping[str, str],
 ) -> TrtRuntime:
     """Return the program built and loaded by the recorder."""
 
@@ -301,14 +368,15 @@ def emulated(
         return engine, w.interface
 
     engine, w = built(network_graph(program))
-    return TrtRuntime(api, engine, w.log, w.interface, limits, "cpu", params, opened, None)
+    return TrtRuntime(
+        *(api, engine, w.log, w.interface, limits, "cpu", params, opened, None), program
+    )
 
 
-def run_small(
-    program: Program, params: Any, runtime: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_small(program: Program, params: Any, runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
-    then decode steps; and what a drafter makes of the state behind the last, [B,1,hidden]."""
+    then decode steps; and what a drafter makes of the state behind the last, [B,1,hidden], or
+    nothing of no drafter."""
     embed = program.graphs["embed"]
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     lengths = torch.tensor(LENGTHS)
@@ -329,7 +397,7 @@ def run_small(
         made = runtime.run(phase, feeds, state, int(held.max()), True)
         found.append(made["logits"][valid > 0].flatten(0, -2).double())
     if DRAFT not in program.graphs:
-        return torch.cat(found), None
+        return torch.cat(found), torch.empty(0)
     last = (held - 1)[:, None]
     feeds = {"embeds": feeds["embeds"], HIDDEN: made[HIDDEN], "positions": held[:, None]}
     feeds |= {"last": last, "written": held}

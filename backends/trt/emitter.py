@@ -23,6 +23,8 @@ from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
 if TYPE_CHECKING:
     import torch
 
+#: the root of a collective in which all ranks are alike
+NO_ROOT = -1
 #: most numbers of a constant that is made of others
 MOST_FOLDED = 1 << 18
 #: constants of these do not exist: they are stored as the second and cast
@@ -48,6 +50,8 @@ ELEMENTWISE = {
     "and": "AND",
     "or": "OR",
 }
+#: op among ranks -> operation, and how it joins what they have
+COLLECTIVES = {"all_reduce": ("ALL_REDUCE", "SUM"), "all_gather": ("ALL_GATHER", "NONE")}
 REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 
 
@@ -367,6 +371,22 @@ class TrtEmitter(Emitter):
             data_type(self.trt, index.dtype),
         )
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
+
+    def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
+        """Return what an op of COLLECTIVES makes of the tensors of all ranks: their sum, or all of
+        them, behind one another along the first dim. Nothing says which rank this is."""
+        kind, join = COLLECTIVES[op]
+        layer = self.network.add_dist_collective(
+            self.tensor(x),
+            getattr(self.trt.CollectiveOperation, kind),
+            getattr(self.trt.ReduceOperation, join),
+            NO_ROOT,
+            [*range(ranks)],
+        )
+        self.named(layer, op).num_ranks = ranks
+        first, *others = x.shape
+        gathered = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
+        return self.checked(layer, gathered)
 
     # --- layout -------------------------------------------------------------------------------
 

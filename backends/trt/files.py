@@ -16,10 +16,11 @@ ENGINE = "engine"
 LOG = "trt.log"
 
 
-def files(name: str) -> tuple[str, str, str]:
+def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str, str]:
     """Return the files of a network: its plan, what it is fed, and the constants of a plan without
-    weights."""
-    return f"{name}.plan", f"{name}.io.json", f"{name}.constants"
+    weights. Of several ranks each has a plan, and constants, of its own."""
+    own = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
+    return f"{own}.plan", f"{name}.io.json", f"{own}.constants"
 
 
 PLAN, TENSORS, CONSTANTS = files(ENGINE)

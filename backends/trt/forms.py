@@ -17,7 +17,7 @@ from .experimental import plugins
 from .experimental.ptx import has_triton
 from .experimental.reference import meaning
 from .experimental.trial import shared_memory
-from .lowerings import attend, attend_patches, in_blocks, plain_softmax
+from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
 
 #: form of attention -> op -> lowering, in the place of the shared one
 ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
@@ -48,6 +48,8 @@ EXPERTS: Mapping[str, Lowering] = {
     "all": moe.experts,
     "plugin": plugins.experts,
 }
+#: op that ranks do together -> lowering
+AMONG_RANKS: Mapping[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
 #: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
 #: only then are its kernels those of one that has them. It takes all weights, constants too.
 WEIGHTS: Mapping[str, tuple[str, ...]] = {
@@ -90,7 +92,7 @@ def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
     """Return the lowering of each op, with attention in one of these forms."""
     if form not in ATTENTION:
         raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **ATTENTION[form]}
+    return {**SHARED, "experts": experts, **AMONG_RANKS, **ATTENTION[form]}
 
 
 def experts(net: Network, n: Node, *operands: Operand) -> Operand:

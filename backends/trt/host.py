@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from g4ir.parallel.group import Group
 from g4ir.plan.fit import device_memory
 from g4ir.ui.places import cache_root
 
 from . import probe
+from .ranks import communicator_of
 
 if TYPE_CHECKING:
     from ..torch_compile.cuda_graph import Record
@@ -37,6 +39,8 @@ class Host:
     architecture: Callable[[], str] = probe.architecture
     memory: Callable[[str], int] = device_memory
     free: Callable[[str], int] = probe.free_memory
+    #: ranks -> what the contexts of this one are given, by which they exchange
+    communicator: Callable[[Group], Any] = communicator_of
     timings: Callable[[], Path] = cache_dir
     #: whether a build has a process of its own
     apart: bool = True

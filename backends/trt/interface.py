@@ -27,6 +27,10 @@ Optimisation profile 0 is decode, whose S is
 1; profile 1 is prefill, whose S is 1 to prefill_chunk; profile 2, where there are `rows`, is
 verification, which asks for all rows of a few tokens; the others ask for one.
 
+Of several ranks each has an engine, with the same inputs but for its part of the caches' heads, and
+the same outputs. Its context is given an NCCL communicator of all ranks before its first step, and
+all ranks run the same steps.
+
 A drafter's step is an engine of its own (`draft.plan` and `draft.io.json`), which reads caches of
 the text model where they lie and has one profile: `embeds` of the newest or last drafted token,
 `hidden` of the step that it came of, `positions` where drafts stand, `last` position and `written`

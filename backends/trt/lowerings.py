@@ -12,6 +12,7 @@ from g4ir.plan.limits import Limits
 
 from ..primitives import attention as shared
 from ..primitives.emitter import Emitter, Operand
+from ..primitives.lowerings import pieces
 from ..primitives.network import Network, is_ring, stored_type
 from ..primitives.pointwise import times
 from .emitter import TrtEmitter
@@ -87,6 +88,35 @@ def plain_softmax(e: Emitter, x: Operand) -> Operand:
     last = x.rank - 1
     powers = e.unary("exp", e.sub(x, e.reduce("max", x, last)))
     return e.div(powers, e.reduce("sum", powers, last))
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
+    """Return sums over ranks, in one message. That of two ranks is rounded once in any dtype; more
+    would be rounded on their way, and travel in fp32."""
+    e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
+    assert isinstance(e, TrtEmitter)
+    if ranks == 1:
+        return xs
+    whole = e.concat(xs, last) if len(xs) > 1 else xs[0]
+    wide = e.cast(whole, "f32") if ranks > 2 else whole
+    made = e.cast(e.exchange("all_reduce", wide, ranks), whole.dtype)
+    if len(xs) == 1:
+        return (made,)
+    return tuple(pieces(net, made, *(int(x.shape[last]) for x in xs)))
+
+
+def all_gather(net: Network, n: Node, x: Operand) -> Operand:
+    """Return the parts of all ranks along the last dim; TensorRT joins them along the first."""
+    e, ranks, (*rows, size) = net.e, n.whole("ranks"), x.shape
+    assert isinstance(e, TrtEmitter)
+    if ranks == 1:
+        return x
+    parts = e.exchange("all_gather", e.unsqueeze(x, 0), ranks)
+    parts = e.transpose(parts, *range(1, x.rank), 0, x.rank)
+    return e.reshape(parts, *rows, ranks * int(size))
 
 
 # --- fused attention --------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import PlanError
 from g4ir.ir.graph import Graph
 from g4ir.model.draft import DRAFT
+from g4ir.parallel.shard import ranks_of
 from g4ir.plan.plan import reserve
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import ParamSource
+from g4ir.weights.pack import ParamSource, params_of_rank
 
 from ..base import Task
 from . import build, trial
@@ -73,8 +74,9 @@ class Make:
         self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
         layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
         found = self._check_memory()
+        first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
-            "plan": files(ENGINE)[0],
+            "plan": first.pop(ENGINE),
             "tensors": files(ENGINE)[1],
             "tensorrt": self.api.version,
             "gpu": self.host.gpu(),
@@ -83,7 +85,7 @@ class Make:
             "shared_bytes": self.shared,
             "notes": self.notes,
             "scratch_bytes": {"estimated": scratch, "engine": found},
-            "others": {name: files(name)[0] for name in self.graphs if name != ENGINE},
+            "others": first,
         }
 
     def _check_sizes(self) -> int:
@@ -154,23 +156,34 @@ class Make:
             return self._plan_once(name, graph)
 
     def _plan_once(self, name: str, graph: Graph) -> int:
-        plan, tensors, constants = files(name)
-        self.task.progress(f"writing the network {name}")
-        w = self._network(graph, self.task.params, self.settings)
-        for note in w.emitter.notes:
+        """Write the plans of all ranks, one after the other: kernels are timed for the first."""
+        layers, *_ = [self._plan_of(name, graph, rank) for rank in range(ranks_of(graph))]
+        return layers
+
+    def _plan_of(self, name: str, graph: Graph, rank: int) -> int:
+        plan, tensors, constants = files(name, rank, ranks_of(graph))
+        self.task.progress(f"writing the network {plan.removesuffix('.plan')}")
+        params = self.task.params
+        if rank:
+            params = params_of_rank(params, self.task.folder, rank)
+        w = self._network(graph, params, self.settings)
+        for note in () if rank else w.emitter.notes:
             self._note(note)
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
         text = json.dumps(w.interface.as_json(), indent=1) + "\n"
         write_file(self.task.folder / tensors, [text.encode()])
         if self.settings["weights"] == "refit":
             build.write_constants(w, self.task.folder / constants)
+        if rank:
+            params.close()
         return int(w.network.num_layers)
 
     def _check_memory(self) -> int:
         """Count the bytes of scratch memory of the text model's engine. PlanError where they do not
         fit the device beside weights and caches."""
         self.task.progress("checking the engine's memory")
-        engine = read_plan(self.task.folder / files(ENGINE)[0], self.api, self.log)
+        plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
+        engine = read_plan(self.task.folder / plan, self.api, self.log)
         scratch, memory = int(engine.device_memory_size_v2), self._memory()
         streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]

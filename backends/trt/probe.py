@@ -46,6 +46,9 @@ FEATURES: Mapping[str, tuple[str, str]] = {
     "causal kind": ("INetworkDefinition", "add_attention_v2"),
     # Before 11, networks are weakly typed unless a flag says otherwise.
     "weak typing": ("BuilderFlag", "FP16"),
+    # Exchange among ranks, new in 10.16, where builders are to be asked for it.
+    "collectives": ("INetworkDefinition", "add_dist_collective"),
+    "collectives on trial": ("PreviewFeature", "MULTIDEVICE_RUNTIME_10_16"),
 }
 
 #: what every supported version has, and builds or engines here use
@@ -121,6 +124,15 @@ def probe(trt: Any) -> Api:
 def offers(trt: Any, feature: str) -> bool:
     """Whether a module has one of FEATURES."""
     return _offers(trt, *FEATURES[feature])
+
+
+def check_ranks(api: Api, ranks: int) -> None:
+    """Raise MissingError where this TensorRT cannot run several ranks."""
+    if ranks > 1 and not api.has("collectives"):
+        raise MissingError(
+            f"--tp {ranks}: TensorRT {api.version} lacks {'.'.join(FEATURES['collectives'])}, by "
+            f"which ranks exchange: install `tensorrt>=10.16,<12`, or build with --backend torch"
+        )
 
 
 def _offers(trt: Any, owner: str, attribute: str) -> bool:

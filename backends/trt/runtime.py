@@ -13,6 +13,7 @@ import torch
 
 from g4ir.backends.sampling import Sampling
 from g4ir.errors import EngineError
+from g4ir.ir.graph import Program
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import torch_dtype
@@ -22,11 +23,13 @@ from g4ir.weights.pack import ParamSource
 from ..base import Tensors, Watch
 from ..caches import Parts
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, turn
-from ..torch_compile.cuda_graph import Captured, OrLaunched, Record, recorded
+from ..torch_compile.cuda_graph import Captured, OrLaunched, Record
 from .interface import MOST_VERIFIED, Interface
 from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
+#: gives what contexts of this rank exchange by; all ranks ask at the same time
+Communicator = Callable[[], Any]
 #: bytes; TensorRT asks for addresses of tensors that are multiples of it
 ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
@@ -235,7 +238,25 @@ class TrtSteps(Runner):
         self.slots = torch.arange(limits.max_seq, device=device)
         #: by rows and tokens of recorded steps, as long as those
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self.communicator: Communicator | None = None
+        #: contexts that are not given what they exchange by
+        self.apart: list[Any] = []
         self.contexts = {profile: self._context(profile) for profile in io.profiles}
+
+    def link(self, communicator: Communicator) -> None:
+        """Have steps exchange with those of other ranks."""
+        self.communicator, self.apart = communicator, [*self.contexts.values()]
+
+    def _connect(self) -> None:
+        """Give contexts what they exchange by. TensorRT waits until all ranks do so: hence it is
+        left to a step, when none can fail any more for what it alone lacks."""
+        if not self.communicator or not self.apart:
+            return
+        found = self.communicator()
+        for context in self.apart:
+            if not context.set_communicator(found):
+                raise self._error("it takes no communicator", "start all ranks again")
+        self.apart.clear()
 
     def _context(self, profile: str) -> Any:
         """Return an execution context of a profile. Those that are recorded share their scratch
@@ -251,6 +272,7 @@ class TrtSteps(Runner):
 
     def step(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
         """Run a step over this many slots of full-length caches; return its outputs by name."""
+        self._connect()
         profile = phase if phase in self.contexts else "prefill"
         if self.record and profile in RECORDED:
             return self._replay(profile, feeds, state, slots)
@@ -270,6 +292,8 @@ class TrtSteps(Runner):
         key = profile, slots, feeds["positions"].shape[1]
         if key not in state.captured:
             context, made = self._context(profile), self._outputs(feeds)
+            self.apart.append(context)
+            self._connect()
 
             def step(given: Feeds) -> Feeds:
                 self._step(context, given, state, slots, made)
@@ -309,7 +333,8 @@ OpenEngine = Callable[[str], tuple[Any, Interface]]
 
 class TrtRuntime(TrtSteps):
     """A loaded engine of the TensorRT backend. `open_engine` loads the engines of towers and of a
-    drafter's step, which is done when they are first asked for."""
+    drafter's step, which is done when they are first asked for. `program`: what interpreters of the
+    same engine are made of."""
 
     def __init__(
         self,
@@ -321,12 +346,19 @@ class TrtRuntime(TrtSteps):
         device: str,
         params: ParamSource,
         open_engine: OpenEngine,
-        record: Record | None = recorded,
+        record: Record | None,
+        program: Program,
     ) -> None:
         super().__init__(api, engine, log, io, device, limits, record)
         self.source, self.open_engine, self.recorder = params, open_engine, record
+        self.program = program
         self.towers: dict[str, TrtTower] = {}
         self.drafter: TrtSteps | None = None
+
+    def link(self, communicator: Communicator) -> None:
+        super().link(communicator)
+        if DRAFT in self.program.graphs:
+            self._opened_drafter()  # now, since the others would wait where one could not
 
     def new_state(self, batch: int) -> TrtState:
         return TrtState.allocate(self.io, batch, self.limits, self.device)
@@ -360,6 +392,8 @@ class TrtRuntime(TrtSteps):
             self.drafter = TrtSteps(
                 self.api, engine, self.log, io, self.device, self.limits, self.recorder
             )
+            if self.communicator:
+                self.drafter.link(self.communicator)
         return self.drafter
 
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:

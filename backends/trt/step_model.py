@@ -1,7 +1,8 @@
 """How long the network's decode step may take on a GPU that is not at hand.
 
-It is its bytes at the rate of a copy, and a gap before each kernel. Rate and gap are those of
-torch_compile/step_model.yaml; which layers become one kernel is a guess (recorder/traffic.py).
+It is its bytes at the rate of a copy, a gap before each kernel, and messages of ranks by NCCL, as
+torch_compile/step_model.yaml has them. Which layers become one kernel is a guess
+(recorder/traffic.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.parallel.shard import collectives
 from g4ir.plan.limits import Limits
 
 from ..primitives.network import FULL
-from ..torch_compile.step_model import read_constants
+from ..torch_compile.step_model import NCCL, message_us, read_constants
 from .build import Written, weight_bytes
 from .recorder import traffic
 
@@ -29,10 +31,15 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
     constants = read_constants()
     rate, gap = constants.gpus[GPU].copy, sum(constants.gap) / 2
     roof = roof_bytes(w.graph, limits, chosen)
+    messages = [*collectives(w.graph)]
+    dims = {"B": limits.max_batch, "S": 1, "R": 1}
+    waits = sum(message_us(constants, n, dims, NCCL) for n in messages)
+    us = moved / rate + (kernels - len(messages)) * gap + waits
     return {
         "step_bytes": moved,
         "step_kernels": kernels,
-        "step_over_roof": round((moved / rate + kernels * gap) / (roof / rate), 2),
+        **({"step_messages": len(messages)} if messages else {}),
+        "step_over_roof": round(us / (roof / rate), 2),
     }
 
 

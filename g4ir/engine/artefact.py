@@ -169,6 +169,7 @@ class PassOptions:
     fuse_norm_moe: ChainOptions = ChainOptions()
     fuse_attention: ChainOptions = ChainOptions()
     fuse_glu_linear: ChainOptions = ChainOptions()
+    fuse_all_reduce: ChainOptions = ChainOptions()
 
 
 @dataclass(frozen=True)
@@ -433,8 +434,8 @@ def _check_files(
 ) -> None:
     """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
     _check_inside(path, files)
-    stored = [path / name for name in files if name.endswith(WEIGHT_FILES)]
-    read = stored if rank is None else packings.rank_files(stored, rank)
+    every = [path / name for name in files]
+    read = {*(every if rank is None else packings.rank_files(every, rank))}
     for name, kept in files.items():
         file = path / name
         if not file.is_file():
@@ -443,7 +444,7 @@ def _check_files(
             raise EngineError(
                 f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
             )
-        if name.endswith(WEIGHT_FILES) and not (weights and file in read):
+        if file not in read or (name.endswith(WEIGHT_FILES) and not weights):
             continue
         # Compiled programs are read each time.
         same = has_digest if name.endswith(WEIGHT_FILES) else _reads_as

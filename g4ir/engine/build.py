@@ -127,7 +127,7 @@ def prepare(
         agreed, options, backend, device, origin, drafter.spec if drafter else None
     )
     if not dry:
-        backend.check(device)
+        backend.check(device, resolved.ranks)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     _check_activations(resolved)

@@ -10,24 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from g4ir.ops.reduce_norm import NORM_OF
+
 from .graph import Graph, Node, Value
 
 
 def inner_nodes(n: Node) -> list[Node]:
-    """Return the nodes of the expansion, in order, with the names of the node's own results; the
-    node itself where it stays whole."""
+    """Return the nodes of the expansion and of those of its nodes, in order, with the names of the
+    node's own results; the node itself where it stays whole."""
     if n.definition.flops is not None:
         return [n]
+    return [inner for m in parts(n) for inner in inner_nodes(m)]
+
+
+def parts(n: Node) -> list[Node]:
+    """Return the nodes of the expansion, in order, with the names of the node's own results."""
     nodes, results = n.expanded
     own = {v.name: o for v, o in zip(results, n.outputs, strict=True)}
 
     def named(values: Iterable[Value]) -> tuple[Value, ...]:
         return tuple(own.get(v.name, v) for v in values)
 
-    renamed = (replace(m, inputs=named(m.inputs), outputs=named(m.outputs)) for m in nodes)
-    return [inner for m in renamed for inner in inner_nodes(m)]
+    return [replace(m, inputs=named(m.inputs), outputs=named(m.outputs)) for m in nodes]
 
 
 def flatten(g: Graph) -> Graph:
     """Return the graph with every node opened; the same values under the same names, and more."""
     return replace(g, nodes=tuple(m for n in g.nodes for m in inner_nodes(n)))
+
+
+def with_messages(g: Graph) -> Graph:
+    """Return the graph with each message as a node of its own, apart from the norm of its sums."""
+    return replace(
+        g, nodes=tuple(m for n in g.nodes for m in (parts(n) if n.op in NORM_OF else [n]))
+    )

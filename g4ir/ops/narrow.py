@@ -31,10 +31,10 @@ def narrow_width(width: int, dtype: str) -> int:
 def held_width(t: Type) -> int:
     """Return the numbers that a row of a cache says, the inverse of `narrow_width`."""
     size = int(t.shape[-1])
-    return _numbers_in(size) if t.dtype == "i8" else size
+    return numbers_in(size) if t.dtype == "i8" else size
 
 
-def _numbers_in(size: int) -> int:
+def numbers_in(size: int) -> int:
     """Return the numbers of a row of so many bytes."""
     return size - SCALE_BYTES * -(-size // (GROUP + SCALE_BYTES))
 
@@ -107,7 +107,7 @@ def numbers(rows: Any, dtype: Any = None) -> Any:
     if rows.dtype != torch.int8:
         return rows.to(dtype)
     size = rows.shape[-1]
-    width = _numbers_in(size)
+    width = numbers_in(size)
     codes, data = rows.split([width, size - width], -1)
     low, high = data.to(torch.int32).unflatten(-1, (-1, SCALE_BYTES)).unbind(-1)
     scales = (((high << 8) | (low & 255)) << 16).view(torch.float32)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
@@ -32,6 +33,8 @@ from g4ir.ops.types import dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+BY_NCCL = "sums over ranks go by NCCL, with their norms behind them, which is slower: %s"
 #: seconds that ranks wait for one another, unless something else is said
 TIMEOUT_S = 300.0
 #: followers wait so long for the leader's next call, which may be a user's
@@ -107,7 +110,11 @@ class Group:
         #: for what all ranks have; held by the thread of rank 0 that tells a call
         self.numbers, self.turn = itertools.count(1), threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
+        #: by which code that is not torch's exchanges, once it was asked for
+        self._nccl: Any = None
         self._processes: tuple[Process, ...] = ()
+        #: where ranks meet, with this rank's buffer and what keeps those of others in reach
+        self._peers: tuple[torch.Tensor, Any, Any] | None = None
         mine = [socket.gethostname(), os.getpid()]
         said = self.gathered(mine)
         self._processes = tuple(Process(i, *who) for i, who in enumerate(said))
@@ -173,6 +180,63 @@ class Group:
         with self._watched():
             dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
+
+    def communicator(self) -> int:
+        """Return the address of an NCCL communicator of all ranks, for code that is not torch's:
+        an `ncclComm_t`, which lives as long as the group. All ranks ask for it at the same time.
+        MissingError where this torch does not say it."""
+        import torch
+        import torch.distributed as dist
+
+        if self._nccl is None:
+            with self._watched():
+                made = dist.new_group(backend="nccl")
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # which makes it
+            torch.cuda.synchronize()
+            self._nccl = made
+        backend = self._nccl._get_backend(torch.device("cuda"))
+        address = getattr(backend, "_comm_ptr", None)
+        if address is None:
+            raise MissingError(
+                f"rank {self.rank}: torch {torch.__version__} does not say where its NCCL "
+                f"communicator lies; install a newer one"
+            )
+        return int(address())
+
+    # --- buffers that all ranks can reach -------------------------------------------------------
+
+    def peers(self, size: int, able: bool) -> torch.Tensor | None:
+        """Return i64[1 + ranks] on this rank's GPU: its rank, and where each rank's buffer of
+        `size` bytes, zeros at first, can be read and written from here. None, with a warning, where
+        not all ranks are `able` to use it or have such memory; all are told the same."""
+        said = self.gathered(None if able and self.on_gpus else "a rank has no GPU for kernels")
+        if not any(said) and self._peers is None:
+            said = self.gathered(self._meet(size))
+        if why := next(filter(None, said), None):
+            self._peers = None
+            log.warning(BY_NCCL, why)
+            return None
+        assert self._peers
+        return self._peers[0]
+
+    def _meet(self, size: int) -> str | None:
+        """Make this rank's buffer and learn where the others' are; return why it cannot."""
+        import torch
+        import torch.distributed as dist
+
+        try:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            assert dist.group.WORLD
+            device = torch.device("cuda", torch.cuda.current_device())
+            own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+            torch.cuda.synchronize()
+            handle = symmetric.rendezvous(own, dist.group.WORLD)
+            at = [self.rank, *handle.buffer_ptrs]
+            self._peers = torch.tensor(at, device=own.device), own, handle
+        except (ImportError, RuntimeError, AttributeError, ValueError) as e:
+            return _first(e)
+        return None
 
     # --- words --------------------------------------------------------------------------------
 

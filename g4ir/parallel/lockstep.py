@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Graph, Node
 from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.base import wide
@@ -36,6 +37,7 @@ def lockstep(
     """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
     each rank's (outputs, state), as `interpret` does. InputError where a collective is of another
     number of ranks."""
+    g = with_messages(g)
     envs = [
         {v.name: given[v.name] for v in g.sources()}
         for given in (
@@ -44,8 +46,9 @@ def lockstep(
     ]
     for i, n in enumerate(g.nodes):
         tensors = [[env[v.name] for v in n.inputs] for env in envs]
-        run = _COLLECTIVES.get(n.op)
-        results = run(n, tensors) if run else [run_node(n, own) for own in tensors]
+        results = (
+            exchanged(n, tensors) if n.op in _COLLECTIVES else [run_node(n, own) for own in tensors]
+        )
         for env, made in zip(envs, results, strict=True):
             env.update({v.name: t for v, t in zip(n.outputs, made, strict=True)})
             for name in g.last_uses.get(i, ()):
@@ -59,9 +62,15 @@ def lockstep(
     ]
 
 
+def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
+    """Return what each rank has of a message, of what each gives. InputError where it is of another
+    number of ranks."""
+    _check(n, len(tensors))
+    return _COLLECTIVES[n.op](n, tensors)
+
+
 def _all_reduce(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
     """Return every rank's sums. In order of rank, so that all have the same bits."""
-    _check(n, len(tensors))
     sums = []
     for parts in zip(*tensors, strict=True):
         total = wide(parts[0])
@@ -74,7 +83,6 @@ def _all_reduce(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
 def _all_gather(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
     import torch
 
-    _check(n, len(tensors))
     return [[torch.cat([x for (x,) in tensors], -1)]] * len(tensors)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from g4ir.errors import InputError
+from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
 from g4ir.model.names import CODES
 from g4ir.ops.collective import COLLECTIVES
@@ -69,7 +70,12 @@ def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
 
 def collectives(g: Graph) -> Iterator[Node]:
     """Yield the messages of a graph, in order."""
-    return g.find(*COLLECTIVES)
+    return with_messages(g).find(*COLLECTIVES)
+
+
+def ranks_of(g: Graph) -> int:
+    """Return how many ranks run a graph together: 1 where it has no messages."""
+    return next((n.whole("ranks") for n in collectives(g)), 1)
 
 
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:

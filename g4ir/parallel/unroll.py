@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
+from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ops.collective import COLLECTIVES
 
@@ -34,7 +35,7 @@ def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
     """Return the graph of all ranks, from that of each. `own` are the params of which each has its
     own, as it has caches; its results, too, are there for each rank where they are a rank's own."""
     known, b = {*own, *(v.name for v in g.state)}, Builder()
-    for n in g.nodes:
+    for n in with_messages(g).nodes:
         if n.op in COLLECTIVES:
             _exchange(b, n, ranks)
         elif known.isdisjoint(v.name for v in n.inputs):

@@ -8,6 +8,7 @@ from pathlib import Path
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, shipped_drafter
 from g4ir.ops.quant import ACTIVATIONS
+from g4ir.ops.reduce_norm import MOST_ROWS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
@@ -103,7 +104,13 @@ def _given_drafter(path: Path) -> Spec:
 def for_gpu(rows: int) -> Options:
     """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
     rows; 0: for all others."""
-    most = {"fuse_norm_linear": 1, "fuse_norm_moe": 1, "fuse_attention": rows, "fuse_glu_linear": 1}
+    most = {
+        "fuse_norm_linear": 1,
+        "fuse_norm_moe": 1,
+        "fuse_attention": rows,
+        "fuse_glu_linear": 1,
+        "fuse_all_reduce": MOST_ROWS,
+    }
     return {name: {"on": 0 < rows <= n} for name, n in most.items()}
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TABLE_BYTES = 256 << 20
 #: bytes of a file of weights, unless one tensor has more
 SHARD_BYTES = 4 << 30
-_OF_RANK = re.compile(r"weights-rank(\d+)of\d+-")
+_OF_RANK = re.compile(r"\w+[-.]rank(\d+)of\d+[-.]")
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def own_params(packing: Packing, share: Share) -> set[str]:
 
 
 def rank_files(files: Iterable[Path], rank: int) -> list[Path]:
-    """Return those of an engine's weight files that a rank reads: its own, and what all share."""
+    """Return those of an engine's files that a rank reads: its own, and what all share."""
     named = [(f, _OF_RANK.match(f.name)) for f in files]
     return sorted(f for f, own in named if own is None or int(own[1]) == rank)
 

@@ -30,7 +30,7 @@ OUT = ROOT / "build" / "cuda-programs"
 IDLE = Path(__file__).with_name("idle_gpu.c")
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 PHASES = ("decode", "prefill", "choose")
-GPU = "h200"
+GPUS = ("h200", "h100")
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,18 @@ class Built:
 # --- the machine ------------------------------------------------------------------------------
 
 
-def on_the_idle_gpu(out: Path) -> dict[str, str]:
-    """The environment of a process that sees one H200."""
+def on_the_idle_gpu(out: Path, to_carry: bool) -> dict[str, str]:
+    """The environment of a process that sees one H200. Programs that are carried to a real one are
+    optimised as usual."""
     library = idle_gpu(out)
+    quick = {} if to_carry else {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0"}
     return {
         **os.environ,
+        **quick,
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
         "TRITON_CACHE_DIR": str(out / "triton"),
-        "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # instead of several processes that try it
     }
@@ -172,8 +174,11 @@ def _ops(text: str) -> str:
     return f"{n.op} d={n.inputs[0].type.shape[-1]} window={n.attrs['window']}"
 
 
-def build(found: Sequence[Program], out: Path, jobs: int) -> Iterator[Built]:
-    """Compile the programs as a build does, in its worker processes."""
+def build(
+    found: Sequence[Program], out: Path, jobs: int, gpu: str, to_carry: bool
+) -> Iterator[Built]:
+    """Compile the programs as a build does, in its worker processes; those to be carried under the
+    names that a build looks for."""
     from g4ir.backends.torch_compile import compile as compiler
     from g4ir.backends.torch_compile.target import Target
     from g4ir.errors import LowerError
@@ -182,10 +187,12 @@ def build(found: Sequence[Program], out: Path, jobs: int) -> Iterator[Built]:
     (out / "programs").mkdir(parents=True, exist_ok=True)
 
     def one(p: Program) -> Built:
-        path = out / "programs" / f"{hashlib.sha256(p.text.encode()).hexdigest()[:16]}-{p.rows}.pt2"
+        target, digest = Target("cuda", gpu, p.rows), hashlib.sha256(p.text.encode()).hexdigest()
+        name = compiler.program_name(p.text, target) if to_carry else f"{digest[:16]}-{p.rows}"
+        path = out / "programs" / f"{name}.pt2"
         begin = time.monotonic()
         try:
-            workers.compile(p.text, Target("cuda", GPU, p.rows), path)
+            workers.compile(p.text, target, path)
         except LowerError as e:
             return Built(p, (), str(e), time.monotonic() - begin)
         return Built(p, tuple(kernels_of(path, out)), "", time.monotonic() - begin)
@@ -258,9 +265,11 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--quant", metavar="Q", help="int8, int4, fp8 or a recipe")
     parser.add_argument("--quant-activations", metavar="Q", help="int8 or fp8")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
+    parser.add_argument("--gpu", choices=GPUS, default=GPUS[0])
+    parser.add_argument("--to-carry", action="store_true", help="for `bench/gpu.py --carry OUT`")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(args)
-    environment = on_the_idle_gpu(given.out)
+    environment = on_the_idle_gpu(given.out, given.to_carry)
     if os.environ.get("LD_PRELOAD") != environment["LD_PRELOAD"]:
         command = [sys.executable, "-m", "tests.cuda_programs.build", *(args or sys.argv[1:])]
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -274,7 +283,7 @@ def main(args: Sequence[str] | None = None) -> int:
     ]
     print(LINE.format(*HEAD, "").rstrip(), flush=True)
     failed = 0
-    for b in build(found, given.out, given.jobs):
+    for b in build(found, given.out, given.jobs, given.gpu, given.to_carry):
         print(line(b), flush=True)
         failed += not b.ok
     print(f"{len(found)} programs, {failed} failed")

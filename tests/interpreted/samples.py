@@ -33,11 +33,14 @@ from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple
+from g4ir.ops.narrow import held_width
 from g4ir.ops.types import parse_type, torch_dtype
 
 Tensor = torch.Tensor
 #: of an attention in bf16: its rms error, as a multiple of the op's, or one rounding of the result
 BF16, ROUNDING = 1.5, 2.0**-9
+#: what means NaN in e4m3, and in rows of codes, as a code and as a scale's bytes
+NAN_BITS = -1
 #: results that may differ where a share of them is less
 FEW = 2
 
@@ -61,11 +64,15 @@ def node_of(kernel: Kernel, s: Sample, dtype: str) -> Node:
 def draw(n: Node, s: Sample, size: float) -> list[Tensor]:
     """Normal values of a size; weights that keep the size of what they multiply; given numbers."""
     random = torch.Generator().manual_seed(crc32(str(s).encode()))
+    caches = range(*n.definition.held(**n.attrs)) if n.definition.held else range(0)
 
     def one(i: int, text: str) -> Tensor:
         if i in s.given:
             return torch.tensor(s.given[i])
         shape, dtype = [int(d) for d in n.inputs[i].type.shape], n.inputs[i].type.dtype
+        if i in caches and dtype in ("i8", "f8e4m3"):
+            x = size * torch.randn((*shape[:-1], held_width(n.inputs[i].type)), generator=random)
+            return OPS["narrow_row"].reference(x, to=dtype)  # type: ignore[misc,no-any-return]
         if dtype in ("i8", "u8"):  # codes: every byte is one
             codes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
             return codes.view(torch_dtype(dtype))
@@ -120,10 +127,20 @@ def to_be_written(n: Node, given: list[Tensor]) -> Tensor:
     return (slot_positions(at + 1, cache.shape[0]) == at) & (lengths > 0)
 
 
+def filled(x: Tensor, hidden: Tensor, zero: bool = False) -> Tensor:
+    """x with zeros, or what means NaN, where it is hidden."""
+    if x.element_size() > 1:
+        return x.masked_fill(hidden, 0 if zero else torch.nan)
+    return x.view(torch.int8).masked_fill(hidden, 0 if zero else NAN_BITS).view(x.dtype)
+
+
 def in_a_room(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A view of the same values in something larger, and the whole, NaN elsewhere."""
-    room = x.new_full([d + 1 for d in x.shape], torch.nan)
-    inner = room[tuple(slice(i % 2, d + i % 2) for i, d in enumerate(x.shape))]
+    """A view of the same values in something larger, and the whole, NaN elsewhere. Rows of bytes,
+    in which scales lie, begin at even addresses."""
+    more = 1 if x.element_size() > 1 else 2
+    room = x.new_empty([d + more for d in x.shape])
+    room = filled(room, torch.ones(room.shape, dtype=torch.bool))
+    inner = room[tuple(slice(i % 2 * more, d + i % 2 * more) for i, d in enumerate(x.shape))]
     return inner.copy_(x), room
 
 
@@ -142,6 +159,8 @@ def meaning(n: Node, given: list[Tensor]) -> tuple[Tensor, ...]:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal, NaN and all."""
+    if a.element_size() == 1:
+        return torch.equal(a.view(torch.int8), b.view(torch.int8))
     return torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9))
 
 
@@ -190,15 +209,15 @@ class Try:
             if i in self.written.values():
                 hidden |= to_be_written(n, self.given)
             hidden = hidden[:, :, None, None]
-            ours[i] = ours[i].masked_fill(hidden, torch.nan)
-            self.given[i] = self.given[i].masked_fill(hidden, 0)
+            ours[i] = filled(ours[i], hidden)
+            self.given[i] = filled(self.given[i], hidden, zero=True)
         caches = {*self.held, *self.written.values()}
         loose = {i for i, t in enumerate(s.inputs) if not t.startswith(("*", "i64"))}
         chosen = set() if s.packed else caches | (loose if views else set())
         self.rooms = {
             i: in_a_room(x) if i in chosen else before_nan(x)
             for i, x in enumerate(ours)
-            if i not in s.coded and x.is_floating_point() and x.element_size() > 1
+            if i in caches or (i not in s.coded and x.is_floating_point() and x.element_size() > 1)
         }
         self.ours = [self.rooms[i][0] if i in self.rooms else x for i, x in enumerate(ours)]
         self.before = {i: self.ours[i].clone() for i in self.written.values()}

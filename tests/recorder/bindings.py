@@ -48,8 +48,8 @@ STUBS: Mapping[str, str] = {
 
 #: run in the process that imports a wheel; prints the API as JSON
 _DUMP = r"""
-import inspect, json
-import tensorrt_bindings as trt
+import importlib, inspect, json, sys
+trt = importlib.import_module(sys.argv[1])
 
 def lines(doc):
     return [line.strip() for line in (doc or "").splitlines() if line.strip()]
@@ -135,12 +135,16 @@ def real_api(version: str) -> Bindings:
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(find_wheel(full)) as wheel:
         wheel.extractall(folder)
         build_stubs(Path(folder), number)
-        environment = {**os.environ, "LD_LIBRARY_PATH": folder, "PYTHONPATH": folder}
-        done = subprocess.run(
-            [sys.executable, "-c", _DUMP], env=environment, capture_output=True, text=True
-        )
+        places = {"LD_LIBRARY_PATH": folder, "PYTHONPATH": folder}
+        return read_api("tensorrt_bindings", {**os.environ, **places})
+
+
+def read_api(module: str, environment: Mapping[str, str] | None = None) -> Bindings:
+    """The API of a module, as another process imports it; RuntimeError where it cannot."""
+    command = [sys.executable, "-c", _DUMP, module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the bindings of {full} cannot be imported: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{module} cannot be imported: {done.stderr[-2000:]}")
     return Bindings(json.loads(done.stdout))
 
 
@@ -154,7 +158,13 @@ class Parameter:
     optional: bool
 
 
-_MODULES = ("tensorrt_bindings.tensorrt", "typing_extensions", "typing", "collections.abc")
+_MODULES = (
+    "tensorrt_bindings.tensorrt",
+    "tensorrt.tensorrt",
+    "typing_extensions",
+    "typing",
+    "collections.abc",
+)
 #: and before names of C++, by which a signature calls a class that is bound behind it
 _PREFIXES = re.compile(rf"\b(({'|'.join(map(re.escape, _MODULES))})\.|nvinfer1::)")
 _NUMBERED = re.compile(r"^\d+\. ")
@@ -202,7 +212,7 @@ class Bindings:
     dump: Mapping[str, Any]
 
     def values(self, enum: str) -> Mapping[str, int]:
-        found: Mapping[str, int] = self.dump["classes"][enum].get("values", {})
+        found: Mapping[str, int] = self.dump["classes"].get(enum, {}).get("values", {})
         return found
 
     def find(self, owner: str, member: str) -> Mapping[str, Any] | None:
@@ -295,6 +305,7 @@ _KINDS = {
     "str": lambda v: isinstance(v, str),
     "object": lambda v: True,
     "Callable": callable,
+    "CapsuleType": lambda v: type(v).__name__ == "PyCapsule",
     "None": lambda v: v is None,
     "tuple": lambda v: isinstance(v, tuple),
     "list": lambda v: isinstance(v, list),

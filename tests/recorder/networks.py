@@ -69,6 +69,20 @@ class Net:
         mode = self.trt.KVCacheMode.LINEAR
         return self.network.add_kv_cache_update(cache, new, at, mode).get_output(0)
 
+    def exchange(
+        self,
+        x: Any,
+        op: str = "ALL_REDUCE",
+        reduce: str = "SUM",
+        ranks: int = 2,
+        root: int = -1,
+        groups: tuple[int, ...] = (0, 1),
+    ) -> Any:
+        kinds = self.trt.CollectiveOperation[op], self.trt.ReduceOperation[reduce]
+        layer = self.network.add_dist_collective(x, *kinds, root, groups)
+        layer.num_ranks = ranks
+        return layer.get_output(0)
+
     def attention(self, q: Any, k: Any, v: Any, kind: str = "NONE") -> Any:
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
         causal = self.trt.CausalMaskKind[kind]

@@ -133,6 +133,11 @@ def _twice_named(n: Net) -> None:
     check(n.network)
 
 
+def _two_numbers_of_ranks(n: Net) -> None:
+    n.output(n.exchange(n.exchange(n.x(2)), ranks=3, groups=(0, 1, 2)))
+    check(n.network)
+
+
 CODES = torch.tensor([[-127, 0, 3], [127, -5, 1]], dtype=torch.int8)
 
 
@@ -312,6 +317,24 @@ RULES: dict[str, tuple[Build, str]] = {
     "write indices": (lambda n: _cache(n, at="FLOAT"), "write_indices takes"),
     "cache is an output": (_cache_hidden, "its output is no output of the network"),
     "cache has one reader": (_cache_read_twice, "also reads"),
+    "ranks of another layer": (
+        lambda n: setattr(n.network.add_softmax(n.x(2, 3)), "num_ranks", 2),
+        "runs on one rank",
+    ),
+    "exchange of one rank": (lambda n: n.exchange(n.x(2), ranks=1, groups=(0,)).shape, "two"),
+    "other ranks": (
+        lambda n: setattr(n.exchange(n.x(2))._layer, "num_ranks", 4),
+        "2 and cannot be changed",
+    ),
+    "group of some ranks": (lambda n: n.exchange(n.x(2), ranks=4).shape, "all of 4 ranks"),
+    "group of nobody": (lambda n: n.exchange(n.x(2), groups=()).shape, "all of 2 ranks"),
+    "sum of a gathering": (lambda n: n.exchange(n.x(2), "ALL_GATHER").shape, "not NONE"),
+    "no sum": (lambda n: n.exchange(n.x(2), reduce="NONE").shape, "NONE, not SUM"),
+    "root of all": (lambda n: n.exchange(n.x(2), root=0).shape, "has no root"),
+    "broadcast": (lambda n: n.exchange(n.x(2), "BROADCAST", "NONE").shape, "is not recorded"),
+    "exchange of whole numbers": (lambda n: n.exchange(n.x(2, dtype="INT64")).shape, "takes BF16"),
+    "gathering of a number": (lambda n: n.exchange(n.x(), "ALL_GATHER", "NONE").shape, "rank 1"),
+    "several numbers of ranks": (_two_numbers_of_ranks, r"collectives of \[2, 3\] ranks"),
     "condition's rank": (
         lambda n: _conditional(n, lambda n: n.x(1), lambda n: n.x(1), n.x(1, dtype="BOOL")),
         "of rank 0",

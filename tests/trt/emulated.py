@@ -16,6 +16,8 @@ from g4ir.backends.trt.backend import BACKEND, TrtBackend
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.host import Host
 from g4ir.backends.trt.probe import Api
+from g4ir.backends.trt.ranks import capsule
+from g4ir.backends.trt.recorder import communicator
 from g4ir.engine.engine import Engine
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -36,6 +38,10 @@ def emulated(
     free: int = 80 << 30,
 ) -> TrtBackend:
     """A backend that builds and runs on the CPU; timing caches lie in `folder`."""
+
+    def communicator_of(group: Any) -> Any:
+        return capsule(communicator(group._all))
+
     host = Host(
         tensorrt=api or (lambda: emulated_api(version)),
         check_gpu=lambda: None,
@@ -43,6 +49,7 @@ def emulated(
         architecture=lambda: "sm_90",
         memory=lambda device: 80 << 30,
         free=lambda device: free,
+        communicator=communicator_of,
         timings=lambda: folder / "timings",
         record=lambda device: None,
         apart=False,

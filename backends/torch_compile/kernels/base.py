@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4ir.ir.graph import RESULT, Graph, Node, Value
+from g4ir.ops.narrow import narrow_width
 from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 
@@ -27,6 +28,8 @@ SKINNY = 64
 SHARES, SHARE_KEYS = 64, 256
 #: most numbers of a row that a program keeps in its registers
 LONGEST = 8192
+#: most bytes of a row that a rank gives to a message that a kernel sends
+SLOT = 32 << 10
 #: most candidates of a row that are found at once
 CANDIDATES = 64
 
@@ -205,10 +208,9 @@ def kv_heads(n: Node) -> int:
 
 
 def attention_shape(n: Node) -> dict[str, int] | None:
-    """Return the shape; None for blocks of media, the library's: kernels see the past alone. None
-    for rows in fewer bits too: they are widened before the library reads them."""
+    """Return the shape; None for blocks of media, the library's: kernels see the past alone."""
     q, heads = n["q"].type, kv_heads(n)
-    if reads_blocks(n) or n.caches[0].type.dtype != q.dtype:
+    if reads_blocks(n):
         return None
     return {
         "d": size(q, -1),
@@ -216,6 +218,11 @@ def attention_shape(n: Node) -> dict[str, int] | None:
         "group": size(q, 2) // heads,
         "window": n.whole("window"),
     }
+
+
+def in_fewer_bits(n: Node) -> bool:
+    """Whether an attention's caches hold rows in fewer bits than its queries have."""
+    return n.caches[0].type.dtype != n["q"].type.dtype
 
 
 def masking(n: Node) -> dict[str, Any]:
@@ -244,13 +251,20 @@ def attention_sample(
     softcap: float = 0.0,
     form: str = "",
     pairs: int = 4,
+    narrow: str = "",
 ) -> Sample:
     """Return rows of which `lengths` tokens are in caches of `slots`: the newest of these attends,
     or a chunk of `tokens` that follows. `heads`: of queries and of keys; `form`, `pairs`: of a
-    latent cache, and rotated."""
+    latent cache, and rotated; `narrow`: what the caches' rows are held in, if not the dtype."""
     b, s, (nq, n) = len(lengths), tokens or 1, heads
-    rows = {"": ["T", d, "T", d], "value": ["T", d + 2 * pairs], "raw": ["T", d, "f32", 1]}[form]
+    rows: list[Any] = {
+        "": ["T", d, "T", d],
+        "value": ["T", d + 2 * pairs],
+        "raw": ["T", d, "f32", 1],
+    }[form]
     kept = list(zip(rows[::2], rows[1::2]))
+    if narrow:
+        kept = [(narrow, narrow_width(w, narrow)) for _, w in kept]
     attrs: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
     if form:
         attrs |= {"form": form, "dtype": "T", "kind": "proportional", "theta": 1e4}

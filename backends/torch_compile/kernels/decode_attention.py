@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ops.narrow import GROUP
 
 from ..target import Target
-from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking
+from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking, size
 from .base import attention_sample as sample
 
 if TYPE_CHECKING:
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    shape = attention_shape(n)
+    """Return the shape; None where heads are not whole groups of the codes that a cache holds."""
+    shape, held = attention_shape(n), n.caches[0].type
     if shape is None or n.chunk or not is_row(n["q"].type):
+        return None
+    if held.dtype == "i8" and size(n["q"].type, -1) % GROUP:
         return None
     return shape | {"programs": target.rows * shape["kv_heads"]}
 
@@ -89,13 +93,29 @@ LATENT = [
     sample((60_000, 52_345), W, W, _use(2), form="raw", pairs=8),  # angles far from the start
 ]
 
+#: rows in fewer bits: rings, lists, one key, more shares than blocks, padded columns, groups
+NARROW = [
+    sample(lengths, *layout, _use(splits, 8), 0, heads, d, narrow=narrow)
+    for narrow in ("i8", "f8e4m3")
+    for lengths, layout, splits, heads, d in (
+        (SHORT, LAYOUTS[0], 1, (2, 1), 32),
+        (LONG, LAYOUTS[1], 3, (4, 2), 96),
+        (LONG, LAYOUTS[2], 4, (2, 2), 64),
+    )
+]
+NARROW_LATENT = [
+    sample(LONG, 64, 0, _use(3, 8), heads=(4, 2), d=d, form="value", pairs=pairs, narrow=narrow)
+    for narrow in ("i8", "f8e4m3")
+    for d, pairs in ((32, 8), (96, 5), (32, 0))
+]
+
 KERNELS = (
     Kernel(
         op="attention",
         starts={"decode_attention": 1},
         rule=_shape,
         call=_attention,
-        samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS),
+        samples=(*LENGTHS, *HEADS, *SIZES, *OTHERS, *NARROW),
         error=5e-6,
         differ=None,
     ),
@@ -104,7 +124,7 @@ KERNELS = (
         starts={"decode_attention_latent": 1},
         rule=_shape,
         call=_latent,
-        samples=tuple(LATENT),
+        samples=(*LATENT, *NARROW_LATENT),
         error=5e-6,
         differ=None,
     ),

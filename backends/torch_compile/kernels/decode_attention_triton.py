@@ -32,6 +32,8 @@ from torch.library import triton_op
 
 from g4ir.ops.attention import attention, slot_positions
 from g4ir.ops.latent import keys_values_of_value
+from g4ir.ops.narrow import GROUP as CODES
+from g4ir.ops.narrow import numbers, numbers_in
 
 from .base import SHARE_KEYS, SHARES
 from .launch import begin, blocks, fetch_row, power_of_2, ready, rounded, start, takes, tanh
@@ -43,6 +45,9 @@ Tensor = torch.Tensor
 STEP, ROUND = 96 * 1024, 8 * 1024
 #: Bytes of partial results that are on their way while one is added, and their number at most.
 ON_THE_WAY, AHEAD = 64 * 1024, 8
+#: Codes that share a scale in rows of 8 bits, and the most latent rows of these that are taken at a
+#: time: on their way to numbers they need twice the registers.
+EACH, CODED_KEYS = tl.constexpr(CODES), 16
 #: More shares than `SHORT` are for contexts in which each has more keys than `LONG`: a share less
 #: to add up is worth more in shorter ones.
 SHORT, LONG = tl.constexpr(SHARES), tl.constexpr(SHARE_KEYS)
@@ -96,6 +101,23 @@ def _tile(rows, real, cols, WIDTH: tl.constexpr):
     if cols.shape[0] > WIDTH:
         mask = mask & (cols < WIDTH)[None, :]
     return tl.load(rows[:, None] + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _numbers(rows, real, cols, AT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, like):
+    """Columns AT + cols, below AT + WIDTH, of rows of a cache, as numbers of `like`'s dtype. ROW:
+    how many numbers a row of codes has, behind which its scales lie (narrow.py); 0: no codes."""
+    t = _tile(rows + AT, real, cols, WIDTH)
+    if ROW > 0:
+        N: tl.constexpr = t.shape[0]
+        C: tl.constexpr = t.shape[1]
+        G: tl.constexpr = C // EACH
+        scales = (rows + ROW).to(tl.pointer_type(tl.int16), bitcast=True)
+        bits = _tile(scales + AT // EACH, real, tl.arange(0, G), (WIDTH + EACH - 1) // EACH)
+        scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        t = tl.reshape(t.to(tl.float32), (N, G, EACH)) * scale[:, :, None]
+        t = tl.reshape(t, (N, C))
+    return t.to(like.dtype)
 
 
 @triton.jit
@@ -240,13 +262,14 @@ def _attended(
     CAPPED: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
+    ROW: tl.constexpr = 0,
 ):
     """o [M, DP], maximum [M] and sums [M, N] of a share, with the keys lo .. hi - 1 added."""
     for at in range(lo, hi, N):
         i = at + tl.arange(0, N)
         slot = _slots(i, origin, slots)
-        k = _tile(keys + slot * k_slot, i < hi, cols, D)
-        v = _tile(values + slot * v_slot, i < hi, cols, D)
+        k = _numbers(keys + slot * k_slot, i < hi, cols, 0, D, ROW, query)
+        v = _numbers(values + slot * v_slot, i < hi, cols, 0, D, ROW, query)
         s = tl.dot(query, tl.trans(k), input_precision="ieee")
         p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
         o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
@@ -285,6 +308,7 @@ def _decode(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
     """One share of one row and key head, grid (SPLITS, n, B)."""
@@ -321,6 +345,7 @@ def _decode(
             CAPPED,
             D,
             N,
+            ROW,
         )
         _finish(
             o,
@@ -382,6 +407,7 @@ def _decode_value(
     FAN: tl.constexpr,
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
     """`_decode` over rows of V and K's 2 P rotated dims (P2: padded): one tile of V is both."""
@@ -406,10 +432,10 @@ def _decode_value(
         for at in range(lo, hi, N):
             i = at + tl.arange(0, N)
             rows = cache + _slots(i, origin, slots) * c_slot
-            v = _tile(rows, i < hi, cols, D)
+            v = _numbers(rows, i < hi, cols, 0, D, ROW, still)
             s = tl.dot(still, tl.trans(v), input_precision="ieee")
             if P > 0:
-                k = _tile(rows + D, i < hi, both, 2 * P)
+                k = _numbers(rows, i < hi, both, D, 2 * P, ROW, still)
                 s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
             p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
             o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
@@ -608,6 +634,11 @@ def _prepared(
     return (splits, n, b), operands, constants | _constants(out, n, window, softcap) | sums
 
 
+def _row(cache: Tensor) -> dict[str, int]:
+    """Return the constant ROW of a cache."""
+    return {"ROW": numbers_in(cache.shape[3]) if cache.dtype == torch.int8 else 0}
+
+
 def _strides(q: Tensor) -> tuple[int, int]:
     return q.stride(0), q.stride(2)
 
@@ -650,7 +681,8 @@ def decode_attention(
     """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    k, v [C,B,n,d], any strides but the last; arrivals i64[B,n], 0 before and after. A row without
+    k, v [C,B,n,d], any strides but the last, or rows in fewer bits (g4ir/ops/narrow.py), whose d is
+    a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
     """
     if not takes(q):
@@ -662,7 +694,7 @@ def decode_attention(
     rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
     made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
     grid, operands, constants = _prepared(made, strides, [k, v], arrivals, rules, use)
-    start(_decode, grid, (q, end, k, v, *operands), **constants)
+    start(_decode, grid, (q, end, k, v, *operands), **constants, **_row(k))
     return made
 
 
@@ -692,7 +724,7 @@ def decode_attention_latent(
     if not takes(q):
         arrivals.zero_()
         if form == "value":
-            keys, values = keys_values_of_value(caches[0], w)
+            keys, values = keys_values_of_value(numbers(caches[0], q.dtype), w)
         else:
             keys, values = _of_raw(caches[0], caches[1], w, freqs, end)
         out: Tensor = attention.reference(
@@ -703,8 +735,11 @@ def decode_attention_latent(
     made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
     grid, operands, constants = _prepared(made, strides, caches, arrivals, rules, use)
     if form == "value":
-        pairs = (caches[0].shape[3] - q.shape[3]) // 2
-        constants |= {"P": pairs, "P2": max(16, power_of_2(2 * pairs))}
+        row = _row(caches[0])
+        pairs = ((row["ROW"] or caches[0].shape[3]) - q.shape[3]) // 2
+        constants |= {"P": pairs, "P2": max(16, power_of_2(2 * pairs)), **row}
+        if row["ROW"]:
+            constants |= {"P2": max(CODES, constants["P2"]), "N": min(block_n, CODED_KEYS)}
         start(_decode_value, grid, (q, end, w, *caches, *operands), **constants)
     else:
         pairs = freqs.shape[0]

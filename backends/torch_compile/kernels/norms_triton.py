@@ -89,7 +89,7 @@ def _store_product(y, h, g, at, i, keep):
 
 
 @triton.jit
-def _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
+def end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
     """Store y = h * by and its pre-norms; h is rounded already, g1 to g3 are weights."""
     h = rounded(h * by, y)
     tl.store(y + at + i, h.to(y.dtype.element_ty), mask=keep)
@@ -101,6 +101,23 @@ def _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
 
 
 @triton.jit
+def added(h, r, g, like, eps, D):
+    """fp32 row r + rms_norm(h, g), rounded through the type of `like`."""
+    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
+    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
+
+
+@triton.jit
+def both_added(h_a, h_b, r, g_a, g_b, g, like, eps, D):
+    """fp32 row r + rms_norm(rms_norm(h_a, g_a) + rms_norm(h_b, g_b), g), rounded as `added` is."""
+    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
+    h_a *= reciprocal_rms(squares_a, eps, D)
+    h_b *= reciprocal_rms(squares_b, eps, D)
+    h = rounded(rounded(h_a * g_a, like) + rounded(h_b * g_b, like), like)
+    return added(h, r, g, like, eps, D)
+
+
+@triton.jit
 def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS, AHEAD):
     """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`; the
     kernels in front have to have ended, for which this waits."""
@@ -108,8 +125,7 @@ def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS, AHEA
     ready(AHEAD)
     r = tl.load(residual + at + i, mask=keep, other=0)
     h = _row(x, residual, at, i, keep, apart, PARTS)
-    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
-    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
+    return added(h, r, g, like, eps, D)
 
 
 @triton.jit
@@ -123,12 +139,7 @@ def after_both(
     r = tl.load(residual + at + i, mask=keep, other=0)
     h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
     h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
-    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
-    h_a *= reciprocal_rms(squares_a, eps, D)
-    h_b *= reciprocal_rms(squares_b, eps, D)
-    h = rounded(rounded(h_a * g_a, like) + rounded(h_b * g_b, like), like)
-    h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
-    return rounded(r.to(tl.float32) + rounded(h * g, like), like)
+    return both_added(h_a, h_b, r, g_a, g_b, g, like, eps, D)
 
 
 @triton.jit
@@ -175,7 +186,7 @@ def _norm_residual(
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
     h = after_residual(x, residual, w, y, at, i, keep, eps, apart, D, PARTS, AHEAD)
-    _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+    end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
 @triton.jit
@@ -211,7 +222,7 @@ def _dual_norm_residual(
     h = after_both(
         a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B, AHEAD
     )
-    _end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
+    end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
 def parts_of(x: Tensor, like: Tensor) -> int:
@@ -219,7 +230,7 @@ def parts_of(x: Tensor, like: Tensor) -> int:
     return x.shape[0] if x.dim() > like.dim() else 0
 
 
-def _three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+def three(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the values of the pre-norms, then None for those that there are not."""
     if len(values) > PRE_NORMS:
         raise ValueError(f"{len(values)} pre-norms after a residual; a kernel makes {PRE_NORMS}")
@@ -244,6 +255,23 @@ def reference(
     if scalar is not None:
         h = h * scalar
     return [h, *(norm.rms_norm.reference(h, w, eps=eps) for w in weights)]
+
+
+def dual_reference(
+    a: Tensor,
+    w_a: Tensor,
+    b: Tensor,
+    w_b: Tensor,
+    w_sum: Tensor,
+    residual: Tensor,
+    scalar: Tensor | None,
+    weights: Sequence[Tensor | None],
+    eps: float,
+) -> list[Tensor]:
+    """Compute the expansion of the op `dual_norm_residual`."""
+    first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
+    (total,) = reference(b, first, w_b, None, [], eps)
+    return reference(total, residual, w_sum, scalar, weights, eps)
 
 
 @triton_op("g4ir::rms_norm", mutates_args={})
@@ -278,12 +306,12 @@ def norm_residual(
     if not takes(residual):
         return reference(x, residual, w_post, scalar, weights, eps)
     residual, d = residual.contiguous(), residual.shape[-1]
-    pre = _three(weights)
+    pre = three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
     start(
         _norm_residual,
         (residual.numel() // d,),
-        (x.contiguous(), residual, w_post, scalar, *pre, y, *_three(norms), eps),
+        (x.contiguous(), residual, w_post, scalar, *pre, y, *three(norms), eps),
         D=d,
         PARTS=parts_of(x, residual),
         BLOCK=power_of_2(d),
@@ -310,11 +338,9 @@ def dual_norm_residual(
     The end of a block with experts. a and b each like residual, or partial sums as there.
     """
     if not takes(residual):
-        first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
-        (total,) = reference(b, first, w_b, None, [], eps)
-        return reference(total, residual, w_sum, scalar, weights, eps)
+        return dual_reference(a, w_a, b, w_b, w_sum, residual, scalar, weights, eps)
     residual, d = residual.contiguous(), residual.shape[-1]
-    pre = _three(weights)
+    pre = three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
     start(
         _dual_norm_residual,
@@ -329,7 +355,7 @@ def dual_norm_residual(
             scalar,
             *pre,
             y,
-            *_three(norms),
+            *three(norms),
             eps,
         ),
         D=d,

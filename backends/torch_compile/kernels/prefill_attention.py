@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, attention_sample, attention_shape, masking
+from .base import (
+    Choice,
+    Kernel,
+    Sample,
+    Shape,
+    attention_sample,
+    attention_shape,
+    in_fewer_bits,
+    masking,
+)
 
 if TYPE_CHECKING:
     from ..run import Run
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    return attention_shape(n) if n.chunk else None
+    return attention_shape(n) if n.chunk and not in_fewer_bits(n) else None
 
 
 def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:

@@ -22,6 +22,7 @@ from .execute import execute
 from .limits import MAX_DIMS, MAX_TOP_K, MAX_VOLUME, SHARED_BYTES
 from .network import aliases, check, sizes, volumes
 from .plugin import Meaning, plugin_module
+from .ranks import Exchange, communicator, side_by_side
 from .record import Call, Recorded, RuleError
 from .traffic import traffic
 
@@ -29,10 +30,12 @@ from .traffic import traffic
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "10.16.1": {
         "BuilderFlag": enums.BuilderFlag10,
+        "PreviewFeature": enums.PreviewFeature10,
         "NetworkDefinitionCreationFlag": enums.NetworkDefinitionCreationFlag10,
     },
     "11.4.0": {
         "BuilderFlag": enums.BuilderFlag11,
+        "PreviewFeature": enums.PreviewFeature11,
         "NetworkDefinitionCreationFlag": enums.NetworkDefinitionCreationFlag11,
         "CausalMaskKind": enums.CausalMaskKind,
         "INetworkDefinition": network.INetworkDefinition11,
@@ -110,14 +113,17 @@ __all__ = [
     "SHARED_BYTES",
     "VERSIONS",
     "Call",
+    "Exchange",
     "Meaning",
     "Recorder",
     "RuleError",
     "aliases",
     "check",
+    "communicator",
     "execute",
     "recorder",
     "recording",
+    "side_by_side",
     "sizes",
     "traffic",
     "volumes",

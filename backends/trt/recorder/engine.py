@@ -27,6 +27,7 @@ from .enums import (
     ExecutionContextAllocationStrategy,
     HardwareCompatibilityLevel,
     MemoryPoolType,
+    PreviewFeature,
     ProfilingVerbosity,
     Severity,
     TensorLocation,
@@ -34,6 +35,7 @@ from .enums import (
 from .execute import execute
 from .layers import Dims, IConstantLayer, IPluginV3Layer, ITensor, Shape, Weights, memory_at
 from .network import INetworkDefinition
+from .ranks import Exchange, exchange_of
 from .record import Attribute, Recorded, RuleError, api, held, need
 
 FORMAT = "recorder plan"
@@ -120,6 +122,7 @@ class IBuilderConfig(Recorded):
 
     def __init__(self, module: Any) -> None:
         self._module, self._set = module, {module.BuilderFlag.TF32}
+        self._preview: set[PreviewFeature] = set()
         self._profiles: list[IOptimizationProfile] = []
         self._pools: dict[Any, int] = {}
         self._timing: ITimingCache | None = None
@@ -137,6 +140,10 @@ class IBuilderConfig(Recorded):
     @api
     def clear_flag(self, flag: BuilderFlag) -> None:
         self._set.discard(flag)
+
+    @api
+    def set_preview_feature(self, feature: PreviewFeature, enable: bool) -> None:
+        (self._preview.add if enable else self._preview.discard)(feature)
 
     @api
     def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:
@@ -239,6 +246,7 @@ class Builder(Recorded):
             networks.check(network)
             _check_profiles(network, config)
             _check_flags(config)
+            _check_devices(network, config)
             _check_launches(network, self._module._shared_memory)
             if config._timing:
                 config._timing._builds += 1
@@ -284,6 +292,14 @@ def _check_flags(config: IBuilderConfig) -> None:
     ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
     both = config._named("REFIT_INDIVIDUAL") and ways
     need(not both, f"REFIT_INDIVIDUAL cannot be used together with {', '.join(both or [])}")
+
+
+def _check_devices(network: INetworkDefinition, config: IBuilderConfig) -> None:
+    """Check that what several ranks need is asked for, in the version where it is tried out."""
+    name = "MULTIDEVICE_RUNTIME_10_16"
+    feature = config._module.PreviewFeature.__members__.get(name)
+    apart = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
+    need(apart, f"the network has collectives, and PreviewFeature.{name} is not enabled")
 
 
 def _check_launches(network: INetworkDefinition, room: int) -> None:
@@ -412,9 +428,11 @@ class ICudaEngine(Recorded):
         """Whether some weights are copied to the device at each step."""
         return held(self, "weight_streaming_budget_v2") < self._streamable()
 
-    def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run(
+        self, inputs: Mapping[str, torch.Tensor], exchange: Exchange | None
+    ) -> dict[str, torch.Tensor]:
         self._network._constants = dict(self._weights)
-        return execute(self._network, inputs)
+        return execute(self._network, inputs, exchange)
 
     @api
     def create_execution_context(
@@ -488,8 +506,18 @@ class IExecutionContext(Recorded):
         self._memory = 0 if strategy is ExecutionContextAllocationStrategy.USER_MANAGED else SCRATCH
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
+        self._exchange: Exchange | None = None
 
     engine = Attribute(None, read=lambda c: c._engine)
+
+    @api
+    def set_communicator(self, communicator: Any) -> bool:
+        """Set what is exchanged by; it waits for the other ranks, as that of version 11 does."""
+        self._exchange = exchange_of(communicator)
+        if self._exchange is None:
+            return self._refuse("no communicator lies there")
+        self._exchange(torch.zeros(1))
+        return True
 
     @api
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
@@ -545,7 +573,7 @@ class IExecutionContext(Recorded):
             for n, t in self._inputs().items()
         }
         try:
-            made = self._engine._run(inputs)
+            made = self._engine._run(inputs, self._exchange)
         except RuleError as e:
             return self._refuse(str(e))
         for name, value in made.items():
@@ -573,6 +601,8 @@ class IExecutionContext(Recorded):
             return f"{len(stripped)} weights were stripped and not set again"
         if self._shapeless():
             return f"no shape for {', '.join(self._shapeless())}"
+        if networks.ranks_of(engine._network) > 1 and self._exchange is None:
+            return "no communicator, by which ranks exchange"
         return self._misplaced()
 
     def _shapeless(self) -> list[str]:

@@ -71,6 +71,12 @@ class CausalMaskKind(ApiEnum):
     NONE, UPPER_LEFT, LOWER_RIGHT = range(3)
 
 
+class CollectiveOperation(ApiEnum):
+    """The operations of both versions; the newer one has three more."""
+
+    ALL_REDUCE, ALL_GATHER, BROADCAST, REDUCE, REDUCE_SCATTER = range(5)
+
+
 class TensorLocation(ApiEnum):
     DEVICE, HOST = range(2)
 
@@ -111,6 +117,19 @@ class BuilderFlag10(BuilderFlag):
 class BuilderFlag11(BuilderFlag):
     REFIT, TF32, STRIP_PLAN, REFIT_IDENTICAL = 4, 6, 18, 19
     WEIGHT_STREAMING, REFIT_INDIVIDUAL = 20, 22
+
+
+class PreviewFeature(ApiEnum):
+    """The features of builders that are tried out; each version has its own numbers."""
+
+
+class PreviewFeature10(PreviewFeature):
+    PROFILE_SHARING_0806, ALIASED_PLUGIN_IO_10_03 = range(2)
+    RUNTIME_ACTIVATION_RESIZE_10_10, MULTIDEVICE_RUNTIME_10_16 = range(2, 4)
+
+
+class PreviewFeature11(PreviewFeature):
+    ALIASED_PLUGIN_IO_10_03, RUNTIME_ACTIVATION_RESIZE_10_10 = range(2)
 
 
 class NetworkDefinitionCreationFlag10(ApiEnum):

@@ -7,7 +7,7 @@ dtype. An update of a cache happens in the memory that was fed, as in TensorRT.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,18 +16,23 @@ from . import layers as kinds
 from .enums import TORCH
 from .layers import ITensor, Layer
 from .network import INetworkDefinition, interiors
+from .ranks import Exchange
 from .record import RuleError, held
 
 Tensors = list[torch.Tensor]
 
 
 def execute(
-    network: INetworkDefinition, feeds: Mapping[str, torch.Tensor]
+    network: INetworkDefinition,
+    feeds: Mapping[str, torch.Tensor],
+    exchange: Exchange | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return outputs by name; caches that are updated share the memory of what was fed.
+    """Return outputs by name; caches that are updated share the memory of what was fed. `exchange`
+    gives the tensors of all ranks, where there are several (ranks.py).
 
     RuleError where a feed, or what a layer makes of it, is not what the network says.
     """
+    network._exchange = exchange
     run = _Run(network, feeds)
     for layer in run.plan[0]:
         run.layer(layer)
@@ -268,6 +273,19 @@ def _cache_update(layer: Any, ins: Tensors) -> Tensors:
     return [cache]
 
 
+def _collective(layer: Any, ins: Tensors) -> Tensors:
+    """Exchange; a sum is rounded after each addition, in order of rank, as on the way of NCCL."""
+    exchange = layer._network._exchange
+    if exchange is None:
+        raise RuleError(f"{layer._title}: a rank alone has nobody to exchange with")
+    parts = exchange(ins[0])
+    if len(parts) != layer._ranks:
+        raise RuleError(f"{layer._title}: {len(parts)} ranks run, num_ranks is {layer._ranks}")
+    if layer._gathers:
+        return [torch.cat([*parts])]
+    return [reduce(partial(_pointwise, torch.add), parts)]
+
+
 def _attention(layer: Any, ins: Tensors) -> Tensors:
     """Attend: scores and sums in fp32, probabilities rounded to the inputs' dtype."""
     q, k, v = ins[:3]
@@ -307,6 +325,7 @@ _RUN: Mapping[str, Callable[[Any, Tensors], Tensors]] = {
     "gather": _gather,
     "KV cache update": _cache_update,
     "attention": _attention,
+    "distributed collective": _collective,
     "plugin": lambda layer, ins: list(held(layer, "plugin").run(*ins)),
     "condition": lambda layer, ins: [],
     "conditional input": lambda layer, ins: ins,

@@ -18,11 +18,13 @@ import torch
 from .enums import (
     TORCH,
     AttentionNormalizationOp,
+    CollectiveOperation,
     DataType,
     ElementWiseOperation,
     GatherMode,
     KVCacheMode,
     MatrixOperation,
+    ReduceOperation,
     SampleMode,
     UnaryOperation,
 )
@@ -236,6 +238,15 @@ class ILayer(Layer):
     """Base of the layers."""
 
     type = Attribute(None, read=lambda x: x._kind)
+    num_ranks = Attribute("int", 1)
+
+    def _changed(self, member: str) -> None:
+        super()._changed(member)
+        if member == "num_ranks":
+            self._check_ranks(int(held(self, member)))
+
+    def _check_ranks(self, ranks: int) -> None:
+        self._need(ranks == 1, f"num_ranks = {ranks}: it runs on one rank")
 
 
 def _bits(mask: int, rank: int) -> list[int]:
@@ -654,6 +665,43 @@ class IKVCacheUpdateLayer(ILayer):
         fits = all(a == b or -1 in (a, b) for a, b in pairs)
         self._need(fits and new._dims[2] <= cache._dims[2], f"{text} does not fit")
         return [cache._type]
+
+
+class IDistCollectiveLayer(ILayer):
+    """An exchange with the other ranks; `network.add_dist_collective` says which."""
+
+    _kind = "distributed collective"
+    _lazy = True
+    _operation: CollectiveOperation
+    _reduce: ReduceOperation
+    _root: int
+    _groups: Sequence[int]
+    _ranks = 1
+
+    def _check_ranks(self, ranks: int) -> None:
+        self._need(self._ranks in (1, ranks), f"num_ranks is {self._ranks} and cannot be changed")
+        self._ranks = ranks
+
+    @property
+    def _gathers(self) -> bool:
+        return self._operation is CollectiveOperation.ALL_GATHER
+
+    def _infer(self) -> list[Output]:
+        x, op, ranks = self._in(), self._operation, self._ranks
+        known = {CollectiveOperation.ALL_REDUCE, CollectiveOperation.ALL_GATHER}
+        self._need(op in known, f"{op.name} is not recorded here")
+        reduce = ReduceOperation.NONE if self._gathers else ReduceOperation.SUM
+        self._need(self._reduce is reduce, f"{op.name} with {self._reduce.name}, not {reduce.name}")
+        self._need(self._root == -1, f"{op.name} has no root: it is -1, not {self._root}")
+        self._need(ranks > 1, f"num_ranks is {ranks}: at least two exchange something")
+        every = [*self._groups] == [*range(ranks)]
+        self._need(every, f"groups {[*self._groups]}: all of {ranks} ranks, in order")
+        self._kinds(x, FLOATS, "an exchange here")
+        self._need(len(x._dims) >= 1, f"{x._text}: rank 1 or more")
+        if not self._gathers:
+            return [x._type]
+        first = -1 if x._dims[0] == -1 else ranks * x._dims[0]
+        return [(x._dtype, (first, *x._dims[1:]))]
 
 
 class IAttention(Layer):

@@ -12,6 +12,7 @@ from .enums import (
     ActivationType,
     AttentionNormalizationOp,
     CausalMaskKind,
+    CollectiveOperation,
     DataType,
     ElementWiseOperation,
     GatherMode,
@@ -23,6 +24,7 @@ from .enums import (
 )
 from .layers import Dims, ITensor, Layer, Shape, Weights, volume
 from .limits import MAX_DIMS
+from .ranks import Exchange
 from .record import Attribute, Recorded, api, held, keep, need
 
 L = TypeVar("L", bound=Layer)
@@ -43,8 +45,9 @@ class INetworkDefinition(Recorded):
         self._conditionals: list[IIfConditional] = []
         self._bound: Mapping[str, Shape] = {}
         self._epoch = 0
-        #: of an execution: constants by layer
+        #: of an execution: constants by layer, and what gives the tensors of all ranks
         self._constants: dict[int, Any] = {}
+        self._exchange: Exchange | None = None
         self._weight_names: dict[int, str] = {}
 
     name = Attribute("str", "")
@@ -211,6 +214,20 @@ class INetworkDefinition(Recorded):
         return self._add(kinds.IKVCacheUpdateLayer, inputs, cache_mode=cache_mode)
 
     @api
+    def add_dist_collective(
+        self,
+        input: ITensor,
+        dist_collective_op: CollectiveOperation,
+        reduce_op: ReduceOperation,
+        root: int,
+        groups: Sequence[int],
+    ) -> kinds.IDistCollectiveLayer:
+        layer = self._add(kinds.IDistCollectiveLayer, [input])
+        layer._operation, layer._reduce = dist_collective_op, reduce_op
+        layer._root, layer._groups = root, tuple(groups)
+        return layer
+
+    @api
     def add_attention(
         self,
         query: ITensor,
@@ -310,7 +327,18 @@ def check(network: INetworkDefinition) -> None:
     for layer in network._layers:
         if isinstance(layer, kinds.IKVCacheUpdateLayer):
             _check_cache(network, layer)
+    need(len(_ranks(network)) <= 1, f"collectives of {_ranks(network)} ranks in one network")
     interiors(network)
+
+
+def _ranks(network: INetworkDefinition) -> list[int]:
+    found = (x for x in network._layers if isinstance(x, kinds.IDistCollectiveLayer))
+    return sorted({x._ranks for x in found})
+
+
+def ranks_of(network: INetworkDefinition) -> int:
+    """Return how many ranks run a network together."""
+    return max(_ranks(network), default=1)
 
 
 def _check_cache(network: INetworkDefinition, layer: Layer) -> None:

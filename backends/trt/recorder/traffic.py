@@ -13,7 +13,7 @@ from .record import held
 KERNELS = frozenset(
     {
         *("matrix multiply", "softmax", "reduce", "top-k", "gather"),
-        *("concatenation", "KV cache update", "attention", "plugin"),
+        *("concatenation", "KV cache update", "attention", "distributed collective", "plugin"),
     }
 )
 

@@ -1,0 +1,22 @@
+# What engines, their kernels and the scripts in bench/ need on an H100 or H200, one version of each
+# of those that pyproject.toml takes: the torch that `make cuda-programs` builds with, the TensorRT
+# whose signatures the backend is compared with. The driver has to be as new as their CUDA.
+#
+#     docker build -t g4ir .
+#     docker run --gpus all --ipc host -v "$PWD/results:/results" g4ir \
+#         python bench/gpu.py --out /results/gpu
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ git make python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/g4ir
+ENV PATH=/opt/g4ir/bin:$PATH CUDA_HOME=/usr/local/cuda
+
+# torch goes first and alone, so that nothing else can pull in another build of it.
+RUN pip install --no-cache-dir torch==2.11.0 triton==3.6.0 'setuptools>=77'
+RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106
+
+WORKDIR /g4ir
+COPY . .
+RUN pip install --no-cache-dir --no-build-isolation -e '.[hf,mm]' pytest

@@ -1,0 +1,327 @@
+"""TensorRT engines of several ranks: what they exchange, and what each has, the recorder in
+TensorRT's place."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import probe
+from g4ir.backends.trt.build import write_network
+from g4ir.backends.trt.ranks import recorded_by_all
+from g4ir.backends.trt.recorder import execute, recorder, side_by_side
+from g4ir.backends.trt.runtime import TrtRuntime
+from g4ir.cli import main
+from g4ir.engine.artefact import Artefact, open_artefact
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import open_runtime
+from g4ir.errors import EngineError, InputError, MissingError
+from g4ir.ir.graph import Builder
+from g4ir.ops.types import parse_type, torch_dtype
+from g4ir.parallel.group import Group
+from g4ir.plan.limits import Limits
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import load_spec
+from g4ir.ui.progress import no_progress
+from tests.configs import VARIANTS
+from tests.test_parallel import MESSAGES
+from tests.test_torchrun import started
+from tests.trt.emulated import build, emulated, emulated_api, use
+from tests.trt.rank_driver import PROMPTS
+from tests.trt.running import emit
+from tests.trt.test_signatures import VERSIONS, distinct, fits_bindings
+
+LIMITS = Limits(2, 64, 8)
+QUICK = ("12b", 2)
+TINY = {"tp": 2, "ep": True, "media": "none"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def thread() -> Iterator[None]:
+    with dry.one_thread():
+        yield
+
+
+def prepared(name: str, **options: Any) -> Any:
+    return prepare(load_spec(name), BuildOptions(backend="trt", **options), dry=True)
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+def exchanged(op: str, ranks: int, *parts: torch.Tensor) -> tuple[list[torch.Tensor], Counter[str]]:
+    """What the first rank has of an op on [rank, B, S, n] parts, and the layers of its network."""
+    dtype = next(d for d in ("f32", "bf16") if torch_dtype(d) == parts[0].dtype)
+    b = Builder()
+    types = [parse_type(f"{dtype}[B,S,{p.shape[-1]}]") for p in parts]
+    inputs = [b.input(f"x{i}", t) for i, t in enumerate(types)]
+    g = b.graph(*b.emit_all(op, *inputs, ranks=ranks, name=[f"y{i}" for i in range(len(parts))]))
+    nets = [emit(g, LIMITS, None).network for _ in range(ranks)]
+
+    def run(rank: int, exchange: Any) -> list[torch.Tensor]:
+        fed = {f"x{i}": p[rank] for i, p in enumerate(parts)}
+        return [*execute(nets[rank], fed, exchange).values()]
+
+    return side_by_side(ranks, run)[0], Counter(x._kind for x in nets[0]._layers)
+
+
+def test_sums_are_one_message() -> None:
+    """Both branches of a layer with experts in one; of two ranks in the dtype that they have."""
+    one, two = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 6)
+    made, layers = exchanged("all_reduce", 2, one, two)
+    assert torch.allclose(made[0], one.sum(0)) and torch.allclose(made[1], two.sum(0))
+    assert layers == {"distributed collective": 1, "concatenation": 1, "slice": 2}
+
+
+def test_sums_of_many_are_rounded_once() -> None:
+    parts = torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16()[:, None, None, None]
+    made, layers = exchanged("all_reduce", 4, parts)
+    assert made[0].flatten().tolist() == [260.0]  # 259 in fp32; 256 where each sum is rounded
+    assert layers["cast"] == 2
+    assert exchanged("all_reduce", 2, parts[:2])[1] == {"distributed collective": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_lie_behind_one_another_in_the_last_dim(ranks: int) -> None:
+    parts = torch.randn(ranks, 2, 3, 5)
+    made, layers = exchanged("all_gather", ranks, parts)
+    assert torch.equal(made[0], torch.cat([*parts], -1))
+    assert layers == {"shuffle": 2, "distributed collective": 1}
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    for op in ("all_reduce", "all_gather"):
+        made, layers = exchanged(op, 1, torch.ones(1, 2, 3, 4))
+        assert torch.equal(made[0], torch.ones(2, 3, 4)) and layers == {"identity": 1}
+
+
+def test_networks_of_ranks_differ_in_weights_alone() -> None:
+    """Which experts a rank has, too, is a weight."""
+    p = prepared("tiny-moe", **TINY)
+    packing, params = dry.in_small(p, "f32")
+    g = network_graph(packing.program)
+    written = [
+        write_network(emulated_api(), g, dry.SMALL, own, p.settings).network for own in params
+    ]
+    one, two = ([(x._title, x._types, _given(x)) for x in n._layers] for n in written)
+    assert one == two and len(one) > 100
+    (first,) = (
+        [x for x in n._layers if x._title.startswith("moe.first/weights")] for n in written[:1]
+    )
+    assert len(first) == 1
+
+
+def _given(layer: Any) -> dict[str, Any]:
+    """What a layer was given beside tensors and weights."""
+    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "attribute weights")
+    return {k: str(v) for k, v in vars(layer).items() if k not in other and "plugin" not in k}
+
+
+# --- dry runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_in_small(version: str) -> None:
+    """As the interpreter, experts shared out, by what the real bindings take."""
+    api = dry.emulator(version)
+    assert dry.check_small(api, prepared("tiny-moe", **TINY), "f32")["logits"] < 1e-4
+    used = {(c.owner, c.member) for c in api.trt.calls}
+    assert {
+        ("INetworkDefinition", "add_dist_collective"),
+        ("IDistCollectiveLayer", "num_ranks"),
+    } < used
+    assert ("IExecutionContext", "set_communicator") in used
+    preview = ("IBuilderConfig", "set_preview_feature") in used
+    assert preview == (version == "10.16.1")
+    fits_bindings(distinct(api.trt.calls), version)
+
+
+def test_a_wrong_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4ir.backends.trt import build as builder
+    from g4ir.errors import CheckError
+
+    p = prepared("tiny-moe", **TINY)
+    right = builder.chosen_lowerings(p.settings)
+
+    def wrong(settings: Any) -> Any:
+        return {**right, "all_reduce": lambda net, n, *xs: tuple(net.e.mul(x, 2.0) for x in xs)}
+
+    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
+    with pytest.raises(CheckError, match="differ from the reference"):
+        dry.check_small(emulated_api(), p, "f32")
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [
+        pytest.param(variant, ranks, marks=() if (variant, ranks) == QUICK else pytest.mark.full)
+        for variant in VARIANTS
+        for ranks in (2, 4)
+    ],
+)
+def test_dry_runs(variant: str, ranks: int) -> None:
+    """Of all variants with drafter and towers, experts cut and shared out."""
+    for ep in (False, True) if load_spec(variant).text.moe else (False,):
+        p = prepared(variant, tp=ranks, ep=ep, drafter="default")
+        found = dry.dry_run(p, no_progress)
+        for name in ("logits", "soft", "drafts"):
+            assert found[f"{name}_error"]["f32"] < dry.BUDGETS["f32"], name
+        assert found["step_messages"] == MESSAGES[variant]
+        assert found["layer_kinds"]["IDistCollectiveLayer"] == MESSAGES[variant]
+        assert found["conditionals"] == 0 and found["step_over_roof"] > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"quant": "int8"}, {"settings": {"weights": "refit"}}])
+def test_dry_runs_of_other_weights(options: dict[str, Any]) -> None:
+    p = prepared("31b", tp=8, media="none", **options)
+    assert dry.dry_run(p, no_progress)["logits_error"]["f32"] < dry.BUDGETS["f32"]
+
+
+def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "build --variant tiny-dense --backend trt --media none --dtype float32 --tp 2 --dry-run"
+    assert main(words.split()) == 0
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert (said["ranks"], said["step_messages"]) == ("2", "13")
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+
+@cache
+def engine_of_two(folder: Path) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, emulated(folder))
+        return build(folder / "engine", "tiny-moe", settings={"weights": "refit"}, **TINY)
+
+
+@pytest.fixture
+def two(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine of two ranks, as one process may see it."""
+    return engine_of_two(tmp_path_factory.getbasetemp() / "two-ranks")
+
+
+def test_a_plan_for_each_rank(two: Engine) -> None:
+    names = {n for n in two.manifest["files"] if n.startswith("engine.")}
+    own = {f"engine.rank{i}of2.{kind}" for i in range(2) for kind in ("plan", "constants")}
+    assert names == {"engine.io.json", *own}
+    kept = two.manifest["compiled"]
+    assert (kept["plan"], kept["others"]) == ("engine.rank0of2.plan", {})
+    with pytest.raises(InputError, match="built for 2 ranks, and 1 is running"):
+        two.generate([2, 5], 3)
+
+
+def of_rank(path: Path, rank: int, exchange: Any) -> tuple[Artefact, Any]:
+    """What a process of several has of an engine."""
+    group: Any = SimpleNamespace(
+        rank=rank, ranks=2, _all=exchange, gathered=lambda value: [value] * 2, on_gpus=False
+    )
+    found = open_artefact(path, rank=rank)
+    return found, open_runtime(found, True, True, no_progress, group)
+
+
+def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:
+    """Each from its own plan and weights, chunks and single tokens."""
+    one = build(tmp_path / "one", "tiny-moe", "reference", media="none")
+
+    def run(rank: int, exchange: Any) -> torch.Tensor:
+        found, runtime = of_rank(two.path, rank, exchange)
+        assert isinstance(runtime, TrtRuntime)
+        return dry.run_small(found.packing.program, runtime.source, runtime)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, emulated(two.path.parent))
+        made = side_by_side(2, run)
+    want, _ = dry.run_small(one.program, one.runtime.source, one.runtime)
+    assert all(torch.equal(rows, made[0]) for rows in made)
+    assert dry._largest_error(made[0], want) < 1e-4
+
+
+def test_a_rank_reads_its_own_plan_alone(two: Engine, tmp_path: Path) -> None:
+    """That of another may be what it will, as its weights may."""
+    import shutil
+
+    copy = Path(shutil.copytree(two.path, tmp_path / "engine"))
+    plan = copy / "engine.rank1of2.plan"
+    plan.write_bytes(plan.read_bytes()[::-1])
+    assert open_artefact(copy, rank=0).rank == 0
+    for rank in (1, None):
+        with pytest.raises(EngineError, match=r"rank1of2\.plan: its SHA-256"):
+            open_artefact(copy, rank=rank)
+
+
+@pytest.mark.full
+def test_processes_run_an_engine(tmp_path: Path) -> None:
+    """Whole sessions in two processes with a drafter, as one on the reference. A plan of the
+    recorder lives in the process that built it, so each builds the same engine first."""
+    places = [tmp_path / f"{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    one = build(tmp_path / "one", "tiny-moe", "reference", media="none")
+    want = one.generate(PROMPTS, 8)
+    with started(2, places=places, module="tests.trt.rank_driver") as run:
+        assert run.ended() == [0, 0], [run.said(rank) for rank in range(2)]
+        out = run.processes[0].stdout
+        assert out and json.loads(out.read()) == {"tokens": want, "drafted": want, "verified": True}
+
+
+# --- what ranks need --------------------------------------------------------------------------
+
+
+def test_a_version_without_collectives(tmp_path: Path) -> None:
+    """Said before anything is written."""
+    module = recorder("10.16.1")
+    module.INetworkDefinition = SimpleNamespace(add_kv_cache_update=True, set_weights_name=True)
+    api = probe.probe(module)
+    probe.check_ranks(api, 1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MissingError) as e:
+        use(patch, emulated(tmp_path, api=lambda: api))
+        build(tmp_path / "engine", "tiny-moe", **TINY)
+    assert str(e.value).startswith(
+        "--tp 2: TensorRT 10.16.1 lacks INetworkDefinition.add_dist_collective, by which ranks"
+    )
+    assert not [*tmp_path.glob("*engine*")]
+
+
+def test_ranks_that_cannot_share() -> None:
+    with pytest.raises(InputError, match="--tp 3: tiny-moe has num_attention_heads"):
+        prepared("tiny-moe", tp=3)
+
+
+def test_steps_are_recorded_by_all_or_none() -> None:
+    def record(work: Any) -> Any:
+        work()
+        return work
+
+    def fails(work: Any) -> Any:
+        raise EngineError("no graph of it")
+
+    made: list[int] = []
+    work = partial(made.append, 1)
+    assert recorded_by_all(record, lambda own: [own, True])(work) is work and made == [1]
+    with pytest.raises(EngineError, match="another rank could not record the step"):
+        recorded_by_all(record, lambda own: [own, False])(work)
+    with pytest.raises(EngineError, match="no graph of it"):
+        recorded_by_all(fails, lambda own: [True, own])(work)
+
+
+def test_where_torch_has_its_communicator() -> None:
+    group, address = object.__new__(Group), 0x7F00
+    group.rank = 1
+    nccl: Any = SimpleNamespace(_comm_ptr=lambda: address)
+    group._nccl = SimpleNamespace(_get_backend=lambda device: nccl)
+    assert group.communicator() == address
+    nccl = SimpleNamespace()
+    with pytest.raises(MissingError, match=r"rank 1: torch .* does not say where its NCCL"):
+        group.communicator()
