@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -363,7 +364,7 @@ def test_steps_whose_chains_cannot_be_recorded(
 ) -> None:
     """They are recorded by their programs; what fails then too is told to the caller."""
     engine = object.__new__(runtime.TorchRuntime)
-    engine.recorded_plans = {"decode": []}
+    engine.recorded_plans, engine.group = {"decode": []}, None
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         if engine.recorded_plans or failing:
@@ -377,6 +378,26 @@ def test_steps_whose_chains_cannot_be_recorded(
     failing = True
     with pytest.raises(EngineError, match="no such edges"):
         engine._recorded(work)
+
+
+@pytest.mark.parametrize("other", [None, "no such driver"])
+def test_ranks_record_in_the_same_way(
+    other: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By their programs where one of them has to, though this one need not."""
+    engine = object.__new__(runtime.TorchRuntime)
+    engine.recorded_plans = {"decode": []}
+    engine.group = cast(Any, SimpleNamespace(gathered=lambda said: [said, other]))
+    times, work = list[Any](), list[int]().clear
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        times.append(work)
+        return work
+
+    monkeypatch.setattr(runtime, "recorded", record)
+    assert engine._recorded(work) == work
+    assert (len(times), bool(engine.recorded_plans)) == ((1, True) if other is None else (2, False))
+    assert caplog.text.count("no such driver") == (other is not None)
 
 
 def test_steps_without_a_driver_run_by_their_programs(

@@ -84,6 +84,7 @@ class TorchRuntime:
         group: Group | None = None,
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
+        self.group = group
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = OrLaunched(self._recorded) if device == "cuda" and cuda_graph else None
         self.any_length = _any_length(program, limits, device)
@@ -190,15 +191,21 @@ class TorchRuntime:
         )
 
     def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record a step: by its programs from now on, where it cannot be by its chains."""
+        """Record a step: by its programs from now on, where it cannot be by its chains on each
+        rank. Ranks that go different ways would wait for one another."""
+        if not self.recorded_plans:
+            return recorded(work)
+        replay, said = None, None
         try:
-            return recorded(work)
+            replay = recorded(work)
         except EngineError as e:
-            if not self.recorded_plans:
-                raise
-            self.recorded_plans.clear()
-            log.warning(BY_PROGRAMS, e)
-            return recorded(work)
+            said = str(e)
+        why = next(filter(None, self.group.gathered(said) if self.group else [said]), None)
+        if replay and why is None:
+            return replay
+        self.recorded_plans.clear()
+        log.warning(BY_PROGRAMS, why)
+        return recorded(work)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
